@@ -1,0 +1,55 @@
+"""What can be done at each moment of a run without touching the module: one file per callback."""
+
+from __future__ import annotations
+
+if __name__ != "fabricx.callbacks":
+    raise ImportError(f"import this package as fabricx.callbacks, not {__name__}")
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fabricx.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from fabricx.callbacks.ema import EMA as EMA
+    from fabricx.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulation
+    from fabricx.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulationScheduler
+    from fabricx.callbacks.learning_rate_monitor import LearningRateMonitor as LearningRateMonitor
+    from fabricx.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
+    from fabricx.callbacks.model_summary import ModelSummary as ModelSummary
+    from fabricx.callbacks.progress_bar import ProgressBar as ProgressBar
+    from fabricx.callbacks.timer import Timer as Timer
+
+# Loaded when asked for: a run pays for the callbacks that it uses.
+_HOMES = {
+    "EMA": "ema",
+    "EarlyStopping": "early_stopping",
+    "GradientAccumulation": "gradient_accumulation",
+    "GradientAccumulationScheduler": "gradient_accumulation",
+    "LearningRateMonitor": "learning_rate_monitor",
+    "ModelCheckpoint": "model_checkpoint",
+    "ModelSummary": "model_summary",
+    "ProgressBar": "progress_bar",
+    "Timer": "timer",
+}
+
+__all__ = [
+    "EMA",
+    "EarlyStopping",
+    "GradientAccumulation",
+    "GradientAccumulationScheduler",
+    "LearningRateMonitor",
+    "ModelCheckpoint",
+    "ModelSummary",
+    "ProgressBar",
+    "Timer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,121 @@
+"""The learning rates, as the loggers' charts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, final
+
+from torch.optim import Optimizer
+
+from fabricx.callback import Callback
+
+if TYPE_CHECKING:
+    from fabricx.module import Module
+    from fabricx.trainer import Trainer
+
+
+def rate_names(optimizers: Sequence[Optimizer], schedule_names: dict[int, str]) -> list[list[str]]:
+    """Return the name of each parameter group of each optimizer.
+
+    One group is called "lr-Adam", several "lr-Adam/pg1", "lr-Adam/pg2" (or by the group's own "name"). A second
+    optimizer of the same class is "lr-Adam-1". A scheduler's name takes the place of "lr-Adam".
+
+    Args:
+        optimizers: in the module's order.
+        schedule_names: the name that the user gave to a scheduler, by the number of its optimizer.
+    """
+    names: list[list[str]] = []
+    taken: dict[str, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        stem = schedule_names.get(number, f"lr-{type(optimizer).__name__}")
+        seen = taken.get(stem, 0)
+        taken[stem] = seen + 1
+        if seen:
+            stem = f"{stem}-{seen}"
+        groups = optimizer.param_groups
+        if len(groups) == 1 and "name" not in groups[0]:
+            names.append([stem])
+        else:
+            names.append([f"{stem}/{group.get('name', f'pg{place}')}" for place, group in enumerate(groups, 1)])
+    return names
+
+
+def rates(
+    optimizers: Sequence[Optimizer], schedule_names: dict[int, str], *, momentum: bool, weight_decay: bool
+) -> dict[str, float]:
+    """Return the learning rate of every parameter group by name, and momentum and weight decay if wanted."""
+    values: dict[str, float] = {}
+    for optimizer, names in zip(optimizers, rate_names(optimizers, schedule_names), strict=True):
+        for group, name in zip(optimizer.param_groups, names, strict=True):
+            values[name] = float(group["lr"])
+            if momentum:
+                values[f"{name}-momentum"] = float(group["betas"][0] if "betas" in group else group.get("momentum", 0))
+            if weight_decay:
+                values[f"{name}-weight_decay"] = float(group.get("weight_decay", 0))
+    return values
+
+
+@final
+class LearningRateMonitor(Callback):
+    """Log the learning rate of each optimizer, beside the metrics of the step that it was used for.
+
+    Attributes:
+        lrs: all logged values by name.
+
+    Args:
+        logging_interval: "step" (at the Trainer's `log_every_n_steps`) or "epoch"; None for both.
+        log_momentum: also log the momentum, or the first beta.
+        log_weight_decay: also log the weight decay.
+
+    Raises:
+        ValueError: the interval isn't known, or the run has no logger.
+    """
+
+    def __init__(
+        self,
+        logging_interval: Literal["step", "epoch"] | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+    ) -> None:
+        if logging_interval not in (None, "step", "epoch"):
+            raise ValueError(f'LearningRateMonitor(logging_interval={logging_interval!r}): "step", "epoch" or None')
+        self.logging_interval = logging_interval
+        self.log_momentum = log_momentum
+        self.log_weight_decay = log_weight_decay
+        self.lrs: dict[str, list[float]] = {}
+        self._names: dict[int, str] = {}
+        self._every = 0
+        self._logged_step = -1
+
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        if not trainer.loggers and not trainer.fast_dev_run:
+            raise ValueError("LearningRateMonitor has nothing to write to: the Trainer was given logger=False")
+        numbers = {id(optimizer): number for number, optimizer in enumerate(trainer.optimizers)}
+        self._names = {}
+        for schedule in trainer.lr_schedulers:
+            number = numbers.get(id(getattr(schedule.scheduler, "optimizer", None)))
+            if schedule.name and number is not None:
+                self._names[number] = schedule.name
+        self._every = 0 if self.logging_interval == "epoch" else trainer.log_every_n_steps
+        self._logged_step = -1
+
+    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+        # Before the step, since a scheduler may change the rate right after it.
+        step = trainer.global_step + 1
+        if self._every and step % self._every == 0 and step != self._logged_step:
+            self._logged_step = step
+            self._log(trainer, step)
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        if self.logging_interval != "step":
+            self._log(trainer, trainer.global_step)
+
+    def _log(self, trainer: Trainer, step: int) -> None:
+        values = rates(
+            trainer.optimizers, self._names, momentum=self.log_momentum, weight_decay=self.log_weight_decay
+        )
+        for name, value in values.items():
+            self.lrs.setdefault(name, []).append(value)
+        if values and trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics({**values, "epoch": float(trainer.current_epoch)}, step)

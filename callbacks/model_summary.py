@@ -1,0 +1,181 @@
+"""A table of what a module is made of."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fabricx.callback import Callback
+
+if TYPE_CHECKING:
+    from fabricx.module import Module
+    from fabricx.trainer import Trainer
+
+_COLUMNS = ("", "Name", "Type", "Params", "Size")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One submodule: its name, class, parameters (None if not known yet) and their bytes."""
+
+    name: str
+    kind: str
+    parameters: int | None
+    size: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a module is made of; its text is a table.
+
+    Attributes:
+        rows: the submodules, in the module's order.
+        trainable: parameters that are trained; shared ones count once.
+        frozen: those that aren't.
+        size: bytes of all parameters and buffers.
+        unknown: parameters whose shape is only known after the first batch.
+    """
+
+    rows: tuple[Row, ...]
+    trainable: int
+    frozen: int
+    size: int
+    unknown: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return how many parameters there are."""
+        return self.trainable + self.frozen
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """Return the table's rows as text."""
+        return [
+            (str(place), row.name, row.kind, "?" if row.parameters is None else readable(row.parameters), _bytes(row.size))
+            for place, row in enumerate(self.rows)
+        ]
+
+    def totals(self) -> str:
+        """Return the lines below the table."""
+        lines = [
+            f"{readable(self.trainable):<10} trainable parameters",
+            f"{readable(self.frozen):<10} non-trainable parameters",
+            f"{readable(self.total):<10} in total",
+            f"{_bytes(self.size):<10} estimated size of the weights",
+        ]
+        if self.unknown:
+            lines.append(f"{self.unknown:<10} parameters have no shape before the first batch, and are not counted")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        table = [_COLUMNS, *self.cells()]
+        widths = [max(len(line[column]) for line in table) for column in range(len(_COLUMNS))]
+        lines = [" | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in table]
+        rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
+        body = [lines[0], rule, *lines[1:], rule] if self.rows else []
+        return "\n".join([*body, self.totals()])
+
+
+def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
+    """Count the parameters of a module and its parts.
+
+    Args:
+        module: any module; parameters of lazy ones are left out until they have a shape.
+        max_depth: how deep the rows go: 1 shows direct children, 0 totals only, -1 everything.
+
+    Raises:
+        ValueError: `max_depth` is below -1.
+    """
+    if max_depth < -1:
+        raise ValueError(f"ModelSummary(max_depth={max_depth}): it can be -1 (everything), 0 (totals only), 1, 2, ...")
+    rows = tuple(
+        _row(name, part)
+        for name, part in module.named_modules()
+        if name and (max_depth == -1 or name.count(".") < max_depth)
+    )
+    parameters = list(module.parameters())
+    known = [parameter for parameter in parameters if not is_lazy(parameter)]
+    buffers = [buffer for buffer in module.buffers() if not is_lazy(buffer)]
+    return Summary(
+        rows=rows,
+        trainable=sum(parameter.numel() for parameter in known if parameter.requires_grad),
+        frozen=sum(parameter.numel() for parameter in known if not parameter.requires_grad),
+        size=_size([*known, *buffers]),
+        unknown=len(parameters) - len(known),
+    )
+
+
+def _row(name: str, part: nn.Module) -> Row:
+    parameters = list(part.parameters())
+    lazy = any(is_lazy(parameter) for parameter in parameters)
+    known = [tensor for tensor in (*parameters, *part.buffers()) if not is_lazy(tensor)]
+    count = None if lazy else sum(parameter.numel() for parameter in parameters)
+    return Row(name, type(part).__name__, count, _size(known))
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def readable(count: int) -> str:
+    """Return a number for people.
+
+    >>> readable(999), readable(12_345), readable(1_234_567)
+    ('999', '12.3 K', '1.2 M')
+    """
+    amount = float(count)
+    for unit in ("", " K", " M", " B"):
+        if amount < 1000:
+            return f"{amount:.1f}{unit}" if unit else str(count)
+        amount /= 1000
+    return f"{amount:,.1f} T"
+
+
+def _bytes(count: int) -> str:
+    amount = float(count)
+    for unit in ("B", "kB", "MB"):
+        if amount < 1000:
+            return f"{amount:.3g} {unit}"
+        amount /= 1000
+    return f"{amount:,.3g} GB"
+
+
+@final
+class ModelSummary(Callback):
+    """Print what the module is made of when training begins, on the main rank.
+
+    Args:
+        max_depth: how deep the table goes: 1 shows direct children, 0 totals only, -1 everything.
+    """
+
+    def __init__(self, max_depth: int = 1) -> None:
+        summarize(nn.Module(), max_depth)  # a wrong depth is an error here, not when training begins
+        self.max_depth = max_depth
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        if not trainer.is_global_zero:
+            return
+        summary = summarize(module, self.max_depth)
+        if sys.stdout.isatty():
+            _print_table(summary)
+        else:
+            trainer.print(str(summary))
+
+
+def _print_table(summary: Summary) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if summary.rows:
+        table = Table(*_COLUMNS)
+        for column in (0, 3, 4):
+            table.columns[column].justify = "right"
+        for cells in summary.cells():
+            table.add_row(*cells)
+        console.print(table)
+    console.print(summary.totals(), highlight=False)

@@ -1,0 +1,155 @@
+"""The contract of a callback: what can be done at each moment of a run without touching the module."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from fabricx.module import Module
+    from fabricx.trainer import Trainer
+
+
+class Callback:
+    """Override the hooks that you need; one that nobody overrides costs nothing.
+
+    Callbacks run before the module's hook of the same name, in list order; those with `watches_metrics` (early
+    stopping, checkpointing) run after all others and after the module, when the metrics of the epoch are complete.
+    """
+
+    watches_metrics: ClassVar[bool] = False
+
+    @property
+    def state_key(self) -> str:
+        """Return the name under which a checkpoint keeps this callback's state."""
+        return type(self).__qualname__
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of this callback, as plain data and tensors."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+
+    # the run as a whole
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        """Called on every rank before anything else; `stage` is "fit", "validate", "test" or "predict"."""
+
+    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+        """Called on every rank at the very end."""
+
+    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        """The strategy has set up the model and the optimizers exist."""
+
+    def on_fit_end(self, trainer: Trainer, module: Module) -> None:
+        """After `on_train_end`."""
+
+    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+        """Something was raised, in this rank's process."""
+
+    def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
+        """Add to a checkpoint that is about to be written."""
+
+    def on_load_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
+        """Read from a checkpoint that is being restored."""
+
+    # training
+
+    def on_sanity_check_start(self, trainer: Trainer, module: Module) -> None:
+        """Before the few validation batches that are run ahead of training."""
+
+    def on_sanity_check_end(self, trainer: Trainer, module: Module) -> None:
+        """After them; metrics and random state are as if nothing had happened."""
+
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        """Training begins, after the sanity check and after a checkpoint was restored."""
+
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        """Training has ended, by its limits or because it was asked to stop."""
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        """An epoch begins."""
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        """An epoch has ended; its metrics are in `trainer.callback_metrics`."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+        """The batch is on the device."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """The batch is done; `outputs["loss"]` is the loss, not divided by the accumulation."""
+
+    def on_before_zero_grad(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
+        """Before gradients are reset, at the first batch of an accumulation window."""
+
+    def on_before_backward(self, trainer: Trainer, module: Module, loss: Tensor) -> None:
+        """Before `backward`."""
+
+    def on_after_backward(self, trainer: Trainer, module: Module) -> None:
+        """After `backward`."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
+        """Gradients are the global mean, unscaled and not yet clipped."""
+
+    # validation
+
+    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+        """Before validation begins."""
+
+    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+        """After validation; metrics are logged."""
+
+    def on_validation_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        """Before the first batch of validation."""
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        """After the last batch of validation."""
+
+    def on_validation_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """The batch is on the device."""
+
+    def on_validation_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """The batch is done."""
+
+    # the test
+
+    def on_test_start(self, trainer: Trainer, module: Module) -> None:
+        """Before the test begins."""
+
+    def on_test_end(self, trainer: Trainer, module: Module) -> None:
+        """After the test; metrics are logged."""
+
+    def on_test_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        """Before the first batch of the test."""
+
+    def on_test_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        """After the last batch of the test."""
+
+    def on_test_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """The batch is on the device."""
+
+    def on_test_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """The batch is done."""
+
+    # prediction
+
+    def on_predict_start(self, trainer: Trainer, module: Module) -> None:
+        """Before prediction begins."""
+
+    def on_predict_end(self, trainer: Trainer, module: Module) -> None:
+        """After prediction; metrics are logged."""
+
+    def on_predict_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        """Before the first batch of prediction."""
+
+    def on_predict_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        """After the last batch of prediction."""
+
+    def on_predict_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """The batch is on the device."""
+
+    def on_predict_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """The batch is done."""

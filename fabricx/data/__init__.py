@@ -1,0 +1,9 @@
+"""The way of a batch: one global order, cut into shares, brought to the device."""
+
+from __future__ import annotations
+
+from fabricx.data.feed import Feed, ListFeed, Microbatch, make_feed
+from fabricx.data.order import Cut, Share, epoch_order
+from fabricx.data.transfer import batch_size_of, to_device
+
+__all__ = ["Cut", "Feed", "ListFeed", "Microbatch", "Share", "batch_size_of", "epoch_order", "make_feed", "to_device"]

@@ -1,0 +1,292 @@
+"""What the loop reads batches from: a user's loader, wrapped so that every rank gets its share of one global order."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from fabricx.comm.world import World
+from fabricx.data.order import Cut, Share, epoch_order, epoch_seed
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """One rank's next piece of work.
+
+    Attributes:
+        data: the batch as the user's loader gives it; meaningless where `empty`.
+        index: its number in the epoch.
+        size: this rank's samples, or None where only the batch itself can tell.
+        factor: what part of the global batch's mean this rank's mean is.
+        opens, closes: first and last of an accumulation window.
+        last: last of the epoch, as far as that is known.
+        empty: nothing to compute here; other ranks have something.
+        planned: microbatches of the window that `factor` reckons with.
+        position: samples of the epoch's global order that are done after this one's window.
+    """
+
+    data: Any
+    index: int
+    size: int | None
+    factor: float
+    opens: bool
+    closes: bool
+    last: bool
+    planned: int
+    empty: bool = False
+    position: int = 0
+
+
+class Feed(ABC):
+    """Batches of one loader for one rank."""
+
+    exact_position = True  # can it start anywhere without reading what lies before?
+
+    @abstractmethod
+    def batches(self) -> int | float:
+        """Return the batches of an epoch on each rank, infinity where that isn't known."""
+
+    @abstractmethod
+    def epoch(self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0) -> Iterator[Microbatch]:
+        """Yield an epoch's batches from a position on; `first` is the number of the first batch."""
+
+
+class _Picked:
+    """A batch sampler that DataLoader takes; what it yields is exchanged at each epoch."""
+
+    def __init__(self) -> None:
+        self.source: Callable[[], Iterator[Any]] = lambda: iter(())
+        self.count = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.source()
+
+    def __len__(self) -> int:
+        return self.count
+
+
+@final
+class OrderedFeed(Feed):
+    """A map-style DataLoader: its dataset is read along the global order.
+
+    The order is that of the loader's own sampler, drawn with the seed of the epoch, so that every rank has the same
+    one; a plain `shuffle=True` becomes a permutation by (seed, epoch).
+    """
+
+    def __init__(self, loader: DataLoader[Any], world: World, seed: int, limit: int | float) -> None:
+        self._loader = loader
+        self._world = world
+        self._seed = _seed_of(loader, seed)
+        self._limit = limit
+        # A batch sampler of the user's own: the places of the order are then whole batches.
+        own_batches = loader.batch_sampler is not None and type(loader.batch_sampler) is not torch.utils.data.BatchSampler
+        self._whole_batches = own_batches
+        self._batch = 1 if own_batches or loader.batch_size is None else loader.batch_size
+        self._sampler: Any = loader.batch_sampler if own_batches else loader.sampler
+        self._picked = _Picked()
+        self._own = _copy_loader(loader, self._picked)
+
+    def _items(self) -> int:
+        """Return the places of the order that an epoch uses."""
+        total = len(self._sampler)
+        together = self._batch * self._world.size
+        if self._loader.drop_last:
+            total -= total % together
+        limit = self._limit
+        if limit == float("inf"):
+            return total
+        count = int(limit) if isinstance(limit, int) else int(-(-total // together) * limit)
+        return min(total, count * together)
+
+    def batches(self) -> int | float:
+        return len(Cut(self._items(), self._batch, self._world.rank, self._world.size))
+
+    def _order(self, epoch: int) -> Any:
+        sampler = self._sampler
+        if type(sampler) is SequentialSampler:
+            return range(len(sampler))
+        if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+            return epoch_order(len(sampler), self._seed, epoch)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        with torch.random.fork_rng(devices=[]):  # any other sampler: drawn under the epoch's seed
+            torch.manual_seed(epoch_seed(self._seed, epoch))
+            if isinstance(getattr(sampler, "generator", None), torch.Generator):
+                sampler.generator.manual_seed(epoch_seed(self._seed, epoch))
+            return list(sampler)
+
+    def epoch(self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0) -> Iterator[Microbatch]:
+        order = self._order(epoch)
+        cut = Cut(min(self._items(), len(order)), self._batch, self._world.rank, self._world.size, accumulate)
+        self._picked.source = lambda: _picks(order, cut, position, one_by_one=self._own.batch_sampler is None, whole=self._whole_batches)
+        self._picked.count = len(cut)
+        if self._own.generator is not None:  # seeds of loader processes: by rank and epoch, not by what ran before
+            self._own.generator.manual_seed(epoch_seed(self._seed + 7919 * (self._world.rank + 1), epoch) % 2**62)
+        sizes: Callable[[int, int], int] = lambda a, b: b - a  # noqa: E731
+        if self._whole_batches:
+            sizes = lambda a, b: sum(len(batch) for batch in order[a:b])  # noqa: E731
+        data = iter(self._own)
+        for index, share in enumerate(cut.shares(position), start=first):
+            size = sizes(share.begin, share.end)
+            whole = sizes(share.window_begin, share.window_end)
+            yield Microbatch(
+                None if size == 0 else next(data), index, size, size / whole,
+                share.opens, share.closes, share.last, share.count, empty=size == 0, position=share.window_end,
+            )  # fmt: skip
+
+
+def _picks(order: Any, cut: Cut, position: int, *, one_by_one: bool, whole: bool) -> Iterator[Any]:
+    for share in cut.shares(position):
+        if share.begin == share.end:
+            continue
+        places = order[share.begin : share.end]
+        picked: list[Any] = places.tolist() if isinstance(places, torch.Tensor) else list(places)
+        if whole or one_by_one:  # a place is a batch of the user's own, or a sample that isn't collated
+            yield from picked
+        else:
+            yield picked
+
+
+@final
+class ListFeed(Feed):
+    """Anything else that gives batches: taken as it is on each rank, with ranks' lengths told to each other."""
+
+    exact_position = False
+
+    def __init__(self, source: Iterable[Any], world: World, limit: int | float) -> None:
+        self._source = source
+        self._world = world
+        self._limit = limit
+
+    def _length(self) -> int | float:
+        try:
+            length: int | float = len(self._source)  # type: ignore[arg-type]
+        except TypeError:
+            length = float("inf")
+        if isinstance(self._limit, int):
+            return min(length, self._limit)
+        if self._limit == float("inf") or length == float("inf"):
+            return length
+        return int(length * self._limit)
+
+    def batches(self) -> int | float:
+        return self._length()
+
+    def epoch(self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0) -> Iterator[Microbatch]:
+        for part in (self._source, getattr(self._source, "sampler", None), getattr(self._source, "dataset", None)):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        data = itertools.islice(iter(self._source), first, None if self._limit == float("inf") else _stop(self._length()))
+        lengths = self._world.gather_objects(self._length()) if self._world.size > 1 else [self._length()]
+        if max(lengths) == float("inf"):
+            yield from self._until_it_ends(data, accumulate, first)
+        else:
+            yield from self._with_lengths(data, [int(length) for length in lengths], accumulate, first)
+
+    def _with_lengths(self, data: Iterator[Any], lengths: Sequence[int], accumulate: int, first: int) -> Iterator[Microbatch]:
+        total, mine = max(lengths), lengths[self._world.rank]
+        for index in range(first, total):
+            window = index - index % accumulate
+            stop = min(window + accumulate, total)
+            # Every batch of the window, on whatever rank, counts the same.
+            batches = sum(max(0, min(stop, length) - window) for length in lengths)
+            empty = index >= mine
+            batch = None if empty else next(data, _NOTHING)
+            if batch is _NOTHING:
+                if self._world.size == 1:
+                    return  # the loader's len() promised more than it gave
+                empty, batch = True, None
+            yield Microbatch(
+                batch, index, None, 0.0 if empty else 1 / batches,
+                index == window, index == stop - 1, index == total - 1, stop - window, empty=empty,
+            )  # fmt: skip
+
+    def _until_it_ends(self, data: Iterator[Any], accumulate: int, first: int) -> Iterator[Microbatch]:
+        batch = next(data, _NOTHING)
+        index = first
+        while batch is not _NOTHING:
+            upcoming = next(data, _NOTHING)  # one ahead: only then is it known which one is the last
+            last = upcoming is _NOTHING and self._world.size == 1
+            held = index % accumulate + 1
+            closes = held == accumulate or last
+            yield Microbatch(
+                batch, index, None, 1 / (accumulate * self._world.size), held == 1, closes, last, accumulate
+            )  # fmt: skip
+            batch = upcoming
+            index += 1
+        # Other ranks may have more: join them until nobody has. The loop notices and ends the epoch.
+        while self._world.size > 1:
+            held = index % accumulate + 1
+            yield Microbatch(None, index, 0, 0.0, held == 1, held == accumulate, False, accumulate, empty=True)
+            index += 1
+
+
+_NOTHING: Any = object()
+
+
+def _stop(length: int | float) -> int | None:
+    return None if length == float("inf") else int(length)
+
+
+def _seed_of(loader: DataLoader[Any], seed: int) -> int:
+    """Return the seed of a loader's own generator, where the user gave it one."""
+    for generator in (loader.generator, getattr(loader.sampler, "generator", None)):
+        if isinstance(generator, torch.Generator):
+            return generator.initial_seed() % 2**62
+    return seed
+
+
+def _copy_loader(loader: DataLoader[Any], picked: _Picked) -> DataLoader[Any]:
+    several: dict[str, Any] = (
+        {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
+        if loader.num_workers > 0
+        else {}
+    )
+    alone = loader.batch_sampler is None
+    return DataLoader(
+        loader.dataset,
+        **({"sampler": picked, "batch_size": None} if alone else {"batch_sampler": picked}),
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=torch.Generator(),
+        **several,
+    )
+
+
+def make_feed(source: Any, world: World, *, seed: int, limit: int | float = float("inf"), shard: bool = True) -> Feed:
+    """Return the feed for what a user gave: a map-style DataLoader is read along the global order, all else as it is.
+
+    Args:
+        source: a DataLoader or any iterable of batches.
+        world: the ranks.
+        seed: of the data order.
+        limit: batches an epoch at most (int), or the part of them (float).
+        shard: cut a DataLoader's data over ranks; False takes it as it is.
+    """
+    ordered = (
+        isinstance(source, DataLoader)
+        and not isinstance(source.dataset, IterableDataset)
+        and type(source).__iter__ is DataLoader.__iter__
+        and not isinstance(source.sampler, DistributedSampler)
+        and not hasattr(source, "state_dict")
+        and hasattr(source.sampler, "__len__")
+    )
+    if ordered and (shard or world.size == 1):
+        return OrderedFeed(source, world, seed, limit)
+    if ordered:
+        return OrderedFeed(source, World(device=world.device), seed + world.rank, limit)
+    return ListFeed(source, world, limit)
+
+
+__all__ = ["Feed", "ListFeed", "Microbatch", "OrderedFeed", "Share", "make_feed"]

@@ -1,0 +1,103 @@
+"""One global order per epoch, cut into global batches and ranks' shares: pure functions of a few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """Return a seed for an epoch, far from those of its neighbours (splitmix64, Steele et al. 2014)."""
+    mixed = (seed + 0x9E3779B97F4A7C15 * (epoch + 1)) & (2**64 - 1)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & (2**64 - 1)
+    return (mixed ^ (mixed >> 31)) & (2**63 - 1)
+
+
+def epoch_order(items: int, seed: int, epoch: int) -> Tensor:
+    """Return the permutation of an epoch, shape [items]; the same on every rank and for any number of them."""
+    generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
+    return torch.randperm(items, generator=generator)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A rank's part of one microbatch of a global batch.
+
+    Attributes:
+        begin, end: which places of the global order; none where they are equal.
+        window_begin, window_end: the places of the whole global batch.
+        opens, closes: first and last microbatch of the accumulation window.
+        last: last microbatch of the epoch.
+        count: microbatches of the window.
+    """
+
+    begin: int
+    end: int
+    window_begin: int
+    window_end: int
+    opens: bool
+    closes: bool
+    last: bool
+    count: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How an order of `items` places is cut for one rank.
+
+    A global batch takes `batch * ranks * accumulate` places, the last one what is left. Rank r takes the r-th part
+    (sizes differ by at most one) and goes through it in microbatches of `batch`. All ranks have the same number of
+    microbatches; a rank whose part ends earlier has empty ones.
+
+    Args:
+        items: places that are used, at most the length of the order.
+        batch: places of a microbatch on one rank.
+        rank, ranks: which part of how many.
+        accumulate: microbatches of a window.
+    """
+
+    items: int
+    batch: int
+    rank: int = 0
+    ranks: int = 1
+    accumulate: int = 1
+
+    @property
+    def global_batch(self) -> int:
+        """Return the places of a whole global batch."""
+        return self.batch * self.ranks * self.accumulate
+
+    def __len__(self) -> int:
+        """Return the microbatches of an epoch, the same on every rank.
+
+        >>> len(Cut(items=10, batch=4)), len(Cut(items=10, batch=4, ranks=2))
+        (3, 2)
+        """
+        whole, rest = divmod(self.items, self.global_batch)
+        return whole * self.accumulate + self._microbatches(rest)
+
+    def _microbatches(self, places: int) -> int:
+        largest = -(-places // self.ranks)
+        return -(-largest // self.batch)
+
+    def shares(self, position: int = 0) -> Iterator[Share]:
+        """Yield the microbatches from a position (a number of places) on.
+
+        >>> [(s.begin, s.end) for s in Cut(items=5, batch=2, rank=1, ranks=2).shares()]
+        [(2, 4), (5, 5)]
+        """
+        for start in range(position, self.items, self.global_batch):
+            stop = min(start + self.global_batch, self.items)
+            size, extra = divmod(stop - start, self.ranks)
+            begin = start + self.rank * size + min(self.rank, extra)
+            end = begin + size + (self.rank < extra)
+            count = self._microbatches(stop - start)
+            for number in range(count):
+                low = min(begin + number * self.batch, end)
+                high = min(low + self.batch, end)
+                closes = number == count - 1
+                yield Share(low, high, start, stop, number == 0, closes, closes and stop == self.items, count)

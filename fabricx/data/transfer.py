@@ -1,0 +1,69 @@
+"""Batches to devices and types, and how many samples they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return the batch with every tensor, and everything else that has a `to`, on the device."""
+    return apply_to_collection(batch, _Movable, lambda item: _move(item, device))
+
+
+def to_dtype(batch: Any, dtype: torch.dtype) -> Any:
+    """Return the batch with every floating-point tensor in another type."""
+    return apply_to_collection(batch, Tensor, lambda item: item.to(dtype) if item.is_floating_point() else item)
+
+
+def cpu(outputs: Any) -> Any:
+    """Return outputs detached and in main memory."""
+    return apply_to_collection(outputs, Tensor, lambda item: item.detach().cpu())
+
+
+class _HasTo(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, Tensor) or (hasattr(instance, "to") and callable(instance.to))
+
+
+class _Movable(metaclass=_HasTo):
+    """Anything with a method `to(device)`."""
+
+
+def _move(item: Any, device: torch.device) -> Any:
+    if isinstance(item, Tensor):
+        return item.to(device, non_blocking=device.type == "cuda")
+    moved = item.to(device)
+    return item if moved is None else moved  # some objects move themselves and return nothing
+
+
+def batch_size_of(batch: Any) -> int:
+    """Return the samples of a batch: the first dimension of the first tensor in it, 1 if there is none.
+
+    >>> batch_size_of({"x": torch.zeros(3, 2), "name": "a"})
+    3
+    """
+    found = _first_size(batch)
+    return 1 if found is None else found
+
+
+def _first_size(value: Any) -> int | None:
+    if isinstance(value, Tensor):
+        return 1 if value.dim() == 0 else int(value.shape[0])
+    if isinstance(value, str):
+        return None
+    if isinstance(value, Mapping):
+        items: Any = value.values()
+    elif isinstance(value, (list, tuple)):
+        items = value
+    elif is_dataclass(value) and not isinstance(value, type):
+        items = [getattr(value, field.name) for field in fields(value)]
+    else:
+        return None
+    sizes = (_first_size(item) for item in items)
+    return next((size for size in sizes if size is not None), None)

@@ -1,0 +1,211 @@
+"""Where a run takes place: in this process, in this process as one rank of many, or in workers of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from fabricx.comm import world as worlds
+from fabricx.comm.world import World
+from fabricx.errors import did_you_mean
+from fabricx.execution import Outcome, execute
+from fabricx.hooks import check_hooks
+from fabricx.launch import environment
+from fabricx.module import Module
+
+if TYPE_CHECKING:
+    from fabricx.datamodule import DataModule
+    from fabricx.trainer import Trainer
+
+
+@dataclass
+class Job:
+    """What a method of the Trainer was asked to do.
+
+    Attributes:
+        stage: "fit", "validate", "test" or "predict".
+        module: the user's module.
+        train, evaluate: loaders, as given.
+        datamodule: the data module, as given.
+        ckpt_path: the checkpoint to start from, as given.
+        flag: print the results; for predict, keep the outputs.
+    """
+
+    stage: str
+    module: Module
+    train: Any
+    evaluate: Any
+    datamodule: DataModule | None
+    ckpt_path: str | Path | None
+    flag: bool = True
+
+
+def dispatch(trainer: Trainer, job: Job) -> Any:
+    """Run a job where it belongs, and bring back to the caller what it left: weights, metrics, positions."""
+    _check(trainer, job)
+    trainer.interrupted = False
+    job.ckpt_path = resolve_checkpoint(trainer, job.ckpt_path)
+    if trainer.run_dir is None:
+        trainer.run_dir = new_run_dir(Path(trainer.default_root_dir))
+    here = worlds.current() or _join_cluster(trainer)
+    if here is not None and here.size > 1:
+        return execute(trainer, job, here).results
+    if len(trainer.device_ids) * trainer.num_nodes > 1:
+        return _in_workers(trainer, job)
+    device = trainer.strategy.device(trainer.device_ids[0], trainer.accelerator)
+    with _interruptible(trainer):
+        return execute(trainer, job, World(device=device)).results
+
+
+def _join_cluster(trainer: Trainer) -> World | None:
+    """Return the world that torchrun or SLURM has started this process in, joined; None if they haven't."""
+    found = environment.detect()
+    if found is None or found.size == 1:
+        if trainer.num_nodes > 1:
+            raise ValueError(
+                f"num_nodes={trainer.num_nodes}, but nothing has started a process on each node; start the script with "
+                "`torchrun --nnodes ... --nproc-per-node ... script.py`, or with srun"
+            )
+        return None
+    if trainer.devices_given and found.local_size and len(trainer.device_ids) != found.local_size:
+        raise ValueError(
+            f"devices={len(trainer.device_ids)}, but {found.local_size} processes were started on this machine; leave "
+            "devices at 'auto', or start as many"
+        )
+    return enter(trainer, environment.connect(found))
+
+
+def enter(trainer: Trainer, world: World) -> World:
+    """Give a rank its device and join its process group."""
+    from dataclasses import replace
+
+    ids = trainer.device_ids
+    number = ids[world.local_rank] if world.local_rank < len(ids) else world.local_rank
+    device = trainer.strategy.device(number, trainer.accelerator)
+    world = replace(world, device=device)
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.set_device(device)
+    world.join("nccl" if device.type == "cuda" else "gloo")
+    return world
+
+
+def _work(world: World, trainer: Trainer, job: Job) -> Outcome | None:
+    """Run a job as one rank; the main rank's outcome goes back to the caller."""
+    world = enter(trainer, world)
+    outcome = execute(trainer, job, world)
+    return outcome.portable(trainer) if world.rank == 0 else None
+
+
+def _in_workers(trainer: Trainer, job: Job) -> Any:
+    from fabricx.launch.supervisor import run_workers
+
+    # The folder exists before any worker does, so that all of them find the same one.
+    if not trainer.fast_dev_run and job.stage == "fit":
+        _existing(trainer)
+    named = {"module": job.module, "trainer": trainer, "train_dataloaders": job.train, "dataloaders": job.evaluate,
+             "datamodule": job.datamodule}  # fmt: skip
+    outcome = run_workers(_work, (trainer, job), size=len(trainer.device_ids), named=named)[0]
+    outcome.absorb(trainer, job)
+    return outcome.results
+
+
+def _existing(trainer: Trainer) -> None:
+    assert trainer.run_dir is not None
+    trainer.run_dir.mkdir(parents=True, exist_ok=True)
+
+
+def new_run_dir(root: Path) -> Path:
+    """Return a folder's name for a run; two that start in the same second differ."""
+    return root / "runs" / f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(3)}"
+
+
+def resolve_checkpoint(trainer: Trainer, path: str | Path | None) -> Path | None:
+    """Return the checkpoint that a path, "last" or "best" means; None to start fresh.
+
+    Raises:
+        ValueError: there is no best one, or nothing that is complete at the path.
+    """
+    from fabricx.checkpoint import is_committed, list_committed
+
+    if path is None:
+        return None
+    if path == "best":
+        best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        if not best:
+            raise ValueError("ckpt_path='best': no checkpoint was written yet; call fit first, or give a path")
+        return Path(best)
+    if path == "last":
+        folders = [getattr(trainer.checkpoint_callback, "dirpath", None)]
+        folders += [trainer.run_dir / "checkpoints"] if trainer.run_dir else []
+        folders += sorted((Path(trainer.default_root_dir) / "runs").glob("*/checkpoints"), reverse=True)
+        found = [list_committed(Path(folder)) for folder in folders if folder and Path(folder).is_dir()]
+        return next((checkpoints[-1] for checkpoints in found if checkpoints), None)
+    given = Path(path)
+    if not is_committed(given):
+        near = [str(one) for one in list_committed(given)] or [str(one) for one in list_committed(given.parent)]
+        there = f"\n  complete ones: {', '.join(near)}" if near else ""
+        hint = did_you_mean(str(path), ["last", "best", *near])
+        raise ValueError(f"ckpt_path={str(path)!r}: there is no complete checkpoint.{hint}{there}")
+    return given.resolve()
+
+
+def _check(trainer: Trainer, job: Job) -> None:
+    """Find what is wrong before any process starts."""
+    module, stage = job.module, job.stage
+    if not isinstance(module, Module):
+        raise ValueError(f"trainer.{stage}({type(module).__name__}): give an instance of a subclass of fabricx.Module")
+    check_hooks(module)
+    data = job.datamodule
+    needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
+    if needed and not callable(getattr(module, needed, None)):
+        near = did_you_mean(needed, [name for name in dir(type(module)) if not name.startswith("_")])
+        raise ValueError(f"{type(module).__name__} has no {needed}, which trainer.{stage} calls.{near}")
+    source = "train_dataloader" if stage == "fit" else f"{'val' if stage == 'validate' else stage}_dataloader"
+    given = job.train if stage == "fit" else job.evaluate
+    if given is None and not any(_has(owner, source) for owner in (data, module)):
+        argument = "train_dataloaders" if stage == "fit" else "dataloaders"
+        raise ValueError(
+            f"trainer.{stage} has no data: give {argument}=..., datamodule=..., or write {type(module).__name__}.{source}"
+        )
+    if stage == "fit" and type(module).configure_optimizers is Module.configure_optimizers and module.automatic_optimization:
+        import warnings
+
+        warnings.warn(f"{type(module).__name__} has no configure_optimizers: nothing will be trained", stacklevel=4)
+
+
+def _has(owner: Any, name: str) -> bool:
+    from fabricx.datamodule import DataModule
+
+    contract = DataModule if isinstance(owner, DataModule) else Module
+    return owner is not None and (name in vars(owner) or getattr(type(owner), name) is not getattr(contract, name))
+
+
+@contextlib.contextmanager
+def _interruptible(trainer: Trainer) -> Iterator[None]:
+    """Let Ctrl-C stop at the next step boundary; a second one stops at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, before)
+        print("\nstopping at the next step; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+        trainer.request_stop("interrupted")
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,85 @@
+"""Lengths of time and counts as text: "2h30m", "500st"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Final, Literal
+
+Unit = Literal["step", "epoch", "batch", ""]
+
+_SECONDS: Final = {"w": 604800.0, "d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+_PART: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|[wdhms])")
+_UNITS: Final[Mapping[str, Unit]] = {"st": "step", "ep": "epoch", "ba": "batch", "": ""}
+_COUNT: Final = re.compile(r"(\d[\d_]*)\s*([a-z]*)")
+
+
+def parse_duration(value: str | timedelta | Mapping[str, float]) -> timedelta:
+    """Return a length of time, however it was written.
+
+    >>> parse_duration("2h30m")
+    datetime.timedelta(seconds=9000)
+    >>> parse_duration("00:12:00:00") == parse_duration({"hours": 12})
+    True
+
+    Args:
+        value: a `timedelta`; text of numbers with the units w, d, h, m, s, ms; "DD:HH:MM:SS"; or a mapping with
+            the arguments of `timedelta`.
+
+    Raises:
+        ValueError: it can't be read, or isn't longer than nothing.
+    """
+    if isinstance(value, timedelta):
+        length = value
+    elif isinstance(value, Mapping):
+        length = _from_mapping(value)
+    else:
+        length = _from_text(str(value))
+    if length <= timedelta(0):
+        raise ValueError(f"the duration {value!r} has to be longer than nothing")
+    return length
+
+
+def _from_mapping(value: Mapping[str, float]) -> timedelta:
+    try:
+        return timedelta(**value)
+    except TypeError:
+        raise ValueError(
+            f"the duration {dict(value)} isn't known; the keys can be weeks, days, hours, minutes, seconds, milliseconds"
+        ) from None
+
+
+def _from_text(text: str) -> timedelta:
+    compact = re.sub(r"\s+", "", text.lower())
+    clock = re.fullmatch(r"(\d+):(\d+):(\d+):(\d+)", compact)
+    if clock:
+        days, hours, minutes, seconds = map(int, clock.groups())
+        return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    parts = _PART.findall(compact)
+    units = [unit for _, unit in parts]
+    if not parts or "".join(number + unit for number, unit in parts) != compact or len(set(units)) < len(units):
+        hint = f' Did you mean "{compact}s" or "{compact}m"?' if re.fullmatch(r"\d+(\.\d+)?", compact) else ""
+        raise ValueError(
+            f"the duration {text!r} can't be read.{hint}\n"
+            '  write numbers with units (w, d, h, m, s, ms), such as "2h30m" or "90s", or "DD:HH:MM:SS"'
+        )
+    return timedelta(seconds=sum(float(number) * _SECONDS[unit] for number, unit in parts))
+
+
+def parse_count(text: str) -> tuple[int, Unit]:
+    """Return how many of what: "st" are steps (weight updates), "ep" epochs, "ba" batches; "" if no unit is given.
+
+    >>> parse_count("500st"), parse_count("3ep"), parse_count("10")
+    ((500, 'step'), (3, 'epoch'), (10, ''))
+
+    Raises:
+        ValueError: it isn't a whole number, or has another unit.
+    """
+    match = _COUNT.fullmatch(text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(
+            f"the count {text!r} can't be read\n"
+            '  write a whole number with a unit: st (steps), ep (epochs) or ba (batches), such as "500st"'
+        )
+    return int(match[1]), _UNITS[match[2]]

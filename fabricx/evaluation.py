@@ -1,0 +1,156 @@
+"""Validation, test and prediction, read from top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fabricx.data import Feed
+from fabricx.data.transfer import cpu
+from fabricx.hooks import Hook
+from fabricx.logbook import Logbook
+from fabricx.state import Phase
+
+if TYPE_CHECKING:
+    from fabricx.trainer import Trainer
+
+_WORDS = {Phase.SANITY: "validation", Phase.VALIDATE: "validation", Phase.TEST: "test", Phase.PREDICT: "predict"}
+
+
+def evaluate(t: Trainer, phase: Phase, feeds: Sequence[Feed]) -> list[dict[str, float]]:
+    """Run a step of the module over every batch of every loader, once.
+
+    Returns:
+        the metrics of each loader, joined over ranks.
+    """
+    word = _WORDS[phase]
+    before, t.state.phase = t.state.phase, phase
+    logbook, t.logbook = t.logbook, Logbook(t.strategy, training=False)
+    t.logbook.step = t.state.step
+    t.attach_log(t.logbook)
+    modes = _to_eval(t, word)
+    try:
+        _call(t, f"on_{word}_start")
+        _call(t, f"on_{word}_epoch_start")
+        for number, feed in enumerate(feeds):
+            t.logbook.loader = number if len(feeds) > 1 else None
+            _evaluate_batches(t, word, number, feed)
+        t.logbook.loader = None
+        _call(t, f"on_{word}_epoch_end")
+        results = t.publish_evaluation(len(feeds))
+        _call(t, f"on_{word}_end")
+    finally:
+        _restore_modes(t, word, modes)
+        t.logbook, t.state.phase = logbook, before
+        t.attach_log(logbook)
+    return results
+
+
+def _evaluate_batches(t: Trainer, word: str, number: int, feed: Feed) -> None:
+    step = t.steps[word]
+    starts, ends = getattr(t.hooks, f"on_{word}_batch_start"), getattr(t.hooks, f"on_{word}_batch_end")
+    indices = (number,) if t.several_loaders else ()
+    with _no_gradients(t):
+        for micro in feed.epoch(t.state.epoch):
+            if micro.empty:
+                if not feed.exact_position and feed.batches() == float("inf"):
+                    break  # a stream of this rank's own has ended
+                continue
+            batch = t.to_device(micro.data, number)
+            t.is_last_batch = micro.last
+            t.logbook.begin_batch(batch, micro.size, micro.index)
+            for hook in starts:
+                hook(batch, micro.index, number)
+            outputs = step(batch, micro.index, *indices)
+            for hook in ends:
+                hook(outputs, batch, micro.index, number)
+            t.logbook.end_batch()
+
+
+def predict(t: Trainer, feeds: Sequence[Feed], *, keep: bool) -> list[Any]:
+    """Run `predict_step` over every batch of every loader.
+
+    Returns:
+        for each loader the outputs of this rank with their place: (batch, outputs).
+    """
+    before, t.state.phase = t.state.phase, Phase.PREDICT
+    t.attach_log(None)
+    modes = _to_eval(t, "predict")
+    step = t.steps["predict"]
+    results: list[Any] = []
+    try:
+        _call(t, "on_predict_start")
+        _call(t, "on_predict_epoch_start")
+        for number, feed in enumerate(feeds):
+            outputs_here: list[Any] = []
+            indices = (number,) if t.several_loaders else ()
+            with _no_gradients(t):
+                for micro in feed.epoch(t.state.epoch):
+                    if micro.empty:
+                        if not feed.exact_position and feed.batches() == float("inf"):
+                            break
+                        continue
+                    batch = t.to_device(micro.data, number)
+                    t.is_last_batch = micro.last
+                    for hook in t.hooks.on_predict_batch_start:
+                        hook(batch, micro.index, number)
+                    outputs = step(batch, micro.index, *indices)
+                    for hook in t.hooks.on_predict_batch_end:
+                        hook(outputs, batch, micro.index, number)
+                    if keep:
+                        outputs_here.append((micro.index, cpu(outputs)))
+            results.append(outputs_here)
+        _call(t, "on_predict_epoch_end")
+        _call(t, "on_predict_end")
+    finally:
+        _restore_modes(t, "predict", modes)
+        t.state.phase = before
+    return results
+
+
+def in_dataset_order(by_rank: Sequence[list[tuple[int, Any]]]) -> list[Any]:
+    """Put the outputs of all ranks into the order of the data set: batch by batch, in each by rank.
+
+    >>> in_dataset_order([[(0, "a"), (1, "c")], [(0, "b")]])
+    ['a', 'b', 'c']
+    """
+    placed = [(index, rank, output) for rank, outputs in enumerate(by_rank) for index, output in outputs]
+    return [output for _, _, output in sorted(placed, key=lambda item: item[:2])]
+
+
+def _call(t: Trainer, name: str) -> None:
+    hook: Hook = getattr(t.hooks, name)
+    for function in hook:
+        function()
+
+
+def _no_gradients(t: Trainer) -> AbstractContextManager[Any]:
+    return torch.inference_mode() if t.inference_mode else torch.no_grad()
+
+
+def _to_eval(t: Trainer, word: str) -> list[tuple[nn.Module, bool]]:
+    modes = [(module, module.training) for module in t.module.modules()]
+    own: Hook = getattr(t.hooks, f"on_{word}_model_eval")
+    for function in own:
+        function()
+    if not own:
+        t.module.eval()
+    return modes
+
+
+def _restore_modes(t: Trainer, word: str, modes: list[tuple[nn.Module, bool]]) -> None:
+    own: Hook = getattr(t.hooks, f"on_{word}_model_train")
+    for function in own:
+        function()
+    if not own:
+        for module, training in modes:
+            module.training = training
+
+
+def floats(values: dict[str, Tensor]) -> dict[str, float]:
+    """Return plain numbers."""
+    return {name: float(value) for name, value in values.items()}

@@ -1,0 +1,119 @@
+"""Hyperparameters as plain data: `self.save_hyperparameters()` and `self.hparams`."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from types import FrameType
+from typing import Any
+
+
+class AttributeDict(dict[str, Any]):
+    """A dict whose keys are attributes too.
+
+    >>> hparams = AttributeDict(lr=0.1)
+    >>> hparams.lr
+    0.1
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"there is no hyperparameter '{name}'; there are {sorted(self)}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        del self[name]
+
+
+class HyperParameters:
+    """Keeps the arguments that an object was made with, so that checkpoints and loggers can have them."""
+
+    @property
+    def hparams(self) -> AttributeDict:
+        """Return the hyperparameters; changing them is seen by checkpoints made later."""
+        found: AttributeDict | None = self.__dict__.get("_hparams")
+        if found is None:
+            found = self.__dict__["_hparams"] = AttributeDict()
+        return found
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """Return a copy of the hyperparameters as they were saved."""
+        return copy.deepcopy(self.__dict__.get("_hparams_initial", AttributeDict()))
+
+    def save_hyperparameters(
+        self,
+        *names: Any,
+        ignore: Iterable[str] | str = (),
+        frame: FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Keep the arguments of the calling `__init__` in `self.hparams`.
+
+        Args:
+            names: which arguments to keep; all by default. One dict or namespace may be given instead.
+            ignore: names to leave out, such as a network given as an argument.
+            frame: the frame whose local variables are the arguments; found when it isn't given.
+            logger: whether loggers get them.
+        """
+        if len(names) == 1 and isinstance(names[0], (Mapping, Namespace)):
+            given = vars(names[0]) if isinstance(names[0], Namespace) else names[0]
+            found = dict(given)
+        else:
+            found = _init_arguments(frame or inspect.currentframe().f_back, type(self))  # type: ignore[union-attr]
+            if names:
+                unknown = [name for name in names if name not in found]
+                if unknown:
+                    raise ValueError(f"save_hyperparameters({unknown[0]!r}): no such argument; there are {list(found)}")
+                found = {name: found[name] for name in names}
+        dropped = {ignore} if isinstance(ignore, str) else set(ignore)
+        kept = {name: value for name, value in found.items() if name not in dropped}
+        self.hparams.update(kept)
+        self.__dict__["_hparams_initial"] = copy.deepcopy(kept) if _is_plain(kept) else AttributeDict(kept)
+        self.__dict__["_hparams_initial"] = AttributeDict(self.__dict__["_hparams_initial"])
+        self.__dict__["_log_hyperparams"] = logger
+
+
+def _init_arguments(frame: FrameType | None, cls: type) -> dict[str, Any]:
+    """Collect the arguments of every `__init__` on the way from `frame` out to the outermost one of this object."""
+    collected: dict[str, Any] = {}
+    first = frame.f_locals.get("self") if frame else None
+    while frame is not None and frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is first:
+        info = inspect.getargvalues(frame)
+        here = {name: info.locals[name] for name in info.args[1:] if name in info.locals}
+        if info.keywords:
+            here.update(info.locals.get(info.keywords, {}))
+        collected = {**collected, **here}
+        frame = frame.f_back
+    # a plain function's frame (dataclass-like use): its arguments, if the names are ones of the class's __init__
+    if not collected and frame is not None:
+        known = inspect.signature(cls.__init__).parameters
+        collected = {name: value for name, value in frame.f_locals.items() if name in known and name != "self"}
+    return collected
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_plain(item) for item in value.values())
+    if isinstance(value, (list, tuple, set)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, complex, str, bytes))
+
+
+def plain(value: Any) -> Any:
+    """Return hyperparameters as data that JSON and YAML can hold; what isn't plain becomes its text.
+
+    >>> plain({"sizes": (1, 2), "activation": len})
+    {'sizes': [1, 2], 'activation': '<built-in function len>'}
+    """
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,0 +1,123 @@
+"""Where `self.log` ends up: names and defaults of the phase that is running, and the values that are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fabricx.data.transfer import batch_size_of
+from fabricx.errors import did_you_mean
+from fabricx.metrics import Metrics, Series, as_value
+from fabricx.module import check_reduction
+from fabricx.strategy import Strategy
+
+
+class Logbook:
+    """Takes the values of one phase (training, or one evaluation) and joins them over ranks when they are due.
+
+    Args:
+        strategy: whose `reduce` joins.
+        training: whether `on_step` is the default.
+    """
+
+    def __init__(self, strategy: Strategy, *, training: bool) -> None:
+        world = strategy.world
+        self.metrics = Metrics(strategy.reduce, world.gather_objects, world.size, world.device)
+        self.device = world.device
+        self.training = training
+        self.in_step = False  # between two batches values belong to the epoch
+        self.step = 0  # the weight update that is being worked on
+        self.batch: Any = None
+        self.size: int | None = None  # samples in `batch`, once known
+        self.loader: int | None = None  # number of the loader, where there are several
+
+    def begin_batch(self, batch: Any, size: int | None, step: int) -> None:
+        """Say which batch the values to come are of."""
+        self.batch, self.size, self.step, self.in_step = batch, size, step, True
+
+    def end_batch(self) -> None:
+        """Say that the values to come are not of a batch."""
+        self.batch, self.in_step = None, False
+
+    def log(
+        self, name: str, value: Any, bar: bool, to_logger: bool, on_step: bool | None, on_epoch: bool | None,
+        reduce_fx: Any, batch_size: int | None, add_dataloader_idx: bool, joined: bool,
+    ) -> None:  # fmt: skip
+        """Take one value; the arguments are those of `Module.log`."""
+        if self.loader is not None and add_dataloader_idx:
+            name = f"{name}/dataloader_idx_{self.loader}"
+        series = self.metrics.series.get(name)
+        if series is None:
+            series = self._begin(name, reduce_fx, on_step, on_epoch, bar, to_logger, joined)
+        if type(value) is not Tensor or value.dim():
+            if hasattr(value, "compute") and hasattr(value, "update"):
+                self.metrics.objects[name] = (value, series)
+                return
+            value = as_value(value, name, self.device)
+        if batch_size is None:
+            batch_size = self.size
+            if batch_size is None:
+                batch_size = self.size = batch_size_of(self.batch) if self.in_step else 1
+        series.add(value, batch_size if self.in_step else 1, self.step)
+
+    def _begin(
+        self, name: str, reduce_fx: Any, on_step: bool | None, on_epoch: bool | None,
+        bar: bool, to_logger: bool, joined: bool,
+    ) -> Series:  # fmt: skip
+        default_step = self.training and self.in_step
+        step = default_step if on_step is None else on_step
+        epoch = not default_step if on_epoch is None else on_epoch
+        if not step and not epoch:
+            raise ValueError(f"self.log({name!r}, ..., on_step=False, on_epoch=False) would log nothing")
+        if step and not self.in_step:
+            step, epoch = False, True  # there is no step between two batches
+        series = Series(
+            check_reduction(name, reduce_fx), on_step=step, on_epoch=epoch, bar=bar, to_logger=to_logger, local=not joined
+        )
+        self.metrics.series[name] = series
+        return series
+
+    def step_values(self, step: int) -> dict[str, Tensor]:
+        """Return the joined values of one step; every rank calls it at the same step."""
+        metrics = self.metrics
+        values = metrics.joined(metrics.due(epoch=False, step=step), epoch=False)
+        for name, (metric, series) in metrics.objects.items():
+            if series.on_step:
+                values[name] = torch.as_tensor(getattr(metric, "_forward_cache", None) if metric._forward_cache is not None else metric.compute())
+        return values
+
+    def epoch_values(self) -> dict[str, Tensor]:
+        """Return the joined values of the epoch so far, and begin a new one; every rank calls it at the same moment."""
+        metrics = self.metrics
+        values = metrics.joined(metrics.due(epoch=True), epoch=True)
+        for name, (metric, series) in metrics.objects.items():
+            if series.on_epoch:
+                values[name] = torch.as_tensor(metric.compute())  # joins over ranks by itself
+                metric.reset()
+        metrics.forget_epoch()
+        return values
+
+    def local_values(self, step: int) -> dict[str, Any]:
+        """Return this rank's newest values for the progress bar, without joining them."""
+        return {
+            name: series.value for name, series in self.metrics.series.items()
+            if series.bar and series.on_step and series.value is not None
+        }  # fmt: skip
+
+    def names(self, name: str, *, epoch: bool) -> str:
+        """Return what the loggers call a value: with both kinds, `name_step` and `name_epoch`."""
+        series = self.metrics.series[name]
+        if not (series.on_step and series.on_epoch):
+            return name
+        plain, slash, loader = name.partition("/dataloader_idx_")
+        return f"{plain}_{'epoch' if epoch else 'step'}{slash}{loader}"
+
+
+def missing_metric(monitor: str, known: dict[str, Tensor], who: str) -> str:
+    """Return what to say when a metric is wanted that was never logged."""
+    return (
+        f"{who} looks at {monitor!r}, which was never logged.{did_you_mean(monitor, known)}\n"
+        f"  logged so far: {', '.join(sorted(known)) or 'nothing'}\n  log it with self.log({monitor!r}, value)"
+    )

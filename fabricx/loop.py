@@ -1,0 +1,301 @@
+"""Training, read from top to bottom: the order of the calls here is the order of the hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fabricx.data import Microbatch
+from fabricx.errors import RanksDisagree
+from fabricx.hooks import Hook
+from fabricx.state import Phase
+
+if TYPE_CHECKING:
+    from fabricx.trainer import Trainer
+
+
+def call(hook: Hook, *args: Any) -> None:
+    """Call every function of a hook, in order."""
+    for function in hook:
+        function(*args)
+
+
+def fit(t: Trainer) -> None:
+    """Train from where `t.state` is until a limit is reached or somebody asks to stop."""
+    call(t.hooks.on_fit_start)
+    t.restore()
+    t.sanity_check()
+    t.state.phase = Phase.TRAIN
+    t.module.train()
+    call(t.hooks.on_train_start)
+    while not t.limit_reached():
+        train_epoch(t)
+    call(t.hooks.on_train_end)
+    call(t.hooks.on_fit_end)
+
+
+def train_epoch(t: Trainer) -> None:
+    """Train one epoch, or what is left of it."""
+    state, hooks = t.state, t.hooks
+    if not state.closing:  # else: a checkpoint was taken while the epoch was being closed
+        complete = _train_batches(t)
+        if t.validation_due_at_end(complete):
+            t.validate_in_fit()
+        t.publish_epoch()
+        call(hooks.train_epoch_end_others)
+        t.publish_epoch()  # what the hooks have logged
+        state.closing = complete
+        call(hooks.train_epoch_end_watching)
+        if not complete:
+            return
+    t.step_schedules("epoch")
+    state.epoch += 1
+    state.batch = state.samples = 0
+    state.closing = False
+    t.agree_at_boundary()
+
+
+def _train_batches(t: Trainer) -> bool:
+    """Train batch after batch; returns whether the epoch was completed."""
+    t.begin_epoch()
+    call(t.hooks.on_train_epoch_start)
+    feed = t.train_feed.epoch(
+        t.state.epoch, accumulate=t.accumulate_grad_batches, position=t.state.samples, first=t.state.batch
+    )
+    for micro in feed:
+        if micro.opens:
+            t.window.begin(micro.planned)
+        if micro.empty:
+            _train_nothing(t, micro)
+        elif train_batch(t, micro) == -1:
+            return True
+        if micro.closes:
+            if t.window.over:
+                return True
+            t.state.batch = micro.index + 1
+            t.state.samples = micro.position
+            t.log_step()
+        if t.validation_due(micro):
+            t.validate_in_fit()
+        if micro.closes and (t.agree_at_boundary() or t.limit_reached()):
+            return micro.last
+    return True
+
+
+def train_batch(t: Trainer, micro: Microbatch) -> int | None:
+    """Train one batch; returns -1 if the rest of the epoch is to be skipped."""
+    hooks, module, index = t.hooks, t.module, micro.index
+    batch = t.to_device(micro.data, 0)
+    t.is_last_batch = micro.last
+    t.logbook.begin_batch(batch, micro.size, t.state.step + 1)
+    for hook in hooks.on_train_batch_start:
+        if hook(batch, index) == -1:
+            t.logbook.end_batch()
+            return -1
+    if module.automatic_optimization:
+        outputs = _automatic(t, micro, batch)
+    else:
+        t.window.took_part()
+        with _syncing(t, micro):
+            outputs = t.training_step(batch, index)
+        t.count_manual_steps()
+    if hooks.on_train_batch_end:
+        results = {"loss": outputs.detach()} if isinstance(outputs, Tensor) else _detached(outputs)
+        for hook in hooks.on_train_batch_end:
+            hook(results, batch, index)
+    t.logbook.end_batch()
+    return None
+
+
+def _automatic(t: Trainer, micro: Microbatch, batch: Any) -> Any:
+    """Forward, backward, and at the end of a window the weight update."""
+    # The whole of it is under `accumulate`, since DDP decides in its forward whether gradients will travel.
+    if micro.closes:
+        outputs = _forward_backward(t, micro, batch)
+        if t.window.ready(t):
+            _update(t, micro, batch)
+        return outputs
+    with t.strategy.accumulate():
+        return _forward_backward(t, micro, batch)
+
+
+def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
+    outputs = t.training_step(batch, micro.index)
+    if micro.opens:
+        _zero_grad(t, micro)
+    loss = outputs["loss"] if isinstance(outputs, Mapping) and "loss" in outputs else outputs
+    if loss is None:
+        t.window.sit_out(t, micro, "gave no loss")
+        return None
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+        loss = _checked_loss(loss)
+    factor = micro.factor * t.strategy.gradient_factor
+    scaled = t.precision_plugin.scale(loss if factor == 1.0 else loss * factor)
+    for hook in t.hooks.on_before_backward:
+        hook(loss)
+    t.backward(scaled)
+    for hook in t.hooks.on_after_backward:
+        hook()
+    t.window.took_part(loss)
+    return outputs
+
+
+def _zero_grad(t: Trainer, micro: Microbatch) -> None:
+    for optimizer in t.optimizers:
+        for hook in t.hooks.on_before_zero_grad:
+            hook(optimizer)
+        if t.overridden.optimizer_zero_grad:
+            t.module.optimizer_zero_grad(t.state.epoch, micro.index, optimizer)
+        else:
+            optimizer.zero_grad()
+
+
+def _update(t: Trainer, micro: Microbatch, batch: Any) -> None:
+    """Update the weights with the gradient of a whole window; several optimizers step together."""
+    for optimizer in t.optimizers:
+        t.precision_plugin.unscale(optimizer)
+        for hook in t.hooks.on_before_optimizer_step:
+            hook(optimizer)
+        if t.gradient_clip_val is not None or t.overridden.configure_gradient_clipping:
+            t.module.configure_gradient_clipping(optimizer, t.gradient_clip_val, t.gradient_clip_algorithm)
+        if t.overridden.optimizer_step or t.closures:
+            _update_with_closure(t, micro, batch, optimizer)
+        else:
+            t.precision_plugin.step(optimizer, t.strategy.step)
+    t.precision_plugin.updated()
+    t.state.step += 1
+    t.step_schedules("step")
+
+
+def _update_with_closure(t: Trainer, micro: Microbatch, batch: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Update through the module's own `optimizer_step`, or with an optimizer that computes the loss by itself."""
+    fresh = True  # the gradient of this window is there already: the first call has nothing to compute
+
+    def closure() -> Any:
+        nonlocal fresh
+        if fresh:
+            fresh = False
+            return t.window.loss
+        optimizer.zero_grad()
+        outputs = t.training_step(batch, micro.index)
+        loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+        t.backward(loss * (micro.factor * t.strategy.gradient_factor))
+        return loss.detach()
+
+    with torch.enable_grad():
+        t.module.optimizer_step(t.state.epoch, micro.index, t.handle_of(optimizer), closure)
+
+
+def _train_nothing(t: Trainer, micro: Microbatch) -> None:
+    """Take part in a batch of which this rank has no sample, so that the others don't wait."""
+    if micro.opens:
+        _zero_grad(t, micro)
+    with _syncing(t, micro):
+        t.window.sit_out(t, micro, "has no batch")
+    if micro.closes and t.module.automatic_optimization and t.window.ready(t):
+        _update(t, micro, None)
+    for hook in t.hooks.train_batch_end_watching:
+        hook(None, None, micro.index)
+
+
+def _syncing(t: Trainer, micro: Microbatch) -> Any:
+    return nullcontext() if micro.closes or not t.module.automatic_optimization else t.strategy.accumulate()
+
+
+class Window:
+    """What has happened in the accumulation window so far."""
+
+    def __init__(self) -> None:
+        self.planned = 1
+        self.taken = 0
+        self.over = False  # no rank has anything left in this epoch
+        self.loss: Tensor | None = None
+        self._absences: list[tuple[str, str]] = []
+
+    def begin(self, planned: int) -> None:
+        """Open a window of so many microbatches."""
+        self.planned, self.taken, self.over = planned, 0, False
+        self._absences.clear()
+
+    def took_part(self, loss: Tensor | None = None) -> None:
+        """Count a microbatch that gave a gradient."""
+        self.taken += 1
+        self.loss = None if loss is None else loss.detach()
+
+    def sit_out(self, t: Trainer, micro: Microbatch, why: str) -> None:
+        """Contribute nothing to a microbatch, and say so where the other ranks can see it."""
+        world = t.world
+        if world.size == 1:
+            return
+        known = micro.size == 0 and micro.position > 0  # the order says that this rank's part is empty
+        if not known and world.store is not None:
+            key = f"nothing/{t.state.attempt}/{t.state.epoch}/{t.state.step}/{micro.index}"
+            world.store.set(f"{key}/{world.rank}", why)
+            self._absences.append((key, why))
+        else:
+            self.taken += 1
+        if micro.closes:
+            t.strategy.backward_nothing()
+
+    def ready(self, t: Trainer) -> bool:
+        """Close the window; returns whether there is a gradient to update the weights with.
+
+        All ranks have been in the last backward, so whoever else had nothing has said so by now.
+
+        Raises:
+            RanksDisagree: some ranks gave a loss for a batch and others none.
+        """
+        for key, why in self._absences:
+            self._settle(t, key, why)
+        if self.taken == 0:
+            return False
+        if self.taken != self.planned:  # fewer batches than the loss was divided by
+            _scale_gradients(t, self.planned / self.taken)
+        return True
+
+    def _settle(self, t: Trainer, key: str, why: str) -> None:
+        store, size = t.world.store, t.world.size
+        assert store is not None
+        absent = [rank for rank in range(size) if store.check([f"{key}/{rank}"])]
+        reasons = [store.get(f"{key}/{rank}").decode() for rank in absent]
+        if len(absent) == size:
+            self.over = self.over or all(reason == "has no batch" for reason in reasons)
+        elif why == "gave no loss":
+            raise RanksDisagree(
+                f"step {t.state.step}: training_step gave no loss on rank {', '.join(map(str, absent))} and a loss on "
+                "the others; a batch can only be skipped on all ranks together"
+            )
+        else:
+            self.taken += 1  # others had a batch
+
+
+def _scale_gradients(t: Trainer, factor: float) -> None:
+    gradients = [p.grad for o in t.optimizers for group in o.param_groups for p in group["params"] if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
+def _checked_loss(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor):
+        what = f"a dict without 'loss' ({sorted(loss)})" if isinstance(loss, Mapping) else type(loss).__name__
+        raise ValueError(f"training_step returned {what}; it returns a loss tensor, a dict with 'loss', or None")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"training_step returned a loss of shape {tuple(loss.shape)}; a loss is one number, such as loss.mean()"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "training_step returned a loss without a gradient: it doesn't depend on any parameter that "
+            "requires one. Is it detached, computed under no_grad, or are all parameters frozen?"
+        )
+    return loss.reshape(())
+
+
+def _detached(outputs: Any) -> Any:
+    if isinstance(outputs, Mapping):
+        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in outputs.items()}
+    return outputs

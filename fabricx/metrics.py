@@ -1,0 +1,195 @@
+"""What `self.log` keeps: (sum, weight) on the device, joined over ranks by one packed reduction."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from fabricx.errors import RanksDisagree
+
+Reduction = Literal["mean", "sum", "max", "min"]
+REDUCTIONS: Final = ("mean", "sum", "max", "min")
+
+
+class Series:
+    """One logged name: the value of the latest step, and what the epoch has added up.
+
+    A step's value is the weighted mean (or sum, maximum, minimum) over the microbatches of that weight update. Adding
+    touches no more than a few attributes as long as a step has one value: arithmetic waits until somebody reads.
+    """
+
+    __slots__ = ("bar", "latest", "local", "on_epoch", "on_step", "reduction", "step", "to_logger", "total", "value", "weight", "weights")  # noqa: E501
+
+    def __init__(
+        self, reduction: Reduction, *, on_step: bool, on_epoch: bool, bar: bool, to_logger: bool, local: bool
+    ) -> None:
+        self.reduction = reduction
+        self.on_step = on_step
+        self.on_epoch = on_epoch
+        self.bar = bar
+        self.to_logger = to_logger
+        self.local = local
+        self.step = -1
+        self.value: Any = None  # weighted already if it comes from several microbatches
+        self.weight: float = 0.0
+        self.latest: Any = None  # a torchmetrics.Metric, if that is what was logged
+        self.total: Any = None
+        self.weights: float = 0.0
+
+    def add(self, value: Any, weight: float, step: int) -> None:
+        """Take one value: a number or a detached one-element tensor, with the samples that it stands for."""
+        if self.on_step:
+            if step != self.step:
+                self.step, self.value, self.weight = step, value, weight
+            else:
+                self.value = _join(self.reduction, self.value, self.weight, value, weight)
+                self.weight += weight
+        if self.on_epoch:
+            if self.total is None:
+                self.total = value * weight if self.reduction == "mean" else value + 0.0
+            elif self.reduction == "mean":
+                self.total = self.total + value * weight
+            else:
+                self.total = _join(self.reduction, self.total, 1.0, value, 1.0)
+            self.weights += weight
+
+    def packed(self, *, epoch: bool) -> tuple[Any, float]:
+        """Return (sum, weight) for a mean, (value, 1) for the others: what ranks add up."""
+        if epoch:
+            return self.total, self.weights
+        return (self.value * self.weight if self.reduction == "mean" else self.value), self.weight
+
+    def forget_epoch(self) -> None:
+        """Begin a new epoch."""
+        self.total, self.weights = None, 0.0
+
+
+def _join(reduction: Reduction, old: Any, old_weight: float, new: Any, new_weight: float) -> Any:
+    if reduction == "mean":
+        whole = old_weight + new_weight
+        return (old * old_weight + new * new_weight) / whole if whole else new
+    if reduction == "sum":
+        return old + new
+    pick: Callable[[Tensor, Tensor], Tensor] = torch.maximum if reduction == "max" else torch.minimum
+    return pick(torch.as_tensor(old), torch.as_tensor(new))
+
+
+class Metrics:
+    """All series of one phase. `Module.log` adds; the trainer joins over ranks when values are due.
+
+    Args:
+        reduce: joins a packed tensor over ranks in place, given "sum", "max" or "min".
+        gather: brings one object of each rank together; only used to say who logged what.
+        size: ranks.
+        device: where sums are kept.
+    """
+
+    def __init__(
+        self,
+        reduce: Callable[[Tensor, Any], Tensor],
+        gather: Callable[[Any], list[Any]],
+        size: int,
+        device: torch.device,
+    ) -> None:
+        self._reduce = reduce
+        self._gather = gather
+        self._size = size
+        self._device = device
+        self.series: dict[str, Series] = {}
+        self.objects: dict[str, tuple[Any, Series]] = {}  # torchmetrics.Metric by name
+
+    def due(self, *, epoch: bool, step: int | None = None) -> list[str]:
+        """Return the names that have something to tell: at a step, those logged in that step."""
+        if epoch:
+            return [name for name, series in self.series.items() if series.on_epoch and series.total is not None]
+        return [name for name, series in self.series.items() if series.on_step and series.step == step]
+
+    def joined(self, names: Iterable[str], *, epoch: bool) -> dict[str, Tensor]:
+        """Return the values of `names` over all ranks, as one-element tensors.
+
+        Every rank has to call this at the same moment, whatever it has logged.
+
+        Raises:
+            RanksDisagree: ranks logged different names.
+        """
+        wanted = sorted(names)
+        if self._size > 1:
+            self._agree(wanted)
+        values: dict[str, Tensor] = {}
+        for op in ("sum", "max", "min"):
+            chosen = [n for n in wanted if _operation(self.series[n].reduction) == op]
+            if not chosen:
+                continue
+            packed = self._pack(chosen, epoch=epoch)
+            shared = [row for row, name in enumerate(chosen) if not self.series[name].local]
+            if self._size > 1 and shared:
+                packed[shared] = self._reduce(packed[shared].contiguous(), op)
+            for row, name in enumerate(chosen):
+                mean = self.series[name].reduction == "mean"
+                values[name] = (packed[row, 0] / packed[row, 1] if mean else packed[row, 0]).to(torch.get_default_dtype())
+        return {name: values[name] for name in wanted}
+
+    def _pack(self, names: list[str], *, epoch: bool) -> Tensor:
+        pairs = [self.series[name].packed(epoch=epoch) for name in names]
+        kind = torch.float32 if self._device.type == "mps" else torch.float64
+        sums = torch.stack([torch.as_tensor(total).to(self._device, kind).reshape(()) for total, _ in pairs])
+        weights = torch.tensor([weight for _, weight in pairs], dtype=kind, device=self._device)
+        return torch.stack([sums, weights], dim=1)
+
+    def _agree(self, names: list[str]) -> None:
+        digest = int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=6).digest(), "big")
+        votes = torch.tensor([digest, -digest], dtype=torch.int64, device=self._device)
+        highest, lowest = self._reduce(votes, "max").tolist()
+        if highest == -lowest:
+            return
+        by_rank = self._gather(names)
+        lines = "\n".join(f"  rank {rank}: {', '.join(map(repr, n)) or 'nothing'}" for rank, n in enumerate(by_rank))
+        raise RanksDisagree(
+            f"ranks logged different names, so their values can't be joined:\n{lines}\n"
+            "  log the same names on every rank, or give sync_dist=False to keep a value on the main rank"
+        )
+
+    def forget_epoch(self) -> None:
+        """Begin a new epoch: sums start at nothing."""
+        for series in self.series.values():
+            series.forget_epoch()
+        self.objects.clear()
+
+
+def _operation(reduction: Reduction) -> str:
+    return reduction if reduction in ("max", "min") else "sum"
+
+
+def as_value(value: Any, name: str, device: torch.device) -> Any:
+    """Return what can be added up: a number, or a detached tensor of one element.
+
+    Raises:
+        ValueError: the value is not a number and not a tensor of one element.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"self.log({name!r}, ...) was given a tensor of shape {tuple(value.shape)}; log one number, "
+                "such as its mean()"
+            )
+        detached = value.detach()
+        # A view may be changed later by whoever owns it (a loss that is reused, a running sum): keep the value.
+        return detached if detached.dim() == 0 else detached.reshape(())
+    if isinstance(value, (bool, int, float)):
+        return float(value)
+    if hasattr(value, "__float__"):
+        return float(value)
+    raise ValueError(
+        f"self.log({name!r}, ...) was given {type(value).__name__}; it takes a number, a tensor of one element or a "
+        "torchmetrics.Metric"
+    )
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether a logged value is an ordinary number."""
+    return math.isfinite(float(value))

@@ -1,0 +1,55 @@
+"""Where a run is: the one record that checkpoints keep and everything else reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Phase(StrEnum):
+    """What the trainer is doing at this moment."""
+
+    IDLE = "idle"
+    SANITY = "sanity"
+    TRAIN = "train"
+    VALIDATE = "validate"
+    TEST = "test"
+    PREDICT = "predict"
+
+
+@dataclass
+class RunState:
+    """The position of a run.
+
+    Attributes:
+        phase: what is going on; saved, never inferred from the counters.
+        epoch: epochs completed.
+        batch: batches of the current epoch that this rank has finished.
+        step: weight updates of the model, however many optimizers there are.
+        samples: position in the data: samples of the current epoch's global order that have been trained.
+        seed: what the data order and the ranks' random streams are drawn from.
+        attempt: how often the run was taken up again.
+        closing: the epoch's batches and hooks are done, its schedules are not.
+    """
+
+    phase: Phase = Phase.IDLE
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    samples: int = 0
+    seed: int = 0
+    attempt: int = 0
+    closing: bool = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the record as plain data."""
+        return {**dataclasses.asdict(self), "phase": str(self.phase)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a record made by `state_dict`; unknown keys are ignored, so that older readers cope."""
+        for field in dataclasses.fields(self):
+            if field.name in state:
+                setattr(self, field.name, state[field.name])
+        self.phase = Phase(self.phase)

@@ -1,0 +1,146 @@
+"""The contract of a strategy: how one module is trained by one or several ranks."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabricx.comm.world import World
+
+ReduceOp = Literal["sum", "max", "min"]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a strategy promises; the loop asks for these and never for the strategy's name.
+
+    Attributes:
+        synchronous: all ranks hold the same weights after a step.
+        sharded: a rank holds only a part of the weights or of the optimizer's state.
+        services: helper processes that it needs, such as parameter servers.
+        elastic: the world may change under it.
+        quiet_point: a snapshot or a validation has to wait until nothing is in flight.
+        max_ranks: the most ranks it can run on; None for any number.
+    """
+
+    synchronous: bool = True
+    sharded: bool = False
+    services: tuple[str, ...] = ()
+    elastic: bool = False
+    quiet_point: bool = False
+    max_ranks: int | None = None
+
+
+class Strategy(ABC):
+    """Trains one module on a `World` of ranks. The defaults here are those of a single rank.
+
+    A strategy is a plain, picklable description until `setup`: it is made in the caller's process and set up in each
+    worker, where the process group is joined already. The loop divides the loss by the samples of the whole global
+    batch; what the ranks' gradients have to be multiplied with so that the strategy ends up with their sum is
+    `gradient_factor`.
+    """
+
+    traits: ClassVar[Traits] = Traits()
+
+    def __init__(self) -> None:
+        self.world = World()
+        self.module: nn.Module | None = None
+
+    # -- set up -------------------------------------------------------------------------------------------------
+
+    def setup(self, module: nn.Module, world: World, *, several_backwards: bool = False) -> None:
+        """Wrap or shard the module, and agree on the first weights; it is on its device already.
+
+        Args:
+            module: the user's module.
+            world: the ranks that train together.
+            several_backwards: one step may call `backward` several times, each reaching other parameters (manual
+                optimization).
+        """
+        self.module = module
+        self.world = world
+
+    def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the callable that the loop calls instead of the module's own training step."""
+        return step
+
+    def teardown(self) -> None:
+        """Give back what `setup` took; the module stays usable."""
+        self.module = None
+
+    def world_changed(self, world: World) -> None:
+        """Go on with other members; only strategies with `traits.elastic` are asked to."""
+        raise NotImplementedError(f"{type(self).__name__} can't go on with another number of ranks")
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    @property
+    def gradient_factor(self) -> float:
+        """Return what turns a share of the global mean into this rank's loss: ranks, where gradients are averaged."""
+        return 1.0
+
+    def accumulate(self) -> AbstractContextManager[Any]:
+        """Return a context for microbatches that don't end a window: no gradient has to travel yet."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute gradients; after the last microbatch of a window they are the global mean."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def backward_nothing(self) -> None:
+        """Take part in the others' `backward` without a sample of one's own: contribute zero."""
+
+    def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+        """Scale gradients down to a 2-norm of at most `max_norm`, over all ranks; returns the norm before."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def clip_value(self, parameters: Iterable[Tensor], limit: float) -> None:
+        """Cut each element of the gradients to [-limit, limit]."""
+        nn.utils.clip_grad_value_(parameters, limit)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the weights."""
+        return optimizer.step(closure) if closure is not None else optimizer.step()
+
+    # -- between the ranks --------------------------------------------------------------------------------------
+
+    def reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
+        """Join packed metrics of all ranks, in place; shape stays."""
+        return self.world.all_reduce(values, op)
+
+    def quiesce(self) -> None:
+        """Return once nothing is in flight, so that all ranks see the same weights."""
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+        """Return weights and optimizer states, whole, as a single rank would have them."""
+        return {
+            "module": module.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
+        """Take over what `state_dict` of any strategy returned.
+
+        Raises:
+            ValueError: there are other optimizers than in the state.
+        """
+        module.load_state_dict(state["module"])
+        if len(state["optimizers"]) != len(optimizers):
+            raise ValueError(
+                f"the checkpoint holds {len(state['optimizers'])} optimizers and the module has {len(optimizers)}"
+            )
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+
+    def device(self, local_rank: int, accelerator: str) -> torch.device:
+        """Return the device that a rank works on."""
+        return torch.device("cuda", local_rank) if accelerator == "cuda" else torch.device(accelerator)

@@ -1,0 +1,742 @@
+"""The Trainer: holds the parts of a run, starts it, and closes everything. No strategy logic, no order of hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fabricx import evaluation, plugins
+from fabricx.callback import Callback
+from fabricx.comm.world import World
+from fabricx.data import Feed, Microbatch
+from fabricx.datamodule import DataModule
+from fabricx.dispatch import Job, dispatch
+from fabricx.errors import FabricxError
+from fabricx.hooks import Hooks, check_hooks
+from fabricx.logbook import Logbook, missing_metric
+from fabricx.logger import Logger, Silent
+from fabricx.loop import Window, call
+from fabricx.module import Module
+from fabricx.optimization import OptimizerHandle, Schedule
+from fabricx.precision import Precision, check_precision
+from fabricx.settings import check_accelerator, check_count, check_devices, check_limit, check_max_time
+from fabricx.state import Phase, RunState
+from fabricx.strategy import Strategy
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from fabricx.comm.agree import StopAgreement
+    from fabricx.execution import Overridden
+
+# What exists only while a run is going on, in the process that trains.
+_RUNTIME = (
+    "hooks", "logbook", "train_feed", "val_feeds", "optimizers", "lr_schedulers", "optimizer_handles", "training_step",
+    "steps", "window", "world", "agreement", "precision_plugin", "overridden", "_bring", "_open_loggers", "datamodule",
+    "module", "train_dataloader", "val_dataloaders",
+)  # fmt: skip
+
+
+class Trainer:
+    """Runs a `Module` through a strategy.
+
+    Args:
+        accelerator: "auto", "cpu", "gpu", "cuda" or "mps".
+        strategy: a name ("ddp"), a dotted path, or a `Strategy`; "auto" is single for one rank and ddp for more.
+        devices: ranks on this machine: a number, "auto", -1 for all, or a list of device numbers. On a CPU a rank is a
+            process.
+        num_nodes: machines; more than one are started by torchrun or SLURM.
+        precision: "32-true", "64-true", "16-true", "bf16-true", "16-mixed" (CUDA) or "bf16-mixed".
+        max_epochs, min_epochs, max_steps, min_steps: limits; steps are weight updates. 1000 epochs if none is given.
+        max_time: limit, a timedelta or text such as "2h30m".
+        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches for each
+            rank (int), or a part of all (float).
+        overfit_batches: train and validate on so many batches (int) or such a part (float), always the same.
+        val_check_interval: validate after such a part of an epoch (float), so many batches (int), or steps ("500st").
+        check_val_every_n_epoch: validate only in each n-th epoch; None counts `val_check_interval` across epochs.
+        num_sanity_val_steps: validation batches that are run ahead of training; -1 for all.
+        log_every_n_steps: weight updates between two rows in the loggers.
+        accumulate_grad_batches: batches of one weight update.
+        gradient_clip_val: limit of the gradient; None clips nothing.
+        gradient_clip_algorithm: "norm" (of all parameters together) or "value" (of each element).
+        deterministic: ask torch for deterministic algorithms; "warn" only warns where there are none.
+        benchmark: let cuDNN try out algorithms.
+        inference_mode: evaluate under `torch.inference_mode` rather than `no_grad`.
+        use_distributed_sampler: cut the data of a `DataLoader` over the ranks.
+        profiler: reserved for profilers; None.
+        detect_anomaly: let autograd look for NaN and say where they come from (slow).
+        sync_batchnorm: batch normalisation over all ranks' samples (CUDA).
+        reload_dataloaders_every_n_epochs: ask for the loaders anew each n epochs.
+        fast_dev_run: run one batch (True) or n of everything, without loggers and checkpoints, to find mistakes.
+        logger: True for TensorBoard, False for none, a `Logger`, or a list of them.
+        callbacks: a `Callback`, a name, or a list of them.
+        enable_checkpointing, enable_progress_bar, enable_model_summary: have the callback of that kind by default.
+        default_root_dir: where runs' folders are made; the current folder if not given.
+        compile: compile the module's forward with `torch.compile`; a dict gives its options.
+
+    Raises:
+        ValueError: an argument is wrong; the message says what is possible.
+        LookupError: there is no strategy or callback of that name.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: str = "auto",
+        strategy: str | Strategy = "auto",
+        devices: int | str | Sequence[int] = "auto",
+        num_nodes: int = 1,
+        precision: str | int = "32-true",
+        max_epochs: int | str | None = None,
+        min_epochs: int | str | None = None,
+        max_steps: int | str = -1,
+        min_steps: int | str | None = None,
+        max_time: str | timedelta | Mapping[str, int] | None = None,
+        limit_train_batches: int | float | None = 1.0,
+        limit_val_batches: int | float | None = 1.0,
+        limit_test_batches: int | float | None = 1.0,
+        limit_predict_batches: int | float | None = 1.0,
+        overfit_batches: int | float = 0,
+        val_check_interval: int | float | str | None = 1.0,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int = 2,
+        log_every_n_steps: int = 50,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = "norm",
+        deterministic: bool | str = False,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        use_distributed_sampler: bool = True,
+        profiler: Any = None,
+        detect_anomaly: bool = False,
+        sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0,
+        fast_dev_run: bool | int = False,
+        logger: bool | Logger | Sequence[Logger] | None = True,
+        callbacks: Callback | str | Sequence[Callback | str] | None = None,
+        enable_checkpointing: bool = True,
+        enable_progress_bar: bool = True,
+        enable_model_summary: bool = True,
+        default_root_dir: str | Path | None = None,
+        compile: bool | Mapping[str, Any] = False,  # noqa: A002  the name that users know
+    ) -> None:
+        self.accelerator = check_accelerator(accelerator)
+        self.device_ids = check_devices(devices, self.accelerator)
+        self.devices_given = devices != "auto"
+        self.num_nodes = check_count("num_nodes", num_nodes, "node", 1) or 1
+        self.precision = check_precision(precision)
+        self.max_epochs = -1 if max_epochs == -1 else check_count("max_epochs", max_epochs, "epoch")
+        self.min_epochs = check_count("min_epochs", min_epochs, "epoch") or 0
+        self.max_steps = -1 if max_steps in (-1, None) else check_count("max_steps", max_steps, "step") or 0
+        self.min_steps = check_count("min_steps", min_steps, "step") or 0
+        self.max_time = check_max_time(max_time)
+        if self.max_epochs is None:
+            self.max_epochs = -1 if self.max_steps != -1 or self.max_time else 1000
+        self.limit_train_batches = check_limit("limit_train_batches", limit_train_batches)
+        self.limit_val_batches = check_limit("limit_val_batches", limit_val_batches)
+        self.limit_test_batches = check_limit("limit_test_batches", limit_test_batches)
+        self.limit_predict_batches = check_limit("limit_predict_batches", limit_predict_batches)
+        self.overfit_batches = overfit_batches
+        if overfit_batches:
+            self.limit_train_batches = self.limit_val_batches = check_limit("overfit_batches", overfit_batches)
+        self.val_check_interval = val_check_interval
+        self.check_val_every_n_epoch = check_count("check_val_every_n_epoch", check_val_every_n_epoch, "epoch", 1)
+        self.num_sanity_val_steps = num_sanity_val_steps
+        self.log_every_n_steps = check_count("log_every_n_steps", log_every_n_steps, "step") or 0
+        self.accumulate_grad_batches = check_count("accumulate_grad_batches", accumulate_grad_batches, "batch", 1) or 1
+        self.gradient_clip_val = gradient_clip_val
+        self.gradient_clip_algorithm = gradient_clip_algorithm or "norm"
+        if self.gradient_clip_algorithm not in ("norm", "value"):
+            raise ValueError(f"gradient_clip_algorithm={gradient_clip_algorithm!r}: 'norm' or 'value'")
+        if gradient_clip_val is not None and gradient_clip_val < 0:
+            raise ValueError(f"gradient_clip_val={gradient_clip_val}: a limit of 0 or more, or None to clip nothing")
+        self.deterministic = deterministic
+        self.benchmark = benchmark
+        self.inference_mode = inference_mode
+        self.use_distributed_sampler = use_distributed_sampler
+        if profiler is not None:
+            raise ValueError(f"profiler={profiler!r}: there is no profiler yet; leave it None")
+        self.profiler = profiler
+        self.detect_anomaly = detect_anomaly
+        self.sync_batchnorm = sync_batchnorm
+        self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
+        self.compile = compile
+        self.default_root_dir = str(default_root_dir or Path.cwd())
+        self.run_dir: Path | None = None
+        self.enable_checkpointing = enable_checkpointing and not fast_dev_run
+        self.fast_dev_run = fast_dev_run
+        if fast_dev_run:
+            self._only_try(int(fast_dev_run))
+        self.strategy = self._choose_strategy(strategy)
+        self.loggers = _choose_loggers(None if fast_dev_run else logger)
+        defaults = {
+            "progress_bar": enable_progress_bar,
+            "model_summary": enable_model_summary,
+            "model_checkpoint": self.enable_checkpointing,
+        }
+        self.callbacks = _choose_callbacks(callbacks, defaults, fast=bool(fast_dev_run))
+        self._reset()
+
+    def _reset(self) -> None:
+        self.state = RunState()
+        self.world = World()
+        self.interrupted = False
+        self.is_last_batch = False
+        self.several_loaders = False
+        self._stop_wanted = False
+        self._published: dict[str, Tensor] = {}
+        self._logged: dict[str, Tensor] = {}
+        self._bar: dict[str, Tensor] = {}
+        self._boundary = 0
+        self._val_every: float = float("inf")
+        self._logged_step = -1
+        self.num_training_batches: int | float = 0
+        self.num_val_batches: list[int | float] = []
+        self._no_runtime()
+
+    def _no_runtime(self) -> None:
+        self.module: Module = None  # type: ignore[assignment]
+        self.datamodule: DataModule | None = None
+        self.hooks: Hooks = None  # type: ignore[assignment]
+        self.logbook: Logbook = None  # type: ignore[assignment]
+        self.overridden: Overridden = None  # type: ignore[assignment]
+        self.train_dataloader: Any = None
+        self.val_dataloaders: Any = None
+        self.train_feed: Feed = None  # type: ignore[assignment]
+        self.val_feeds: list[Feed] = []
+        self.optimizers: list[Optimizer] = []
+        self.optimizer_handles: list[OptimizerHandle] = []
+        self.lr_schedulers: list[Schedule] = []
+        self.training_step: Callable[..., Any] = None  # type: ignore[assignment]
+        self.steps: dict[str, Callable[..., Any]] = {}
+        self.window = Window()
+        self.agreement: StopAgreement | None = None
+        self.precision_plugin = Precision()
+        self.closures = False
+        self._bring: Callable[[Any, int], Any] | None = None
+        self._open_loggers = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _RUNTIME}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._no_runtime()
+        self.world = World()
+        self.__dict__.update(state)
+
+    def _only_try(self, batches: int) -> None:
+        self.limit_train_batches = self.limit_val_batches = batches
+        self.limit_test_batches = self.limit_predict_batches = batches
+        self.max_epochs, self.max_steps, self.num_sanity_val_steps = 1, batches, 0
+        self.val_check_interval, self.check_val_every_n_epoch = 1.0, 1
+
+    def _choose_strategy(self, strategy: str | Strategy) -> Strategy:
+        ranks = len(self.device_ids) * self.num_nodes
+        if strategy == "auto":
+            from fabricx.launch.environment import detect
+
+            found = detect()
+            strategy = "ddp" if max(ranks, found.size if found else 1) > 1 else "single"
+        chosen = plugins.build("strategies", strategy) if isinstance(strategy, str) else strategy
+        if not isinstance(chosen, Strategy):
+            raise ValueError(f"strategy={strategy!r} is not a fabricx.Strategy")
+        most = chosen.traits.max_ranks
+        if most is not None and ranks > most:
+            raise ValueError(
+                f"strategy={strategy!r} runs on {most} rank, and devices={len(self.device_ids)} asks for {ranks}; "
+                "take strategy='ddp', or devices=1"
+            )
+        return chosen
+
+    # -- what users call ----------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        module: Module,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+    ) -> None:
+        """Train.
+
+        Args:
+            module: what to train; has the trained weights afterwards, wherever the training ran.
+            train_dataloaders: a `DataLoader` or any iterable of batches; or a `DataModule`.
+            val_dataloaders: one of those, or a list of them.
+            datamodule: gives both.
+            ckpt_path: go on from a checkpoint: its path, "last" (start fresh where there is none), or "best".
+
+        Raises:
+            ValueError: something doesn't fit, found before any process starts where that is possible.
+            WorkerFailed: a worker process failed; the message has its traceback.
+        """
+        if isinstance(train_dataloaders, DataModule):
+            train_dataloaders, datamodule = None, train_dataloaders
+        dispatch(self, Job("fit", module, train_dataloaders, val_dataloaders, datamodule, ckpt_path))
+
+    def validate(
+        self,
+        module: Module | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+    ) -> list[dict[str, float]]:
+        """Run the validation; returns the metrics of each loader, over all ranks, each sample counted once."""
+        return self._evaluate("validate", module, dataloaders, datamodule, ckpt_path, verbose)
+
+    def test(
+        self,
+        module: Module | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+    ) -> list[dict[str, float]]:
+        """Run the test; returns the metrics of each loader, over all ranks, each sample counted once."""
+        return self._evaluate("test", module, dataloaders, datamodule, ckpt_path, verbose)
+
+    def predict(
+        self,
+        module: Module | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        return_predictions: bool = True,
+        ckpt_path: str | Path | None = None,
+    ) -> list[Any]:
+        """Run `predict_step` over all batches.
+
+        Returns:
+            the outputs in the data set's order; with several loaders a list for each.
+        """
+        return self._evaluate("predict", module, dataloaders, datamodule, ckpt_path, return_predictions)
+
+    def _evaluate(
+        self, stage: str, module: Module | None, loaders: Any, data: DataModule | None, path: Any, flag: bool
+    ) -> list[Any]:
+        if isinstance(loaders, DataModule):
+            loaders, data = None, loaders
+        if module is None:
+            module = self.module
+            if module is None:
+                raise ValueError(f"trainer.{stage}() has no module: give one, or call fit first")
+            if path is None and getattr(self.checkpoint_callback, "best_model_path", ""):
+                path = "best"
+            data = data or self.datamodule
+        results: list[Any] = dispatch(self, Job(stage, module, None, loaders, data, path, flag))
+        return results
+
+    def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> Path:
+        """Write a checkpoint; every rank calls it. Returns the folder that it is in."""
+        from fabricx.checkpointing import save_checkpoint
+
+        return save_checkpoint(self, Path(path), weights_only=weights_only)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the main rank only, above the progress bar."""
+        if self.is_global_zero:
+            printers = [c.print for c in self.callbacks if hasattr(c, "print")]
+            (printers[0] if printers else print)(*args, **kwargs)
+
+    def request_stop(self, reason: str) -> None:
+        """Ask all ranks to stop at the next step boundary that they agree upon."""
+        self._stop_wanted = True
+        if self.agreement is not None:
+            self.agreement.request(reason)
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """Bring tensors of all ranks together, shape [world_size, ...]."""
+        from lightning_utilities.core.apply_func import apply_to_collection
+
+        return apply_to_collection(data, Tensor, lambda item: self.world.all_gather(item, sync_grads))
+
+    # -- what users read ----------------------------------------------------------------------------------------
+
+    @property
+    def current_epoch(self) -> int:
+        """Return how many epochs are completed."""
+        return self.state.epoch
+
+    @property
+    def global_step(self) -> int:
+        """Return how many weight updates there were, however many optimizers there are."""
+        return self.state.step
+
+    @property
+    def should_stop(self) -> bool:
+        """Return whether somebody asked to stop; set it to ask."""
+        return self._stop_wanted
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self._stop_wanted = value
+        if value and self.agreement is not None:
+            self.agreement.request("should_stop")
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Return whether this is the main rank."""
+        return self.world.rank == 0
+
+    @property
+    def global_rank(self) -> int:
+        """Return which rank of all this is."""
+        return self.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Return which rank on this machine this is."""
+        return self.world.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Return how many ranks train."""
+        return self.world.size if self.world.size > 1 else len(self.device_ids) * self.num_nodes
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Return the newest value of everything that was logged; reading it communicates nothing."""
+        if self.logbook is not None and self.world.size == 1 and self.state.phase is Phase.TRAIN:
+            fresh = self.logbook.step_values(self.logbook.step)
+            self._take(fresh, self.logbook, epoch=False)
+        return dict(self._published)
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """Return what the loggers got last."""
+        return dict(self._logged)
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """Return what the progress bar shows: this rank's newest values. Reading it waits for the device."""
+        shown: dict[str, Any] = dict(self._bar)
+        if self.logbook is not None:
+            shown.update(self.logbook.local_values(self.state.step))
+        return {name: float(value) for name, value in shown.items()}
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Return how many weight updates the run will have, infinity if nothing limits it."""
+        windows = -(-self.num_training_batches // self.accumulate_grad_batches)
+        if self.num_training_batches == float("inf"):
+            windows = float("inf")
+        by_epochs = float("inf") if self.max_epochs in (-1, None) else windows * (self.max_epochs or 0)
+        limit = min(by_epochs, float("inf") if self.max_steps == -1 else self.max_steps)
+        return limit if limit == float("inf") else int(limit)
+
+    @property
+    def logger(self) -> Logger | None:
+        """Return the first logger, or None."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def log_dir(self) -> str | None:
+        """Return the folder that the first logger writes to, or the run's folder."""
+        folder = self.logger.log_dir if self.logger is not None else None
+        return str(folder or self.run_dir) if folder or self.run_dir else None
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """Return the first callback that writes checkpoints, or None."""
+        return next((c for c in self.callbacks if hasattr(c, "best_model_path")), None)
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """Return the first callback that stops early, or None."""
+        return next((c for c in self.callbacks if hasattr(c, "stopped_epoch")), None)
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Return whether the few validation batches ahead of training are running."""
+        return self.state.phase is Phase.SANITY
+
+    @property
+    def training(self) -> bool:
+        """Return whether training batches are running."""
+        return self.state.phase is Phase.TRAIN
+
+    @property
+    def validating(self) -> bool:
+        """Return whether a validation is running."""
+        return self.state.phase is Phase.VALIDATE
+
+    @property
+    def testing(self) -> bool:
+        """Return whether a test is running."""
+        return self.state.phase is Phase.TEST
+
+    @property
+    def predicting(self) -> bool:
+        """Return whether a prediction is running."""
+        return self.state.phase is Phase.PREDICT
+
+    # -- what the loop needs ------------------------------------------------------------------------------------
+
+    def to_device(self, batch: Any, loader: int) -> Any:
+        """Bring a batch to the device, with the transfer hooks."""
+        return batch if self._bring is None else self._bring(batch, loader)
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute gradients, through the module's own `backward` if it has one."""
+        if self.overridden.backward:
+            self.module.backward(loss)
+        else:
+            self.strategy.backward(loss)
+
+    def manual_backward(self, loss: Tensor) -> None:
+        """Compute gradients in a manual loop."""
+        scaled = self.precision_plugin.scale(loss)
+        call(self.hooks.on_before_backward, loss)
+        self.backward(scaled)
+        call(self.hooks.on_after_backward)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        """Step one optimizer on behalf of the module: in a manual loop, or in its own `optimizer_step`."""
+        if self.module.automatic_optimization:
+            passed = closure if id(optimizer) in self.overridden.closures else None
+            self.precision_plugin.step(optimizer, self.strategy.step, passed)
+            return
+        self.precision_plugin.unscale(optimizer)
+        call(self.hooks.on_before_optimizer_step, optimizer)
+        self.precision_plugin.step(optimizer, self.strategy.step, closure)
+        self.precision_plugin.updated()
+        self.overridden.manual_steps[id(optimizer)] = self.overridden.manual_steps.get(id(optimizer), 0) + 1
+
+    def count_manual_steps(self) -> None:
+        """Count the weight updates of a manual batch: those of the optimizer that stepped most often."""
+        steps = self.overridden.manual_steps
+        if steps:
+            self.state.step += max(steps.values())
+            steps.clear()
+
+    def handle_of(self, optimizer: Optimizer) -> OptimizerHandle:
+        """Return the handle of an optimizer."""
+        return next(handle for handle in self.optimizer_handles if handle.optimizer is optimizer)
+
+    def clip_gradients(self, optimizer: Optimizer, limit: float | None, algorithm: str | None) -> None:
+        """Clip the gradients of an optimizer's parameters."""
+        if not limit:
+            return
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        self.precision_plugin.unscale(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if (algorithm or "norm") == "norm":
+            self.strategy.clip_norm(parameters, limit)
+        else:
+            self.strategy.clip_value(parameters, limit)
+
+    def step_schedules(self, interval: str) -> None:
+        """Advance the schedulers of an interval that are due; in manual optimization the user does it."""
+        if not self.lr_schedulers or not self.module.automatic_optimization:
+            return
+        count = self.state.step if interval == "step" else self.state.epoch + 1
+        for schedule in self.lr_schedulers:
+            if schedule.interval != interval or count % schedule.frequency:
+                continue
+            metric = None
+            if schedule.reduce_on_plateau:
+                metric = self.callback_metrics.get(schedule.monitor or "")
+                if metric is None:
+                    if schedule.strict:
+                        raise ValueError(missing_metric(str(schedule.monitor), self._published, "the scheduler"))
+                    continue
+            self.module.lr_scheduler_step(schedule.scheduler, metric)
+
+    def begin_epoch(self) -> None:
+        """Ask for new loaders if that is wanted, and start with empty sums."""
+        every = self.reload_dataloaders_every_n_epochs
+        if every and self.state.epoch and self.state.epoch % every == 0:
+            from fabricx.execution import reload_loaders
+
+            reload_loaders(self)
+
+    def limit_reached(self) -> bool:
+        """Return whether training is over."""
+        state = self.state
+        if self.max_steps != -1 and state.step >= self.max_steps:
+            return True
+        if self.max_epochs != -1 and state.epoch >= (self.max_epochs or 0):
+            return True
+        return self._stopped or self.num_training_batches == 0
+
+    _stopped = False
+
+    def agree_at_boundary(self) -> bool:
+        """Return whether all ranks stop here; they are asked at the same boundaries, in the same order."""
+        agreement = self.agreement
+        if agreement is None:
+            return False
+        self._boundary += 1
+        interrupted = agreement.reason in ("interrupted", "terminated")
+        early = self.state.epoch < self.min_epochs or self.state.step < self.min_steps
+        if early and not interrupted:
+            return False
+        if (self.world.size > 1 or agreement.reason is not None) and agreement.at_boundary(self._boundary):
+            self._stopped = self._stop_wanted = True
+            self.interrupted = agreement.reason in ("interrupted", "terminated")
+        return self._stopped
+
+    def validation_due(self, micro: Microbatch) -> bool:
+        """Return whether a validation comes after this batch."""
+        every = self._val_every
+        if every == float("inf"):
+            return False
+        if isinstance(self.val_check_interval, str):
+            return micro.closes and self.state.step % every == 0 and self._epoch_validates()
+        done = micro.index + 1
+        if self.check_val_every_n_epoch is None and self.num_training_batches != float("inf"):
+            done += self.state.epoch * int(self.num_training_batches)
+        return done % every == 0 and self._epoch_validates()
+
+    def validation_due_at_end(self, complete: bool) -> bool:
+        """Return whether a validation comes at the end of an epoch whose length wasn't known."""
+        at_end = self._val_every == float("inf") and self.val_check_interval == 1.0
+        return complete and at_end and self._epoch_validates()
+
+    def _epoch_validates(self) -> bool:
+        every = self.check_val_every_n_epoch
+        return bool(self.val_feeds) and (every is None or (self.state.epoch + 1) % every == 0)
+
+    def validate_in_fit(self) -> None:
+        """Validate between two training batches."""
+        evaluation.evaluate(self, Phase.VALIDATE, self.val_feeds)
+
+    def sanity_check(self) -> None:
+        """Run a few validation batches ahead of training, so that mistakes show early; nothing of it stays."""
+        if not self.val_feeds or not self.num_sanity_val_steps or self.state.step:
+            return
+        from fabricx.execution import sanity_feeds
+
+        devices = [self.world.device] if self.world.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), _python_random_kept():
+            self.state.phase = Phase.SANITY
+            call(self.hooks.on_sanity_check_start)
+            evaluation.evaluate(self, Phase.SANITY, sanity_feeds(self))
+            call(self.hooks.on_sanity_check_end)
+        self._published.clear()
+        self._logged.clear()
+        self._bar.clear()
+
+    def restore(self) -> None:
+        """Take up the checkpoint that the run goes on from, if there is one."""
+        if self.overridden.ckpt_path is not None:
+            from fabricx.checkpointing import restore
+
+            restore(self, self.overridden.ckpt_path)
+
+    # -- metrics ------------------------------------------------------------------------------------------------
+
+    def attach_log(self, logbook: Logbook | None) -> None:
+        """Say where `self.log` goes from now on."""
+        self.module.__dict__["_log_to"] = logbook
+
+    def log_step(self) -> None:
+        """Give the values of this weight update to the loggers, when they are due."""
+        step = self.state.step
+        if not self.log_every_n_steps or step % self.log_every_n_steps or step == self._logged_step:
+            return
+        self._logged_step = step
+        if self.loggers or self.world.size > 1:
+            values = self.logbook.step_values(step)
+            self._take(values, self.logbook, epoch=False)
+            self._to_loggers(values, self.logbook, epoch=False)
+
+    def publish_epoch(self) -> None:
+        """Join the values of the training epoch, and give them to callbacks and loggers."""
+        values = self.logbook.epoch_values()
+        self._take(values, self.logbook, epoch=True)
+        self._to_loggers(values, self.logbook, epoch=True)
+        if self.world.size > 1:
+            self._take(self.logbook.step_values(self.logbook.step), self.logbook, epoch=False)
+
+    def publish_evaluation(self, loaders: int) -> list[dict[str, float]]:
+        """Join the values of an evaluation, and return them by loader."""
+        logbook = self.logbook
+        values = logbook.epoch_values()
+        self._take(values, logbook, epoch=True)
+        if self.state.phase is not Phase.SANITY:
+            self._to_loggers(values, logbook, epoch=True)
+        results: list[dict[str, float]] = [{} for _ in range(max(1, loaders))]
+        for name, value in values.items():
+            _, marked, number = name.partition("/dataloader_idx_")
+            for place, found in enumerate(results):
+                if not marked or int(number) == place:
+                    found[logbook.names(name, epoch=True)] = float(value)
+        return results
+
+    def _take(self, values: dict[str, Tensor], logbook: Logbook, *, epoch: bool) -> None:
+        for name, value in values.items():
+            self._published[name] = self._published[logbook.names(name, epoch=epoch)] = value
+            if _series(logbook, name).bar:
+                self._bar[name] = value
+
+    def _to_loggers(self, values: dict[str, Tensor], logbook: Logbook, *, epoch: bool) -> None:
+        wanted = {logbook.names(n, epoch=epoch): v for n, v in values.items() if _series(logbook, n).to_logger}
+        if not wanted:
+            return
+        self._logged.update(wanted)
+        if self._open_loggers:
+            row = {**evaluation.floats(wanted), "epoch": float(self.state.epoch)}
+            for logger in self.loggers:
+                logger.log_metrics(row, self.state.step)
+
+
+def _series(logbook: Logbook, name: str) -> Any:
+    found = logbook.metrics.series.get(name)
+    return found if found is not None else logbook.metrics.objects[name][1]
+
+
+@contextlib.contextmanager
+def _python_random_kept() -> Any:
+    import random
+
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numbers = numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(numbers)
+
+
+def _choose_loggers(logger: Any) -> list[Logger]:
+    if logger is True:
+        return [plugins.build("loggers", "tensorboard")]
+    if not logger:
+        return []
+    chosen = list(logger) if isinstance(logger, (list, tuple)) else [logger]
+    for one in chosen:
+        if not isinstance(one, Logger):
+            raise ValueError(f"logger={one!r} is not a fabricx.Logger; True gives TensorBoard, False none")
+    return chosen
+
+
+def _choose_callbacks(given: Any, defaults: Mapping[str, bool], *, fast: bool) -> list[Callback]:
+    named = [given] if isinstance(given, (Callback, str)) else list(given or [])
+    chosen = [plugins.build("callbacks", item) if isinstance(item, str) else item for item in named]
+    for callback in chosen:
+        if not isinstance(callback, Callback):
+            raise ValueError(f"callbacks contains {callback!r}, which is not a fabricx.Callback")
+        check_hooks(callback)
+    if fast:
+        chosen = [c for c in chosen if not hasattr(c, "best_model_path") and not hasattr(c, "stopped_epoch")]
+    for name, wanted in defaults.items():
+        if wanted:
+            default = plugins.build("callbacks", name)
+            if not any(isinstance(callback, type(default)) for callback in chosen):
+                chosen.append(default)
+    return chosen
+
+
+__all__ = ["FabricxError", "Silent", "Trainer"]

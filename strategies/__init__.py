@@ -1,0 +1,11 @@
+"""How a module is trained by one or several ranks: one file per strategy."""
+
+from __future__ import annotations
+
+if __name__ != "fabricx.strategies":
+    raise ImportError(f"import this package as fabricx.strategies, not {__name__}")
+
+from fabricx.strategies.ddp import DDP
+from fabricx.strategies.single import Single
+
+__all__ = ["DDP", "Single"]

@@ -1,0 +1,14 @@
+"""One process, one device."""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+from fabricx.strategy import Strategy, Traits
+
+
+@final
+class Single(Strategy):
+    """Train in one process on one device: nothing is communicated."""
+
+    traits: ClassVar[Traits] = Traits(max_ranks=1)
