@@ -326,14 +326,8 @@ class ModelCheckpoint(Callback):
                 superseded.add(self._last_target)
             self.last_model_path = self._link_path(trainer)
             self._last_target = path
-        # A checkpoint under the same name, such as "best", is replaced once the new one is complete.
-        passing = f"{path}.new" if path in superseded else path
-        trainer.save_checkpoint(passing, weights_only=self.save_weights_only)
+        trainer.save_checkpoint(path, weights_only=self.save_weights_only)  # takes the place of one of the same name
         if trainer.is_global_zero:
-            if passing != path:
-                os.rename(path, f"{path}.old")
-                os.rename(passing, path)
-                self._remove(f"{path}.old")
             if self.save_last:
                 _point(Path(self.last_model_path), Path(path))
             for old in superseded - {path}:
@@ -403,11 +397,15 @@ class ModelCheckpoint(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.dirpath = self.dirpath or state_dict["dirpath"]
         self.best_model_path = state_dict["best_model_path"]
-        self.best_model_score = state_dict["best_model_score"]
-        self.best_k_models = dict(state_dict["best_k_models"])
-        self.current_score = state_dict["current_score"]
+        self.best_model_score = _on_cpu(state_dict["best_model_score"])
+        self.best_k_models = {path: score.cpu() for path, score in state_dict["best_k_models"].items()}
+        self.current_score = _on_cpu(state_dict["current_score"])
         self.last_model_path = state_dict["last_model_path"]
         self._last_target = state_dict["last_target"]
+
+
+def _on_cpu(score: Tensor | None) -> Tensor | None:
+    return None if score is None else score.cpu()
 
 
 def _versioned(folder: Path, name: str, extension: str, may_replace: Callable[[Path], bool]) -> str:

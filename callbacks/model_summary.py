@@ -139,9 +139,9 @@ def _bytes(count: int) -> str:
     amount = float(count)
     for unit in ("B", "kB", "MB"):
         if amount < 1000:
-            return f"{amount:.3g} {unit}"
+            return f"{amount:.1f} {unit}"
         amount /= 1000
-    return f"{amount:,.3g} GB"
+    return f"{amount:,.1f} GB"
 
 
 @final

@@ -101,7 +101,7 @@ def execute(t: Trainer, job: Job, world: World) -> Outcome:
     ending: Ending = "failed"
     try:
         _set_up(t, job, world)
-        results = _run(t, job)
+        results = _WORK[job.stage](t, job)
         _call(t.hooks.teardown, job.stage)
         if t.datamodule is not None:
             t.datamodule.teardown(job.stage)
@@ -122,21 +122,24 @@ def _call(hook: tuple[Callable[..., Any], ...], *args: Any) -> None:
         function(*args)
 
 
-def _run(t: Trainer, job: Job) -> Any:
-    if job.stage == "fit":
-        with torch.autograd.set_detect_anomaly(t.detect_anomaly) if t.detect_anomaly else contextlib.nullcontext():
-            loop.fit(t)
-        return None
+def _predict(t: Trainer, job: Job) -> list[Any]:
     t.restore()
-    if job.stage == "predict":
-        by_loader = [t.world.gather_objects(mine) for mine in evaluation.predict(t, t.val_feeds, keep=job.flag)]
-        ordered = [evaluation.in_dataset_order(by_rank) for by_rank in by_loader]
-        return ordered if t.several_loaders else ordered[0]
-    phase = Phase.VALIDATE if job.stage == "validate" else Phase.TEST
-    results = evaluation.evaluate(t, phase, t.val_feeds)
+    by_loader = [t.world.gather_objects(mine) for mine in evaluation.predict(t, t.val_feeds, keep=job.flag)]
+    ordered = [evaluation.in_dataset_order(by_rank) for by_rank in by_loader]
+    return ordered if t.several_loaders else ordered[0]
+
+
+def _evaluate(t: Trainer, job: Job) -> list[dict[str, float]]:
+    t.restore()
+    results = evaluation.evaluate(t, Phase.VALIDATE if job.stage == "validate" else Phase.TEST, t.val_feeds)
     if job.flag and t.is_global_zero:
         t.print(table(results, job.stage))
     return results
+
+
+_WORK: dict[str, Callable[[Trainer, Job], Any]] = {
+    "fit": loop.fit, "validate": _evaluate, "test": _evaluate, "predict": _predict
+}  # fmt: skip
 
 
 def table(results: list[dict[str, float]], title: str) -> str:
@@ -184,12 +187,15 @@ def _seed(t: Trainer) -> None:
         torch.manual_seed((t.state.seed + t.world.rank) % 2**62)
 
 
-def _backend_flags(t: Trainer) -> None:
+def _backend_flags(t: Trainer, *, on: bool = True) -> None:
+    """Switch on what the run asks of torch, or off again."""
+    if t.detect_anomaly:
+        torch.autograd.set_detect_anomaly(on)
     if t.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=t.deterministic == "warn")
+        torch.use_deterministic_algorithms(on, warn_only=t.deterministic == "warn")
     if t.benchmark is not None:
-        torch.backends.cudnn.benchmark = t.benchmark
+        torch.backends.cudnn.benchmark = t.benchmark and on
 
 
 def _module_callbacks(t: Trainer) -> None:
@@ -432,8 +438,7 @@ def _close(t: Trainer, ending: Ending) -> None:
     t.state.phase = Phase.IDLE
     if t.module is not None:
         t.attach_log(None)
-    if t.deterministic:
-        torch.use_deterministic_algorithms(False)
+    _backend_flags(t, on=False)
 
 
 @contextlib.contextmanager

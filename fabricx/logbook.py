@@ -32,10 +32,12 @@ class Logbook:
         self.batch: Any = None
         self.size: int | None = None  # samples in `batch`, once known
         self.loader: int | None = None  # number of the loader, where there are several
+        self.batches = 0  # of this epoch or evaluation
 
     def begin_batch(self, batch: Any, size: int | None, step: int) -> None:
         """Say which batch the values to come are of."""
         self.batch, self.size, self.step, self.in_step = batch, size, step, True
+        self.batches += 1
 
     def end_batch(self) -> None:
         """Say that the values to come are not of a batch."""
@@ -82,16 +84,17 @@ class Logbook:
     def step_values(self, step: int) -> dict[str, Tensor]:
         """Return the joined values of one step; every rank calls it at the same step."""
         metrics = self.metrics
-        values = metrics.joined(metrics.due(epoch=False, step=step), epoch=False)
+        values = metrics.joined(metrics.due(epoch=False, step=step), epoch=False, idle=self.step != step)
         for name, (metric, series) in metrics.objects.items():
             if series.on_step:
-                values[name] = torch.as_tensor(getattr(metric, "_forward_cache", None) if metric._forward_cache is not None else metric.compute())
+                latest = getattr(metric, "_forward_cache", None)  # what the metric's own call has returned
+                values[name] = torch.as_tensor(metric.compute() if latest is None else latest)
         return values
 
     def epoch_values(self) -> dict[str, Tensor]:
         """Return the joined values of the epoch so far, and begin a new one; every rank calls it at the same moment."""
         metrics = self.metrics
-        values = metrics.joined(metrics.due(epoch=True), epoch=True)
+        values = metrics.joined(metrics.due(epoch=True), epoch=True, idle=self.batches == 0)
         for name, (metric, series) in metrics.objects.items():
             if series.on_epoch:
                 values[name] = torch.as_tensor(metric.compute())  # joins over ranks by itself

@@ -24,7 +24,7 @@ def call(hook: Hook, *args: Any) -> None:
         function(*args)
 
 
-def fit(t: Trainer) -> None:
+def fit(t: Trainer, job: object = None) -> None:
     """Train from where `t.state` is until a limit is reached or somebody asks to stop."""
     call(t.hooks.on_fit_start)
     t.restore()
@@ -96,13 +96,16 @@ def train_batch(t: Trainer, micro: Microbatch) -> int | None:
         if hook(batch, index) == -1:
             t.logbook.end_batch()
             return -1
-    if module.automatic_optimization:
-        outputs = _automatic(t, micro, batch)
+    if not module.automatic_optimization:
+        outputs = _manual(t, micro, batch)
+    elif micro.closes:
+        outputs = _forward_backward(t, micro, batch)
+        if t.window.ready(t):
+            _update(t, micro, batch)
     else:
-        t.window.took_part()
-        with _syncing(t, micro):
-            outputs = t.training_step(batch, index)
-        t.count_manual_steps()
+        # The forward is under `accumulate` too: DDP decides there whether gradients will travel.
+        with t.strategy.accumulate():
+            outputs = _forward_backward(t, micro, batch)
     if hooks.on_train_batch_end:
         results = {"loss": outputs.detach()} if isinstance(outputs, Tensor) else _detached(outputs)
         for hook in hooks.on_train_batch_end:
@@ -111,16 +114,12 @@ def train_batch(t: Trainer, micro: Microbatch) -> int | None:
     return None
 
 
-def _automatic(t: Trainer, micro: Microbatch, batch: Any) -> Any:
-    """Forward, backward, and at the end of a window the weight update."""
-    # The whole of it is under `accumulate`, since DDP decides in its forward whether gradients will travel.
-    if micro.closes:
-        outputs = _forward_backward(t, micro, batch)
-        if t.window.ready(t):
-            _update(t, micro, batch)
-        return outputs
-    with t.strategy.accumulate():
-        return _forward_backward(t, micro, batch)
+def _manual(t: Trainer, micro: Microbatch, batch: Any) -> Any:
+    """The module does everything by itself; it is counted afterwards."""
+    t.window.took_part()
+    outputs = t.training_step(batch, micro.index)
+    t.count_manual_steps()
+    return outputs
 
 
 def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:

@@ -23,7 +23,7 @@ class Series:
     touches no more than a few attributes as long as a step has one value: arithmetic waits until somebody reads.
     """
 
-    __slots__ = ("bar", "latest", "local", "on_epoch", "on_step", "reduction", "step", "to_logger", "total", "value", "weight", "weights")  # noqa: E501
+    __slots__ = ("bar", "local", "on_epoch", "on_step", "reduction", "step", "to_logger", "total", "value", "weight", "weights")  # noqa: E501
 
     def __init__(
         self, reduction: Reduction, *, on_step: bool, on_epoch: bool, bar: bool, to_logger: bool, local: bool
@@ -37,7 +37,6 @@ class Series:
         self.step = -1
         self.value: Any = None  # weighted already if it comes from several microbatches
         self.weight: float = 0.0
-        self.latest: Any = None  # a torchmetrics.Metric, if that is what was logged
         self.total: Any = None
         self.weights: float = 0.0
 
@@ -63,6 +62,24 @@ class Series:
         if epoch:
             return self.total, self.weights
         return (self.value * self.weight if self.reduction == "mean" else self.value), self.weight
+
+    def kind(self) -> tuple[Any, ...]:
+        """Return what another rank needs to make a series like this one."""
+        return self.reduction, self.on_step, self.on_epoch, self.bar, self.to_logger, self.local
+
+    @classmethod
+    def of_kind(cls, kind: tuple[Any, ...]) -> Series:
+        """Make an empty series of a `kind`."""
+        reduction, on_step, on_epoch, bar, to_logger, local = kind
+        return cls(reduction, on_step=on_step, on_epoch=on_epoch, bar=bar, to_logger=to_logger, local=local)
+
+    def contribute_nothing(self, *, epoch: bool) -> None:
+        """Hold what changes no other rank's value: this rank had no batch."""
+        neutral = {"max": -math.inf, "min": math.inf}.get(self.reduction, 0.0)
+        if epoch:
+            self.total, self.weights = neutral, 0.0
+        else:
+            self.value, self.weight = neutral, 0.0
 
     def forget_epoch(self) -> None:
         """Begin a new epoch."""
@@ -109,17 +126,22 @@ class Metrics:
             return [name for name, series in self.series.items() if series.on_epoch and series.total is not None]
         return [name for name, series in self.series.items() if series.on_step and series.step == step]
 
-    def joined(self, names: Iterable[str], *, epoch: bool) -> dict[str, Tensor]:
+    def joined(self, names: Iterable[str], *, epoch: bool, idle: bool = False) -> dict[str, Tensor]:
         """Return the values of `names` over all ranks, as one-element tensors.
 
         Every rank has to call this at the same moment, whatever it has logged.
 
+        Args:
+            names: what this rank has logged.
+            epoch: the values of the epoch rather than those of the latest step.
+            idle: this rank had no batch, so that others may have logged more.
+
         Raises:
-            RanksDisagree: ranks logged different names.
+            RanksDisagree: ranks that had a batch logged different names.
         """
         wanted = sorted(names)
         if self._size > 1:
-            self._agree(wanted)
+            wanted = self._agree(wanted, epoch=epoch, idle=idle)
         values: dict[str, Tensor] = {}
         for op in ("sum", "max", "min"):
             chosen = [n for n in wanted if _operation(self.series[n].reduction) == op]
@@ -141,18 +163,27 @@ class Metrics:
         weights = torch.tensor([weight for _, weight in pairs], dtype=kind, device=self._device)
         return torch.stack([sums, weights], dim=1)
 
-    def _agree(self, names: list[str]) -> None:
+    def _agree(self, names: list[str], *, epoch: bool, idle: bool) -> list[str]:
+        """Return the names to join: this rank's own, unless ranks without a batch have to learn them."""
         digest = int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=6).digest(), "big")
-        votes = torch.tensor([digest, -digest], dtype=torch.int64, device=self._device)
-        highest, lowest = self._reduce(votes, "max").tolist()
-        if highest == -lowest:
-            return
-        by_rank = self._gather(names)
-        lines = "\n".join(f"  rank {rank}: {', '.join(map(repr, n)) or 'nothing'}" for rank, n in enumerate(by_rank))
-        raise RanksDisagree(
-            f"ranks logged different names, so their values can't be joined:\n{lines}\n"
-            "  log the same names on every rank, or give sync_dist=False to keep a value on the main rank"
-        )
+        votes = [-(2**62), -(2**62), 1] if idle else [digest, -digest, 0]
+        highest, lowest, somebody_idle = self._reduce(torch.tensor(votes, device=self._device), "max").tolist()
+        if highest == -lowest and not somebody_idle:
+            return names
+        by_rank: list[tuple[bool, dict[str, tuple[Any, ...]]]]
+        by_rank = self._gather((idle, {name: self.series[name].kind() for name in names}))
+        busy = [set(logged) for was_idle, logged in by_rank if not was_idle]
+        known = {name: kind for _, logged in by_rank for name, kind in logged.items()}
+        if any(logged != busy[0] for logged in busy) or (busy and set(known) != busy[0]):
+            lines = "\n".join(f"  rank {r}: {', '.join(map(repr, n)) or 'nothing'}" for r, (_, n) in enumerate(by_rank))
+            raise RanksDisagree(
+                f"ranks logged different names, so their values can't be joined:\n{lines}\n"
+                "  log the same names on every rank, or give sync_dist=False to keep a value on the main rank"
+            )
+        for name, kind in known.items():
+            if name not in names:
+                self.series.setdefault(name, Series.of_kind(kind)).contribute_nothing(epoch=epoch)
+        return sorted(known)
 
     def forget_epoch(self) -> None:
         """Begin a new epoch: sums start at nothing."""
@@ -188,8 +219,3 @@ def as_value(value: Any, name: str, device: torch.device) -> Any:
         f"self.log({name!r}, ...) was given {type(value).__name__}; it takes a number, a tensor of one element or a "
         "torchmetrics.Metric"
     )
-
-
-def is_finite(value: Any) -> bool:
-    """Return whether a logged value is an ordinary number."""
-    return math.isfinite(float(value))

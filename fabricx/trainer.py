@@ -406,7 +406,7 @@ class Trainer:
     def callback_metrics(self) -> dict[str, Tensor]:
         """Return the newest value of everything that was logged; reading it communicates nothing."""
         if self.logbook is not None and self.world.size == 1 and self.state.phase is Phase.TRAIN:
-            fresh = self.logbook.step_values(self.logbook.step)
+            fresh = self.logbook.step_values(self.logbook.step)  # one rank: nothing to join
             self._take(fresh, self.logbook, epoch=False)
         return dict(self._published)
 
@@ -553,6 +553,7 @@ class Trainer:
 
     def begin_epoch(self) -> None:
         """Ask for new loaders if that is wanted, and start with empty sums."""
+        self.logbook.batches = 0
         every = self.reload_dataloaders_every_n_epochs
         if every and self.state.epoch and self.state.epoch % every == 0:
             from fabricx.execution import reload_loaders
@@ -646,7 +647,7 @@ class Trainer:
             return
         self._logged_step = step
         if self.loggers or self.world.size > 1:
-            values = self.logbook.step_values(step)
+            values = self.logbook.step_values(self._step_of_values())
             self._take(values, self.logbook, epoch=False)
             self._to_loggers(values, self.logbook, epoch=False)
 
@@ -655,8 +656,11 @@ class Trainer:
         values = self.logbook.epoch_values()
         self._take(values, self.logbook, epoch=True)
         self._to_loggers(values, self.logbook, epoch=True)
-        if self.world.size > 1:
-            self._take(self.logbook.step_values(self.logbook.step), self.logbook, epoch=False)
+        self._take(self.logbook.step_values(self._step_of_values()), self.logbook, epoch=False)
+
+    def _step_of_values(self) -> int:
+        """Return under which step the newest values were logged; a manual batch may have made several updates."""
+        return self.state.step if self.module.automatic_optimization else self.logbook.step
 
     def publish_evaluation(self, loaders: int) -> list[dict[str, float]]:
         """Join the values of an evaluation, and return them by loader."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, final
@@ -15,6 +16,9 @@ from fabricx.strategy import Strategy, Traits
 
 Compression = Literal["fp16", "bf16", "powersgd"]
 _COMPRESSIONS = ("fp16", "bf16", "powersgd")
+# torch 2.13 renamed it, and warns about the old name.
+_SIGNATURE = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+_BUFFERS_ARGUMENT = "forward_sync_buffers" if "forward_sync_buffers" in _SIGNATURE else "broadcast_buffers"
 
 
 @final
@@ -76,8 +80,8 @@ class DDP(Strategy):
             static_graph=self.static_graph,
             # One backward of several reaches only a part of the parameters: the others have to be found.
             find_unused_parameters=self.find_unused_parameters or several_backwards,
-            broadcast_buffers=self.broadcast_buffers,
             gradient_as_bucket_view=True,
+            **{_BUFFERS_ARGUMENT: self.broadcast_buffers},
         )
         if self.compression:
             _compress(self._ddp, self.compression, self.powersgd_rank)

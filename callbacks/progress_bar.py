@@ -1,0 +1,320 @@
+"""How far the run is: a bar on a terminal, a line now and then everywhere else."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+from fabricx.callback import Callback
+
+if TYPE_CHECKING:
+    from fabricx.module import Module
+    from fabricx.trainer import Trainer
+
+_TERMINAL_S = 0.1
+_LINES_S = 5.0
+
+
+@dataclass
+class View:
+    """What is shown at one moment: batches done of a total (infinity if unknown), their speed, and metrics."""
+
+    label: str
+    done: int
+    total: float = math.inf
+    batches_per_s: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def numbers(self, *, remaining: bool = True) -> str:
+        """Return everything but the label."""
+        parts = [f"{self.done}/{int(self.total)}" if self.total < math.inf else str(self.done)]
+        if self.batches_per_s > 0:
+            parts.append(f"{self.batches_per_s:.3g} it/s" if self.batches_per_s < 100 else f"{self.batches_per_s:.0f} it/s")
+            if remaining and self.done < self.total < math.inf:
+                parts.append(f"{_clock((self.total - self.done) / self.batches_per_s)} left")
+        parts += [f"{name}={value:.4g}" for name, value in self.metrics.items()]
+        return "  ".join(parts)
+
+    def text(self, *, remaining: bool = True) -> str:
+        """Return one line.
+
+        >>> View("epoch 1/3", 32, 64, 8.0, {"loss": 0.12345}).text()
+        'epoch 1/3  32/64  8 it/s  0:04 left  loss=0.1235'
+        """
+        return f"{self.label}  {self.numbers(remaining=remaining)}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Speed:
+    """Batches per second, of late and on the whole, not counting pauses."""
+
+    def __init__(self, done: int, now: float) -> None:
+        self._first, self._begun = done, now
+        self._done, self._time = done, now
+        self._recent = 0.0
+
+    def update(self, done: int, now: float) -> float:
+        """Return the speed of late: each measurement counts for a third."""
+        if done > self._done and now > self._time:
+            fresh = (done - self._done) / (now - self._time)
+            self._recent = fresh if not self._recent else self._recent + (fresh - self._recent) / 3
+            self._done, self._time = done, now
+        return self._recent
+
+    def overall(self, done: int, now: float) -> float:
+        """Return the speed since the beginning."""
+        return (done - self._first) / (now - self._begun) if now > self._begun else 0.0
+
+    def pause(self, seconds: float) -> None:
+        """Leave out a time in which something else was going on."""
+        self._begun += seconds
+        self._time += seconds
+
+
+@dataclass
+class Stage:
+    """Something that has a bar of its own; a validation interrupts that of the training epoch."""
+
+    label: str
+    total: float
+    begun: float
+    speed: Speed
+
+
+class Screen(Protocol):
+    """Where a bar is drawn."""
+
+    def draw(self, view: View) -> None:
+        """Show a view in place of the one before."""
+
+    def line(self, text: str) -> None:
+        """Write a line that stays."""
+
+    def close(self) -> None:
+        """Take the bar away."""
+
+
+@final
+class Lines:
+    """Writes a line for each view: for log files."""
+
+    def draw(self, view: View) -> None:
+        self.line(view.text())
+
+    def line(self, text: str) -> None:
+        builtins.print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+@final
+class Terminal:
+    """Draws a bar that stays in the last line; what is printed meanwhile appears above it."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._console = Console(stderr=True)
+        # No thread refreshes it: `draw` is called often enough.
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[numbers]}", markup=False),
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),
+        )
+        self._task = self._bar.add_task("", total=None, numbers="")
+        self._live = False
+
+    def draw(self, view: View) -> None:
+        if not self._live:
+            self._bar.start()
+            self._live = True
+        total = view.total if view.total < math.inf else None
+        numbers = view.numbers()
+        self._bar.update(self._task, description=view.label, completed=view.done, total=total, numbers=numbers)
+        self._bar.refresh()
+
+    def line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._live:
+            self._bar.stop()
+            self._live = False
+
+
+def open_screen() -> Screen:
+    """Return a screen that fits where the errors of this process go: progress is not a result."""
+    if sys.stderr.isatty():
+        try:
+            return Terminal()
+        except ImportError:  # rich isn't installed
+            pass
+    return Lines()
+
+
+@final
+class ProgressBar(Callback):
+    """Show epoch, batches, speed and the metrics logged with `prog_bar=True`, on the main rank.
+
+    On a terminal that is a bar; in a log file a line every few seconds, and one at the end of each epoch. Metrics are
+    only read when something is drawn, since that waits for the device.
+
+    Args:
+        refresh_rate: seconds between two drawings; 0.1 on a terminal and 5 in a file if not given; 0 shows nothing.
+
+    Raises:
+        ValueError: the rate is negative.
+    """
+
+    def __init__(self, refresh_rate: float | None = None) -> None:
+        if refresh_rate is not None and refresh_rate < 0:
+            raise ValueError(f"ProgressBar(refresh_rate={refresh_rate}): seconds between two drawings, or 0 for none")
+        self.refresh_rate = refresh_rate
+        self._screen: Screen | None = None
+        self._stages: list[Stage] = []
+        self._every_s = 0.0
+        self._next = math.inf  # when to draw again; never, on other ranks
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_screen": None, "_stages": [], "_next": math.inf}
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print above the bar."""
+        # A live bar has put itself in the place of sys.stdout, if that is the same terminal.
+        builtins.print(*args, **kwargs)
+
+    # -- stages -------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+        self._close()
+        if trainer.is_global_zero and self.refresh_rate != 0:
+            self._screen = open_screen()
+            usual = _LINES_S if isinstance(self._screen, Lines) else _TERMINAL_S
+            self._every_s = usual if self.refresh_rate is None else self.refresh_rate
+
+    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+        self._close()
+
+    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        screen, self._screen = self._screen, None
+        self._stages.clear()
+        self._next = math.inf
+        if screen is not None:
+            screen.close()
+
+    def _begin(self, label: str, total: float, done: int = 0) -> None:
+        if self._screen is None:
+            return
+        now = time.monotonic()
+        self._stages.append(Stage(label, total, now, Speed(done, now)))
+        self._next = now if isinstance(self._screen, Terminal) else now + self._every_s
+
+    def _draw(self, done: int, metrics: Mapping[str, float]) -> None:
+        stage, now = self._stages[-1], time.monotonic()
+        if self._screen is not None:
+            self._screen.draw(View(stage.label, done, stage.total, stage.speed.update(done, now), metrics))
+        self._next = time.monotonic() + self._every_s
+
+    def _end(self, done: int | None = None, metrics: Mapping[str, float] | None = None) -> None:
+        """End a stage, with a line that stays if `done` is given."""
+        if self._screen is None or not self._stages:
+            return
+        stage, now = self._stages.pop(), time.monotonic()
+        if done is not None:
+            view = View(stage.label, done, stage.total, stage.speed.overall(done, now), metrics or {})
+            self._screen.close()
+            self._screen.line(view.text(remaining=False))
+        for outer in self._stages:
+            outer.speed.pause(now - stage.begun)
+        self._next = now + self._every_s if self._stages else math.inf
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        last = trainer.max_epochs
+        epoch = trainer.current_epoch + 1
+        label = f"epoch {epoch}/{last}" if last is not None and last > 0 else f"epoch {epoch}"
+        self._begin(label, trainer.num_training_batches, trainer.state.batch)
+
+    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if time.monotonic() >= self._next:
+            self._draw(batch_idx + 1, trainer.progress_bar_metrics)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+        if self._screen is not None:
+            self._end(trainer.state.batch, trainer.progress_bar_metrics)
+
+    # -- evaluation ---------------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+        self._begin_evaluation(trainer, "sanity check" if trainer.sanity_checking else "validation")
+
+    def on_test_start(self, trainer: Trainer, module: Module) -> None:
+        self._begin_evaluation(trainer, "test")
+
+    def on_predict_start(self, trainer: Trainer, module: Module) -> None:
+        self._begin_evaluation(trainer, "prediction")
+
+    def _begin_evaluation(self, trainer: Trainer, label: str) -> None:
+        self._begin(label, sum(_lengths(trainer)))
+
+    def _evaluated(self, trainer: Trainer, batch_idx: int, dataloader_idx: int) -> None:
+        if time.monotonic() >= self._next:
+            before = sum(_lengths(trainer)[:dataloader_idx])
+            self._draw((int(before) if before < math.inf else 0) + batch_idx + 1, {})
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._evaluated(trainer, batch_idx, dataloader_idx)
+
+    def on_test_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._evaluated(trainer, batch_idx, dataloader_idx)
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._evaluated(trainer, batch_idx, dataloader_idx)
+
+    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+        self._end_evaluation(trainer)
+
+    def on_test_end(self, trainer: Trainer, module: Module) -> None:
+        self._end_evaluation(trainer)
+
+    def on_predict_end(self, trainer: Trainer, module: Module) -> None:
+        self._end_evaluation(trainer)
+
+    def _end_evaluation(self, trainer: Trainer) -> None:
+        total = sum(_lengths(trainer))
+        alone = len(self._stages) == 1 and not trainer.sanity_checking
+        self._end(int(total) if alone and total < math.inf else None)
+
+
+def _lengths(trainer: Trainer) -> list[float]:
+    """Return how many batches each loader of the running evaluation has."""
+    lengths = [float(length) for length in trainer.num_val_batches]
+    if trainer.sanity_checking and trainer.num_sanity_val_steps >= 0:
+        return [min(length, trainer.num_sanity_val_steps) for length in lengths]
+    return lengths

@@ -1,0 +1,106 @@
+"""Metrics as a table that any program reads."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO, final
+
+from fabricx.logger import Ending, Logger, Silent
+from fabricx.loggers.folder import Place, write_hyperparameters
+
+
+@final
+class CSVLogger(Logger):
+    """Write `metrics.csv`, a row each time that something is logged, and `hparams.json`.
+
+    A name that comes later is a new column: the file is written anew and takes the place of the old one in one step,
+    so that it can be read at any time. A run that goes on in the same folder adds to the file.
+
+    Args:
+        save_dir: a folder; the run's own if not given.
+        name: a folder in it.
+        version: a folder in that; with a `save_dir` the next free "version_0", "version_1", ... if not given.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        version: int | str | None = None,
+    ) -> None:
+        self._place = Place(save_dir, name, version)
+        self._folder: Path | None = None
+        self._file: TextIO | None = None
+        self._columns: list[str] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None}
+
+    def open(self, run_dir: Path) -> None:
+        if self._file is not None:
+            return
+        self._folder = self._place.make(run_dir)
+        self._columns = _header(self._folder / "metrics.csv")
+        self._file = (self._folder / "metrics.csv").open("a", newline="")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        row = {"step": step, **metrics}
+        if not row.keys() <= set(self._columns):
+            self._widen([*self._columns, *(name for name in row if name not in self._columns)])
+        if self._file is not None:
+            csv.DictWriter(self._file, self._columns).writerow(row)
+            self._file.flush()
+
+    def _widen(self, columns: list[str]) -> None:
+        """Write the table anew with more columns."""
+        if self._file is None or self._folder is None:
+            return
+        self._file.close()
+        path, passing = self._folder / "metrics.csv", self._folder / ".metrics.csv-new"
+        with path.open(newline="") as old, passing.open("w", newline="") as new:
+            writer = csv.DictWriter(new, columns)
+            writer.writeheader()
+            writer.writerows(csv.DictReader(old))
+        passing.replace(path)
+        self._columns = columns
+        self._file = path.open("a", newline="")
+
+    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+        if self._folder is not None:
+            write_hyperparameters(self._folder, params)
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self, status: Ending = "success") -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    @property
+    def name(self) -> str:
+        return self._place.name or "csv"
+
+    @property
+    def version(self) -> int | str | None:
+        return self._place.version
+
+    @property
+    def log_dir(self) -> Path | None:
+        return self._folder
+
+    @property
+    def experiment(self) -> Any:
+        """Return the open file; `Silent` where the logger isn't open."""
+        return self._file or Silent()
+
+
+def _header(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return next(csv.reader(file), [])

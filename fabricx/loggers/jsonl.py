@@ -1,0 +1,81 @@
+"""Metrics as lines of JSON: for programs, and for looking at with `tail -f` and `jq`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO, final
+
+from fabricx.logger import Ending, Logger, Silent
+from fabricx.loggers.folder import Place, write_hyperparameters
+
+
+@final
+class JSONLogger(Logger):
+    """Write `metrics.jsonl`, one object a line, and `hparams.json`.
+
+    Each object has "step", "time" (seconds since 1970) and the metrics. NaN and infinity, which JSON hasn't, are null.
+
+    Args:
+        save_dir: a folder; the run's own if not given.
+        name: a folder in it.
+        version: a folder in that; with a `save_dir` the next free "version_0", "version_1", ... if not given.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        version: int | str | None = None,
+    ) -> None:
+        self._place = Place(save_dir, name, version)
+        self._folder: Path | None = None
+        self._file: TextIO | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None}
+
+    def open(self, run_dir: Path) -> None:
+        if self._file is None:
+            self._folder = self._place.make(run_dir)
+            self._file = (self._folder / "metrics.jsonl").open("a")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        if self._file is not None:
+            self._file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
+            self._file.flush()
+
+    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+        if self._folder is not None:
+            write_hyperparameters(self._folder, params)
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self, status: Ending = "success") -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    @property
+    def name(self) -> str:
+        return self._place.name or "jsonl"
+
+    @property
+    def version(self) -> int | str | None:
+        return self._place.version
+
+    @property
+    def log_dir(self) -> Path | None:
+        return self._folder
+
+    @property
+    def experiment(self) -> Any:
+        """Return the open file; `Silent` where the logger isn't open."""
+        return self._file or Silent()

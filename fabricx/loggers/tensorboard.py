@@ -1,0 +1,165 @@
+"""Metrics, hyperparameters, texts and the graph for TensorBoard."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from fabricx.logger import Ending, Logger, Silent
+from fabricx.loggers.folder import Place
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+@final
+class TensorBoardLogger(Logger):
+    """Write an event file; `tensorboard --logdir runs` shows all runs by the names of their folders.
+
+    When the run ends, its hyperparameters are written together with the last value of every metric, and whether it
+    ended well: that is what TensorBoard's HPARAMS page compares.
+
+    Args:
+        save_dir: a folder; the run's own if not given.
+        name: a folder in it.
+        version: a folder in that; with a `save_dir` the next free "version_0", "version_1", ... if not given.
+        log_graph: also write the module's graph, traced with its `example_input_array`.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        version: int | str | None = None,
+        log_graph: bool = False,
+    ) -> None:
+        self._place = Place(save_dir, name, version)
+        self._wants_graph = log_graph
+        self._folder: Path | None = None
+        self._writer: SummaryWriter | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._params: dict[str, float | str] = {}
+        self._final: dict[str, float] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_writer": None}
+
+    def open(self, run_dir: Path) -> None:
+        if self._writer is not None:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = self._place.make(run_dir)
+        self._writer = SummaryWriter(log_dir=str(self._folder))
+        self._forget()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        if self._writer is None:
+            return
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._final.update(metrics)
+
+    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+        self._params.update(flatten(params))
+        for name, value in (metrics or {}).items():
+            if name not in self._final and self._writer is not None:
+                self._writer.add_scalar(name, value, 0)  # the page reads values from the charts
+                self._final[name] = value
+
+    def log_text(self, name: str, text: str, step: int = 0) -> None:
+        if self._writer is not None:
+            self._writer.add_text(name, f"```\n{text}\n```", step)
+
+    def log_graph(self, module: nn.Module, example: object) -> None:
+        """Write the graph of the module, if that was asked for with `log_graph=True`."""
+        if self._writer is None or not self._wants_graph:
+            return
+        if example is None:
+            warnings.warn(f"no graph: {type(module).__name__} has no example_input_array to trace it with", stacklevel=2)
+            return
+        training = module.training
+        module.eval()
+        try:
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # tracing warns about itself
+                self._writer.add_graph(module, example)
+        except Exception as error:  # a picture is no reason to end a run
+            warnings.warn(f"no graph: {type(module).__name__} can't be traced: {error}", stacklevel=2)
+        finally:
+            module.train(training)
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self, status: Ending = "success") -> None:
+        if self._writer is None:
+            return
+        if self._params:
+            self._write_session(self._writer, status)
+        self._writer.close()
+        self._writer = None
+
+    def _write_session(self, writer: SummaryWriter, status: Ending) -> None:
+        # As `add_hparams` does it, but into this writer's own file and with the run's real ending: a second file in
+        # the folder makes TensorBoard leave this one behind, and repeated scalars would bend the charts.
+        from tensorboard.plugins.hparams import api_pb2
+        from torch.utils.tensorboard.summary import hparams
+
+        metrics = {name: value for name, value in self._final.items() if name != "epoch"}
+        experiment, begin, end = hparams(self._params, metrics)
+        if status != "success":
+            _set_status(end, api_pb2.STATUS_FAILURE)
+        for summary in (experiment, begin, end):
+            writer._get_file_writer().add_summary(summary)
+
+    @property
+    def name(self) -> str:
+        return self._place.name or "tensorboard"
+
+    @property
+    def version(self) -> int | str | None:
+        return self._place.version
+
+    @property
+    def log_dir(self) -> Path | None:
+        return self._folder
+
+    @property
+    def experiment(self) -> Any:
+        """Return the `SummaryWriter`; `Silent` where the logger isn't open."""
+        return self._writer or Silent()
+
+
+def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, float | str]:
+    """Return hyperparameters as TensorBoard takes them: one level, numbers and text.
+
+    >>> flatten({"lr": 0.1, "net": {"sizes": [8, 4], "bias": None}})
+    {'lr': 0.1, 'net/sizes': '[8, 4]', 'net/bias': 'None'}
+    """
+    flat: dict[str, float | str] = {}
+    for key, value in params.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{name}/")
+        else:
+            flat[name] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return flat
+
+
+def _set_status(end: Any, status: int) -> None:
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    plugin_data = end.value[0].metadata.plugin_data
+    content = plugin_data_pb2.HParamsPluginData.FromString(plugin_data.content)
+    content.session_end_info.status = status
+    plugin_data.content = content.SerializeToString()
