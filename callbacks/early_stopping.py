@@ -59,7 +59,7 @@ def judge(rule: Rule, score: float, best: float, waited: int) -> Verdict:
     if rule.stopping_threshold is not None and sign * score > sign * rule.stopping_threshold:
         return Verdict(score, 0, f"{score:.4g} is better than the threshold of {rule.stopping_threshold:.4g}")
     if rule.divergence_threshold is not None and sign * score < sign * rule.divergence_threshold:
-        return Verdict(best, waited, f"{score:.4g} is worse than the divergence threshold {rule.divergence_threshold:.4g}")
+        return Verdict(best, waited, f"{score:.4g} is worse than the threshold of {rule.divergence_threshold:.4g}")
     if sign * score - rule.min_delta > sign * best:
         return Verdict(score, 0)
     waited += 1

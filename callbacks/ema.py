@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 @final
 class EMA(Callback):
-    """Keep a moving average of the weights: average = decay * average + (1 - decay) * weights (Polyak and Juditsky, 1992).
+    """Keep a moving average of the weights (Polyak and Juditsky, 1992).
+
+    At each update, average = decay * average + (1 - decay) * weights.
 
     While a fit validates, the module holds the averages. Checkpoints hold them as the module's weights, so that
     whoever loads one gets them; the weights that training goes on with are in this callback's state beside them.

@@ -111,9 +111,7 @@ class LearningRateMonitor(Callback):
             self._log(trainer, trainer.global_step)
 
     def _log(self, trainer: Trainer, step: int) -> None:
-        values = rates(
-            trainer.optimizers, self._names, momentum=self.log_momentum, weight_decay=self.log_weight_decay
-        )
+        values = rates(trainer.optimizers, self._names, momentum=self.log_momentum, weight_decay=self.log_weight_decay)
         for name, value in values.items():
             self.lrs.setdefault(name, []).append(value)
         if values and trainer.is_global_zero:

@@ -151,7 +151,8 @@ class ModelCheckpoint(Callback):
         self._clock = TimeInterval(self.train_time_interval) if self.train_time_interval else None
         self._fitting = False
         self._step_seen = 0
-        self._step_saved = 0
+        self._step_saved = 0  # the newest that there is a checkpoint of
+        self._step_ranked = 0  # the newest that was compared with the best ones
         self._waiting = False  # a save is due, and the monitored metric isn't there yet
         self._validated_step = -1
         self._from_validation = False  # does validation log the monitored metric?
@@ -189,7 +190,7 @@ class ModelCheckpoint(Callback):
             self.dirpath = self._chosen_dirpath or str((Path(folder) / "checkpoints").absolute())
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        self._step_seen = self._step_saved = trainer.global_step
+        self._step_seen = self._step_saved = self._step_ranked = trainer.global_step
         self._waiting = False
         self._validated_step = -1
         if self._clock is not None:
@@ -267,7 +268,7 @@ class ModelCheckpoint(Callback):
 
     def _save_or_wait(self, trainer: Trainer, *, complain: bool = False) -> None:
         """Save now, or when the metric of these weights is known; `complain` if that will never be."""
-        if trainer.fast_dev_run or trainer.global_step == self._step_saved:
+        if trainer.fast_dev_run or trainer.global_step == self._step_ranked:
             self._waiting = False
             return
         logged = trainer.callback_metrics if self.monitor is not None else {}
@@ -289,6 +290,7 @@ class ModelCheckpoint(Callback):
 
     def _save(self, trainer: Trainer) -> None:
         """Save if the checkpoint is among the best; every rank calls this at the same step."""
+        self._step_ranked = trainer.global_step
         metrics = self._metrics(trainer)
         score = metrics.get(self.monitor, math.nan) if self.monitor is not None else math.nan
         self.current_score = torch.tensor(score) if self.monitor is not None else None
@@ -309,9 +311,10 @@ class ModelCheckpoint(Callback):
 
     def _save_last_alone(self, trainer: Trainer) -> None:
         """Save for the link only, without a place among the best."""
+        if trainer.global_step == self._step_saved:
+            return
         name = format_name(self._template, self._metrics(trainer), self.auto_insert_metric_name)
-        old = self._last_target if self._last_target not in self.best_k_models else None
-        self._write(trainer, self._free_path(trainer, name, old))
+        self._write(trainer, self._free_path(trainer, name))
 
     def _save_aside(self, trainer: Trainer, why: str) -> str:
         name = format_name(DEFAULT_TEMPLATE, self._metrics(trainer))
@@ -362,8 +365,12 @@ class ModelCheckpoint(Callback):
         return {**logged, "epoch": trainer.current_epoch, "step": trainer.global_step}
 
     def _free_path(self, trainer: Trainer, name: str, displaced: str | None = None) -> str:
-        """Return a path that nothing else lies at; the main rank looks, since it may be the first to write there."""
-        found = _versioned(self._folder, name, self.FILE_EXTENSION, lambda path: str(path) == displaced)
+        """Return a path with nothing at it but what is about to be superseded.
+
+        The main rank looks, since it may write there before another has looked.
+        """
+        mine = {displaced, None if self._last_target in self.best_k_models else self._last_target}
+        found = _versioned(self._folder, name, self.FILE_EXTENSION, lambda path: str(path) in mine)
         return str(trainer.world.broadcast_object(found))
 
     def _link_path(self, trainer: Trainer) -> str:

@@ -28,6 +28,11 @@ class Row:
     parameters: int | None
     size: int
 
+    def cells(self) -> tuple[str, ...]:
+        """Return the row as text."""
+        count = "?" if self.parameters is None else readable(self.parameters)
+        return self.name, self.kind, count, _bytes(self.size)
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -54,10 +59,7 @@ class Summary:
 
     def cells(self) -> list[tuple[str, ...]]:
         """Return the table's rows as text."""
-        return [
-            (str(place), row.name, row.kind, "?" if row.parameters is None else readable(row.parameters), _bytes(row.size))
-            for place, row in enumerate(self.rows)
-        ]
+        return [(str(place), *row.cells()) for place, row in enumerate(self.rows)]
 
     def totals(self) -> str:
         """Return the lines below the table."""
@@ -74,7 +76,7 @@ class Summary:
     def __str__(self) -> str:
         table = [_COLUMNS, *self.cells()]
         widths = [max(len(line[column]) for line in table) for column in range(len(_COLUMNS))]
-        lines = [" | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in table]
+        lines = [" | ".join(map(str.ljust, line, widths)).rstrip() for line in table]
         rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
         body = [lines[0], rule, *lines[1:], rule] if self.rows else []
         return "\n".join([*body, self.totals()])

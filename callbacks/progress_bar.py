@@ -34,7 +34,7 @@ class View:
         """Return everything but the label."""
         parts = [f"{self.done}/{int(self.total)}" if self.total < math.inf else str(self.done)]
         if self.batches_per_s > 0:
-            parts.append(f"{self.batches_per_s:.3g} it/s" if self.batches_per_s < 100 else f"{self.batches_per_s:.0f} it/s")
+            parts.append(f"{self.batches_per_s:{'.3g' if self.batches_per_s < 100 else '.0f'}} it/s")
             if remaining and self.done < self.total < math.inf:
                 parts.append(f"{_clock((self.total - self.done) / self.batches_per_s)} left")
         parts += [f"{name}={value:.4g}" for name, value in self.metrics.items()]

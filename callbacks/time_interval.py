@@ -49,7 +49,13 @@ class TimeInterval:
         self._asked_step, self._asked_time = step, time.monotonic()
 
     def due(self, step: int, world: World, *, ask: bool = False) -> bool:
-        """Return whether the interval has passed; `ask` looks at the clock whatever the step is."""
+        """Return whether the interval has passed, and begin the next; `ask` looks at the clock whatever the step is."""
+        due = self._asked(step, world, ask)
+        if due:
+            self.start(step)
+        return due
+
+    def _asked(self, step: int, world: World, ask: bool) -> bool:
         if world.size == 1:
             return time.monotonic() >= self._due_at
         if step < self._ask_at and not ask:

@@ -108,10 +108,14 @@ class Callback:
     def on_validation_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """After the last batch of validation."""
 
-    def on_validation_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_start(
+        self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """The batch is on the device."""
 
-    def on_validation_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """The batch is done."""
 
     # the test
@@ -128,10 +132,14 @@ class Callback:
     def on_test_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """After the last batch of the test."""
 
-    def on_test_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_start(
+        self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """The batch is on the device."""
 
-    def on_test_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """The batch is done."""
 
     # prediction
@@ -148,8 +156,12 @@ class Callback:
     def on_predict_epoch_end(self, trainer: Trainer, module: Module) -> None:
         """After the last batch of prediction."""
 
-    def on_predict_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_start(
+        self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """The batch is on the device."""
 
-    def on_predict_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_end(
+        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """The batch is done."""

@@ -178,7 +178,11 @@ def _check(trainer: Trainer, job: Job) -> None:
         raise ValueError(
             f"trainer.{stage} has no data: give {argument}=..., datamodule=..., or write {type(module).__name__}.{source}"
         )
-    if stage == "fit" and type(module).configure_optimizers is Module.configure_optimizers and module.automatic_optimization:
+    if (
+        stage == "fit"
+        and type(module).configure_optimizers is Module.configure_optimizers
+        and module.automatic_optimization
+    ):
         import warnings
 
         warnings.warn(f"{type(module).__name__} has no configure_optimizers: nothing will be trained", stacklevel=4)

@@ -46,7 +46,7 @@ def _from_mapping(value: Mapping[str, float]) -> timedelta:
         return timedelta(**value)
     except TypeError:
         raise ValueError(
-            f"the duration {dict(value)} isn't known; the keys can be weeks, days, hours, minutes, seconds, milliseconds"
+            f"the duration {dict(value)} can't be read; the keys can be weeks, days, hours, minutes, seconds"
         ) from None
 
 

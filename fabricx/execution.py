@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +25,6 @@ from fabricx.hooks import Hooks, accepts, check_hooks, overrides
 from fabricx.hparams import plain
 from fabricx.logbook import Logbook
 from fabricx.logger import Ending
-from fabricx.module import Module
 from fabricx.module_hooks import ModuleHooks
 from fabricx.optimization import OptimizerHandle, needs_closure, parse_optimizers
 from fabricx.precision import make_precision
@@ -32,6 +33,9 @@ from fabricx.state import Phase
 if TYPE_CHECKING:
     from fabricx.dispatch import Job
     from fabricx.trainer import Trainer
+
+
+_JOBS = itertools.count()  # every rank of a world runs the same jobs in the same order
 
 
 @dataclass
@@ -152,7 +156,8 @@ def table(results: list[dict[str, float]], title: str) -> str:
 
 def _set_up(t: Trainer, job: Job, world: World) -> None:
     """Bring up everything, in the order of the hooks that API.md fixes."""
-    t.world, t.module, t.datamodule = world, job.module, job.datamodule
+    t.world = dataclasses.replace(world, job=next(_JOBS))
+    t.module, t.datamodule = job.module, job.datamodule
     _seed(t)
     _backend_flags(t)
     job.module.trainer = t
@@ -160,7 +165,7 @@ def _set_up(t: Trainer, job: Job, world: World) -> None:
         t.datamodule.trainer = t
     _module_callbacks(t)
     t.hooks = Hooks(t, t.module, t.callbacks)
-    t.agreement = StopAgreement(world)
+    t.agreement = StopAgreement(t.world)
     if t._stop_wanted and job.stage == "fit":
         t._stop_wanted = t._stopped = False
     _open_loggers(t, job)
@@ -220,7 +225,11 @@ def _open_loggers(t: Trainer, job: Job) -> None:
     from fabricx.provenance import write
 
     write(t.run_dir, None)
-    given = [owner.hparams for owner in (t.module, t.datamodule) if owner is not None and owner.__dict__.get("_log_hyperparams")]
+    given = [
+        owner.hparams
+        for owner in (t.module, t.datamodule)
+        if owner is not None and owner.__dict__.get("_log_hyperparams")
+    ]
     params = {name: value for hparams in given for name, value in plain(hparams).items()}
     for logger in t.loggers:
         if params:
@@ -278,7 +287,11 @@ def _transfer(t: Trainer) -> Callable[[Any, int], Any] | None:
                 return found
         return None
 
-    before, move, after = own("on_before_batch_transfer"), own("transfer_batch_to_device"), own("on_after_batch_transfer")
+    before, move, after = (
+        own("on_before_batch_transfer"),
+        own("transfer_batch_to_device"),
+        own("on_after_batch_transfer"),
+    )
     convert, device = t.precision_plugin.convert_batch(), t.world.device
     if device.type == "cpu" and not (before or move or after or convert):
         return None  # it is there already
@@ -328,7 +341,9 @@ def reload_loaders(t: Trainer) -> None:
 def rebuild_feeds(t: Trainer) -> None:
     """Make the feeds anew, after a checkpoint has brought its own seed of the data order."""
     t.train_feed = _feed(t, t.train_dataloader, t.limit_train_batches)
-    t.val_feeds = [_feed(t, loader, t.limit_val_batches) for loader in _several(t.val_dataloaders)] if t.val_feeds else []
+    t.val_feeds = (
+        [_feed(t, loader, t.limit_val_batches) for loader in _several(t.val_dataloaders)] if t.val_feeds else []
+    )
 
 
 def _loader(t: Trainer, name: str) -> Any:
@@ -341,7 +356,9 @@ def _loader(t: Trainer, name: str) -> Any:
 
 def _feed(t: Trainer, source: Any, limit: int | float) -> Feed:
     if isinstance(limit, float) and limit != float("inf") and not hasattr(source, "__len__"):
-        raise ValueError(f"a part of the batches ({limit}) needs a loader with a length; {type(source).__name__} has none")
+        raise ValueError(
+            f"a part of the batches ({limit}) needs a loader with a length; {type(source).__name__} has none"
+        )
     if isinstance(source, (list, tuple)) and source and all(isinstance(one, DataLoader) for one in source):
         raise ValueError("train on one loader: several training loaders have to be joined into one that yields both")
     if not hasattr(source, "__iter__"):
@@ -393,7 +410,9 @@ def _validation_interval(t: Trainer) -> float:
         return float(every)
     if total == float("inf"):
         if every != 1.0:
-            raise ValueError("val_check_interval as a part of an epoch needs a loader with a length; give a number of batches")
+            raise ValueError(
+                "val_check_interval as a part of an epoch needs a loader with a length; give a number of batches"
+            )
         return float("inf")
     return float(max(1, int(total * every)))
 
@@ -411,7 +430,9 @@ def _wrap_steps(t: Trainer) -> None:
     for word, name in names.items():
         step = getattr(t.module, name, None)
         if callable(step):
-            t.steps[word] = _fitting(t.precision_plugin.wrap_step(step), accepts(step, 3), 3 if t.several_loaders else 2)
+            t.steps[word] = _fitting(
+                t.precision_plugin.wrap_step(step), accepts(step, 3), 3 if t.several_loaders else 2
+            )
     if callable(getattr(t.module, "training_step", None)):
         step = t.module.training_step
         t.training_step = _fitting(t.precision_plugin.wrap_step(step), accepts(step, 2), 2)

@@ -76,7 +76,12 @@ class Logbook:
         if step and not self.in_step:
             step, epoch = False, True  # there is no step between two batches
         series = Series(
-            check_reduction(name, reduce_fx), on_step=step, on_epoch=epoch, bar=bar, to_logger=to_logger, local=not joined
+            check_reduction(name, reduce_fx),
+            on_step=step,
+            on_epoch=epoch,
+            bar=bar,
+            to_logger=to_logger,
+            local=not joined,
         )
         self.metrics.series[name] = series
         return series

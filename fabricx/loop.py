@@ -232,7 +232,7 @@ class Window:
             return
         known = micro.size == 0 and micro.position > 0  # the order says that this rank's part is empty
         if not known and world.store is not None:
-            key = f"nothing/{t.state.attempt}/{t.state.epoch}/{t.state.step}/{micro.index}"
+            key = world.key(f"nothing/{t.state.epoch}/{t.state.step}/{micro.index}")
             world.store.set(f"{key}/{world.rank}", why)
             self._absences.append((key, why))
         else:
@@ -273,7 +273,9 @@ class Window:
 
 
 def _scale_gradients(t: Trainer, factor: float) -> None:
-    gradients = [p.grad for o in t.optimizers for group in o.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [
+        p.grad for o in t.optimizers for group in o.param_groups for p in group["params"] if p.grad is not None
+    ]
     if gradients:
         torch._foreach_mul_(gradients, factor)
 

@@ -23,7 +23,19 @@ class Series:
     touches no more than a few attributes as long as a step has one value: arithmetic waits until somebody reads.
     """
 
-    __slots__ = ("bar", "local", "on_epoch", "on_step", "reduction", "step", "to_logger", "total", "value", "weight", "weights")  # noqa: E501
+    __slots__ = (
+        "bar",
+        "local",
+        "on_epoch",
+        "on_step",
+        "reduction",
+        "step",
+        "to_logger",
+        "total",
+        "value",
+        "weight",
+        "weights",
+    )  # noqa: E501
 
     def __init__(
         self, reduction: Reduction, *, on_step: bool, on_epoch: bool, bar: bool, to_logger: bool, local: bool
@@ -153,7 +165,9 @@ class Metrics:
                 packed[shared] = self._reduce(packed[shared].contiguous(), op)
             for row, name in enumerate(chosen):
                 mean = self.series[name].reduction == "mean"
-                values[name] = (packed[row, 0] / packed[row, 1] if mean else packed[row, 0]).to(torch.get_default_dtype())
+                values[name] = (packed[row, 0] / packed[row, 1] if mean else packed[row, 0]).to(
+                    torch.get_default_dtype()
+                )
         return {name: values[name] for name in wanted}
 
     def _pack(self, names: list[str], *, epoch: bool) -> Tensor:

@@ -154,7 +154,9 @@ def check_precision(precision: str | int) -> str:
     """
     name = _ALIASES.get(str(precision), str(precision))
     if name not in KNOWN:
-        raise ValueError(f"precision={precision!r} isn't known.{did_you_mean(name, KNOWN)}\n  known: {', '.join(KNOWN)}")
+        raise ValueError(
+            f"precision={precision!r} isn't known.{did_you_mean(name, KNOWN)}\n  known: {', '.join(KNOWN)}"
+        )
     return name
 
 

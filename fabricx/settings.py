@@ -30,7 +30,9 @@ def check_accelerator(accelerator: str) -> str:
     name = "cuda" if accelerator == "gpu" else accelerator
     there = {"cpu": True, "cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}[name]
     if there is not True and not there():  # type: ignore[operator]
-        raise ValueError(f"accelerator={accelerator!r}, but torch {torch.__version__} sees no such device here; take 'cpu'")
+        raise ValueError(
+            f"accelerator={accelerator!r}, but torch {torch.__version__} sees no such device here; take 'cpu'"
+        )
     return name
 
 

@@ -70,7 +70,9 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, A
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MARKER}")
     manifest = json.loads((path / MANIFEST).read_text())
     if manifest["format"] > FORMAT:
-        raise CheckpointError(f"{path} has format {manifest['format']}, this fabricx reads up to {FORMAT}; update fabricx")
+        raise CheckpointError(
+            f"{path} has format {manifest['format']}, this fabricx reads up to {FORMAT}; update fabricx"
+        )
     for name, listed in manifest["files"].items():
         file = path / name
         if not file.is_file() or file.stat().st_size != listed["bytes"] or _crc32(file) != listed["crc32"]:

@@ -86,7 +86,9 @@ class OrderedFeed(Feed):
         self._seed = _seed_of(loader, seed)
         self._limit = limit
         # A batch sampler of the user's own: the places of the order are then whole batches.
-        own_batches = loader.batch_sampler is not None and type(loader.batch_sampler) is not torch.utils.data.BatchSampler
+        own_batches = (
+            loader.batch_sampler is not None and type(loader.batch_sampler) is not torch.utils.data.BatchSampler
+        )
         self._whole_batches = own_batches
         self._batch = 1 if own_batches or loader.batch_size is None else loader.batch_size
         self._sampler: Any = loader.batch_sampler if own_batches else loader.sampler
@@ -125,7 +127,9 @@ class OrderedFeed(Feed):
     def epoch(self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0) -> Iterator[Microbatch]:
         order = self._order(epoch)
         cut = Cut(min(self._items(), len(order)), self._batch, self._world.rank, self._world.size, accumulate)
-        self._picked.source = lambda: _picks(order, cut, position, one_by_one=self._own.batch_sampler is None, whole=self._whole_batches)
+        self._picked.source = lambda: _picks(
+            order, cut, position, one_by_one=self._own.batch_sampler is None, whole=self._whole_batches
+        )
         self._picked.count = len(cut)
         if self._own.generator is not None:  # seeds of loader processes: by rank and epoch, not by what ran before
             self._own.generator.manual_seed(epoch_seed(self._seed + 7919 * (self._world.rank + 1), epoch) % 2**62)
@@ -183,14 +187,18 @@ class ListFeed(Feed):
         for part in (self._source, getattr(self._source, "sampler", None), getattr(self._source, "dataset", None)):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
-        data = itertools.islice(iter(self._source), first, None if self._limit == float("inf") else _stop(self._length()))
+        data = itertools.islice(
+            iter(self._source), first, None if self._limit == float("inf") else _stop(self._length())
+        )
         lengths = self._world.gather_objects(self._length()) if self._world.size > 1 else [self._length()]
         if max(lengths) == float("inf"):
             yield from self._until_it_ends(data, accumulate, first)
         else:
             yield from self._with_lengths(data, [int(length) for length in lengths], accumulate, first)
 
-    def _with_lengths(self, data: Iterator[Any], lengths: Sequence[int], accumulate: int, first: int) -> Iterator[Microbatch]:
+    def _with_lengths(
+        self, data: Iterator[Any], lengths: Sequence[int], accumulate: int, first: int
+    ) -> Iterator[Microbatch]:
         total, mine = max(lengths), lengths[self._world.rank]
         for index in range(first, total):
             window = index - index % accumulate

@@ -84,7 +84,7 @@ class TensorBoardLogger(Logger):
         if self._writer is None or not self._wants_graph:
             return
         if example is None:
-            warnings.warn(f"no graph: {type(module).__name__} has no example_input_array to trace it with", stacklevel=2)
+            warnings.warn(f"no graph: {type(module).__name__} has no example_input_array to trace", stacklevel=2)
             return
         training = module.training
         module.eval()
@@ -112,15 +112,15 @@ class TensorBoardLogger(Logger):
     def _write_session(self, writer: SummaryWriter, status: Ending) -> None:
         # As `add_hparams` does it, but into this writer's own file and with the run's real ending: a second file in
         # the folder makes TensorBoard leave this one behind, and repeated scalars would bend the charts.
-        from tensorboard.plugins.hparams import api_pb2
+        from tensorboard.plugins.hparams import api_pb2  # type: ignore[import-untyped]
         from torch.utils.tensorboard.summary import hparams
 
         metrics = {name: value for name, value in self._final.items() if name != "epoch"}
-        experiment, begin, end = hparams(self._params, metrics)
+        experiment, begin, end = hparams(self._params, metrics)  # type: ignore[no-untyped-call]
         if status != "success":
             _set_status(end, api_pb2.STATUS_FAILURE)
         for summary in (experiment, begin, end):
-            writer._get_file_writer().add_summary(summary)
+            writer._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
 
     @property
     def name(self) -> str:

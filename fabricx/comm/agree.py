@@ -1,0 +1,84 @@
+"""Ranks agree to stop at the same boundary, without a collective on the steps before."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import final
+
+from fabricx.comm.world import World
+
+POLL_S = 0.05  # how often a rank looks whether somebody wants to stop
+ANSWER_S = 0.005  # how often it tells where it is, once somebody does
+EVERYBODY = "stop/requested"  # set by the supervisor: not of one run, of all
+
+
+@final
+class StopAgreement:
+    """Asks all ranks to stop, and finds the boundary at which all of them can.
+
+    Ranks pass the same boundaries in the same order, though not at the same moment. One that has been asked to stop
+    says at each boundary that it wants to, and waits there until all ranks want to at that very one (then all stop), or
+    one of them turns out to have passed it (then it goes on to the next one, at which that rank will want to as well).
+    Ranks that are all asked at the same boundary stop exactly there. A thread of each rank looks for requests and says
+    which boundary its rank has passed; as long as nobody asks, a boundary costs two attribute accesses.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.reason: str | None = None
+        self._world = world
+        self._passed = 0
+        self._closed = threading.Event()
+        self._watcher: threading.Thread | None = None
+        if world.size > 1:
+            assert world.store is not None
+            self._store = world.store
+            self._watcher = threading.Thread(target=self._watch, name="fabricx-stop-agreement", daemon=True)
+            self._watcher.start()
+
+    def request(self, reason: str) -> None:
+        """Ask all ranks to stop; from any thread, also from a signal handler."""
+        if self.reason is None:
+            self.reason = reason
+        if self._watcher is not None:
+            self._store.set(self._key("requested"), reason)
+
+    def at_boundary(self, index: int) -> bool:
+        """Return whether all ranks stop here; `index` grows by one from boundary to boundary."""
+        if self.reason is None:
+            self._passed = index
+            return False
+        if self._watcher is None:
+            return True
+        self._store.add(self._key(f"want/{index}"), 1)
+        others = [self._key(f"passed/{rank}") for rank in range(self._world.size) if rank != self._world.rank]
+        while self._store.add(self._key(f"want/{index}"), 0) < self._world.size:
+            if any(self._store.check([key]) and int(self._store.get(key)) >= index for key in others):
+                self._passed = index
+                return False
+            time.sleep(0.002)
+        return True
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        if self._watcher is not None:
+            self._watcher.join()
+            self._watcher = None
+
+    def _key(self, name: str) -> str:
+        return self._world.key(f"stop/{name}")
+
+    def _watch(self) -> None:
+        store = self._store.clone()  # a connection of its own: a blocked main thread doesn't hold it up
+        told = -1
+        try:
+            while not self._closed.wait(POLL_S if self.reason is None else ANSWER_S):
+                if self.reason is None:
+                    found = [key for key in (EVERYBODY, self._key("requested")) if store.check([key])]
+                    self.reason = store.get(found[0]).decode() if found else None
+                elif self._passed != told:
+                    told = self._passed
+                    store.set(self._key(f"passed/{self._world.rank}"), str(told))
+        except Exception:
+            return  # the store is gone, and with it everybody who could ask

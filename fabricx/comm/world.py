@@ -1,0 +1,114 @@
+"""The ranks that train together, and the few things that they tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_CURRENT: list[World] = []  # the world that this process has joined, if any
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's view of all ranks.
+
+    Every process group belongs to a generation: it is built over a store prefixed with its number, so that nothing of
+    an earlier one can be mistaken for it. A world of one rank needs no group; everything works and costs nothing.
+
+    Attributes:
+        rank, size: which process of how many.
+        local_rank, local_size: which process of how many on this machine.
+        node_rank: which machine.
+        generation: number of this membership, counted from 0.
+        job: number of the run in this world; keys in the store carry it.
+        store: where ranks find each other, hosted by none of them where fabricx started them.
+        device: what this rank works on.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+    generation: int = 0
+    job: int = 0
+    store: dist.Store | None = None
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def main_rank(self) -> bool:
+        """Return whether this is the rank that writes files and speaks to people."""
+        return self.rank == 0
+
+    def join(self, backend: str, timeout: timedelta = timedelta(minutes=30)) -> None:
+        """Build the process group of this generation, and wait until all its members have."""
+        assert self.store is not None
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"gen{self.generation}", self.store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timeout,
+        )
+        _CURRENT[:] = [self]
+
+    def key(self, name: str) -> str:
+        """Return a key of the store that belongs to this run."""
+        return f"job{self.job}/{name}"
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier()
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
+        """Join a tensor of all ranks, in place; shape stays."""
+        if self.size > 1:
+            kinds = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+            dist.all_reduce(tensor, kinds[op])
+        return tensor
+
+    def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of all ranks, shape [size, ...]; with `sync_grads`, gradients flow back."""
+        if self.size == 1:
+            return tensor.unsqueeze(0)
+        if sync_grads:
+            from torch.distributed.nn.functional import all_gather
+
+            return torch.stack(list(all_gather(tensor)))
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor.contiguous())
+        return torch.stack(parts)
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        """Return the objects of all ranks, by rank, on every rank."""
+        if self.size == 1:
+            return [obj]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, obj)
+        return found
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of one rank, on every rank."""
+        if self.size == 1:
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+
+def current() -> World | None:
+    """Return the world that this process has joined, or None."""
+    return _CURRENT[0] if _CURRENT else None
+
+
+def leave() -> None:
+    """Leave the world that this process has joined, if any."""
+    if _CURRENT:
+        _CURRENT.clear()
+        dist.destroy_process_group()

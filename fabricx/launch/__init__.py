@@ -1,0 +1,1 @@
+"""How processes start: workers of our own, or a place among those that torchrun or SLURM started."""

@@ -1,0 +1,207 @@
+"""Starts workers, hosts their store, sees their ends. Never trains, never joins a process group."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from fabricx.comm.agree import EVERYBODY
+from fabricx.errors import WorkerFailed
+from fabricx.launch.pickling import check_picklable
+from fabricx.launch.worker import Failure, Place
+from fabricx.launch.worker import main as worker_main
+
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.optim", "fabricx.trainer", "fabricx.strategies"]
+GATHER_S = 1.0  # after the first failure, how long other ranks may still report theirs
+TERMINATE_S = 3.0  # how long a process may take to end when asked to
+
+
+def run_workers(
+    function: Callable[..., Any], arguments: tuple[Any, ...], *, size: int, named: Mapping[str, object] | None = None
+) -> list[Any]:
+    """Run `function(world, *arguments)` in `size` processes, and return what each of them returned, by rank.
+
+    Args:
+        function: importable, or defined in the script that is running.
+        arguments: pickled once, and unpickled by each worker.
+        size: how many processes.
+        named: what to call the objects in the arguments when one of them can't be pickled.
+
+    Raises:
+        NotPicklable: an argument can't be sent; the message names the attribute.
+        WorkerFailed: a worker raised, or was killed; all others have been ended.
+        KeyboardInterrupt: Ctrl-C came a second time.
+    """
+    with tempfile.TemporaryDirectory(prefix="fabricx-") as folder:
+        _write_job(Path(folder), function, arguments, named or {})
+        return _Workers(folder, size).supervise()
+
+
+def _write_job(folder: Path, function: Any, arguments: tuple[Any, ...], named: Mapping[str, object]) -> None:
+    try:
+        job = pickle.dumps((function, arguments))
+    except Exception as error:
+        check_picklable({"function": function, **(named or {"arguments": arguments})}, error)
+        raise
+    (folder / "job").write_bytes(job)
+
+
+class _Workers:
+    """The processes of one run, and what is known of them."""
+
+    def __init__(self, folder: str, size: int) -> None:
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the system chooses the port
+        self._size = size
+        self._results: dict[int, str] = {}
+        self._failures: list[Failure] = []
+        self._controls: dict[int, Connection] = {}
+        self._processes: dict[int, BaseProcess] = {}
+        path = tuple(os.path.abspath(entry) if not entry else entry for entry in sys.path)
+        self._places = [Place(rank, size, self._store.port, folder, path, os.getcwd()) for rank in range(size)]
+
+    def supervise(self) -> list[Any]:
+        """Start all workers, and wait for their ends."""
+        with self._signals():
+            try:
+                for place in self._places:
+                    self._start(place)
+                while len(self._results) < self._size:
+                    self._look(timeout=1.0)
+                    if self._failures:
+                        self._gather()
+                        raise self._primary()
+                return [pickle.loads(Path(self._results[rank]).read_bytes()) for rank in range(self._size)]
+            finally:
+                self._end()
+
+    def _start(self, place: Place) -> None:
+        context = _context()
+        ours, theirs = context.Pipe()
+        # Not a daemon: a worker may have children of its own, such as those of a DataLoader.
+        process = context.Process(target=worker_main, args=(place, theirs), name=f"fabricx-rank-{place.rank}")
+        process.start()
+        theirs.close()
+        self._controls[place.rank], self._processes[place.rank] = ours, process
+
+    def _look(self, timeout: float) -> None:
+        """Wait for messages and deaths, and take note of them."""
+        sentinels = {process.sentinel: rank for rank, process in self._processes.items()}
+        ready = wait([*self._controls.values(), *sentinels], timeout)
+        for rank, control in list(self._controls.items()):
+            if control in ready:
+                self._receive(rank, control)
+        for sentinel, rank in sentinels.items():
+            if sentinel in ready:
+                self._receive(rank, self._controls.get(rank))  # its last words, said just before
+                process = self._processes.pop(rank)
+                process.join()
+                if rank not in self._results and all(failure.rank != rank for failure in self._failures):
+                    self._failures.append(_death(rank, process.exitcode))
+
+    def _receive(self, rank: int, control: Connection | None) -> None:
+        if control is None:
+            return
+        try:
+            while control.poll():
+                kind, content = control.recv()
+                if kind == "result":
+                    self._results[rank] = content
+                else:
+                    self._failures.append(content)
+        except (EOFError, OSError):
+            self._controls.pop(rank).close()
+
+    def _gather(self) -> None:
+        """Wait a moment for the reports of other ranks: the first to report need not be the first that failed."""
+        deadline = time.monotonic() + GATHER_S
+        while self._processes and (left := deadline - time.monotonic()) > 0:
+            self._look(timeout=left)
+
+    def _primary(self) -> WorkerFailed:
+        first = min(self._failures, key=lambda failure: (_is_echo(failure), failure.at))
+        others = sorted({failure.rank for failure in self._failures if failure.rank != first.rank})
+        also = f"\n(rank {', '.join(map(str, others))} failed after that)" if others else ""
+        message = f"rank {first.rank} failed:\n\n{first.traceback.rstrip()}{also}"
+        failed = WorkerFailed(message, rank=first.rank, traceback=first.traceback)
+        failed.__cause__ = None if first.error is None else first.error.with_traceback(None)
+        failed.__suppress_context__ = True
+        return failed
+
+    def _end(self) -> None:
+        """Leave no process behind."""
+        for process in self._processes.values():
+            if len(self._results) < self._size:
+                process.terminate()
+        deadline = time.monotonic() + TERMINATE_S
+        for process in self._processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+            process.close()
+        for control in self._controls.values():
+            control.close()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM stop all ranks at the next step they agree on; a second one ends them at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        asked = False
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            nonlocal asked
+            if asked:
+                for process in self._processes.values():
+                    process.kill()
+                raise KeyboardInterrupt
+            asked = True
+            print("\nstopping at the next step; once more stops at once", file=sys.stderr, flush=True)
+            self._store.set(EVERYBODY, "interrupted" if number == signal.SIGINT else "terminated")
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _context() -> Any:
+    """Return the fork server with torch loaded, where the system has one: a warm worker starts in milliseconds."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def _is_echo(failure: Failure) -> bool:
+    """Return whether a rank only tells that another one is gone."""
+    return any(sign in failure.traceback for sign in ("Connection closed by peer", "Connection reset by peer"))
+
+
+def _death(rank: int, code: int | None) -> Failure:
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        hint = " (was the machine out of memory?)" if name == "SIGKILL" else ""
+        text = f"its process was killed by {name}{hint}; it left no traceback"
+    else:
+        text = f"its process ended with exit code {code} and left no traceback"
+    return Failure(rank, time.monotonic(), "death", text, None)

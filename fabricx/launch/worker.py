@@ -1,0 +1,117 @@
+"""What runs in a worker process, from its first line to its last."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+FAILED = 1
+ORPHANED = 70
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker stands: plain data that reaches it before anything is unpickled."""
+
+    rank: int
+    size: int
+    port: int
+    folder: str
+    sys_path: tuple[str, ...]
+    cwd: str
+    generation: int = 0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception in a worker, as the supervisor is told of it."""
+
+    rank: int
+    at: float
+    kind: str
+    traceback: str
+    error: BaseException | None
+
+
+def main(place: Place, control: Connection) -> None:
+    """Run the function that the supervisor has left in the folder, and leave the result there."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the supervisor decides
+    threading.Thread(target=_die_with, args=(control,), daemon=True).start()
+    sys.path[:] = [*place.sys_path, *(entry for entry in sys.path if entry not in place.sys_path)]
+    os.chdir(place.cwd)
+    try:
+        result = _run(place)
+        target = Path(place.folder) / f"result-{place.rank}"
+        target.write_bytes(pickle.dumps(result))
+        control.send(("result", str(target)))
+    except BaseException as error:
+        control.send(("failure", _failure(place.rank, error)))
+        _exit(FAILED)
+    _exit(0)
+
+
+def _run(place: Place) -> Any:
+    import torch
+    from torch.distributed import TCPStore
+
+    from fabricx.comm import world as worlds
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.size))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine; no name has to be looked up
+    store = TCPStore("127.0.0.1", place.port, is_master=False, wait_for_workers=False, timeout=timedelta(minutes=5))
+    world = worlds.World(
+        rank=place.rank,
+        size=place.size,
+        local_rank=place.rank,
+        local_size=place.size,
+        generation=place.generation,
+        store=store,
+    )
+    with (Path(place.folder) / "job").open("rb") as file:
+        function, arguments = pickle.load(file)
+    try:
+        return function(world, *arguments)
+    finally:
+        if sys.exc_info()[0] is None:  # else: peers may never answer; the sockets close with the process
+            worlds.leave()
+
+
+def _failure(rank: int, error: BaseException) -> Failure:
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+        sent: BaseException | None = error
+    except Exception:
+        sent = None
+    return Failure(rank, time.monotonic(), type(error).__name__, text, sent)
+
+
+def _die_with(control: Connection) -> None:
+    """End this process when the supervisor's end of the pipe closes: it has died."""
+    try:
+        control.poll(None)
+        control.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(ORPHANED)
+
+
+def _exit(code: int) -> None:
+    """Leave at once: no thread of a library, and no peer, can hold up the end."""
+    import multiprocessing
+
+    for child in multiprocessing.active_children():
+        child.terminate()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,134 @@
+"""A trainer without a loop: callbacks are driven by hand, hook by hook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fabricx import checkpoint
+from fabricx.callback import Callback
+
+
+class FakeWorld:
+    """One of several ranks that all think alike; counts broadcasts."""
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+        self.broadcasts = 0
+
+    def broadcast_object(self, value: Any) -> Any:
+        self.broadcasts += 1
+        return value
+
+
+@dataclass
+class FakeTrainer:
+    run_dir: Path
+    callbacks: list[Callback] = field(default_factory=list)
+    num_training_batches: float = 4
+    num_val_batches: list[float] = field(default_factory=lambda: [2])
+    val_check_interval: Any = 1.0
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int = 2
+    log_every_n_steps: int = 2
+    accumulate_grad_batches: int = 1
+    max_epochs: int = 3
+    fast_dev_run: bool = False
+    sanity_checking: bool = False
+    interrupted: bool = False
+    should_stop: bool = False
+    is_global_zero: bool = True
+    current_epoch: int = 0
+    global_step: int = 0
+    world: FakeWorld = field(default_factory=FakeWorld)
+    callback_metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    progress_bar_metrics: dict[str, float] = field(default_factory=dict)
+    optimizers: list[Any] = field(default_factory=list)
+    lr_schedulers: list[Any] = field(default_factory=list)
+    loggers: list[Any] = field(default_factory=list)
+    printed: list[str] = field(default_factory=list)
+    stop_reasons: list[str] = field(default_factory=list)
+    module: Any = field(default_factory=lambda: torch.nn.Linear(4, 2))
+
+    def __post_init__(self) -> None:
+        self.default_root_dir = str(self.run_dir)
+        self.state = SimpleNamespace(batch=0, closing=False)
+
+    def print(self, *args: Any) -> None:
+        self.printed.append(" ".join(map(str, args)))
+
+    def request_stop(self, reason: str) -> None:
+        self.stop_reasons.append(reason)
+
+    def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> Path:
+        state = {
+            "strategy": {"module": self.module.state_dict()},
+            "callbacks": {callback.state_key: callback.state_dict() for callback in self.callbacks},
+        }
+        self.call("on_save_checkpoint", state)
+        return checkpoint.save(path, state, {"step": self.global_step, "weights_only": weights_only})
+
+    # what the loop does
+
+    def call(self, hook: str, *args: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, self.module, *args)
+
+    def start(self) -> FakeTrainer:
+        self.call("setup", "fit")
+        self.call("on_fit_start")
+        self.call("on_train_start")
+        return self
+
+    def step(self, **metrics: float) -> None:
+        self.call("on_train_batch_start", None, self.state.batch)
+        self.global_step += 1
+        self.state.batch += 1
+        self.log(metrics)
+        self.call("on_train_batch_end", None, None, self.state.batch - 1)
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        self.callback_metrics |= {name: torch.tensor(value) for name, value in metrics.items()}
+
+    def validate(self, **metrics: float) -> None:
+        self.call("on_validation_start")
+        self.log(metrics)
+        self.call("on_validation_end")
+
+    def end_epoch(self, *, complete: bool = True, **metrics: float) -> None:
+        self.log(metrics)
+        self.state.closing = complete
+        self.call("on_train_epoch_end")
+        if complete:
+            self.current_epoch += 1
+            self.state.batch = 0
+        self.state.closing = False
+
+    def epoch(self, steps: int = 4, validation: Mapping[str, float] | None = None, **metrics: float) -> None:
+        self.call("on_train_epoch_start")
+        for _ in range(steps):
+            self.step()
+        if validation is not None:
+            self.validate(**validation)
+        self.end_epoch(**metrics)
+
+    def end(self) -> None:
+        self.call("on_train_end")
+        self.call("on_fit_end")
+        self.call("teardown", "fit")
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Any:
+    """Return a function that makes a trainer with callbacks and attributes."""
+
+    def make(*callbacks: Callback, **attributes: Any) -> FakeTrainer:
+        return FakeTrainer(tmp_path, list(callbacks), **attributes)
+
+    return make

@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fabricx import checkpoint
+from fabricx.callbacks import ModelCheckpoint, time_interval
+from fabricx.callbacks.model_checkpoint import admit
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in checkpoint.list_committed(folder))
+
+
+def test_by_default_the_newest_epoch_is_kept(trainer: Any, tmp_path: Path) -> None:
+    callback = ModelCheckpoint()
+    run = trainer(callback).start()
+    run.epoch(validation={"val_loss": 1.0})
+    assert names(tmp_path / "checkpoints") == ["epoch=0-step=4.ckpt"]
+    run.epoch(validation={"val_loss": 2.0})
+    run.end()
+    assert names(tmp_path / "checkpoints") == ["epoch=1-step=8.ckpt"]
+    assert callback.best_model_path == str(tmp_path / "checkpoints" / "epoch=1-step=8.ckpt")
+    assert callback.best_model_score is None
+
+
+def test_the_best_two_are_kept(trainer: Any, tmp_path: Path) -> None:
+    callback = ModelCheckpoint(filename="{epoch}-{val_loss:.2f}", monitor="val_loss", save_top_k=2)
+    run = trainer(callback).start()
+    for loss in (0.5, 0.3, 0.4, 0.9):
+        run.epoch(validation={"val_loss": loss})
+    assert names(tmp_path / "checkpoints") == ["epoch=1-val_loss=0.30.ckpt", "epoch=2-val_loss=0.40.ckpt"]
+    assert Path(callback.best_model_path).name == "epoch=1-val_loss=0.30.ckpt"
+    assert Path(callback.kth_best_model_path).name == "epoch=2-val_loss=0.40.ckpt"
+    assert float(callback.best_model_score) == pytest.approx(0.3)
+    assert float(callback.current_score) == pytest.approx(0.9)
+
+
+def test_larger_can_be_better(trainer: Any) -> None:
+    callback = ModelCheckpoint(monitor="accuracy", mode="max")
+    run = trainer(callback).start()
+    for accuracy in (0.5, 0.7, 0.6):
+        run.epoch(validation={"accuracy": accuracy})
+    assert float(callback.best_model_score) == pytest.approx(0.7)
+
+
+def test_nan_never_becomes_the_best(trainer: Any, tmp_path: Path) -> None:
+    callback = ModelCheckpoint(monitor="val_loss")
+    run = trainer(callback).start()
+    run.epoch(validation={"val_loss": math.nan})
+    assert callback.best_model_path == "" and callback.best_model_score is None
+    assert names(tmp_path / "checkpoints") == ["epoch=0-step=4.ckpt"]  # better than nothing
+    run.epoch(validation={"val_loss": 0.5})
+    run.epoch(validation={"val_loss": math.nan})
+    assert Path(callback.best_model_path).name == "epoch=1-step=8.ckpt"
+    assert names(tmp_path / "checkpoints") == ["epoch=1-step=8.ckpt"]
+
+
+def test_nothing_is_deleted_before_the_newer_one_is_complete(trainer: Any, tmp_path: Path) -> None:
+    run = trainer(ModelCheckpoint(save_last=True)).start()
+    run.epoch(validation={})
+
+    def fails(path: str, weights_only: bool = False) -> None:
+        raise OSError("disk full")
+
+    run.save_checkpoint = fails
+    with pytest.raises(OSError, match="disk full"):
+        run.epoch(validation={})
+    assert names(tmp_path / "checkpoints") == ["epoch=0-step=4.ckpt"]
+    assert checkpoint.is_committed(tmp_path / "checkpoints" / "last.ckpt")
+
+
+def test_a_checkpoint_knows_of_itself(trainer: Any) -> None:
+    callback = ModelCheckpoint(monitor="val_loss")
+    run = trainer(callback).start()
+    run.epoch(validation={"val_loss": 0.5})
+    [saved] = checkpoint.load(callback.best_model_path)["callbacks"].values()
+    again = ModelCheckpoint(monitor="val_loss")
+    again.load_state_dict(saved)
+    assert again.best_model_path == callback.best_model_path
+    assert float(again.best_model_score) == 0.5
+
+
+def test_last_is_a_link_to_the_newest(trainer: Any, tmp_path: Path) -> None:
+    callback = ModelCheckpoint(monitor="val_loss", save_last=True)
+    run = trainer(callback).start()
+    run.epoch(validation={"val_loss": 0.1})
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    assert callback.last_model_path == str(last)
+    assert last.resolve().name == "epoch=0-step=4.ckpt"
+    run.epoch(validation={"val_loss": 0.2})
+    run.epoch(validation={"val_loss": 0.3})
+    assert last.resolve().name == "epoch=2-step=12.ckpt"
+    assert names(tmp_path / "checkpoints") == ["epoch=0-step=4.ckpt", "epoch=2-step=12.ckpt"]
+    run.epoch(validation={"val_loss": 0.01})
+    assert names(tmp_path / "checkpoints") == ["epoch=3-step=16.ckpt"]
+    assert checkpoint.is_committed(last)
+
+
+def test_a_fixed_name_keeps_its_name(trainer: Any, tmp_path: Path) -> None:
+    callback = ModelCheckpoint(filename="best", monitor="val_loss")
+    run = trainer(callback).start()
+    for loss in (0.3, 0.2, 0.1):
+        run.epoch(validation={"val_loss": loss})
+    assert names(tmp_path / "checkpoints") == ["best.ckpt"]
+    assert "callbacks" in checkpoint.load(callback.best_model_path)
+
+
+def test_what_another_run_left_is_not_touched(trainer: Any, tmp_path: Path) -> None:
+    first = trainer(ModelCheckpoint(dirpath=tmp_path / "mine", filename="best")).start()
+    first.epoch(validation={})
+    callback = ModelCheckpoint(dirpath=tmp_path / "mine", filename="best")
+    second = trainer(callback).start()
+    second.epoch(validation={})
+    assert names(tmp_path / "mine") == ["best-v1.ckpt", "best.ckpt"]
+    assert Path(callback.best_model_path).name == "best-v1.ckpt"
+
+
+def test_checkpoints_of_a_resumed_run_in_another_folder_are_not_deleted(trainer: Any, tmp_path: Path) -> None:
+    old = ModelCheckpoint(dirpath=tmp_path / "old", monitor="val_loss")
+    trainer(old).start().epoch(validation={"val_loss": 0.5})
+    new = ModelCheckpoint(dirpath=tmp_path / "new", monitor="val_loss")
+    run = trainer(new)
+    run.call("setup", "fit")
+    new.load_state_dict(old.state_dict())
+    run.call("on_train_start")
+    run.epoch(validation={"val_loss": 0.7})
+    assert new.best_model_path == old.best_model_path  # it still is the best
+    run.epoch(validation={"val_loss": 0.4})
+    assert names(tmp_path / "old") == ["epoch=0-step=4.ckpt"]
+    assert names(tmp_path / "new") == ["epoch=1-step=8.ckpt"]
+
+
+def test_checkpoints_that_are_gone_are_forgotten(trainer: Any, tmp_path: Path) -> None:
+    old = ModelCheckpoint(monitor="val_loss")
+    trainer(old).start().epoch(validation={"val_loss": 0.5})
+    checkpoint.remove(old.best_model_path)
+    run = trainer(old)
+    run.call("on_train_start")
+    assert old.best_model_path == "" and old.best_model_score is None
+
+
+def test_save_by_steps(trainer: Any, tmp_path: Path) -> None:
+    run = trainer(ModelCheckpoint(every_n_train_steps=3, save_top_k=-1)).start()
+    run.epoch(validation={})
+    run.epoch(validation={})
+    assert names(tmp_path / "checkpoints") == ["epoch=0-step=3.ckpt", "epoch=1-step=6.ckpt"]
+
+
+def test_batches_of_one_window_save_once(trainer: Any) -> None:
+    run = trainer(ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)).start()
+    saved: list[str] = []
+    run.save_checkpoint = lambda path, weights_only=False: saved.append(Path(path).name)
+    run.step()
+    run.call("on_train_batch_end", None, None, 1)  # another batch, no weight update
+    run.step()
+    assert saved == ["epoch=0-step=1.ckpt", "epoch=0-step=2.ckpt"]
+
+
+def test_steps_wait_for_the_metric_of_a_validation(trainer: Any, tmp_path: Path) -> None:
+    callback = ModelCheckpoint(monitor="val_loss", every_n_train_steps=2, save_top_k=2, save_last=True)
+    run = trainer(callback, val_check_interval=3).start()
+    folder = tmp_path / "checkpoints"
+    run.step(), run.step()
+    assert callback.best_model_path == ""
+    assert (folder / "last.ckpt").resolve().name == "epoch=0-step=2.ckpt"  # the newest doesn't wait
+    run.step()
+    run.validate(val_loss=0.5)
+    assert Path(callback.best_model_path).name == "epoch=0-step=3.ckpt"
+    run.step()  # by now there is a value, but of older weights
+    assert list(map(float, callback.best_k_models.values())) == [0.5]
+    run.validate(val_loss=0.4)
+    assert Path(callback.best_model_path).name == "epoch=0-step=4.ckpt"
+    assert names(folder) == ["epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt"]
+
+
+def test_validations_within_an_epoch_save(trainer: Any, tmp_path: Path) -> None:
+    run = trainer(ModelCheckpoint(monitor="val_loss", save_top_k=-1), val_check_interval=0.5).start()
+    for loss in (0.2, 0.1):
+        run.step(), run.step()
+        run.validate(val_loss=loss)
+    run.end_epoch()
+    assert names(tmp_path / "checkpoints") == ["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"]
+
+
+def test_every_second_epoch(trainer: Any, tmp_path: Path) -> None:
+    run = trainer(ModelCheckpoint(every_n_epochs=2, save_top_k=-1)).start()
+    for _ in range(5):
+        run.epoch(validation={})
+    assert names(tmp_path / "checkpoints") == ["epoch=1-step=8.ckpt", "epoch=3-step=16.ckpt"]
+
+
+def test_save_by_time(trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time_interval.time, "monotonic", lambda: now)
+    callback = ModelCheckpoint(train_time_interval="10s", save_top_k=-1)
+    assert callback.train_time_interval == timedelta(seconds=10)
+    run = trainer(callback).start()
+    for _ in range(25):
+        now += 1.0
+        run.step()
+    assert names(tmp_path / "checkpoints") == ["epoch=0-step=10.ckpt", "epoch=0-step=20.ckpt"]
+
+
+def test_a_metric_of_the_training_epoch_can_be_monitored(trainer: Any) -> None:
+    callback = ModelCheckpoint(monitor="train_loss")
+    run = trainer(callback).start()
+    run.epoch(validation={"val_loss": 1.0}, train_loss=0.25)
+    assert float(callback.best_model_score) == 0.25
+
+
+def test_a_monitor_that_was_never_logged_is_an_error_that_names_the_nearest(trainer: Any) -> None:
+    run = trainer(ModelCheckpoint(monitor="val_los")).start()
+    with pytest.raises(ValueError, match="Did you mean 'val_loss'") as error:
+        run.epoch(validation={"val_loss": 1.0, "accuracy": 0.5})
+    assert "logged: accuracy, val_loss" in str(error.value)
+
+
+def test_a_monitor_may_come_late(trainer: Any) -> None:
+    callback = ModelCheckpoint(monitor="val_loss")
+    run = trainer(callback, check_val_every_n_epoch=2, sanity_checking=True).start()
+    run.call("on_validation_end")  # the sanity check: nothing is saved, nobody complains
+    run.sanity_checking = False
+    run.epoch()  # no validation in the first epoch
+    run.epoch(validation={"val_loss": 0.5})
+    assert Path(callback.best_model_path).name == "epoch=1-step=8.ckpt"
+
+
+def test_a_run_that_stops_before_its_first_validation_is_not_an_error(trainer: Any) -> None:
+    run = trainer(ModelCheckpoint(monitor="val_loss")).start()
+    run.step()
+    run.end_epoch(complete=False)
+    run.end()
+
+
+def test_an_interrupted_run_is_saved(trainer: Any, tmp_path: Path) -> None:
+    run = trainer(ModelCheckpoint(monitor="val_loss", save_last=True)).start()
+    run.epoch(validation={"val_loss": 0.5})
+    run.step()
+    run.interrupted = True
+    run.end_epoch(complete=False)
+    run.end()
+    assert checkpoint.is_committed(tmp_path / "checkpoints" / "last.ckpt")
+
+
+def test_an_interrupted_run_without_a_new_metric_is_saved_aside(trainer: Any, tmp_path: Path) -> None:
+    callback = ModelCheckpoint(monitor="val_loss")
+    run = trainer(callback).start()
+    run.epoch(validation={"val_loss": 0.5})
+    run.step()
+    run.interrupted = True
+    run.end_epoch(complete=False)
+    run.end()
+    assert names(tmp_path / "checkpoints") == ["epoch=0-step=4.ckpt", "interrupted-epoch=1-step=5.ckpt"]
+    assert Path(callback.best_model_path).name == "epoch=0-step=4.ckpt"
+    assert "interrupted after 5 steps" in run.printed[-1]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_error_in_a_run_of_one_rank_leaves_a_checkpoint(trainer: Any, tmp_path: Path, size: int) -> None:
+    run = trainer(ModelCheckpoint()).start()
+    run.world.size = size
+    run.step()
+    run.call("on_exception", RuntimeError("mine"))
+    expected = ["exception-epoch=0-step=1.ckpt"] if size == 1 else []  # saving takes all ranks
+    assert names(tmp_path / "checkpoints") == expected
+
+
+def test_an_error_while_saving_after_an_error_does_not_hide_it(trainer: Any) -> None:
+    run = trainer(ModelCheckpoint()).start()
+    run.step()
+
+    def fails(path: str, weights_only: bool = False) -> None:
+        raise OSError("disk full")
+
+    run.save_checkpoint = fails
+    with pytest.warns(UserWarning, match="disk full"):
+        run.call("on_exception", RuntimeError("mine"))
+
+
+def test_only_the_main_rank_touches_files(trainer: Any, tmp_path: Path) -> None:
+    callback = ModelCheckpoint(save_last=True)
+    run = trainer(callback, is_global_zero=False).start()
+    saved: list[str] = []
+    run.save_checkpoint = lambda path, weights_only=False: saved.append(Path(path).name)
+    run.epoch(validation={})
+    run.epoch(validation={})
+    assert saved == ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"]  # saving is for all ranks
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_save_nothing(trainer: Any, tmp_path: Path) -> None:
+    run = trainer(ModelCheckpoint(save_top_k=0)).start()
+    run.epoch(validation={})
+    run.interrupted = True
+    run.step()
+    run.end()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "best"}, "min"),
+        ({"save_top_k": -2}, "save_top_k=-2"),
+        ({"save_top_k": 3}, "monitor="),
+        ({"every_n_epochs": -1}, "negative"),
+        ({"train_time_interval": "soon"}, "soon"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelCheckpoint(**arguments)
+
+
+def test_ties_keep_the_older_one() -> None:
+    assert admit({"a": 0.5}, 0.5, k=1, mode="min") == (False, None)
+
+
+def test_all_are_kept_with_minus_one() -> None:
+    assert admit({"a": 0.1, "b": 0.2}, 9.0, k=-1, mode="min") == (True, None)

@@ -1,0 +1,61 @@
+"""A checkpoint exists when it is complete, and only then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fabricx import checkpoint
+from fabricx.errors import CheckpointError
+
+STATE = {"weights": torch.arange(4.0), "epoch": 3, "names": ["a"]}
+
+
+def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path / "one", STATE, {"step": 7})
+    loaded = checkpoint.load(path)
+    assert torch.equal(loaded["weights"], STATE["weights"])
+    assert loaded["epoch"] == 3
+    assert checkpoint.list_committed(tmp_path) == [path]
+
+
+def test_without_its_marker_it_is_neither_listed_nor_loaded(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path / "one", STATE, {})
+    (path / checkpoint.MARKER).unlink()
+    assert checkpoint.list_committed(tmp_path) == []
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        checkpoint.load(path)
+
+
+def test_one_flipped_byte_is_found(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path / "one", STATE, {})
+    content = bytearray((path / "state.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / "state.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged"):
+        checkpoint.load(path)
+
+
+def test_a_failed_write_leaves_the_earlier_one_and_no_rest(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path / "one", STATE, {"step": 1})
+    with pytest.raises(CheckpointError, match="neither a tensor nor plain data"):
+        checkpoint.save(tmp_path / "one", {"bad": Path("x")}, {"step": 2})
+    assert checkpoint.load(path)["epoch"] == 3
+    assert [entry.name for entry in tmp_path.iterdir()] == ["one"]
+
+
+def test_writing_to_the_same_place_replaces_it(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "one", STATE, {})
+    checkpoint.save(tmp_path / "one", {**STATE, "epoch": 4}, {})
+    assert checkpoint.load(tmp_path / "one")["epoch"] == 4
+    assert [entry.name for entry in tmp_path.iterdir()] == ["one"]
+
+
+def test_a_newer_format_is_refused_and_said_so(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path / "one", STATE, {})
+    manifest = path / checkpoint.MANIFEST
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 99'))
+    with pytest.raises(CheckpointError, match="format 99"):
+        checkpoint.load(path)
