@@ -157,6 +157,7 @@ def table(results: list[dict[str, float]], title: str) -> str:
 def _set_up(t: Trainer, job: Job, world: World) -> None:
     """Bring up everything, in the order of the hooks that API.md fixes."""
     t.world = dataclasses.replace(world, job=next(_JOBS))
+    t.strategy.enter(t.world)
     t.module, t.datamodule = job.module, job.datamodule
     _seed(t)
     _backend_flags(t)
@@ -255,7 +256,7 @@ def _set_up_model(t: Trainer, job: Job) -> None:
     if job.stage != "fit":
         t.attach_log(None)
         return
-    t.strategy.setup(module, t.world, several_backwards=not module.automatic_optimization)
+    t.strategy.setup(module, several_backwards=not module.automatic_optimization)
     t.logbook = Logbook(t.strategy, training=True)
     t.attach_log(t.logbook)
     t.training_step = t.strategy.wrap_step(t.training_step)

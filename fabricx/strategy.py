@@ -55,17 +55,19 @@ class Strategy(ABC):
 
     # -- set up -------------------------------------------------------------------------------------------------
 
-    def setup(self, module: nn.Module, world: World, *, several_backwards: bool = False) -> None:
-        """Wrap or shard the module, and agree on the first weights; it is on its device already.
+    def enter(self, world: World) -> None:
+        """Take this rank's place in a world; for every stage, also where nothing is trained."""
+        self.world = world
+
+    def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
+        """Wrap or shard the module for training, and agree on the first weights; it is on its device already.
 
         Args:
             module: the user's module.
-            world: the ranks that train together.
             several_backwards: one step may call `backward` several times, each reaching other parameters (manual
                 optimization).
         """
         self.module = module
-        self.world = world
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return the callable that the loop calls instead of the module's own training step."""

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor, nn
 
-from fabricx.comm.world import World
 from fabricx.errors import did_you_mean
 from fabricx.strategy import Strategy, Traits
 
@@ -66,10 +65,10 @@ class DDP(Strategy):
         self._ddp: nn.parallel.DistributedDataParallel | None = None
         self._step: _Step | None = None
 
-    def setup(self, module: nn.Module, world: World, *, several_backwards: bool = False) -> None:
-        super().setup(module, world)
+    def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
+        super().setup(module)
         self._several_backwards = several_backwards
-        if world.size == 1 or not any(parameter.requires_grad for parameter in module.parameters()):
+        if self.world.size == 1 or not any(parameter.requires_grad for parameter in module.parameters()):
             return  # nothing to average
         if several_backwards and self.static_graph:
             raise ValueError("static_graph=True needs one backward per step; a manually optimised module has several")

@@ -244,7 +244,8 @@ def test_an_interrupted_run_is_saved(trainer: Any, tmp_path: Path) -> None:
     run.interrupted = True
     run.end_epoch(complete=False)
     run.end()
-    assert checkpoint.is_committed(tmp_path / "checkpoints" / "last.ckpt")
+    assert (tmp_path / "checkpoints" / "last.ckpt").resolve().name == "epoch=1-step=5.ckpt"
+    assert names(tmp_path / "checkpoints") == ["epoch=0-step=4.ckpt", "epoch=1-step=5.ckpt"]
 
 
 def test_an_interrupted_run_without_a_new_metric_is_saved_aside(trainer: Any, tmp_path: Path) -> None:

@@ -1,0 +1,55 @@
+"""What a run was made of: command line, versions, and the commit of the user's project, in the run's folder."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("fabricx", "torch", "lightning-utilities", "hydra-core", "tensorboard", "numpy")
+
+
+def write(run_dir: Path, config: Mapping[str, Any] | None) -> None:
+    """Write `command.txt`, `versions.json` and, where there is a configuration, `config.yaml`; what is there stays."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if not (run_dir / "command.txt").exists():
+        (run_dir / "command.txt").write_text(shlex.join([sys.executable, *sys.argv]) + "\n")
+    if not (run_dir / "versions.json").exists():
+        (run_dir / "versions.json").write_text(json.dumps({**versions(), "git": git_commit(Path.cwd())}, indent=2) + "\n")
+    if config is not None:
+        import yaml
+
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(dict(config), sort_keys=False))
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of python, the system, and the packages that decide numbers."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "system": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def git_commit(folder: Path) -> str | None:
+    """Return the commit of the project in a folder, marked where files are changed; None outside of git."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return described.stdout.strip() or None if described.returncode == 0 else None

@@ -1,0 +1,87 @@
+"""What every callback of fabricx does; a new one has to be added to CALLBACKS, or a test here says so."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import fabricx.callbacks as package
+from fabricx import checkpoint
+from fabricx.callback import Callback
+from fabricx.callbacks import (
+    EMA,
+    EarlyStopping,
+    GradientAccumulation,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+    ProgressBar,
+    Timer,
+)
+from fabricx.hooks import check_hooks
+
+CALLBACKS: dict[str, Callable[[], Callback]] = {
+    "EMA": EMA,
+    "EarlyStopping": lambda: EarlyStopping("val_loss"),
+    "GradientAccumulation": lambda: GradientAccumulation({2: 4}),
+    "LearningRateMonitor": LearningRateMonitor,
+    "ModelCheckpoint": lambda: ModelCheckpoint(monitor="val_loss", save_last=True, train_time_interval="10m"),
+    "ModelSummary": ModelSummary,
+    "ProgressBar": ProgressBar,
+    "Timer": lambda: Timer("1h"),
+}
+
+every = pytest.mark.parametrize("make", CALLBACKS.values(), ids=CALLBACKS)
+
+
+def test_the_list_is_complete() -> None:
+    classes = {getattr(package, name).__name__ for name in package.__all__}
+    assert classes == set(CALLBACKS)
+
+
+@every
+def test_it_can_be_sent_to_a_worker_before_a_run(make: Callable[[], Callback]) -> None:
+    callback = make()
+    again = pickle.loads(pickle.dumps(callback))
+    assert again.state_key == callback.state_key
+    assert again.state_dict().keys() == callback.state_dict().keys()
+
+
+@every
+def test_its_state_comes_back_from_a_checkpoint(make: Callable[[], Callback], tmp_path: Path) -> None:
+    state = make().state_dict()
+    checkpoint.save(tmp_path / "a", {"callback": state}, {})  # refuses what isn't plain data
+    again = make()
+    again.load_state_dict(checkpoint.load(tmp_path / "a")["callback"])
+    assert again.state_dict().keys() == state.keys()
+    for name, value in state.items():
+        assert again.state_dict()[name] == value, name
+
+
+@every
+def test_each_of_its_hooks_is_called_by_something(make: Callable[[], Callback]) -> None:
+    check_hooks(make())
+
+
+@every
+def test_it_does_nothing_outside_a_run(
+    make: Callable[[], Callback], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    callback = make()
+    callback.state_dict()
+    del callback
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")
+
+
+@every
+def test_it_says_what_it_is_for(make: Callable[[], Callback]) -> None:
+    assert type(make()).__doc__
+
+
+def test_only_those_that_look_at_metrics_run_last() -> None:
+    assert {name for name, make in CALLBACKS.items() if make().watches_metrics} == {"EarlyStopping", "ModelCheckpoint"}

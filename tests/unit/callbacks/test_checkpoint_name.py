@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from fabricx.callbacks.checkpoint_name import format_name
+
+METRICS = {"epoch": 3, "step": 40, "val_loss": 0.12345, "val/acc": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{epoch}-{step}", "epoch=3-step=40"),
+        ("{epoch}-{step}-{val_loss:.2f}", "epoch=3-step=40-val_loss=0.12"),
+        ("net-{epoch:02d}", "net-epoch=03"),
+        ("{val_loss}", "val_loss=0.12345"),
+        ("{val/acc:.1f}", "val_acc=0.5"),
+        ("{missing:.2f}", "missing=nan"),
+        ("plain", "plain"),
+    ],
+)
+def test_fields_are_filled_in(template: str, name: str) -> None:
+    assert format_name(template, METRICS) == name
+
+
+def test_names_can_be_left_out() -> None:
+    assert format_name("e{epoch}-acc{val/acc:.2f}", METRICS, auto_insert=False) == "e3-acc0.50"
+
+
+def test_a_metric_can_be_shown_as_a_whole_number() -> None:
+    assert format_name("{count:03d}", {"count": 7.0}) == "count=007"
+    assert format_name("{count:03d}", {"count": math.nan}) == "count=nan"
+
+
+def test_a_wrong_format_is_named() -> None:
+    with pytest.raises(ValueError, match=r"\{epoch:zz\}"):
+        format_name("{epoch:zz}", METRICS)

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from fabricx.callbacks import EarlyStopping
+from fabricx.callbacks.early_stopping import Rule, Verdict, judge
+
+
+def stops_after(rule: Rule, scores: list[float]) -> int | None:
+    best, waited = (-math.inf if rule.mode == "max" else math.inf), 0
+    for number, score in enumerate(scores):
+        verdict = judge(rule, score, best, waited)
+        if verdict.reason:
+            return number
+        best, waited = verdict.best, verdict.waited
+    return None
+
+
+@pytest.mark.parametrize(
+    ("rule", "scores", "stop"),
+    [
+        (Rule(patience=2), [3, 2, 1, 0], None),
+        (Rule(patience=2), [1, 2, 3], 2),
+        (Rule(patience=2), [1, 2, 0.5, 2, 3], 4),
+        (Rule(patience=1), [1, 1], 1),
+        (Rule(patience=0), [1, 2], 1),
+        (Rule(patience=2, mode="max"), [1, 2, 2, 2], 3),
+        (Rule(patience=1, min_delta=0.5), [3, 2.6], 1),
+        (Rule(patience=1, min_delta=0.5), [3, 2.4], None),
+        (Rule(), [1, math.nan], 1),
+        (Rule(check_finite=False, patience=2), [1, math.nan, math.nan], 2),
+        (Rule(stopping_threshold=0.1), [1, 0.5, 0.05], 2),
+        (Rule(mode="max", stopping_threshold=0.9), [0.5, 0.95], 1),
+        (Rule(divergence_threshold=10), [1, 20], 1),
+        (Rule(mode="max", divergence_threshold=0.1), [0.5, 0.05], 1),
+    ],
+)
+def test_when_it_stops(rule: Rule, scores: list[float], stop: int | None) -> None:
+    assert stops_after(rule, scores) == stop
+
+
+def test_the_reason_is_told() -> None:
+    assert judge(Rule(patience=1), 0.5, 0.4, 0).reason == "it has not improved on 0.4 in the last 1 checks"
+    assert judge(Rule(), 0.3, 0.4, 2) == Verdict(0.3, 0)
+
+
+def test_training_is_asked_to_stop(trainer: Any) -> None:
+    callback = EarlyStopping("val_loss", patience=2, verbose=True)
+    run = trainer(callback).start()
+    for loss in (0.5, 0.6, 0.7):
+        assert not run.should_stop
+        run.epoch(validation={"val_loss": loss})
+    assert run.should_stop
+    assert callback.stopped_epoch == 2
+    assert callback.wait_count == 2
+    assert float(callback.best_score) == 0.5
+    assert "has not improved" in str(callback.reason)
+    assert "val_loss" in run.printed[-1]
+
+
+def test_the_sanity_check_does_not_count(trainer: Any) -> None:
+    callback = EarlyStopping("val_loss", check_on_train_epoch_end=False)
+    run = trainer(callback, sanity_checking=True).start()
+    run.validate(val_loss=0.001)
+    assert math.isinf(callback.best_score)
+
+
+def test_each_validation_within_an_epoch_is_a_check(trainer: Any) -> None:
+    callback = EarlyStopping("val_loss", patience=2)
+    run = trainer(callback, val_check_interval=0.5).start()
+    run.validate(val_loss=0.1)
+    run.validate(val_loss=0.2)
+    run.validate(val_loss=0.2)
+    assert run.should_stop
+    run.end_epoch()
+    assert callback.wait_count == 2
+
+
+def test_a_metric_that_was_never_logged_is_an_error(trainer: Any) -> None:
+    run = trainer(EarlyStopping("val_los")).start()
+    with pytest.raises(ValueError, match="Did you mean 'val_loss'"):
+        run.epoch(validation={"val_loss": 1.0})
+
+
+def test_a_metric_that_was_never_logged_can_be_waited_for(trainer: Any) -> None:
+    run = trainer(EarlyStopping("other", strict=False)).start()
+    run.epoch(validation={"val_loss": 1.0})
+    assert not run.should_stop
+
+
+def test_a_training_metric_is_checked_where_there_is_no_validation(trainer: Any) -> None:
+    run = trainer(EarlyStopping("loss", patience=1), num_val_batches=[]).start()
+    run.epoch(loss=0.1)
+    run.epoch(loss=0.2)
+    assert run.should_stop
+
+
+@pytest.mark.parametrize("arguments", [{"mode": "low"}, {"patience": -1}])
+def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="EarlyStopping"):
+        EarlyStopping("val_loss", **arguments)

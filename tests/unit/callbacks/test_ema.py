@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fabricx import checkpoint
+from fabricx.callbacks import EMA
+
+
+def change(module: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(value)
+
+
+def value(module: nn.Module) -> float:
+    return float(next(module.parameters()).detach().flatten()[0])
+
+
+def step(run: Any, new: float) -> None:
+    change(run.module, new)
+    run.step()
+
+
+def test_the_average_follows_its_definition(trainer: Any) -> None:
+    callback = EMA(decay=0.9)
+    run = trainer(callback)
+    change(run.module, 1.0)
+    run.start()
+    expected = 1.0
+    for new in (2.0, 3.0, 5.0):
+        step(run, new)
+        expected = 0.9 * expected + 0.1 * new
+    assert float(callback.averages["bias"][0]) == pytest.approx(expected, rel=1e-6)  # float32
+    assert callback.updates == 3
+    assert value(run.module) == 5.0
+
+
+def test_validation_sees_the_averages_and_training_does_not(trainer: Any) -> None:
+    run = trainer(EMA(decay=0.5))
+    change(run.module, 0.0)
+    run.start()
+    step(run, 1.0)
+    run.call("on_validation_start")
+    assert value(run.module) == 0.5
+    run.call("on_validation_end")
+    assert value(run.module) == 1.0
+    run.end()
+    assert value(run.module) == 0.5
+
+
+def test_the_weights_can_stay_at_the_end(trainer: Any) -> None:
+    callback = EMA(decay=0.5, apply_at_end=False, validate_with_ema=False)
+    run = trainer(callback)
+    change(run.module, 0.0)
+    run.start()
+    step(run, 1.0)
+    run.validate()
+    run.end()
+    assert value(run.module) == 1.0
+    assert float(callback.averages["bias"][0]) == 0.5
+
+
+def test_the_first_steps_are_copied_and_some_left_out(trainer: Any) -> None:
+    callback = EMA(decay=0.5, start_step=2, every_n_steps=2)
+    run = trainer(callback)
+    change(run.module, 0.0)
+    run.start()
+    for new in (1.0, 2.0, 3.0, 4.0):
+        step(run, new)
+    assert float(callback.averages["bias"][0]) == 3.0  # a copy of 2 at step 2; halfway to 4 at step 4
+    assert callback.updates == 1
+
+
+@pytest.mark.parametrize("use_buffers", [True, False])
+def test_buffers_are_averaged_if_wanted(trainer: Any, use_buffers: bool) -> None:
+    callback = EMA(decay=0.5, use_buffers=use_buffers)
+    run = trainer(callback, module=nn.BatchNorm1d(3)).start()
+    run.module.running_mean.fill_(1.0)
+    run.step()
+    run.end()
+    assert run.module.running_mean[0] == (0.5 if use_buffers else 1.0)
+
+
+def test_small_updates_reach_the_average_of_bfloat16(trainer: Any) -> None:
+    callback = EMA(decay=0.999)
+    run = trainer(callback, module=nn.Linear(2, 2).bfloat16())
+    change(run.module, 1.0)
+    run.start()
+    for _ in range(100):
+        step(run, 2.0)
+        run.validate()  # changing places doesn't round the averages either
+    assert float(callback.averages["bias"][0]) == pytest.approx(2 - 0.999**100, rel=1e-4)
+
+
+def test_a_checkpoint_holds_the_averages_and_training_goes_on_with_the_weights(trainer: Any, tmp_path: Any) -> None:
+    def begin() -> Any:
+        run = trainer(EMA(decay=0.5))
+        change(run.module, 0.0)
+        return run
+
+    run = begin().start()
+    step(run, 1.0)
+    saved = checkpoint.load(run.save_checkpoint(tmp_path / "a"))
+    assert saved["strategy"]["module"]["bias"][0] == 0.5
+    assert value(run.module) == 1.0
+    step(run, 2.0)
+
+    again = begin()
+    again.call("setup", "fit")
+    again.module.load_state_dict(saved["strategy"]["module"])
+    again.callbacks[0].load_state_dict(saved["callbacks"]["EMA"])
+    assert value(again.module) == 0.5
+    again.call("on_train_start")
+    assert value(again.module) == 1.0
+    step(again, 2.0)
+    assert torch.equal(again.callbacks[0].averages["bias"], run.callbacks[0].averages["bias"])
+
+
+def test_a_checkpoint_written_at_the_end_can_be_resumed(trainer: Any, tmp_path: Any) -> None:
+    run = trainer(EMA(decay=0.5))
+    change(run.module, 0.0)
+    run.start()
+    step(run, 1.0)
+    run.call("on_train_end")
+    saved = checkpoint.load(run.save_checkpoint(tmp_path / "a"))
+    assert saved["strategy"]["module"]["bias"][0] == 0.5
+    assert saved["callbacks"]["EMA"]["live"]["bias"][0] == 1.0
+
+
+def test_tied_weights_are_saved_under_every_name(trainer: Any, tmp_path: Any) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+    run = trainer(EMA(decay=0.5), module=module)
+    change(module, 0.0)
+    run.start()
+    step(run, 1.0)
+    weights = checkpoint.load(run.save_checkpoint(tmp_path / "a"))["strategy"]["module"]
+    assert all(tensor.flatten()[0] == 0.5 for tensor in weights.values())
+
+
+def test_an_error_during_validation_leaves_the_weights(trainer: Any) -> None:
+    run = trainer(EMA(decay=0.5))
+    change(run.module, 0.0)
+    run.start()
+    step(run, 1.0)
+    run.call("on_validation_start")
+    run.call("on_exception", RuntimeError())
+    assert value(run.module) == 1.0
+
+
+def test_another_fit_begins_anew(trainer: Any) -> None:
+    callback = EMA(decay=0.5)
+    run = trainer(callback).start()
+    step(run, 1.0)
+    run.end()
+    other = trainer(callback)
+    change(other.module, 7.0)
+    other.start()
+    assert value(other.module) == 7.0
+    assert callback.updates == 0
+
+
+@pytest.mark.parametrize("arguments", [{"decay": 1.5}, {"every_n_steps": 0}, {"start_step": -1}])
+def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="EMA"):
+        EMA(**arguments)

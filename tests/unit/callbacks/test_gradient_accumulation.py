@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fabricx.callbacks import GradientAccumulation, GradientAccumulationScheduler
+
+
+def test_the_number_of_batches_follows_the_schedule(trainer: Any) -> None:
+    run = trainer(GradientAccumulation({1: 4, 3: 8}), accumulate_grad_batches=2).start()
+    seen = []
+    for _ in range(4):
+        run.epoch()
+        seen.append(run.accumulate_grad_batches)
+    run.end()
+    assert seen == [2, 4, 4, 8]
+    assert run.accumulate_grad_batches == 2  # as it was
+
+
+def test_keys_may_be_text_as_in_a_configuration_file() -> None:
+    assert GradientAccumulation({"10": 2, "9": "4"}).scheduling == {9: 4, 10: 2}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("schedule", [{}, {-1: 2}, {0: 0}])
+def test_wrong_schedules_are_refused(schedule: dict[int, int]) -> None:
+    with pytest.raises(ValueError, match="GradientAccumulation"):
+        GradientAccumulation(schedule)
+
+
+def test_it_has_lightnings_name_too() -> None:
+    assert GradientAccumulationScheduler is GradientAccumulation

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+
+from fabricx.callbacks import LearningRateMonitor
+from fabricx.callbacks.learning_rate_monitor import rate_names
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.rows: list[tuple[dict[str, float], int]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.rows.append((metrics, step))
+
+
+def weights() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(1))]
+
+
+def test_names_are_those_that_users_of_lightning_know() -> None:
+    two = SGD([{"params": weights(), "lr": 0.1}, {"params": weights(), "lr": 0.2}])
+    named = SGD([{"params": weights(), "lr": 0.1, "name": "head"}])
+    assert rate_names([Adam(weights())], {}) == [["lr-Adam"]]
+    assert rate_names([two], {}) == [["lr-SGD/pg1", "lr-SGD/pg2"]]
+    assert rate_names([named], {}) == [["lr-SGD/head"]]
+    assert rate_names([Adam(weights()), Adam(weights())], {}) == [["lr-Adam"], ["lr-Adam-1"]]
+    assert rate_names([Adam(weights())], {0: "warmup"}) == [["warmup"]]
+
+
+def test_rates_are_logged_at_log_steps_only(trainer: Any) -> None:
+    logger, optimizer = Recorder(), SGD(weights(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    callback = LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)
+    run = trainer(callback, loggers=[logger], optimizers=[optimizer]).start()
+    for rate in (0.1, 0.2, 0.3, 0.4):
+        optimizer.param_groups[0]["lr"] = rate
+        run.step()
+    assert [(row["lr-SGD"], step) for row, step in logger.rows] == [(0.2, 2), (0.4, 4)]
+    assert logger.rows[0][0]["lr-SGD-momentum"] == 0.9
+    assert logger.rows[0][0]["lr-SGD-weight_decay"] == 0.01
+    assert callback.lrs["lr-SGD"] == [0.2, 0.4]
+
+
+def test_rates_are_logged_by_epoch(trainer: Any) -> None:
+    logger, optimizer = Recorder(), Adam(weights(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    schedule = SimpleNamespace(scheduler=scheduler, name="decay")
+    run = trainer(LearningRateMonitor("epoch"), loggers=[logger], optimizers=[optimizer], lr_schedulers=[schedule])
+    run.start()
+    run.epoch()
+    run.epoch()
+    assert [(row["decay"], step) for row, step in logger.rows] == [(0.1, 0), (0.1, 4)]
+
+
+def test_other_ranks_write_nothing(trainer: Any) -> None:
+    logger = Recorder()
+    run = trainer(LearningRateMonitor(), loggers=[logger], optimizers=[Adam(weights())], is_global_zero=False).start()
+    run.epoch()
+    assert logger.rows == []
+
+
+def test_a_run_without_a_logger_is_refused(trainer: Any) -> None:
+    with pytest.raises(ValueError, match="logger=False"):
+        trainer(LearningRateMonitor()).start()
+
+
+def test_an_unknown_interval_is_refused() -> None:
+    with pytest.raises(ValueError, match="logging_interval"):
+        LearningRateMonitor("batch")  # type: ignore[arg-type]

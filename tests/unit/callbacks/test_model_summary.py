@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fabricx.callbacks import ModelSummary
+from fabricx.callbacks.model_summary import readable, summarize
+
+
+def net() -> nn.Module:
+    return nn.ModuleDict({"body": nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(10)), "head": nn.Linear(10, 2)})
+
+
+def test_parameters_and_bytes_are_counted() -> None:
+    module = net()
+    module["head"].requires_grad_(False)
+    summary = summarize(module)
+    assert [(row.name, row.kind, row.parameters) for row in summary.rows] == [
+        ("body", "Sequential", 130),
+        ("head", "Linear", 22),
+    ]
+    assert (summary.trainable, summary.frozen, summary.total) == (130, 22, 152)
+    assert summary.size == 4 * (152 + 20) + 8  # the batch norm's statistics are buffers
+
+
+@pytest.mark.parametrize(("depth", "rows"), [(0, 0), (1, 2), (2, 4), (-1, 4)])
+def test_depth(depth: int, rows: int) -> None:
+    assert len(summarize(net(), depth).rows) == rows
+
+
+def test_shared_parameters_count_once() -> None:
+    module = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    module[1].weight = module[0].weight
+    assert summarize(module).total == 16 + 4 + 4
+
+
+def test_lazy_modules_are_fine() -> None:
+    summary = summarize(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
+    assert summary.rows[0].parameters is None
+    assert summary.total == 10
+    assert summary.unknown == 2
+    assert "?" in str(summary) and "before the first batch" in str(summary)
+
+
+def test_the_table_reads_well() -> None:
+    lines = str(summarize(net())).splitlines()
+    assert lines[0].split(" | ")[1].strip() == "Name"
+    assert lines[2].startswith("0 | body | Sequential | 130")
+    assert "152        in total" in lines
+
+
+def test_numbers_for_people() -> None:
+    assert [readable(n) for n in (0, 999, 1000, 2_500_000, 7 * 10**9)] == ["0", "999", "1.0 K", "2.5 M", "7.0 B"]
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_only_the_main_rank_prints(trainer: Any, main: bool) -> None:
+    run = trainer(ModelSummary(), is_global_zero=main, module=torch.nn.Sequential(nn.Linear(4, 2))).start()
+    assert ("Linear" in "".join(run.printed)) is main
+
+
+def test_a_wrong_depth_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_depth=-2"):
+        ModelSummary(max_depth=-2)

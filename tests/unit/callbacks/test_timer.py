@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from fabricx.callbacks import Timer, timer
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    class Clock:
+        now = 100.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    found = Clock()
+    monkeypatch.setattr(timer, "time", found)
+    return found
+
+
+def test_steps_stop_when_time_is_up(trainer: Any, clock: Any) -> None:
+    callback = Timer("10s")
+    run = trainer(callback).start()
+    for _ in range(9):
+        clock.now += 1
+        run.step()
+    assert run.stop_reasons == []
+    assert callback.time_remaining() == 1
+    clock.now += 1
+    run.step()
+    clock.now += 1
+    run.step()
+    assert len(run.stop_reasons) == 1  # said once
+    assert "0:00:10" in run.stop_reasons[0]
+
+
+def test_epochs_stop_when_time_is_up(trainer: Any, clock: Any) -> None:
+    run = trainer(Timer("00:00:00:10", interval="epoch")).start()
+    clock.now += 8
+    run.epoch()
+    assert not run.should_stop
+    clock.now += 3
+    run.epoch()
+    assert run.should_stop and run.stop_reasons == []
+
+
+def test_a_resumed_run_has_less_time_left(trainer: Any, clock: Any) -> None:
+    first = Timer(timedelta(seconds=10))
+    trainer(first).start()
+    clock.now += 7
+    again = Timer(timedelta(seconds=10))
+    again.load_state_dict(first.state_dict())
+    run = trainer(again).start()
+    assert again.time_remaining() == 3
+    clock.now += 3
+    run.step()
+    assert len(run.stop_reasons) == 1
+
+
+def test_each_stage_is_measured(trainer: Any, clock: Any) -> None:
+    callback = Timer()
+    run = trainer(callback).start()
+    for _ in range(2):
+        run.call("on_validation_start")
+        clock.now += 5
+        run.call("on_validation_end")
+        clock.now += 1
+    run.end()
+    clock.now += 100
+    assert callback.time_elapsed("validate") == 10
+    assert callback.time_elapsed("train") == 12
+    assert callback.time_remaining() is None
+    assert callback.start_time("train") == 100 and callback.end_time("train") == 112
+    assert callback.time_elapsed("test") == 0
+
+
+def test_an_unknown_stage_is_refused() -> None:
+    with pytest.raises(ValueError, match="known: train"):
+        Timer().time_elapsed("training")
+
+
+def test_an_unknown_interval_is_refused() -> None:
+    with pytest.raises(ValueError, match="interval"):
+        Timer(interval="batch")  # type: ignore[arg-type]

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import csv
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from fabricx.logger import Silent
+from fabricx.loggers import CSVLogger
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_columns_may_come_later(tmp_path: Path) -> None:
+    logger = CSVLogger()
+    logger.open(tmp_path)
+    logger.log_metrics({"loss": 0.5}, step=1)
+    logger.log_metrics({"loss": 0.4, "accuracy": 1.0}, step=2)
+    logger.log_metrics({"epoch": 1}, step=3)
+    assert rows(tmp_path) == [  # also before it is closed
+        {"step": "1", "loss": "0.5", "accuracy": "", "epoch": ""},
+        {"step": "2", "loss": "0.4", "accuracy": "1.0", "epoch": ""},
+        {"step": "3", "loss": "", "accuracy": "", "epoch": "1"},
+    ]
+    logger.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+def test_a_run_that_goes_on_adds_to_the_file(tmp_path: Path) -> None:
+    for step in (1, 2):
+        logger = CSVLogger()
+        logger.open(tmp_path)
+        logger.log_metrics({"loss": 0.5, **({"extra": 1.0} if step == 2 else {})}, step)
+        logger.close()
+    assert [row["step"] for row in rows(tmp_path)] == ["1", "2"]
+
+
+def test_names_with_commas_survive(tmp_path: Path) -> None:
+    logger = CSVLogger()
+    logger.open(tmp_path)
+    logger.log_metrics({'a, "b"': 1.0}, step=1)
+    logger.log_metrics({"c": 1.0}, step=2)
+    logger.close()
+    assert rows(tmp_path)[0]['a, "b"'] == "1.0"
+
+
+def test_hyperparameters_add_up(tmp_path: Path) -> None:
+    logger = CSVLogger()
+    logger.open(tmp_path)
+    logger.log_hyperparams({"lr": 0.1, "sizes": (1, 2)})
+    logger.log_hyperparams({"data": tmp_path})
+    logger.close()
+    found = json.loads((tmp_path / "hparams.json").read_text())
+    assert found == {"lr": 0.1, "sizes": [1, 2], "data": str(tmp_path)}
+
+
+def test_a_folder_of_its_own_is_numbered(tmp_path: Path) -> None:
+    folders = []
+    for _ in range(2):
+        logger = CSVLogger(tmp_path / "logs", name="mine")
+        logger.open(tmp_path / "run")
+        folders.append(logger.log_dir)
+        logger.close()
+    assert folders == [tmp_path / "logs" / "mine" / "version_0", tmp_path / "logs" / "mine" / "version_1"]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("version", "folder"), [(3, "version_3"), ("first", "first"), ("", ".")])
+def test_a_version_can_be_given(tmp_path: Path, version: int | str, folder: str) -> None:
+    logger = CSVLogger(tmp_path, version=version)
+    logger.open(tmp_path / "run")
+    logger.close()
+    assert logger.log_dir == tmp_path / folder
+
+
+def test_nothing_happens_before_it_is_open_and_after_it_is_closed(tmp_path: Path) -> None:
+    logger = pickle.loads(pickle.dumps(CSVLogger(tmp_path / "logs")))
+    logger.log_metrics({"loss": 1.0}, step=1)
+    logger.log_hyperparams({"lr": 0.1})
+    logger.flush()
+    logger.close()
+    assert isinstance(logger.experiment, Silent)
+    assert list(tmp_path.iterdir()) == []
+    logger.open(tmp_path)
+    assert not isinstance(logger.experiment, Silent)
+    assert isinstance(pickle.loads(pickle.dumps(logger)).experiment, Silent)
+    logger.close()

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fabricx.logger import Ending, Silent
+from fabricx.loggers import TensorBoardLogger
+from fabricx.loggers.tensorboard import flatten
+
+
+def events(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    [file] = folder.glob("events.out.tfevents.*")  # one file, or TensorBoard leaves out a part
+    found = EventAccumulator(str(file))
+    found.Reload()
+    return found
+
+
+def session(folder: Path) -> tuple[Any, Any, Any]:
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    contents = events(folder).summary_metadata
+    tags = ("experiment", "session_start_info", "session_end_info")
+    parse = plugin_data_pb2.HParamsPluginData.FromString
+    data = [parse(contents[f"_hparams_/{tag}"].plugin_data.content) for tag in tags]
+    return data[0].experiment, data[1].session_start_info, data[2].session_end_info
+
+
+def test_scalars_go_straight_into_the_runs_folder(tmp_path: Path) -> None:
+    logger = TensorBoardLogger()
+    logger.open(tmp_path)
+    logger.log_metrics({"loss": 0.5}, step=10)
+    logger.log_metrics({"loss": 0.25}, step=20)
+    logger.close()
+    assert logger.log_dir == tmp_path
+    assert [(event.step, event.value) for event in events(tmp_path).Scalars("loss")] == [(10, 0.5), (20, 0.25)]
+
+
+@pytest.mark.parametrize(("status", "code"), [("success", 1), ("failed", 2), ("interrupted", 2)])
+def test_hyperparameters_come_with_final_metrics_and_the_ending(tmp_path: Path, status: Ending, code: int) -> None:
+    logger = TensorBoardLogger()
+    logger.open(tmp_path)
+    logger.log_hyperparams({"net": {"width": 8}, "name": "a", "flag": True, "none": None}, {"before": 1.0})
+    logger.log_metrics({"loss": 0.5, "epoch": 0.0}, step=10)
+    logger.log_metrics({"loss": 0.25, "epoch": 1.0}, step=20)
+    logger.close(status)
+    experiment, begin, end = session(tmp_path)
+    assert begin.hparams["net/width"].number_value == 8
+    assert begin.hparams["name"].string_value == "a"
+    assert begin.hparams["none"].string_value == "None"
+    assert sorted(info.name.tag for info in experiment.metric_infos) == ["before", "loss"]
+    assert end.status == code
+    assert [event.step for event in events(tmp_path).Scalars("loss")] == [10, 20]  # no point was added
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []  # nor a run
+
+
+def test_texts(tmp_path: Path) -> None:
+    logger = TensorBoardLogger()
+    logger.open(tmp_path)
+    logger.log_text("config", "lr: 0.1")
+    logger.flush()
+    logger.close()
+    assert "config/text_summary" in events(tmp_path).Tags()["tensors"]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_graph_is_written_on_request(tmp_path: Path, wanted: bool) -> None:
+    logger = TensorBoardLogger(log_graph=wanted)
+    logger.open(tmp_path)
+    module = nn.Sequential(nn.Linear(4, 2), nn.Dropout())
+    logger.log_graph(module, torch.zeros(1, 4))
+    logger.close()
+    assert module.training
+    assert events(tmp_path).Tags()["graph"] is wanted
+
+
+def test_a_graph_that_cannot_be_traced_is_a_warning(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(log_graph=True)
+    logger.open(tmp_path)
+    with pytest.warns(UserWarning, match="example_input_array"):
+        logger.log_graph(nn.Linear(4, 2), None)
+    with pytest.warns(UserWarning, match="can't be traced"):
+        logger.log_graph(nn.Linear(4, 2), torch.zeros(1, 3))
+    logger.close()
+
+
+def test_it_can_be_opened_again_for_another_run(tmp_path: Path) -> None:
+    logger = TensorBoardLogger()
+    for name in ("a", "b"):
+        logger.open(tmp_path / name)
+        logger.open(tmp_path / name)  # a second call does nothing
+        logger.log_hyperparams({"lr": 0.1})
+        logger.log_metrics({name: 0.5}, step=1)
+        logger.close()
+    experiment, _, _ = session(tmp_path / "b")
+    assert [info.name.tag for info in experiment.metric_infos] == ["b"]
+
+
+def test_it_is_silent_until_it_is_open(tmp_path: Path) -> None:
+    logger = pickle.loads(pickle.dumps(TensorBoardLogger(tmp_path / "logs")))
+    logger.log_metrics({"loss": 1.0}, step=1)
+    logger.log_hyperparams({"lr": 0.1})
+    logger.log_text("a", "b")
+    logger.close()
+    assert isinstance(logger.experiment, Silent)
+    assert list(tmp_path.iterdir()) == []
+    logger.open(tmp_path)
+    logger.experiment.add_scalar("own", 1.0, 0)
+    assert isinstance(pickle.loads(pickle.dumps(logger)).experiment, Silent)
+    logger.close()
+
+
+def test_nested_hyperparameters_become_flat() -> None:
+    assert flatten({"a": {"b": {"c": 1}}, "d": [1, 2], "e": True}) == {"a/b/c": 1, "d": "[1, 2]", "e": True}
+
+
+def test_tensorboard_is_not_imported_before_it_is_needed() -> None:
+    import subprocess
+
+    code = (
+        "import fabricx.loggers.tensorboard as t, sys; t.TensorBoardLogger(); assert 'tensorboard' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=Path(__file__).parents[3])
