@@ -141,13 +141,14 @@ class Terminal:
         self._live = False
 
     def draw(self, view: View) -> None:
-        if not self._live:
-            self._bar.start()
-            self._live = True
         total = view.total if view.total < math.inf else None
         numbers = view.numbers()
         self._bar.update(self._task, description=view.label, completed=view.done, total=total, numbers=numbers)
-        self._bar.refresh()
+        if self._live:
+            self._bar.refresh()
+        else:
+            self._bar.start()  # draws too
+            self._live = True
 
     def line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -8,11 +8,13 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from fabricx.comm import world as worlds
 from fabricx.comm.world import World
@@ -53,6 +55,7 @@ def dispatch(trainer: Trainer, job: Job) -> Any:
     """Run a job where it belongs, and bring back to the caller what it left: weights, metrics, positions."""
     _check(trainer, job)
     trainer.interrupted = False
+    trainer.state.seed = trainer.state.seed or torch.initial_seed() % 2**62  # what the caller has seeded decides
     job.ckpt_path = resolve_checkpoint(trainer, job.ckpt_path)
     if trainer.run_dir is None:
         trainer.run_dir = new_run_dir(Path(trainer.default_root_dir))
@@ -86,15 +89,11 @@ def _join_cluster(trainer: Trainer) -> World | None:
 
 def enter(trainer: Trainer, world: World) -> World:
     """Give a rank its device and join its process group."""
-    from dataclasses import replace
-
     ids = trainer.device_ids
     number = ids[world.local_rank] if world.local_rank < len(ids) else world.local_rank
     device = trainer.strategy.device(number, trainer.accelerator)
     world = replace(world, device=device)
     if device.type == "cuda":
-        import torch
-
         torch.cuda.set_device(device)
     world.join("nccl" if device.type == "cuda" else "gloo")
     return world

@@ -28,6 +28,7 @@ from fabricx.logger import Ending
 from fabricx.module_hooks import ModuleHooks
 from fabricx.optimization import OptimizerHandle, needs_closure, parse_optimizers
 from fabricx.precision import make_precision
+from fabricx.seed import seed_everything
 from fabricx.state import Phase
 
 if TYPE_CHECKING:
@@ -188,9 +189,9 @@ def _if_any(owner: Any, name: str) -> None:
 
 def _seed(t: Trainer) -> None:
     """Give all ranks one seed for the data order; what is drawn elsewhere is each rank's own."""
-    t.state.seed = t.state.seed or t.world.broadcast_object(torch.initial_seed() % 2**62)
-    if t.world.rank:
-        torch.manual_seed((t.state.seed + t.world.rank) % 2**62)
+    t.state.seed = t.world.broadcast_object(t.state.seed)
+    if t.world.size > 1:
+        seed_everything((t.state.seed + t.world.rank) % 2**32)
 
 
 def _backend_flags(t: Trainer, *, on: bool = True) -> None:

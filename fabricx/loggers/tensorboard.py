@@ -112,7 +112,7 @@ class TensorBoardLogger(Logger):
     def _write_session(self, writer: SummaryWriter, status: Ending) -> None:
         # As `add_hparams` does it, but into this writer's own file and with the run's real ending: a second file in
         # the folder makes TensorBoard leave this one behind, and repeated scalars would bend the charts.
-        from tensorboard.plugins.hparams import api_pb2  # type: ignore[import-untyped]
+        from tensorboard.plugins.hparams import api_pb2
         from torch.utils.tensorboard.summary import hparams
 
         metrics = {name: value for name, value in self._final.items() if name != "epoch"}

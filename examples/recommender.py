@@ -1,0 +1,77 @@
+"""A recommender: users and films are points in one small space, and a rating is how well their directions agree."""
+
+from __future__ import annotations
+
+import argparse
+
+import fabricx as fx
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+USERS, FILMS, NOISE = 400, 300, 0.3
+
+
+class Recommender(fx.Module):
+    """Matrix factorisation with biases (Koren, Bell and Volinsky, 2009)."""
+
+    def __init__(self, width: int = 8, lr: float = 0.02, decay: float = 1e-4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        # The last two columns are a bias: of the user (times one), and of the film (times one).
+        self.users = nn.Embedding(USERS, width + 1)
+        self.films = nn.Embedding(FILMS, width + 1)
+        self.mean = nn.Parameter(torch.zeros(()))
+        for table in (self.users, self.films):
+            nn.init.normal_(table.weight, std=0.1)
+
+    def forward(self, users: Tensor, films: Tensor) -> Tensor:
+        user, film = self.users(users), self.films(films)
+        return self.mean + user[:, 0] + film[:, 0] + (user[:, 1:] * film[:, 1:]).sum(1)
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        users, films, ratings = batch
+        loss = nn.functional.mse_loss(self(users, films), ratings)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        users, films, ratings = batch
+        self.log("mse", nn.functional.mse_loss(self(users, films), ratings), prog_bar=True)
+
+    def configure_optimizers(self) -> dict[str, object]:
+        optimizer = torch.optim.AdamW(self.parameters(), self.hparams.lr, weight_decay=self.hparams.decay)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def ratings(count: int = 30_000) -> TensorDataset:
+    """Return ratings of people whose taste has three dimensions, in standard deviations around their mean."""
+    random = torch.Generator().manual_seed(0)
+    taste = torch.randn(USERS, 3, generator=random)
+    style = torch.randn(FILMS, 3, generator=random) / 3**0.5
+    users = torch.randint(USERS, (count,), generator=random)
+    films = torch.randint(FILMS, (count,), generator=random)
+    quality = 0.5 * torch.randn(FILMS, generator=random)
+    noise = NOISE * torch.randn(count, generator=random)
+    return TensorDataset(users, films, (taste[users] * style[films]).sum(1) + quality[films] + noise)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=15)
+    args = parser.parse_args()
+
+    fx.seed_everything(0)
+    train, val = random_split(ratings(), [27_000, 3_000], torch.Generator().manual_seed(0))
+    trainer = fx.Trainer(max_epochs=args.epochs, devices=args.devices)
+    trainer.fit(Recommender(), DataLoader(train, 256 // args.devices, shuffle=True), DataLoader(val, 1000))
+    error = float(trainer.callback_metrics["mse"]) ** 0.5
+    guess = val.dataset.tensors[2].std()
+    print(f"error {error:.3f}; the mean of all ratings {guess:.3f}; nobody can do better than the noise, {NOISE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""For tests of strategies, callbacks and modules: ranks on demand, a tiny module, tiny data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabricx.comm.world import World
+from fabricx.launch.supervisor import run_workers
+from fabricx.module import Module
+
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "accelerator": "cpu",
+}
+
+
+def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
+    """Run `function(*arguments)` on so many ranks that have joined a world on gloo; returns the results by rank.
+
+    The world is `fabricx.comm.world.current()`. Processes come from the fork server, which stays warm between calls.
+    """
+    return run_workers(_joined, (function, arguments), size=ranks)
+
+
+def _joined(world: World, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    replace(world, device=torch.device("cpu")).join("gloo")
+    return function(*arguments)
+
+
+def tiny_data(samples: int = 16) -> TensorDataset:
+    """Return pairs of inputs, shape [4], and targets, shape [1]; the same at each call."""
+    inputs = torch.randn(samples, 4, generator=torch.Generator().manual_seed(samples))
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def tiny_loader(samples: int = 16, batch: int = 4, **options: Any) -> DataLoader[Any]:
+    """Return a loader of `tiny_data`."""
+    return DataLoader(tiny_data(samples), batch_size=batch, **options)
+
+
+class TinyModule(Module):
+    """One linear layer, 4 to 1, trained with plain gradient descent; always begins with the same weights."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(4, 1)
+        with torch.no_grad():
+            for parameter in self.layer.parameters():
+                parameter.fill_(0.5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return predictions, shape [batch, 1]."""
+        output: Tensor = self.layer(inputs)
+        return output
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the mean squared error."""
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the mean squared error."""
+        self.log("val_loss", nn.functional.mse_loss(self(batch[0]), batch[1]))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the mean squared error."""
+        self.log("test_loss", nn.functional.mse_loss(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return plain gradient descent."""
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)

@@ -1,0 +1,217 @@
+"""Two ranks compute what one computes; what goes wrong on one ends all, with its reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import fabricx as fx
+from fabricx.errors import NotPicklable, RanksDisagree, WorkerFailed
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+SAMPLES = 29  # divisible by nothing
+
+
+class Numbered(Dataset[Any]):
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.inputs = torch.randn(samples, 4, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return self.inputs[index], self.inputs[index].sum(0, keepdim=True), index
+
+
+class Ledger(TinyModule):
+    """Entry i of the ledger ends at -1/B for each time that sample i was trained in a global batch of B samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = nn.Parameter(torch.zeros(SAMPLES, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.log("one", 1.0, on_step=True, on_epoch=True)
+        self.log("loss", loss, on_epoch=True)
+        return loss + self.ledger[batch[2]].mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("mean", batch[2].float().mean())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return batch[2]
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.layer.parameters()}, {"params": [self.ledger], "lr": 1.0}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+
+def train(root: Path, devices: int, accumulate: int, **options: Any) -> tuple[Ledger, fx.Trainer]:
+    torch.manual_seed(5)
+    module = Ledger()
+    trainer = fx.Trainer(
+        max_epochs=2, devices=devices, strategy="ddp", accumulate_grad_batches=accumulate, log_every_n_steps=1,
+        default_root_dir=root, **{**QUIET, **options},
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(Numbered(), batch_size=8 // devices, shuffle=True), DataLoader(Numbered(), 2))
+    return module, trainer
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_two_ranks_train_what_one_trains(tmp_path: Path, accumulate: int) -> None:
+    alone, one = train(tmp_path, 1, accumulate)
+    together, two = train(tmp_path, 2, accumulate)
+    # the caller's own module has the weights; float32 sums in another order
+    torch.testing.assert_close(together.layer.weight, alone.layer.weight, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(together.ledger, alone.ledger, rtol=1e-12, atol=0)
+    assert (two.global_step, two.current_epoch) == (one.global_step, one.current_epoch)
+    for name, value in one.callback_metrics.items():
+        assert float(two.callback_metrics[name]) == pytest.approx(float(value), rel=1e-5), name
+    assert float(two.callback_metrics["one_epoch"]) == 1.0  # a constant stays one on uneven ranks
+    assert float(two.callback_metrics["mean"]) == (SAMPLES - 1) / 2  # every sample counts once
+
+
+def test_evaluation_and_prediction_on_two_ranks_count_each_sample_once(tmp_path: Path) -> None:
+    trainer = fx.Trainer(devices=2, strategy="ddp", default_root_dir=tmp_path, **QUIET)
+    five = DataLoader(Numbered(5), batch_size=1)
+    assert trainer.validate(Ledger(), five, verbose=False) == [{"mean": 2.0}]
+    assert torch.cat(trainer.predict(Ledger(), DataLoader(Numbered(), 3))).tolist() == list(range(SAMPLES))
+    one = DataLoader(Numbered(1), batch_size=1)  # the second rank has nothing at all
+    assert trainer.validate(Ledger(), one, verbose=False) == [{"mean": 0.0}]
+
+
+class Troubled(TinyModule):
+    def __init__(self, trouble: str) -> None:
+        super().__init__()
+        self.trouble = trouble
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2 and self.global_rank == 1:
+            if self.trouble == "raises":
+                raise ArithmeticError("only on one")
+            if self.trouble == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.trouble == "skips":
+                return None
+            if self.trouble == "logs":
+                self.log("other", 1.0)
+            if self.trouble == "stops":
+                self.trainer.should_stop = True
+        if batch_idx == 2 and self.trouble == "all skip":
+            return None
+        if batch_idx == 2 and self.trouble == "all stop":
+            self.trainer.should_stop = True
+        return super().training_step(batch, batch_idx)
+
+
+def fit(root: Path, trouble: str) -> fx.Trainer:
+    trainer = fx.Trainer(
+        max_epochs=1, devices=2, strategy="ddp", log_every_n_steps=1, default_root_dir=root, **QUIET
+    )
+    trainer.fit(Troubled(trouble), tiny_loader(64, 4))
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("trouble", "message"),
+    [
+        ("raises", "rank 1 failed:(?s:.*)ArithmeticError: only on one"),
+        ("dies", "rank 1 failed:(?s:.*)killed by SIGKILL"),
+        ("skips", "gave no loss on rank 1"),
+        ("logs", r"rank 0: 'loss'\n  rank 1: 'loss', 'other'"),
+    ],
+)
+def test_trouble_on_one_rank_ends_all_with_its_reason(tmp_path: Path, trouble: str, message: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(WorkerFailed, match=message) as caught:
+        fit(tmp_path, trouble)
+    assert time.monotonic() - began < 30  # a hang, not slowness
+    if trouble in ("skips", "logs"):
+        assert isinstance(caught.value.__cause__, RanksDisagree)
+
+
+def test_all_ranks_may_skip_a_batch_and_stop_where_they_all_ask_to(tmp_path: Path) -> None:
+    assert fit(tmp_path, "all skip").global_step == 7
+    assert fit(tmp_path, "all stop").global_step == 3
+    assert fit(tmp_path, "stops").global_step in (3, 4)  # one rank asks: the others agree on a boundary near by
+
+
+class Stream(IterableDataset[Any]):
+    """Ten samples on the first rank, sixteen on the second; nobody knows beforehand."""
+
+    def __iter__(self) -> Any:
+        rank = torch.distributed.get_rank()
+        yield from ((torch.ones(4), torch.ones(1)) for _ in range(10 + 6 * rank))
+
+
+def test_streams_of_different_length_neither_hang_nor_repeat(tmp_path: Path) -> None:
+    trainer = fx.Trainer(max_epochs=2, devices=2, strategy="ddp", default_root_dir=tmp_path, **QUIET)
+    trainer.fit(TinyModule(), DataLoader(Stream(), batch_size=2))
+    assert (trainer.global_step, trainer.current_epoch) == (16, 2)
+
+
+class Adversarial(TinyModule):
+    """Two optimizers in a manual loop; the first loss reaches the parameters of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Linear(1, 1)
+        nn.init.constant_(self.critic.weight, 0.3)
+        nn.init.constant_(self.critic.bias, 0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        first.zero_grad()
+        self.manual_backward((self.critic(self(batch[0])) - batch[1]).pow(2).mean())
+        first.step()
+        second.zero_grad()
+        self.manual_backward((self.critic(self(batch[0]).detach()) + 1).pow(2).mean())
+        second.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layer.parameters(), 0.1), torch.optim.SGD(self.critic.parameters(), 0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*find_unused_parameters.*")
+def test_a_manual_loop_with_two_optimizers_trains_the_same_on_two_ranks(tmp_path: Path) -> None:
+    trained = []
+    for devices in (1, 2):
+        module = Adversarial()
+        trainer = fx.Trainer(max_steps=3, devices=devices, strategy="ddp", default_root_dir=tmp_path, **QUIET)
+        trainer.fit(module, tiny_loader(30, 8 // devices))
+        assert trainer.global_step == 3
+        trained.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
+    torch.testing.assert_close(trained[0], trained[1], rtol=1e-5, atol=1e-6)  # float32 sums in another order
+
+
+def test_what_cannot_be_sent_to_workers_is_named(tmp_path: Path) -> None:
+    module = TinyModule()
+    module.activation = lambda x: x
+    trainer = fx.Trainer(max_epochs=1, devices=2, strategy="ddp", default_root_dir=tmp_path, **QUIET)
+    with pytest.raises(NotPicklable, match=r"module\.activation can't be sent"):
+        trainer.fit(module, tiny_loader())
+
+
+@pytest.mark.parametrize("compression", ["bf16", "fp16", "powersgd"])
+def test_compressed_gradients_still_train(tmp_path: Path, compression: str) -> None:
+    strategy = fx_ddp(compression)
+    module = TinyModule()
+    trainer = fx.Trainer(max_epochs=4, devices=2, strategy=strategy, default_root_dir=tmp_path, **QUIET)
+    trainer.fit(module, tiny_loader(32, 4), tiny_loader(32, 4))
+    assert float(trainer.callback_metrics["val_loss"]) < 0.1  # it begins above 1
+
+
+def fx_ddp(compression: Any) -> Any:
+    from fabricx.strategies import DDP
+
+    return DDP(compression=compression)

@@ -1,0 +1,110 @@
+"""What a step costs, counted: calls, frames, waits for the device. Times are measured elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fabricx as fx
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+FEW, MANY = 20, 70
+
+
+class Model(TinyModule):
+    def __init__(self, logs: int = 0) -> None:
+        super().__init__()
+        self.logs = logs
+        self.frames: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 3 and not self.frames:
+            frame = sys._getframe(1)
+            while frame is not None and frame.f_code.co_name != "trained":
+                self.frames.append(frame.f_code.co_name)
+                frame = frame.f_back
+        loss = nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+        for number in range(self.logs):
+            self.log(f"loss{number}", loss)
+        return loss
+
+
+def trained(batches: int, logs: int, root: Path) -> Model:
+    module = Model(logs)
+    fx.Trainer(max_epochs=1, limit_train_batches=batches, default_root_dir=root, **QUIET).fit(module, loader())
+    return module
+
+
+def plain(batches: int, logs: int, root: Path) -> None:
+    module = Model()
+    optimizer = module.configure_optimizers()
+    for (inputs, targets), _ in zip(loader(), range(batches), strict=False):
+        loss = nn.functional.mse_loss(module.layer(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def loader() -> Any:
+    return tiny_loader(4 * (MANY + 10), 4, shuffle=True)
+
+
+def calls_per_batch(run: Any, logs: int, root: Path) -> float:
+    def count(batches: int) -> int:
+        calls = 0
+
+        def profile(frame: Any, event: str, arg: Any) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        before = sys.getprofile()
+        sys.setprofile(profile)
+        try:
+            run(batches, logs, root)
+        finally:
+            sys.setprofile(before)
+        return calls
+
+    count(FEW)  # imports and caches
+    return (count(MANY) - count(FEW)) / (MANY - FEW)
+
+
+def test_a_batch_costs_few_python_calls_more_than_a_plain_loop(tmp_path: Path) -> None:
+    bare = calls_per_batch(plain, 0, tmp_path)
+    empty = calls_per_batch(trained, 0, tmp_path)
+    assert empty - bare <= 45  # 150 would be allowed; it was 33, for batches of 4 samples
+    assert calls_per_batch(trained, 1, tmp_path) - empty <= 6
+    assert calls_per_batch(trained, 3, tmp_path) - empty <= 18
+
+
+def test_few_frames_lie_between_fit_and_the_training_step(tmp_path: Path) -> None:
+    frames = trained(5, 0, tmp_path).frames
+    assert frames[-1] == "fit"
+    assert len(frames) - 1 <= 8, frames
+
+
+def test_a_step_that_logs_nothing_never_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
+        original = getattr(Tensor, name)
+
+        def counted(self: Tensor, *args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
+            waits.append(_name)
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(Tensor, name, counted)
+
+    def waited(batches: int) -> list[str]:
+        waits.clear()
+        module = Model(logs=1)
+        options = {**QUIET, "log_every_n_steps": 1000}
+        batch = [(torch.ones(4, 4), torch.ones(4, 1))]
+        fx.Trainer(max_epochs=1, default_root_dir=tmp_path, **options).fit(module, batch * batches)
+        return list(waits)
+
+    assert waited(MANY) == waited(FEW)
