@@ -1,38 +1,44 @@
 .DEFAULT_GOAL := help
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
-BIN := .venv/bin
-INSTALLED := .venv/.installed
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# The first Python of at least 3.11 that really runs: a version manager may have a shim for one that isn't there.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 
 help:  ## what can be made
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
+	@echo "make TARGET, where TARGET is one of"
+	@sed -nE 's/^([a-z]+):[^#]*## *(.*)/  \1\t\2/p' $(MAKEFILE_LIST)
 
 # Installed again only when what is to be installed has changed.
 $(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@test -n "$(PYTHON)" || { echo "fabricx needs Python 3.11 or later; give one with make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "installing fabricx and its tools into $(VENV) (once; a few minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 install: $(INSTALLED)  ## make the virtual environment
 
-demo: $(INSTALLED)  ## train handwritten digits on two processes
+demo: $(INSTALLED)  ## train handwritten digits on two processes, and test
 	@$(BIN)/fabricx fit experiment=digits strategy=ddp trainer.devices=2
 
 test: $(INSTALLED)  ## run the tests
 	$(BIN)/python -m pytest -q
 
-lint: $(INSTALLED)  ## formatting, style, types, direction of imports
-	$(BIN)/ruff format --check .
+lint: $(INSTALLED)  ## style, formatting, types, direction of imports
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 bench: $(INSTALLED)  ## measure against plain torch, side by side
+	$(BIN)/python tests/bench/imports.py
 	$(BIN)/python tests/bench/overhead.py
 	$(BIN)/python tests/bench/ddp.py
-	$(BIN)/python tests/bench/imports.py
 
 clean:  ## remove the virtual environment and what tools leave behind
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 .PHONY: help install demo test lint bench clean

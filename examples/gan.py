@@ -17,14 +17,14 @@ SPREAD = 0.05
 
 def net(inputs: int, outputs: int, width: int = 64) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outputs)
+        nn.Linear(inputs, width), nn.LeakyReLU(0.2), nn.Linear(width, width), nn.LeakyReLU(0.2), nn.Linear(width, outputs)
     )
 
 
 class GAN(fx.Module):
-    """The generator makes points out of noise; the critic tells them from real ones (hinge loss)."""
+    """The generator makes points out of noise; the critic tells them from real ones (Goodfellow et al., 2014)."""
 
-    def __init__(self, noise: int = 8, lr: float = 1e-3) -> None:
+    def __init__(self, noise: int = 4, lr: float = 1e-3) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = False
@@ -39,14 +39,14 @@ class GAN(fx.Module):
 
         self.toggle_optimizer(for_critic)
         judged_real, judged_fake = self.critic(real), self.critic(self(len(real)).detach())
-        critic_loss = torch.relu(1 - judged_real).mean() + torch.relu(1 + judged_fake).mean()
+        critic_loss = nn.functional.softplus(-judged_real).mean() + nn.functional.softplus(judged_fake).mean()
         for_critic.zero_grad()
         self.manual_backward(critic_loss)
         for_critic.step()
         self.untoggle_optimizer(for_critic)
 
         self.toggle_optimizer(for_generator)
-        generator_loss = -self.critic(self(len(real))).mean()
+        generator_loss = nn.functional.softplus(-self.critic(self(len(real)))).mean()
         for_generator.zero_grad()
         self.manual_backward(generator_loss)
         for_generator.step()
@@ -59,7 +59,7 @@ class GAN(fx.Module):
         self.log("clouds found", float(nearest[distance < 4 * SPREAD].unique().numel()), prog_bar=True)
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.Adam(part.parameters(), self.hparams.lr, (0.5, 0.9)) for part in (self.generator, self.critic)]
+        return [torch.optim.Adam(part.parameters(), self.hparams.lr, (0.5, 0.99)) for part in (self.generator, self.critic)]
 
 
 def main() -> None:

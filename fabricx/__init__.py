@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from fabricx.callback import Callback
     from fabricx.datamodule import DataModule
     from fabricx.logger import Logger
-    from fabricx.main import main
+    from fabricx.app import main
     from fabricx.module import Module
     from fabricx.seed import seed_everything
     from fabricx.strategy import Strategy
@@ -25,7 +25,7 @@ _HOME = {
     "Module": "fabricx.module",
     "Strategy": "fabricx.strategy",
     "Trainer": "fabricx.trainer",
-    "main": "fabricx.main",
+    "main": "fabricx.app",
     "seed_everything": "fabricx.seed",
 }
 

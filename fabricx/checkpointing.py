@@ -58,12 +58,16 @@ def save_checkpoint(t: Trainer, path: Path, *, weights_only: bool) -> Path:
     return path
 
 
-def restore(t: Trainer, path: Path) -> None:
-    """Take up a checkpoint: all of it to train on, the weights alone to evaluate."""
+def restore(t: Trainer, path: Path, *, weights_only: bool) -> None:
+    """Take up a checkpoint: all of it to train on, the weights alone to evaluate.
+
+    Raises:
+        CheckpointError: it holds weights only, and training can't go on from those.
+    """
     state = files.load(path, map_location=t.world.device)
     for hook in t.hooks.on_load_checkpoint:
         hook(state)
-    if not t.optimizers and t.training_step is not None and "schedules" not in state or t.logbook is None:
+    if weights_only:
         t.module.load_state_dict(state["strategy"]["module"])
         return
     if "schedules" not in state:

@@ -38,7 +38,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     >>> nearest("fdsp", ["ddp", "fsdp", "single"])
     'fsdp'
     """
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.55)
     return matches[0] if matches else None
 
 

@@ -128,14 +128,14 @@ def _call(hook: tuple[Callable[..., Any], ...], *args: Any) -> None:
 
 
 def _predict(t: Trainer, job: Job) -> list[Any]:
-    t.restore()
+    t.restore(weights_only=True)
     by_loader = [t.world.gather_objects(mine) for mine in evaluation.predict(t, t.val_feeds, keep=job.flag)]
     ordered = [evaluation.in_dataset_order(by_rank) for by_rank in by_loader]
     return ordered if t.several_loaders else ordered[0]
 
 
 def _evaluate(t: Trainer, job: Job) -> list[dict[str, float]]:
-    t.restore()
+    t.restore(weights_only=True)
     results = evaluation.evaluate(t, Phase.VALIDATE if job.stage == "validate" else Phase.TEST, t.val_feeds)
     if job.flag and t.is_global_zero:
         t.print(table(results, job.stage))
@@ -265,6 +265,9 @@ def _set_up_model(t: Trainer, job: Job) -> None:
     t.optimizer_handles = [OptimizerHandle(optimizer, t) for optimizer in t.optimizers]
     t.overridden.closures = frozenset(id(optimizer) for optimizer in t.optimizers if needs_closure(optimizer))
     t.closures = bool(t.overridden.closures)
+    if t._open_loggers and module.example_input_array is not None:
+        for logger in t.loggers:
+            logger.log_graph(module, module.example_input_array)
 
 
 def _compile(t: Trainer) -> None:

@@ -46,9 +46,13 @@ class Hooks:
             own = (getattr(module, name),) if overridden else ()
             setattr(self, name, (*before, *own, *_bound(name, watching, trainer, module)))
         self.train_batch_end_watching: Hook = _bound("on_train_batch_end", watching, trainer, module)
+        self.train_batch_end_others = _without(self.on_train_batch_end, self.train_batch_end_watching)
         self.train_epoch_end_watching: Hook = _bound("on_train_epoch_end", watching, trainer, module)
-        others = len(self.on_train_epoch_end) - len(self.train_epoch_end_watching)
-        self.train_epoch_end_others: Hook = self.on_train_epoch_end[:others]
+        self.train_epoch_end_others = _without(self.on_train_epoch_end, self.train_epoch_end_watching)
+
+
+def _without(hook: Hook, last: Hook) -> Hook:
+    return hook[: len(hook) - len(last)]
 
 
 def _bound(name: str, callbacks: Iterable[Callback], trainer: Trainer, module: Module) -> Hook:

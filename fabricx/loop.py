@@ -79,6 +79,8 @@ def _train_batches(t: Trainer) -> bool:
             t.state.batch = micro.index + 1
             t.state.samples = micro.position
             t.log_step()
+        for hook in t.hooks.train_batch_end_watching:  # a checkpoint has to hold the position after this batch
+            hook(t.window.outputs, t.window.batch, micro.index)
         if t.validation_due(micro):
             t.validate_in_fit()
         if micro.closes and (t.agree_at_boundary() or t.limit_reached()):
@@ -108,7 +110,8 @@ def train_batch(t: Trainer, micro: Microbatch) -> int | None:
             outputs = _forward_backward(t, micro, batch)
     if hooks.on_train_batch_end:
         results = {"loss": outputs.detach()} if isinstance(outputs, Tensor) else _detached(outputs)
-        for hook in hooks.on_train_batch_end:
+        t.window.outputs, t.window.batch = results, batch
+        for hook in hooks.train_batch_end_others:
             hook(results, batch, index)
     t.logbook.end_batch()
     return None
@@ -197,8 +200,7 @@ def _train_nothing(t: Trainer, micro: Microbatch) -> None:
         t.window.sit_out(t, micro, "has no batch")
     if micro.closes and t.module.automatic_optimization and t.window.ready(t):
         _update(t, micro, None)
-    for hook in t.hooks.train_batch_end_watching:
-        hook(None, None, micro.index)
+    t.window.outputs = t.window.batch = None
 
 
 def _syncing(t: Trainer, micro: Microbatch) -> Any:
@@ -213,6 +215,8 @@ class Window:
         self.taken = 0
         self.over = False  # no rank has anything left in this epoch
         self.loss: Tensor | None = None
+        self.outputs: Any = None  # of the newest batch, for those that are told of it last
+        self.batch: Any = None
         self._absences: list[tuple[str, str]] = []
 
     def begin(self, planned: int) -> None:

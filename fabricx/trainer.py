@@ -627,12 +627,12 @@ class Trainer:
         self._logged.clear()
         self._bar.clear()
 
-    def restore(self) -> None:
-        """Take up the checkpoint that the run goes on from, if there is one."""
+    def restore(self, *, weights_only: bool = False) -> None:
+        """Take up the checkpoint that was asked for, if one was: all of it to train on, or the weights alone."""
         if self.overridden.ckpt_path is not None:
             from fabricx.checkpointing import restore
 
-            restore(self, self.overridden.ckpt_path)
+            restore(self, self.overridden.ckpt_path, weights_only=weights_only)
 
     # -- metrics ------------------------------------------------------------------------------------------------
 

@@ -116,7 +116,8 @@ class FakeTrainer:
             self.step()
         if validation is not None:
             self.validate(**validation)
-        self.end_epoch(**metrics)
+        self.log(metrics)
+        self.end_epoch()
 
     def end(self) -> None:
         self.call("on_train_end")

@@ -10,7 +10,7 @@ from fabricx.callbacks import ModelSummary
 from fabricx.callbacks.model_summary import readable, summarize
 
 
-def net() -> nn.Module:
+def net() -> nn.ModuleDict:
     return nn.ModuleDict({"body": nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(10)), "head": nn.Linear(10, 2)})
 
 
@@ -42,7 +42,8 @@ def test_lazy_modules_are_fine() -> None:
     assert summary.rows[0].parameters is None
     assert summary.total == 10
     assert summary.unknown == 2
-    assert "?" in str(summary) and "before the first batch" in str(summary)
+    assert "?" in str(summary)
+    assert "before the first batch" in str(summary)
 
 
 def test_the_table_reads_well() -> None:

@@ -93,7 +93,8 @@ def test_an_evaluation_of_its_own_ends_with_a_line(
     run.call(f"on_{stage}_end")
     run.call("teardown", stage)
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(stage[:4]) and "5/5" in line
+    assert line.startswith(stage[:4])
+    assert "5/5" in line
 
 
 def test_other_ranks_and_a_rate_of_zero_show_nothing(trainer: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +116,7 @@ def test_a_batch_that_draws_nothing_costs_little(trainer: Any) -> None:
             callback.on_train_batch_end(run, run.module, None, None, index)
         best = min(best, (time.perf_counter() - begun) / 1000)
     run.end()
-    assert best < 5e-6  # 0.1 us was measured; a tenth of the batch of the smallest model is 30 us
+    assert best < 5e-6  # a tenth of the batch of the smallest model is 30 us
 
 
 def test_it_can_be_pickled_in_the_middle_of_a_run(trainer: Any) -> None:
@@ -147,7 +148,9 @@ def test_on_a_terminal_what_is_printed_appears_above_the_bar(monkeypatch: pytest
     screen.line("epoch 1/2  10/10")
     assert sys.stdout is screen_text
     text = screen_text.getvalue()
-    assert "a line of the user's\n" in text and "3/10" in text and "loss=0.5" in text
+    assert "a line of the user's\n" in text
+    assert "3/10" in text
+    assert "loss=0.5" in text
     assert text.index("3/10") < text.index("a line of") < text.index("4/10")
     assert text.endswith("epoch 1/2  10/10\n")
 

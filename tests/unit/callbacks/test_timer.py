@@ -44,7 +44,8 @@ def test_epochs_stop_when_time_is_up(trainer: Any, clock: Any) -> None:
     assert not run.should_stop
     clock.now += 3
     run.epoch()
-    assert run.should_stop and run.stop_reasons == []
+    assert run.should_stop
+    assert run.stop_reasons == []
 
 
 def test_a_resumed_run_has_less_time_left(trainer: Any, clock: Any) -> None:
@@ -73,7 +74,8 @@ def test_each_stage_is_measured(trainer: Any, clock: Any) -> None:
     assert callback.time_elapsed("validate") == 10
     assert callback.time_elapsed("train") == 12
     assert callback.time_remaining() is None
-    assert callback.start_time("train") == 100 and callback.end_time("train") == 112
+    assert callback.start_time("train") == 100
+    assert callback.end_time("train") == 112
     assert callback.time_elapsed("test") == 0
 
 

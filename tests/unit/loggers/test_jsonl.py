@@ -19,7 +19,8 @@ def test_each_line_is_an_object(tmp_path: Path) -> None:
     logger.close()
     assert abs(lines[0].pop("time") - time.time()) < 60
     assert lines[0] == {"step": 10, "loss": 0.5, "epoch": 0.0}
-    assert lines[1]["loss"] is None and lines[1]["norm"] is None  # JSON has neither
+    assert lines[1]["loss"] is None
+    assert lines[1]["norm"] is None
 
 
 def test_a_run_that_goes_on_adds_to_the_file(tmp_path: Path) -> None:

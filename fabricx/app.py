@@ -1,0 +1,189 @@
+"""Hydra around a function: `@fx.main` for scripts, and what the `fabricx` command is made of."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import secrets
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fabricx import config
+from fabricx.errors import FabricxError, did_you_mean
+
+HERE = "pkg://fabricx.conf"
+
+
+def main(config_path: str | None = "conf", config_name: str = "config") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function the main program of a script, configured on the command line.
+
+    The function is given the composed configuration. fabricx's own groups can be composed from: begin the script's
+    `defaults` with `fabricx`.
+
+    Args:
+        config_path: the folder of the configuration, relative to the script.
+        config_name: its main file, without `.yaml`.
+
+    Example::
+
+        @fx.main(config_path="conf", config_name="train")
+        def train(cfg):
+            trainer, module, data = build(cfg)      # from fabricx.config import build
+            trainer.fit(module, datamodule=data)
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        folder = None
+        if config_path is not None:
+            folder = str((Path(inspect.getfile(function)).parent / config_path).resolve())
+
+        @functools.wraps(function)
+        def run() -> Any:
+            return run_app(function, sys.argv[1:], folder, config_name)
+
+        return run
+
+    return decorate
+
+
+def run_app(function: Callable[..., Any], arguments: list[str], folder: str | None, name: str) -> Any:
+    """Compose, run, and end with an exit code and a message that helps if something was wrong.
+
+    Args:
+        function: is given the configuration.
+        arguments: of the command line, without the program.
+        folder: where the main configuration is; fabricx's own if None.
+        name: of the main configuration.
+    """
+    config.register()
+    _resolvers()
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a console script hasn't the current folder on its path
+    folder, arguments = _own_groups(folder, arguments)
+    before = sys.argv
+    ours = [] if folder is None else [f"hydra.searchpath=[{HERE}]"]
+    sys.argv = [before[0], *_flags_first([*_opened(arguments), *ours])]
+    full = os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to us, who can say more than Hydra
+    decorated = hydra.main(version_base="1.3", config_path=folder or HERE, config_name=name)(function)
+    try:
+        return decorated()
+    except (HydraException, OmegaConfBaseException, FabricxError, ValueError, LookupError, TypeError) as error:
+        if full != "1" or os.environ.get("FABRICX_TRACEBACK") or not _is_users(error):
+            raise
+        print(f"error: {explain(error, name, folder)}", file=sys.stderr)
+        raise SystemExit(1) from None
+    finally:
+        sys.argv = before
+
+
+def _is_users(error: Exception) -> bool:
+    """Return whether the message is enough: an error in somebody's own code needs its traceback."""
+    if isinstance(error, (HydraException, OmegaConfBaseException, FabricxError)):
+        return True
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    raised_in = traceback.tb_frame.f_globals.get("__name__", "") if traceback else ""
+    return str(raised_in).startswith(("fabricx.", "hydra.", "omegaconf.")) and not isinstance(error, TypeError)
+
+
+def _own_groups(folder: str | None, arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Let `--config-dir` come first in the search path: as Hydra has it, it can't replace what fabricx has too."""
+    kept: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        flag, equals, value = argument.partition("=")
+        if flag in ("--config-dir", "-cd"):
+            given = Path(value if equals else next(rest, ""))
+            if not given.is_dir():
+                print(f"error: --config-dir {given}: there is no such folder", file=sys.stderr)
+                raise SystemExit(1)
+            folder = str(given.resolve())
+        else:
+            kept.append(argument)
+    return folder, kept
+
+
+def _flags_first(arguments: list[str]) -> list[str]:
+    """Let flags stand anywhere: Hydra's parser wants all overrides together, behind them."""
+    overrides = [one for one in arguments if not one.startswith("-") and ("=" in one or one.startswith("~"))]
+    return [*(one for one in arguments if one not in overrides), *overrides]
+
+
+def _opened(arguments: list[str]) -> list[str]:
+    """Choose the open variant of a group whose class is given on the command line."""
+    opened = list(arguments)
+    for group in config.OPEN_GROUPS:
+        chosen = any(argument.startswith((f"{group}=", f"+{group}=")) for argument in arguments)
+        if not chosen and any(argument.lstrip("+").startswith(f"{group}._target_=") for argument in arguments):
+            opened.insert(0, f"{group}=custom")
+    return opened
+
+
+@functools.cache
+def _resolvers() -> None:
+    OmegaConf.register_new_resolver("run_stamp", _stamp, use_cache=True, replace=True)
+
+
+def _stamp() -> str:
+    """Return a name for a run's folder; ranks that torchrun started beside each other agree on it."""
+    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+        launcher = os.getppid()
+        began = datetime.fromtimestamp(os.stat(f"/proc/{launcher}").st_ctime) if Path("/proc").is_dir() else datetime.min
+        return f"{began:%Y-%m-%d_%H-%M-%S}-{launcher:06x}"
+    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(3)}"
+
+
+def explain(error: Exception, name: str, folder: str | None) -> str:
+    """Return what went wrong, with the nearest right key or choice."""
+    text = str(error).strip()
+    if isinstance(error, MissingConfigException) and getattr(error, "options", None):
+        choice = str(error.missing_cfg_file).rpartition("/")[2]
+        return f"{text.splitlines()[0]}.{did_you_mean(choice, error.options)}\n  known: {', '.join(error.options)}"
+    found = re.search(r"Could not override '([^']+)'", text)
+    if found is None:
+        return text
+    key = found.group(1).partition("@")[0]
+    known = _known_keys(name, folder)
+    near = did_you_mean(key, known)
+    if not near and "." in key:
+        group = key.rpartition(".")[0]
+        under = [one for one in known if one.startswith(f"{group}.")]
+        near = f"\n  known: {', '.join(under)}" if under else ""
+    return f"there is no key {key!r} to set.{near}"
+
+
+def _known_keys(name: str, folder: str | None) -> list[str]:
+    GlobalHydra.instance().clear()
+    arguments = [f"hydra.searchpath=[{HERE}]"] if folder else []
+    try:
+        if folder:
+            with hydra.initialize_config_dir(folder, version_base="1.3"):
+                cfg = hydra.compose(name, arguments)
+        else:
+            with hydra.initialize_config_module("fabricx.conf", version_base="1.3"):
+                cfg = hydra.compose(name)
+    except Exception:  # while explaining an error, a second one would only hide it
+        return []
+    keys: list[str] = []
+
+    def walk(node: DictConfig, prefix: str) -> None:
+        for key in node:
+            keys.append(f"{prefix}{key}")
+            child = node._get_node(key)
+            if isinstance(child, DictConfig) and not child._is_none():
+                walk(child, f"{prefix}{key}.")
+
+    walk(cfg, "")
+    return keys

@@ -1,0 +1,130 @@
+"""The command `fabricx`: Hydra in, Trainer out. Nothing here imports torch before a run begins."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabricx.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+STAGES = ("fit", "validate", "test", "predict")
+COMMANDS = (*STAGES, "doctor")
+HELP = """\
+fabricx: training for PyTorch in which the way it is distributed is one word
+
+  fabricx fit          train; with nothing more, handwritten digits on one process
+  fabricx validate     validate a checkpoint:  fabricx validate ckpt_path=runs/.../checkpoints/last.ckpt
+  fabricx test         test a checkpoint
+  fabricx predict      write a checkpoint's predictions to predictions.pt in the run's folder
+  fabricx doctor       what this machine has; put it into a bug report
+
+Try:
+  fabricx fit strategy=ddp trainer.devices=2
+  fabricx fit experiment=charlm
+  fabricx fit --help                     all groups, all keys
+"""
+
+
+def main() -> None:
+    """Run the command that the first argument names."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("--help", "-h", "help"):
+        print(HELP)
+        return
+    command = arguments[0]
+    if command == "--version":
+        from fabricx import __version__
+
+        print(f"fabricx {__version__}")
+        return
+    if command not in COMMANDS:
+        hint = did_you_mean(command, COMMANDS)
+        print(f"error: there is no command {command!r}.{hint}\n  known: {', '.join(COMMANDS)}", file=sys.stderr)
+        raise SystemExit(1)
+    if command == "doctor":
+        from fabricx.doctor import examine
+
+        raise SystemExit(examine())
+    _run(command, arguments[1:])
+
+
+def _run(command: str, arguments: list[str]) -> None:
+    from fabricx.app import run_app
+
+    if "COMP_LINE" in os.environ:  # completion knows no sub-command
+        os.environ["COMP_LINE"] = os.environ["COMP_LINE"].replace(f" {command}", "", 1)
+
+    interrupted: list[bool] = []
+
+    def task(cfg: DictConfig) -> Any:
+        from hydra.core.hydra_config import HydraConfig
+
+        stopped, value = run(command, cfg, Path(HydraConfig.get().runtime.output_dir))
+        if not arguments and command == "fit":
+            print("\nNext: fabricx fit strategy=ddp trainer.devices=2    fabricx fit module.lr=0.01    fabricx fit --help")
+        if stopped:
+            interrupted.append(True)
+            raise SystemExit(130)
+        return value
+
+    run_app(task, [*_demonstration(arguments), *arguments], None, "config")
+
+
+def _demonstration(arguments: list[str]) -> list[str]:
+    """Choose the digits where nothing is said of what to train."""
+    own = ("experiment", "+experiment", "module", "data", "--config-dir", "-cd", "--config-name", "-cn")
+    said = any(argument.split("=")[0].split(".")[0] in own for argument in arguments if "._target_" in argument or not argument.startswith(("module.", "data.")))
+    return [] if said else ["experiment=digits"]
+
+
+def run(command: str, cfg: DictConfig, run_dir: Path) -> tuple[bool, float | None]:
+    """Run one stage of a configuration.
+
+    Returns:
+        whether it was interrupted, and the monitored metric, for sweepers.
+    """
+    from fabricx import provenance
+    from fabricx.config import build, plain
+
+    given = plain(cfg)
+    if given["seed"] is not None:
+        from fabricx.seed import seed_everything
+
+        seed_everything(given["seed"])
+    trainer, module, data = build(given)
+    trainer.run_dir = run_dir
+    provenance.write(run_dir, given)
+    if command == "fit":
+        trainer.fit(module, datamodule=data, ckpt_path=given["ckpt_path"])
+        if given["test"] and not trainer.interrupted and not trainer.fast_dev_run:
+            trainer.test(datamodule=data)
+    elif command == "predict":
+        import torch
+
+        torch.save(trainer.predict(module, datamodule=data, ckpt_path=given["ckpt_path"]), run_dir / "predictions.pt")
+        print(f"predictions: {run_dir / 'predictions.pt'}")
+    else:
+        getattr(trainer, command)(module, datamodule=data, ckpt_path=given["ckpt_path"])
+    if trainer.is_global_zero and command == "fit":
+        _closing_words(trainer, run_dir)
+    value = trainer.callback_metrics.get(given["monitor"] or "")
+    return trainer.interrupted, None if value is None else float(value)
+
+
+def _closing_words(trainer: Any, run_dir: Path) -> None:
+    shown = "  ".join(f"{name}={float(value):.4g}" for name, value in sorted(trainer.callback_metrics.items()))
+    where = os.path.relpath(run_dir)
+    print(f"\n{trainer.global_step} steps, {trainer.current_epoch} epochs: {shown}")
+    opener = "tensorboard"
+    if "VIRTUAL_ENV" not in os.environ and Path(sys.prefix, "bin", "tensorboard").exists():
+        opener = os.path.relpath(Path(sys.prefix, "bin", "tensorboard"))
+    print(f"the run's folder is {where}; look at it with: {opener} --logdir {os.path.dirname(where) or '.'}")
+
+
+if __name__ == "__main__":
+    main()
