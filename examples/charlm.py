@@ -6,10 +6,11 @@ import argparse
 import math
 import pydoc_data.topics
 
-import fabricx as fx
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+
+import fabricx as fx
 
 TEXT = "".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
 ALPHABET = sorted(set(TEXT))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-import fabricx as fx
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
+
+import fabricx as fx
 
 
 class Digits(fx.Module):

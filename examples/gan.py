@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 
-import fabricx as fx
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+import fabricx as fx
 
 ANGLES = torch.arange(8) * (2 * math.pi / 8)
 CENTRES = torch.stack([ANGLES.cos(), ANGLES.sin()], 1)  # on a circle of radius 1
@@ -17,7 +18,11 @@ SPREAD = 0.05
 
 def net(inputs: int, outputs: int, width: int = 64) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(inputs, width), nn.LeakyReLU(0.2), nn.Linear(width, width), nn.LeakyReLU(0.2), nn.Linear(width, outputs)
+        nn.Linear(inputs, width),
+        nn.LeakyReLU(0.2),
+        nn.Linear(width, width),
+        nn.LeakyReLU(0.2),
+        nn.Linear(width, outputs),
     )
 
 
@@ -28,7 +33,7 @@ class GAN(fx.Module):
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = False
-        self.generator, self.critic = net(noise, 2), net(2, 1)
+        self.generator, self.critic = net(noise, 64, 64, 2), net(2, 64, 64, 1)
 
     def forward(self, count: int) -> Tensor:
         return self.generator(torch.randn(count, self.hparams.noise, device=self.device))
@@ -59,7 +64,9 @@ class GAN(fx.Module):
         self.log("clouds found", float(nearest[distance < 4 * SPREAD].unique().numel()), prog_bar=True)
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.Adam(part.parameters(), self.hparams.lr, (0.5, 0.99)) for part in (self.generator, self.critic)]
+        return [
+            torch.optim.Adam(part.parameters(), self.hparams.lr, (0.5, 0.99)) for part in (self.generator, self.critic)
+        ]
 
 
 def main() -> None:
@@ -72,7 +79,9 @@ def main() -> None:
     points = CENTRES[torch.randint(8, (16_384,))] + SPREAD * torch.randn(16_384, 2)
     data = TensorDataset(points)
     trainer = fx.Trainer(max_epochs=args.epochs, devices=args.devices, check_val_every_n_epoch=10)
-    trainer.fit(GAN(), DataLoader(data, 256 // args.devices, shuffle=True), DataLoader(TensorDataset(points[:2000]), 2000))
+    trainer.fit(
+        GAN(), DataLoader(data, 256 // args.devices, shuffle=True), DataLoader(TensorDataset(points[:2000]), 2000)
+    )
 
 
 if __name__ == "__main__":

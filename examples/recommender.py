@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-import fabricx as fx
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
+
+import fabricx as fx
 
 USERS, FILMS, NOISE = 400, 300, 0.3
 

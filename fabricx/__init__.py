@@ -6,10 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fabricx.app import main
     from fabricx.callback import Callback
     from fabricx.datamodule import DataModule
     from fabricx.logger import Logger
-    from fabricx.app import main
     from fabricx.module import Module
     from fabricx.seed import seed_everything
     from fabricx.strategy import Strategy

@@ -11,11 +11,14 @@ import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import hydra
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -25,7 +28,9 @@ from fabricx.errors import FabricxError, did_you_mean
 HERE = "pkg://fabricx.conf"
 
 
-def main(config_path: str | None = "conf", config_name: str = "config") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def main(
+    config_path: str | None = "conf", config_name: str = "config"
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function the main program of a script, configured on the command line.
 
     The function is given the composed configuration. fabricx's own groups can be composed from: begin the script's
@@ -70,10 +75,9 @@ def run_app(function: Callable[..., Any], arguments: list[str], folder: str | No
     _resolvers()
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a console script hasn't the current folder on its path
-    folder, arguments = _own_groups(folder, arguments)
+    arguments = _own_groups(arguments)
     before = sys.argv
-    ours = [] if folder is None else [f"hydra.searchpath=[{HERE}]"]
-    sys.argv = [before[0], *_flags_first([*_opened(arguments), *ours])]
+    sys.argv = [before[0], *_flags_first(_opened(arguments))]
     full = os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to us, who can say more than Hydra
     decorated = hydra.main(version_base="1.3", config_path=folder or HERE, config_name=name)(function)
     try:
@@ -98,10 +102,23 @@ def _is_users(error: Exception) -> bool:
     return str(raised_in).startswith(("fabricx.", "hydra.", "omegaconf.")) and not isinstance(error, TypeError)
 
 
-def _own_groups(folder: str | None, arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Let `--config-dir` come first in the search path: as Hydra has it, it can't replace what fabricx has too."""
+class ProjectPath(SearchPathPlugin):
+    """Where groups are looked for: a project's own first, fabricx's last."""
+
+    own: ClassVar[str | None] = None
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Put the project's folder before the main one, and fabricx's behind it."""
+        if self.own is not None:
+            search_path.prepend("project", f"file://{self.own}", "main")
+        search_path.append("fabricx", HERE)
+
+
+def _own_groups(arguments: list[str]) -> list[str]:
+    """Take `--config-dir` out of the arguments: as Hydra has it, it can't replace what fabricx has too."""
     kept: list[str] = []
     rest = iter(arguments)
+    ProjectPath.own = None
     for argument in rest:
         flag, equals, value = argument.partition("=")
         if flag in ("--config-dir", "-cd"):
@@ -109,10 +126,12 @@ def _own_groups(folder: str | None, arguments: list[str]) -> tuple[str | None, l
             if not given.is_dir():
                 print(f"error: --config-dir {given}: there is no such folder", file=sys.stderr)
                 raise SystemExit(1)
-            folder = str(given.resolve())
+            ProjectPath.own = str(given.resolve())
         else:
             kept.append(argument)
-    return folder, kept
+    if ProjectPath not in Plugins.instance().discover(SearchPathPlugin):
+        Plugins.instance().register(ProjectPath)
+    return kept
 
 
 def _flags_first(arguments: list[str]) -> list[str]:
@@ -140,7 +159,9 @@ def _stamp() -> str:
     """Return a name for a run's folder; ranks that torchrun started beside each other agree on it."""
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         launcher = os.getppid()
-        began = datetime.fromtimestamp(os.stat(f"/proc/{launcher}").st_ctime) if Path("/proc").is_dir() else datetime.min
+        began = (
+            datetime.fromtimestamp(os.stat(f"/proc/{launcher}").st_ctime) if Path("/proc").is_dir() else datetime.min
+        )
         return f"{began:%Y-%m-%d_%H-%M-%S}-{launcher:06x}"
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(3)}"
 
@@ -166,11 +187,10 @@ def explain(error: Exception, name: str, folder: str | None) -> str:
 
 def _known_keys(name: str, folder: str | None) -> list[str]:
     GlobalHydra.instance().clear()
-    arguments = [f"hydra.searchpath=[{HERE}]"] if folder else []
     try:
         if folder:
             with hydra.initialize_config_dir(folder, version_base="1.3"):
-                cfg = hydra.compose(name, arguments)
+                cfg = hydra.compose(name)
         else:
             with hydra.initialize_config_module("fabricx.conf", version_base="1.3"):
                 cfg = hydra.compose(name)

@@ -62,11 +62,11 @@ def _run(command: str, arguments: list[str]) -> None:
     interrupted: list[bool] = []
 
     def task(cfg: DictConfig) -> Any:
-        from hydra.core.hydra_config import HydraConfig
-
-        stopped, value = run(command, cfg, Path(HydraConfig.get().runtime.output_dir))
+        stopped, value = run(command, cfg)
         if not arguments and command == "fit":
-            print("\nNext: fabricx fit strategy=ddp trainer.devices=2    fabricx fit module.lr=0.01    fabricx fit --help")
+            print(
+                "\nNext: fabricx fit strategy=ddp trainer.devices=2    fabricx fit module.lr=0.01    fabricx fit --help"
+            )
         if stopped:
             interrupted.append(True)
             raise SystemExit(130)
@@ -78,17 +78,20 @@ def _run(command: str, arguments: list[str]) -> None:
 def _demonstration(arguments: list[str]) -> list[str]:
     """Choose the digits where nothing is said of what to train."""
     own = ("experiment", "+experiment", "module", "data", "--config-dir", "-cd", "--config-name", "-cn")
-    said = any(argument.split("=")[0].split(".")[0] in own for argument in arguments if "._target_" in argument or not argument.startswith(("module.", "data.")))
+    said = any(
+        argument.split("=")[0].split(".")[0] in own
+        for argument in arguments
+        if "._target_" in argument or not argument.startswith(("module.", "data."))
+    )
     return [] if said else ["experiment=digits"]
 
 
-def run(command: str, cfg: DictConfig, run_dir: Path) -> tuple[bool, float | None]:
+def run(command: str, cfg: DictConfig) -> tuple[bool, float | None]:
     """Run one stage of a configuration.
 
     Returns:
         whether it was interrupted, and the monitored metric, for sweepers.
     """
-    from fabricx import provenance
     from fabricx.config import build, plain
 
     given = plain(cfg)
@@ -97,8 +100,8 @@ def run(command: str, cfg: DictConfig, run_dir: Path) -> tuple[bool, float | Non
 
         seed_everything(given["seed"])
     trainer, module, data = build(given)
-    trainer.run_dir = run_dir
-    provenance.write(run_dir, given)
+    run_dir = trainer.run_dir
+    assert run_dir is not None
     if command == "fit":
         trainer.fit(module, datamodule=data, ckpt_path=given["ckpt_path"])
         if given["test"] and not trainer.interrupted and not trainer.fast_dev_run:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from fabricx import provenance
 from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -59,38 +62,13 @@ class TrainerConfig:
     compile: Any = False
 
 
-@dataclass
-class Config:
-    """The top level.
-
-    Attributes:
-        seed: of everything random; null for another one each time.
-        ckpt_path: a checkpoint to go on from or to evaluate: a path, "last" or "best".
-        monitor: the metric that says which checkpoint is best, and that sweepers optimise.
-        mode: "min" or "max" of it.
-        test: test the best weights after training.
-    """
-
-    seed: int | None = 0
-    ckpt_path: str | None = None
-    monitor: str | None = None
-    mode: str = "min"
-    test: bool = False
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    module: Any = field(default_factory=dict)
-    data: Any = field(default_factory=dict)
-    strategy: Any = field(default_factory=dict)
-    logger: Any = field(default_factory=dict)
-    callbacks: Any = field(default_factory=dict)
-
-
 OPEN_GROUPS = ("module", "data", "strategy")
 
 
 def register() -> None:
     """Tell Hydra what fabricx owns; called before anything is composed."""
     store = ConfigStore.instance()
-    store.store(name="schema", node=Config, provider="fabricx")
+    store.store(name="schema", node={"trainer": TrainerConfig}, provider="fabricx")
     for group in OPEN_GROUPS:  # open: any key may be set, since it belongs to a class of the user's
         store.store(group=group, name="custom", node=DictConfig({}, flags={"struct": False}), provider="fabricx")
 
@@ -126,6 +104,9 @@ def build(cfg: DictConfig | Mapping[str, Any]) -> tuple[Trainer, Module, DataMod
         callbacks=[_plugin("callbacks", name, options) for name, options in _entries(given, "callbacks")],
         logger=[_plugin("loggers", name, options) for name, options in _entries(given, "logger")],
     )
+    if HydraConfig.initialized():  # the folder that Hydra has made for this run or job
+        trainer.run_dir = Path(HydraConfig.get().runtime.output_dir)
+        provenance.write(trainer.run_dir, given)
     return trainer, module, data
 
 

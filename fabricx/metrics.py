@@ -35,7 +35,7 @@ class Series:
         "value",
         "weight",
         "weights",
-    )  # noqa: E501
+    )
 
     def __init__(
         self, reduction: Reduction, *, on_step: bool, on_epoch: bool, bar: bool, to_logger: bool, local: bool

@@ -21,7 +21,9 @@ def write(run_dir: Path, config: Mapping[str, Any] | None) -> None:
     if not (run_dir / "command.txt").exists():
         (run_dir / "command.txt").write_text(shlex.join([sys.executable, *sys.argv]) + "\n")
     if not (run_dir / "versions.json").exists():
-        (run_dir / "versions.json").write_text(json.dumps({**versions(), "git": git_commit(Path.cwd())}, indent=2) + "\n")
+        (run_dir / "versions.json").write_text(
+            json.dumps({**versions(), "git": git_commit(Path.cwd())}, indent=2) + "\n"
+        )
     if config is not None:
         import yaml
 

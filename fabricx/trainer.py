@@ -126,7 +126,7 @@ class Trainer:
         enable_progress_bar: bool = True,
         enable_model_summary: bool = True,
         default_root_dir: str | Path | None = None,
-        compile: bool | Mapping[str, Any] = False,  # noqa: A002  the name that users know
+        compile: bool | Mapping[str, Any] = False,
     ) -> None:
         self.accelerator = check_accelerator(accelerator)
         self.device_ids = check_devices(devices, self.accelerator)

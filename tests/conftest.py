@@ -94,7 +94,7 @@ def _end_process_groups() -> list[str]:
 
 
 def _processes() -> list[str]:
-    """Name processes that the test has started, and end them; the fork server stays, since starting it is what costs."""
+    """Name processes that the test has started, and end them; the fork server stays: starting it is what costs."""
     kept = {getattr(forkserver._forkserver, "_forkserver_pid", None), resource_tracker._resource_tracker._pid}
     mine = psutil.Process()
 

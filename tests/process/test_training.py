@@ -114,9 +114,7 @@ class Troubled(TinyModule):
 
 
 def fit(root: Path, trouble: str) -> fx.Trainer:
-    trainer = fx.Trainer(
-        max_epochs=1, devices=2, strategy="ddp", log_every_n_steps=1, default_root_dir=root, **QUIET
-    )
+    trainer = fx.Trainer(max_epochs=1, devices=2, strategy="ddp", log_every_n_steps=1, default_root_dir=root, **QUIET)
     trainer.fit(Troubled(trouble), tiny_loader(64, 4))
     return trainer
 

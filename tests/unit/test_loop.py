@@ -311,6 +311,8 @@ def test_clipping_limits_the_norm_and_the_values(quiet: dict[str, Any]) -> None:
         after = TinyModule(lr=1.0)
         options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
         fx.Trainer(max_steps=1, **options, **quiet).fit(after, tiny_loader())
-        moved = torch.cat([(a - b).detach().flatten() for a, b in zip(before.parameters(), after.parameters(), strict=True)])
+        moved = torch.cat(
+            [(a - b).detach().flatten() for a, b in zip(before.parameters(), after.parameters(), strict=True)]
+        )
         size = moved.norm() if algorithm == "norm" else moved.abs().max()
         assert float(size) == pytest.approx(0.01, rel=1e-3)
