@@ -8,7 +8,7 @@ import pydoc_data.topics
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import fabricx as fx
 
@@ -16,19 +16,11 @@ TEXT = "".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topi
 ALPHABET = sorted(set(TEXT))
 
 
-class Passages(Dataset):
-    """Passages of a text, and the same passages one character on."""
-
-    def __init__(self, text: str, length: int = 128) -> None:
-        self.codes = torch.tensor([ALPHABET.index(character) for character in text])
-        self.length = length
-
-    def __len__(self) -> int:
-        return (len(self.codes) - 1) // self.length
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        passage = self.codes[index * self.length : (index + 1) * self.length + 1]
-        return passage[:-1], passage[1:]
+def passages(text: str, length: int = 128) -> TensorDataset:
+    """Return passages of a text, and the same passages one character on."""
+    codes = torch.tensor([ALPHABET.index(character) for character in text])
+    whole = (len(codes) - 1) // length * length
+    return TensorDataset(codes[:whole].view(-1, length), codes[1 : whole + 1].view(-1, length))
 
 
 class CharLM(fx.Module):
@@ -42,9 +34,8 @@ class CharLM(fx.Module):
         self.out = nn.Linear(width, len(ALPHABET))
 
     def loss(self, batch: list[Tensor]) -> Tensor:
-        seen, following = batch
-        hidden, _ = self.gru(self.embedding(seen))
-        return nn.functional.cross_entropy(self.out(hidden).flatten(0, 1), following.flatten())
+        hidden, _ = self.gru(self.embedding(batch[0]))
+        return nn.functional.cross_entropy(self.out(hidden).flatten(0, 1), batch[1].flatten())
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         loss = self.loss(batch)
@@ -65,15 +56,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--batches", type=float, default=1.0, help="part of the training batches of an epoch")
+    parser.add_argument("--part", type=float, default=1.0, help="of the batches of an epoch")
     args = parser.parse_args()
 
     fx.seed_everything(0)
-    cut = len(TEXT) * 9 // 10
-    train = DataLoader(Passages(TEXT[:cut]), 32 // args.devices, shuffle=True)
-    val = DataLoader(Passages(TEXT[cut:]), 64)
-    limit = {"limit_train_batches": args.batches, "limit_val_batches": args.batches}
-    trainer = fx.Trainer(max_epochs=args.epochs, devices=args.devices, gradient_clip_val=1.0, **limit)
+    cut = len(TEXT) * 9 // 10  # the last tenth is held out
+    train = DataLoader(passages(TEXT[:cut]), 32 // args.devices, shuffle=True)
+    val = DataLoader(passages(TEXT[cut:]), 64)
+    options = {"gradient_clip_val": 1.0, "limit_train_batches": args.part, "limit_val_batches": args.part}
+    trainer = fx.Trainer(max_epochs=args.epochs, devices=args.devices, **options)
     trainer.fit(CharLM(), train, val)
 
 

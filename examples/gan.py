@@ -7,23 +7,18 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 from torch.utils.data import DataLoader, TensorDataset
 
 import fabricx as fx
 
-ANGLES = torch.arange(8) * (2 * math.pi / 8)
-CENTRES = torch.stack([ANGLES.cos(), ANGLES.sin()], 1)  # on a circle of radius 1
+CENTRES = torch.tensor([(math.cos(k * math.pi / 4), math.sin(k * math.pi / 4)) for k in range(8)])  # on a circle
 SPREAD = 0.05
 
 
 def net(inputs: int, outputs: int, width: int = 64) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(inputs, width),
-        nn.LeakyReLU(0.2),
-        nn.Linear(width, width),
-        nn.LeakyReLU(0.2),
-        nn.Linear(width, outputs),
-    )
+    bend = nn.LeakyReLU(0.2)
+    return nn.Sequential(nn.Linear(inputs, width), bend, nn.Linear(width, width), bend, nn.Linear(width, outputs))
 
 
 class GAN(fx.Module):
@@ -33,40 +28,39 @@ class GAN(fx.Module):
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = False
-        self.generator, self.critic = net(noise, 64, 64, 2), net(2, 64, 64, 1)
+        self.generator, self.critic = net(noise, 2), net(2, 1)
 
     def forward(self, count: int) -> Tensor:
         return self.generator(torch.randn(count, self.hparams.noise, device=self.device))
 
     def training_step(self, batch: list[Tensor]) -> None:
-        [real] = batch
+        real = batch[0]
         for_generator, for_critic = self.optimizers()
 
         self.toggle_optimizer(for_critic)
-        judged_real, judged_fake = self.critic(real), self.critic(self(len(real)).detach())
-        critic_loss = nn.functional.softplus(-judged_real).mean() + nn.functional.softplus(judged_fake).mean()
-        for_critic.zero_grad()
-        self.manual_backward(critic_loss)
-        for_critic.step()
+        critic_loss = (softplus(-self.critic(real)) + softplus(self.critic(self(len(real)).detach()))).mean()
+        self.update(for_critic, critic_loss)
         self.untoggle_optimizer(for_critic)
 
         self.toggle_optimizer(for_generator)
-        generator_loss = nn.functional.softplus(-self.critic(self(len(real)))).mean()
-        for_generator.zero_grad()
-        self.manual_backward(generator_loss)
-        for_generator.step()
+        generator_loss = softplus(-self.critic(self(len(real)))).mean()
+        self.update(for_generator, generator_loss)
         self.untoggle_optimizer(for_generator)
         self.log_dict({"critic": critic_loss, "generator": generator_loss}, prog_bar=True)
 
+    def update(self, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
     def validation_step(self, batch: list[Tensor]) -> None:
         distance, nearest = torch.cdist(self(len(batch[0])), CENTRES.to(self.device)).min(1)
-        self.log("near a cloud", (distance < 4 * SPREAD).float().mean(), prog_bar=True)
-        self.log("clouds found", float(nearest[distance < 4 * SPREAD].unique().numel()), prog_bar=True)
+        near = distance < 4 * SPREAD
+        self.log_dict({"near": near.float().mean(), "clouds": float(nearest[near].unique().numel())}, prog_bar=True)
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [
-            torch.optim.Adam(part.parameters(), self.hparams.lr, (0.5, 0.99)) for part in (self.generator, self.critic)
-        ]
+        nets = self.generator, self.critic
+        return [torch.optim.Adam(one.parameters(), self.hparams.lr, betas=(0.5, 0.99)) for one in nets]
 
 
 def main() -> None:
@@ -76,12 +70,9 @@ def main() -> None:
     args = parser.parse_args()
 
     fx.seed_everything(0)
-    points = CENTRES[torch.randint(8, (16_384,))] + SPREAD * torch.randn(16_384, 2)
-    data = TensorDataset(points)
-    trainer = fx.Trainer(max_epochs=args.epochs, devices=args.devices, check_val_every_n_epoch=10)
-    trainer.fit(
-        GAN(), DataLoader(data, 256 // args.devices, shuffle=True), DataLoader(TensorDataset(points[:2000]), 2000)
-    )
+    points = TensorDataset(CENTRES[torch.randint(8, (16_384,))] + SPREAD * torch.randn(16_384, 2))
+    trainer = fx.Trainer(max_epochs=args.epochs, devices=args.devices, check_val_every_n_epoch=5)
+    trainer.fit(GAN(), DataLoader(points, 256 // args.devices, shuffle=True), DataLoader(points, 4096))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ class Recommender(fx.Module):
     def __init__(self, width: int = 8, lr: float = 0.02, decay: float = 1e-4) -> None:
         super().__init__()
         self.save_hyperparameters()
-        # The last two columns are a bias: of the user (times one), and of the film (times one).
+        # The first column of each is a bias: how generous the user is, how good the film.
         self.users = nn.Embedding(USERS, width + 1)
         self.films = nn.Embedding(FILMS, width + 1)
         self.mean = nn.Parameter(torch.zeros(()))
@@ -66,11 +66,12 @@ def main() -> None:
     args = parser.parse_args()
 
     fx.seed_everything(0)
-    train, val = random_split(ratings(), [27_000, 3_000], torch.Generator().manual_seed(0))
+    data = ratings()
+    train, val = random_split(data, [27_000, 3_000], torch.Generator().manual_seed(0))
     trainer = fx.Trainer(max_epochs=args.epochs, devices=args.devices)
     trainer.fit(Recommender(), DataLoader(train, 256 // args.devices, shuffle=True), DataLoader(val, 1000))
     error = float(trainer.callback_metrics["mse"]) ** 0.5
-    guess = val.dataset.tensors[2].std()
+    guess = float(data.tensors[2].std())
     print(f"error {error:.3f}; the mean of all ratings {guess:.3f}; nobody can do better than the noise, {NOISE}")
 
 

@@ -169,7 +169,7 @@ def _stamp() -> str:
 def explain(error: Exception, name: str, folder: str | None) -> str:
     """Return what went wrong, with the nearest right key or choice."""
     text = str(error).strip()
-    if isinstance(error, MissingConfigException) and getattr(error, "options", None):
+    if isinstance(error, MissingConfigException) and error.options:
         choice = str(error.missing_cfg_file).rpartition("/")[2]
         return f"{text.splitlines()[0]}.{did_you_mean(choice, error.options)}\n  known: {', '.join(error.options)}"
     found = re.search(r"Could not override '([^']+)'", text)
@@ -199,7 +199,7 @@ def _known_keys(name: str, folder: str | None) -> list[str]:
     keys: list[str] = []
 
     def walk(node: DictConfig, prefix: str) -> None:
-        for key in node:
+        for key in map(str, node):
             keys.append(f"{prefix}{key}")
             child = node._get_node(key)
             if isinstance(child, DictConfig) and not child._is_none():

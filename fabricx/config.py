@@ -94,7 +94,7 @@ def build(cfg: DictConfig | Mapping[str, Any]) -> tuple[Trainer, Module, DataMod
     """
     from fabricx.trainer import Trainer
 
-    given = plain(cfg) if isinstance(cfg, DictConfig) else dict(cfg)
+    given = plain(cfg) if isinstance(cfg, DictConfig) else {str(key): value for key, value in cfg.items()}
     for group in ("module", "data"):
         _check_target(group, given.get(group) or {})
     module = _instantiate("module", given["module"])

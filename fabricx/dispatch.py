@@ -175,7 +175,8 @@ def _check(trainer: Trainer, job: Job) -> None:
     if given is None and not any(_has(owner, source) for owner in (data, module)):
         argument = "train_dataloaders" if stage == "fit" else "dataloaders"
         raise ValueError(
-            f"trainer.{stage} has no data: give {argument}=..., datamodule=..., or write {type(module).__name__}.{source}"
+            f"trainer.{stage} has no data: give {argument}=..., datamodule=..., or write "
+            f"{type(module).__name__}.{source}"
         )
     if (
         stage == "fit"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import pickle
@@ -246,7 +247,7 @@ def _set_up_model(t: Trainer, job: Job) -> None:
         nn.SyncBatchNorm.convert_sync_batchnorm(module)
     module.to(device)
     _compile(t)
-    own = {
+    own: dict[str, Any] = {
         name: overrides(module, name, ModuleHooks)
         for name in ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
     }
@@ -391,8 +392,9 @@ def _fixed(loader: Any) -> Any:
     """Return a loader that gives the same batches in each epoch."""
     if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__len__"):
         return loader
+    dataset: Any = loader.dataset
     return DataLoader(
-        loader.dataset, batch_size=loader.batch_size, sampler=SequentialSampler(loader.dataset),
+        loader.dataset, batch_size=loader.batch_size, sampler=SequentialSampler(dataset),
         num_workers=loader.num_workers, collate_fn=loader.collate_fn, drop_last=loader.drop_last,
     )  # fmt: skip
 
@@ -458,7 +460,7 @@ def _close(t: Trainer, ending: Ending) -> None:
             attempt(t.strategy.teardown)
         if t._open_loggers:
             for logger in t.loggers:
-                attempt(lambda logger=logger: logger.close(ending))
+                attempt(functools.partial(logger.close, ending))
     t._open_loggers = False
     t.agreement = None
     t.state.phase = Phase.IDLE

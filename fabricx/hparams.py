@@ -45,7 +45,8 @@ class HyperParameters:
     @property
     def hparams_initial(self) -> AttributeDict:
         """Return a copy of the hyperparameters as they were saved."""
-        return copy.deepcopy(self.__dict__.get("_hparams_initial", AttributeDict()))
+        saved: AttributeDict = self.__dict__.get("_hparams_initial", AttributeDict())
+        return copy.deepcopy(saved)
 
     def save_hyperparameters(
         self,
@@ -93,8 +94,8 @@ def _init_arguments(frame: FrameType | None, cls: type) -> dict[str, Any]:
         frame = frame.f_back
     # a plain function's frame (dataclass-like use): its arguments, if the names are ones of the class's __init__
     if not collected and frame is not None:
-        known = inspect.signature(cls.__init__).parameters
-        collected = {name: value for name, value in frame.f_locals.items() if name in known and name != "self"}
+        known = inspect.signature(cls).parameters
+        collected = {name: value for name, value in frame.f_locals.items() if name in known}
     return collected
 
 

@@ -40,7 +40,7 @@ class Series:
     def __init__(
         self, reduction: Reduction, *, on_step: bool, on_epoch: bool, bar: bool, to_logger: bool, local: bool
     ) -> None:
-        self.reduction = reduction
+        self.reduction: Reduction = reduction
         self.on_step = on_step
         self.on_epoch = on_epoch
         self.bar = bar

@@ -25,7 +25,7 @@ def write(run_dir: Path, config: Mapping[str, Any] | None) -> None:
             json.dumps({**versions(), "git": git_commit(Path.cwd())}, indent=2) + "\n"
         )
     if config is not None:
-        import yaml
+        import yaml  # type: ignore[import-untyped]
 
         (run_dir / "config.yaml").write_text(yaml.safe_dump(dict(config), sort_keys=False))
 

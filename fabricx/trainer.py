@@ -329,7 +329,8 @@ class Trainer:
             module = self.module
             if module is None:
                 raise ValueError(f"trainer.{stage}() has no module: give one, or call fit first")
-            if path is None and getattr(self.checkpoint_callback, "best_model_path", ""):
+            saved = self.checkpoint_callback
+            if path is None and saved is not None and saved.best_model_path:
                 path = "best"
             data = data or self.datamodule
         results: list[Any] = dispatch(self, Job(stage, module, None, loaders, data, path, flag))
@@ -344,8 +345,8 @@ class Trainer:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main rank only, above the progress bar."""
         if self.is_global_zero:
-            printers = [c.print for c in self.callbacks if hasattr(c, "print")]
-            (printers[0] if printers else print)(*args, **kwargs)
+            bar: Any = next((callback for callback in self.callbacks if hasattr(callback, "print")), None)
+            (bar.print if bar is not None else print)(*args, **kwargs)
 
     def request_stop(self, reason: str) -> None:
         """Ask all ranks to stop at the next step boundary that they agree upon."""

@@ -74,6 +74,7 @@ class DDP(Strategy):
         if several_backwards and self.static_graph:
             raise ValueError("static_graph=True needs one backward per step; a manually optimised module has several")
         self._step = _Step(module)
+        buffers: dict[str, Any] = {_BUFFERS_ARGUMENT: self.broadcast_buffers}
         self._ddp = nn.parallel.DistributedDataParallel(
             self._step,
             bucket_cap_mb=self.bucket_mib,
@@ -81,7 +82,7 @@ class DDP(Strategy):
             # One backward of several reaches only a part of the parameters: the others have to be found.
             find_unused_parameters=self.find_unused_parameters or several_backwards,
             gradient_as_bucket_view=True,
-            **{_BUFFERS_ARGUMENT: self.broadcast_buffers},
+            **buffers,
         )
         if self.compression:
             _compress(self._ddp, self.compression, self.powersgd_rank)
@@ -119,7 +120,8 @@ class DDP(Strategy):
             return
         step, self._step.step = self._step.step, self._zero
         try:
-            self.backward(self._forward_unprepared() if self._several_backwards else self._ddp.forward())
+            loss: Any = self._forward_unprepared() if self._several_backwards else self._ddp.forward()
+            self.backward(loss)
         finally:
             self._step.step = step
 
@@ -184,7 +186,8 @@ def _bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[T
     halves = buffer.to(torch.bfloat16).div_(dist.get_world_size())
     work = dist.all_reduce(halves, async_op=True)
     assert work is not None
-    return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+    averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+    return averaged
 
 
 # DDP compares a hook's annotations with the types themselves, and here annotations are text.

@@ -70,7 +70,7 @@ class StopAgreement:
         return self._world.key(f"stop/{name}")
 
     def _watch(self) -> None:
-        store = self._store.clone()  # a connection of its own: a blocked main thread doesn't hold it up
+        store = self._store.clone()  # type: ignore[attr-defined]  # a connection of its own: a blocked main thread doesn't hold it up
         told = -1
         try:
             while not self._closed.wait(POLL_S if self.reason is None else ANSWER_S):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_CPU = torch.device("cpu")
 _CURRENT: list[World] = []  # the world that this process has joined, if any
 
 
@@ -38,7 +39,7 @@ class World:
     generation: int = 0
     job: int = 0
     store: dist.Store | None = None
-    device: torch.device = torch.device("cpu")
+    device: torch.device = _CPU
 
     @property
     def main_rank(self) -> bool:

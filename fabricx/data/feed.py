@@ -184,6 +184,7 @@ class ListFeed(Feed):
         return self._length()
 
     def epoch(self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0) -> Iterator[Microbatch]:
+        part: Any
         for part in (self._source, getattr(self._source, "sampler", None), getattr(self._source, "dataset", None)):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)

@@ -71,7 +71,7 @@ class _Workers:
         self._failures: list[Failure] = []
         self._controls: dict[int, Connection] = {}
         self._processes: dict[int, BaseProcess] = {}
-        path = tuple(os.path.abspath(entry) if not entry else entry for entry in sys.path)
+        path = tuple(entry or os.path.abspath(entry) for entry in sys.path)
         self._places = [Place(rank, size, self._store.port, folder, path, os.getcwd()) for rank in range(size)]
 
     def supervise(self) -> list[Any]:

@@ -1,0 +1,21 @@
+"""A script of one's own around fabricx: what it is given is the composed configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fabricx as fx
+from fabricx.config import build
+
+
+@fx.main(config_path="conf", config_name="train")
+def train(cfg: Any) -> float:
+    trainer, module, data = build(cfg)
+    trainer.fit(module, datamodule=data)
+    error = float(trainer.callback_metrics["val_loss"]) ** 0.5
+    trainer.print(f"error of the forecast: {error:.3f} (the noise alone is {data.hparams.noise})")
+    return error  # what a sweeper minimises
+
+
+if __name__ == "__main__":
+    train()
