@@ -55,7 +55,7 @@ class CharLM(fx.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--part", type=float, default=1.0, help="of the batches of an epoch")
     args = parser.parse_args()
 

@@ -118,7 +118,7 @@ class TensorBoardLogger(Logger):
         metrics = {name: value for name, value in self._final.items() if name != "epoch"}
         experiment, begin, end = hparams(self._params, metrics)  # type: ignore[no-untyped-call]
         if status != "success":
-            _set_status(end, api_pb2.STATUS_FAILURE)
+            _set_status(end, api_pb2.STATUS_FAILURE)  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
         for summary in (experiment, begin, end):
             writer._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
 
@@ -160,6 +160,8 @@ def _set_status(end: Any, status: int) -> None:
     from tensorboard.plugins.hparams import plugin_data_pb2
 
     plugin_data = end.value[0].metadata.plugin_data
-    content = plugin_data_pb2.HParamsPluginData.FromString(plugin_data.content)
+    content = plugin_data_pb2.HParamsPluginData.FromString(  # pyright: ignore[reportAttributeAccessIssue]
+        plugin_data.content
+    )
     content.session_end_info.status = status
     plugin_data.content = content.SerializeToString()

@@ -1,0 +1,153 @@
+"""The command line as a person uses it: what runs, what it says, what a mistake gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+SHORT = ("trainer.max_epochs=2", "trainer.limit_train_batches=5", "trainer.enable_progress_bar=false")
+
+
+def fabricx(*arguments: str, fails: bool = False) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "fabricx", *arguments], capture_output=True, text=True, timeout=100, check=False,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+    )  # fmt: skip
+    assert (done.returncode != 0) is fails, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_run_says_what_came_out_and_where_it_is(own_folder: Path) -> None:
+    said = fabricx("fit", *SHORT)
+    assert "test_accuracy" in said
+    assert "tensorboard --logdir runs" in said
+    [run] = (own_folder / "runs").iterdir()
+    assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_epochs"] == 2
+    assert "torch" in json.loads((run / "versions.json").read_text())
+    assert (run / "command.txt").read_text().strip()
+    assert list(run.glob("events.out.tfevents.*"))
+    last = next((run / "checkpoints").glob("last.ckpt"))
+    assert "test_accuracy" in fabricx("test", f"ckpt_path={last}")
+    assert "val_accuracy" in fabricx("validate", "ckpt_path=last")
+    assert "predictions.pt" in fabricx("predict", f"ckpt_path={last}", "trainer.devices=2")
+
+
+def test_a_sweep_has_one_folder_for_each_job_whatever_the_number_of_ranks(own_folder: Path) -> None:
+    fabricx("fit", "--multirun", "module.lr=0.1,0.01", "trainer.devices=2", *SHORT)
+    [sweep] = (own_folder / "multirun").iterdir()
+    jobs = sorted(folder.name for folder in sweep.iterdir() if folder.is_dir())
+    assert jobs == ["0", "1"]
+    rates = [yaml.safe_load((sweep / job / "config.yaml").read_text())["module"]["lr"] for job in jobs]
+    assert rates == [0.1, 0.01]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fit", "trainer.max_epoch=3"], "Did you mean 'trainer.max_epochs'?"),
+        (["fit", "module.hiden=3"], "Did you mean 'module.hidden'?"),
+        (["fit", "stratgy=ddp"], "Did you mean 'strategy'?"),
+        (["fit", "strategy=dpd"], "Did you mean 'ddp'?"),
+        (["fit", "trainer.devices=0"], "devices=0"),
+        (["fit", "module._target_=nowhere.Net"], "nowhere.Net can't be imported"),
+        (["test", "ckpt_path=nowhere"], "there is no complete checkpoint"),
+        (["fti"], "Did you mean 'fit'?"),
+        (["fit", "--config-dir", "nowhere"], "there is no such folder"),
+    ],
+)
+def test_a_mistake_is_explained_without_a_traceback(arguments: list[str], message: str) -> None:
+    said = fabricx(*arguments, fails=True)
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_an_error_in_the_users_own_code_has_its_traceback(own_folder: Path) -> None:
+    (own_folder / "mine.py").write_text(
+        "from fabricx.demo.digits import DigitsClassifier\n"
+        "class Net(DigitsClassifier):\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        raise ValueError('mine alone')\n"
+    )
+    said = fabricx("fit", "module._target_=mine.Net", fails=True)
+    assert "mine.py" in said
+    assert "ValueError: mine alone" in said
+
+
+def test_help_and_configuration_are_shown_without_running(own_folder: Path) -> None:
+    assert "strategy: auto, custom, ddp, single" in fabricx("fit", "--help")
+    assert "fabricx fit" in fabricx("--help")
+    assert yaml.safe_load(fabricx("fit", "--cfg", "job"))["module"]["hidden"] == 128
+    assert not (own_folder / "runs").exists()
+
+
+def test_composing_loads_no_torch() -> None:
+    code = "import sys, fabricx.cli, fabricx.app; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_a_project_has_groups_and_modules_of_its_own(own_folder: Path) -> None:
+    (own_folder / "my_project").mkdir()
+    (own_folder / "my_project/__init__.py").touch()
+    (own_folder / "my_project/models.py").write_text(
+        "from fabricx.demo.digits import DigitsClassifier\nclass Net(DigitsClassifier):\n    pass\n"
+    )
+    (own_folder / "conf/module").mkdir(parents=True)
+    # a name that fabricx has too: the project's own wins
+    (own_folder / "conf/module/digits.yaml").write_text("_target_: my_project.models.Net\nhidden: 9\n")
+    (own_folder / "conf/train.yaml").write_text(
+        "defaults:\n  - fabricx\n  - _self_\ntrainer:\n  max_steps: 3\nmy_own: 7\n"
+    )
+    (own_folder / "train.py").write_text(
+        "import fabricx as fx\n"
+        "from fabricx.config import build\n"
+        "@fx.main(config_path='conf', config_name='train')\n"
+        "def train(cfg):\n"
+        "    trainer, module, data = build(cfg)\n"
+        "    trainer.fit(module, datamodule=data)\n"
+        "    print('trained', type(module).__module__, trainer.global_step, cfg.my_own)\n"
+        "if __name__ == '__main__':\n"
+        "    train()\n"
+    )
+    assert "my_project.models.Net" in fabricx("fit", "--config-dir", "conf", "--cfg", "job")
+    assert "steps" in fabricx("fit", "--config-dir", "conf", "trainer.devices=2", *SHORT)
+    said = subprocess.run(
+        [sys.executable, "train.py", "trainer.devices=2"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert "trained my_project.models 3 7" in said.stdout, said.stderr
+
+
+def test_doctor_sees_two_ranks_talk() -> None:
+    assert "all-reduce works" in fabricx("doctor")
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_ctrl_c_ends_cleanly_with_a_checkpoint(own_folder: Path, devices: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fabricx", "fit", "trainer.max_epochs=100000", f"trainer.devices={devices}"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while not list(own_folder.glob("runs/*/checkpoints/*/COMMITTED")):  # it trains
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole group
+        said, _ = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    deadline = time.monotonic() + 10  # the fork server ends by itself when its last client is gone
+    while subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True, check=False).returncode == 0:
+        assert time.monotonic() < deadline, "somebody is left"
+        time.sleep(0.1)

@@ -1,0 +1,82 @@
+"""Every example runs, is short, and needs nothing but fabricx's public names."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SOURCES = sorted(EXAMPLES.rglob("*.py"))
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout + ended.stderr
+
+
+def number(output: str, pattern: str) -> float:
+    """Return the last number in an output that follows a text."""
+    return float(re.findall(pattern + r"\s*=?\s*([\d.]+)", output)[-1])
+
+
+def test_digits_are_recognised(tmp_path):
+    output = run(EXAMPLES / "digits.py", "--epochs", "6", cwd=tmp_path)
+    assert number(output.partition("test:")[2], "accuracy") > 0.9
+    assert list(tmp_path.glob("runs/*/events.out.tfevents.*"))
+
+
+def test_the_recommender_does_better_than_guessing_on_two_ranks(tmp_path):
+    output = run(EXAMPLES / "recommender.py", "--epochs", "2", "--devices", "2", cwd=tmp_path)
+    assert number(output, "error") < 0.6 < number(output, "mean of all ratings")
+
+
+def test_the_gan_alternates_two_optimizers_on_two_ranks(tmp_path):
+    output = run(EXAMPLES / "gan.py", "--epochs", "1", "--devices", "2", cwd=tmp_path)
+    assert number(output, "critic") < 2
+
+
+def test_the_language_model_learns(tmp_path):
+    output = run(EXAMPLES / "charlm.py", "--epochs", "1", "--part", "0.2", cwd=tmp_path)
+    assert number(output, "val_bits") < 6  # 103 characters are 6.7 bits when nothing is known
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    return Path(shutil.copytree(EXAMPLES / "my_project", tmp_path / "my_project"))
+
+
+def test_a_project_has_a_script_of_its_own(project):
+    output = run("train.py", "trainer.max_epochs=2", "trainer.devices=2", "strategy=ddp", cwd=project)
+    assert number(output, "error of the forecast:") < 0.6
+
+
+def test_a_project_is_run_by_the_command_too(project):
+    options = ["--config-dir", "conf", "--config-name", "train"]
+    output = run("-m", "fabricx", "fit", *options, "module.hidden=16", "trainer.max_epochs=1", cwd=project)
+    assert number(output, "val_loss") < 1.5  # the curves' variance
+    assert list(project.glob("runs/*/config.yaml"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_an_example_is_short_and_needs_little(path):
+    text = path.read_text()
+    assert text.count("\n") < 80
+    allowed = {"fabricx", "torch", "sklearn", *sys.stdlib_module_names}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            assert {alias.name.partition(".")[0] for alias in node.names} <= allowed
+        elif isinstance(node, ast.ImportFrom):
+            assert str(node.module).partition(".")[0] in allowed
+            assert str(node.module) != "fabricx", "import fabricx as fx"
