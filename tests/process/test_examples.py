@@ -38,8 +38,8 @@ def test_digits_are_recognised(tmp_path):
 
 
 def test_the_recommender_does_better_than_guessing_on_two_ranks(tmp_path):
-    output = run(EXAMPLES / "recommender.py", "--epochs", "2", "--devices", "2", cwd=tmp_path)
-    assert number(output, "error") < 0.6 < number(output, "mean of all ratings")
+    output = run(EXAMPLES / "recommender.py", "--epochs", "4", "--devices", "2", cwd=tmp_path)
+    assert number(output, "error") < 0.7 < number(output, "mean of all ratings")
 
 
 def test_the_gan_alternates_two_optimizers_on_two_ranks(tmp_path):

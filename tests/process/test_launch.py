@@ -1,0 +1,157 @@
+"""Workers start, answer, stop together, and leave nobody behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fabricx.comm.agree import StopAgreement
+from fabricx.comm.world import World, current
+from fabricx.errors import NotPicklable, WorkerFailed
+from fabricx.launch.supervisor import run_workers
+from fabricx.testing import run_ranks
+
+
+def everything(number: int) -> dict[str, Any]:
+    world = current()
+    assert world is not None
+    return {
+        "rank": world.rank,
+        "sum": float(world.all_reduce(torch.tensor(float(number + world.rank)))),
+        "objects": world.gather_objects(world.rank),
+        "first": world.broadcast_object(world.rank),
+        "parts": world.all_gather(torch.tensor([world.rank])).tolist(),
+    }
+
+
+def test_each_rank_answers_and_all_hear_each_other() -> None:
+    common = {"sum": 21.0, "objects": [0, 1], "first": 0, "parts": [[0], [1]]}
+    assert run_ranks(everything, 2, 10) == [{"rank": 0, **common}, {"rank": 1, **common}]
+
+
+def stop(asking: list[int], at: int) -> int:
+    world = current()
+    assert world is not None
+    agreement = StopAgreement(world)
+    try:
+        for boundary in range(1, 10_000):
+            world.all_reduce(torch.zeros(1))  # ranks go in step, as training does
+            if boundary == at and world.rank in asking:
+                agreement.request("asked")
+            if agreement.at_boundary(boundary):
+                world.barrier()
+                return boundary
+    finally:
+        agreement.close()
+    return -1
+
+
+def test_ranks_that_all_ask_at_one_boundary_stop_exactly_there() -> None:
+    assert run_ranks(stop, 3, [0, 1, 2], 5) == [5, 5, 5]
+
+
+@pytest.mark.parametrize("asking", [0, 2])
+def test_one_that_asks_stops_all_at_one_boundary(asking: int) -> None:
+    stopped = run_ranks(stop, 3, [asking], 5)
+    assert len(set(stopped)) == 1
+    assert stopped[0] >= 5
+
+
+def fail_on(world: World, rank: int) -> None:
+    world.join("gloo")
+    if world.rank == rank:
+        raise KeyError("only here")
+    world.all_reduce(torch.zeros(1))  # waits for the one that fails
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_first_failure_ends_all_and_comes_first(rank: int) -> None:
+    with pytest.raises(WorkerFailed, match=rf"^rank {rank} failed:(?s:.*)KeyError: 'only here'") as caught:
+        run_workers(fail_on, (rank,), size=3)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.rank == rank
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.deep = {"list": [1, lambda: 2]}
+
+
+def test_the_smallest_part_that_cannot_be_sent_is_named() -> None:
+    with pytest.raises(NotPicklable, match=r"holder\.deep\['list'\]\[1\] can't be sent(?s:.*)lambda"):
+        run_workers(fail_on, (Holder(),), size=2, named={"holder": Holder()})
+
+
+ENDLESS = """
+import os, sys, time
+from fabricx.launch.supervisor import run_workers
+def endless(world, folder):
+    open(f"{folder}/{os.getpid()}.pid", "w").close()
+    time.sleep(1000)
+if __name__ == "__main__":
+    run_workers(endless, (sys.argv[1],), size=2)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("way", ["killed", "interrupted twice"])
+def test_workers_vanish_with_their_supervisor(own_folder: Path, way: str) -> None:
+    (own_folder / "endless.py").write_text(ENDLESS)
+    process = subprocess.Popen([sys.executable, "endless.py", str(own_folder)], stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while len(list(own_folder.glob("*.pid"))) < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    workers = [int(path.stem) for path in own_folder.glob("*.pid")]
+    if way == "killed":
+        process.kill()
+    else:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in workers):
+        assert time.monotonic() < deadline, "a worker has outlived its supervisor"
+        time.sleep(0.05)
+
+
+SCRIPT = """
+import torch
+import fabricx as fx
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+if __name__ == "__main__":
+    module = TinyModule()
+    trainer = fx.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(module, tiny_loader(32, 4), tiny_loader(8, 4))
+    trainer.fit(module, tiny_loader(32, 4))
+    print(f"rank {trainer.global_rank} of {trainer.world_size}: {trainer.global_step} steps,"
+          f" {type(trainer.strategy).__name__}, {float(trainer.callback_metrics['val_loss']):.6f}\\n", end="")
+"""
+
+
+def test_torchrun_makes_the_script_a_worker(own_folder: Path) -> None:
+    (own_folder / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"],
+        capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert len(lines) == 2, done.stdout + done.stderr
+    assert lines[0].startswith("rank 0 of 2: 4 steps, DDP")
+    assert lines[0].split(":", 1)[1] == lines[1].split(":", 1)[1]

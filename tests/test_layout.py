@@ -1,0 +1,232 @@
+"""What holds for the tree as a whole: packaging, links, folders, names, sizes, and what README files say."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
+LINKED = ("strategies", "callbacks", "conf")  # real folders at the top, imported as fabricx.strategies, ...
+HIDDEN = {"__pycache__", "build", "dist", "runs", "multirun"}
+NAMES_THAT_SAY_NOTHING = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py", "base.py", "core.py"}
+
+
+def files(folder: Path, pattern: str) -> list[Path]:
+    """Return the files of a folder that belong to the project; links aren't followed."""
+    found = (path for path in folder.rglob(pattern) if path.is_file())
+    return sorted(
+        path
+        for path in found
+        if not any(part in HIDDEN or part.startswith(".") for part in path.relative_to(ROOT).parts)
+        and not any(parent.is_symlink() for parent in path.parents)
+        and not any(part.endswith(".egg-info") for part in path.parts)
+    )
+
+
+def package_folders() -> dict[str, Path]:
+    """Return the folder of each package, by the name that it is imported under."""
+    found = {}
+    for top in (ROOT / "fabricx", *(ROOT / name for name in LINKED)):
+        for init in files(top, "__init__.py"):
+            inside = ".".join(init.parent.relative_to(ROOT).parts)
+            found[inside if top.name == "fabricx" else f"fabricx.{inside}"] = init.parent
+    return found
+
+
+PYTHON = [path for top in ("fabricx", *LINKED) for path in files(ROOT / top, "*.py")]
+FOLDERS = sorted({*package_folders().values(), *(path for path in (ROOT / "tests").iterdir() if path.is_dir())})
+
+
+def short(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+# -- packaging ----------------------------------------------------------------------------------------------------
+
+
+def test_the_packages_line_names_every_package_of_the_tree():
+    assert sorted(SETUPTOOLS["packages"]) == sorted(package_folders())
+
+
+def test_folders_at_the_top_are_mapped_to_the_names_they_are_imported_under():
+    assert SETUPTOOLS["package-dir"] == {f"fabricx.{name}": name for name in LINKED}
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_links_are_relative(name):
+    assert os.readlink(ROOT / "fabricx" / name) == f"../{name}"
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_a_folder_at_the_top_refuses_to_be_imported_by_its_own_name(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    with pytest.raises(ImportError, match=f"import this package as fabricx.{name}, not {name}"):
+        importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Build a wheel out of a copy of the tree, as pip does it, and unpack it."""
+    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+    for name in ("fabricx", *LINKED):
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
+    built = subprocess.run([sys.executable, "-c", build], cwd=tree, capture_output=True, text=True, timeout=100)
+    assert built.returncode == 0, built.stderr
+    [path] = out.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(out)
+    path.unlink()
+    return out
+
+
+def test_the_wheel_has_every_module_and_every_choice_of_the_configuration(wheel):
+    expected = set()
+    for name, folder in package_folders().items():
+        expected |= {f"{name.replace('.', '/')}/{path.name}" for path in folder.glob("*.py")}
+    expected |= {f"fabricx/{short(path)}" for path in files(ROOT / "conf", "*.yaml")}
+    expected.add("fabricx/py.typed")
+    packed = {path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()}
+    assert {name for name in packed if ".dist-info/" not in name} == expected
+
+
+def test_the_wheel_has_one_name_at_the_top(wheel):
+    # a project's own `callbacks/` must never meet one of ours
+    assert {path.name for path in wheel.iterdir() if path.suffix != ".dist-info"} == {"fabricx"}
+
+
+def test_what_is_installed_from_the_wheel_finds_its_plugins(wheel, tmp_path):
+    program = (
+        "import fabricx, importlib.resources as r; from fabricx import plugins\n"
+        "from fabricx.strategies import DDP; from fabricx.callbacks import EarlyStopping\n"
+        "assert plugins.find('strategies', 'ddp') is DDP\n"
+        "assert (r.files('fabricx.conf') / 'strategy' / 'ddp.yaml').is_file()\n"
+        "print(fabricx.__file__)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(wheel)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith(str(wheel))
+
+
+# -- folders and words --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", [*FOLDERS, ROOT / "examples", ROOT / "tests"], ids=short)
+def test_a_folder_says_what_belongs_in_it_in_less_than_a_page(folder):
+    readme = folder / "README.md"
+    assert readme.is_file(), f"{short(folder)} has no README.md: what belongs there, what doesn't, which one when"
+    assert 3 <= readme.read_text().count("\n") <= 60
+
+
+def test_no_file_has_a_name_that_says_nothing():
+    assert [short(path) for path in PYTHON if path.name in NAMES_THAT_SAY_NOTHING] == []
+
+
+def definitions(kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> Iterator[tuple[Path, ast.AST]]:
+    for path in PYTHON:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, kind):
+                yield path, node
+
+
+def test_no_class_has_a_name_that_says_nothing():
+    empty = re.compile(r"^_?Base|Base$|Manager|Helper|Connector|Mixin|Util")
+    assert [f"{short(path)}: {node.name}" for path, node in definitions(ast.ClassDef) if empty.search(node.name)] == []
+
+
+def test_files_are_small():
+    sizes = sorted(path.read_text().count("\n") for path in PYTHON if path.name != "__init__.py")
+    assert statistics.median(sizes) <= 150
+    assert statistics.quantiles(sizes, n=10)[-1] <= 500
+
+
+def test_functions_fit_a_screen():
+    lengths = {
+        f"{short(path)}:{node.lineno} {node.name}": node.end_lineno - node.lineno + 1
+        for path, node in definitions((ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    long = {name: length for name, length in lengths.items() if length > 60}
+    assert len(long) <= len(lengths) / 50, long  # nearly every one
+    assert max(lengths.values()) <= 130, long  # the Trainer's arguments are many
+
+
+def test_every_module_begins_with_what_it_is():
+    silent = [short(path) for path in PYTHON if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert silent == []
+
+
+# -- what depends on what (more of it in pyproject.toml, for import-linter) -----------------------------------------
+
+
+def test_torch_distributed_is_met_in_comm_launch_and_strategies_only():
+    allowed = {"fabricx/comm", "fabricx/launch", "fabricx/doctor.py", "strategies"}
+    for path, node in definitions((ast.Import, ast.ImportFrom)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(node.module)]
+        if any(name.startswith("torch.distributed") and "checkpoint" not in name for name in names):
+            assert any(short(path).startswith(place) for place in allowed), short(path)
+
+
+def test_importing_fabricx_and_training_loads_neither_hydra_nor_tensorboard():
+    program = (
+        "import sys, fabricx as fx\n"
+        "assert not {'torch', 'hydra'} & set(sys.modules), 'import fabricx is lazy'\n"
+        "from fabricx.testing import QUIET, TinyModule, tiny_loader\n"
+        "fx.Trainer(max_steps=1, **QUIET).fit(TinyModule(), tiny_loader())\n"
+        "print(*{'hydra', 'omegaconf', 'tensorboard', 'sklearn', 'torchmetrics'} & set(sys.modules))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == []
+
+
+# -- what README files say ----------------------------------------------------------------------------------------
+
+MARKDOWN = [
+    *ROOT.glob("*.md"),
+    *(path for top in ("fabricx", *LINKED, "tests", "examples") for path in files(ROOT / top, "*.md")),
+]
+
+
+@pytest.mark.parametrize("path", MARKDOWN, ids=short)
+def test_files_that_a_readme_names_are_there(path):
+    text = path.read_text()
+    links = [link.partition("#")[0] for link in re.findall(r"\]\((?!https?:)([^)]+)\)", text)]
+    named = re.findall(r"`((?:fabricx|strategies|callbacks|conf|tests|examples)/[\w./]*\w\.(?:py|md|yaml))`", text)
+    missing = [link for link in links if link and not (path.parent / link).exists()]
+    missing += [name for name in named if not (ROOT / name).exists()]
+    assert missing == []
+
+
+def test_targets_that_the_readme_names_are_in_the_makefile():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"`?make ([a-z]+)\b`?", (ROOT / "README.md").read_text()))
+    assert {"demo", "test"} <= named <= targets

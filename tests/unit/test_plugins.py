@@ -1,0 +1,48 @@
+"""Names become objects, and wrong names become advice."""
+
+from __future__ import annotations
+
+import pytest
+
+from fabricx import plugins
+from fabricx.strategies import DDP
+from fabricx.strategy import Strategy
+
+
+@pytest.mark.parametrize("kind", ["strategies", "callbacks", "loggers"])
+def test_every_built_in_name_can_be_found(kind: str) -> None:
+    assert all(isinstance(plugins.find(kind, name), type) for name in plugins.names(kind))
+
+
+def test_a_dotted_path_is_a_plugin_too() -> None:
+    assert isinstance(plugins.build("strategies", "fabricx.strategies.ddp.DDP", bucket_mib=5.0), DDP)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_and_all() -> None:
+    with pytest.raises(LookupError, match=r"Did you mean 'ddp'\?\n  known: ddp, single\n  your own"):
+        plugins.build("strategies", "dpd")
+
+
+def test_an_unknown_option_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"no option 'bucket_mb'\. Did you mean 'bucket_mib'"):
+        plugins.build("strategies", "ddp", bucket_mb=1)
+
+
+def test_a_dotted_path_that_leads_nowhere_is_explained() -> None:
+    with pytest.raises(LookupError, match="No module named"):
+        plugins.build("strategies", "nowhere.Strategy")
+    with pytest.raises(LookupError, match=r"has no 'DPD'"):
+        plugins.build("strategies", "fabricx.strategies.ddp.DPD")
+
+
+def test_what_another_package_registers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Entry:
+        name = "theirs"
+
+        @staticmethod
+        def load() -> type[Strategy]:
+            return DDP
+
+    monkeypatch.setattr(plugins.metadata, "entry_points", lambda group: [Entry] if group.endswith("strategies") else [])
+    assert isinstance(plugins.build("strategies", "theirs"), DDP)
+    assert "theirs" in plugins.names("strategies")
