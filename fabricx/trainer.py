@@ -196,6 +196,7 @@ class Trainer:
         self._logged: dict[str, Tensor] = {}
         self._bar: dict[str, Tensor] = {}
         self._boundary = 0
+        self._in_batches = False  # between the beginning of an epoch's batches and the joining of its values
         self._val_every: float = float("inf")
         self._logged_step = -1
         self.num_training_batches: int | float = 0
@@ -406,7 +407,7 @@ class Trainer:
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """Return the newest value of everything that was logged; reading it communicates nothing."""
-        if self.logbook is not None and self.world.size == 1 and self.state.phase is Phase.TRAIN:
+        if self._in_batches and self.world.size == 1 and self.state.phase is Phase.TRAIN:
             fresh = self.logbook.step_values(self.logbook.step)  # one rank: nothing to join
             self._take(fresh, self.logbook, epoch=False)
         return dict(self._published)
@@ -555,6 +556,7 @@ class Trainer:
     def begin_epoch(self) -> None:
         """Ask for new loaders if that is wanted, and start with empty sums."""
         self.logbook.batches = 0
+        self._in_batches = True
         every = self.reload_dataloaders_every_n_epochs
         if every and self.state.epoch and self.state.epoch % every == 0:
             from fabricx.execution import reload_loaders
@@ -610,6 +612,7 @@ class Trainer:
 
     def validate_in_fit(self) -> None:
         """Validate between two training batches."""
+        self.publish_step()
         evaluation.evaluate(self, Phase.VALIDATE, self.val_feeds)
 
     def sanity_check(self) -> None:
@@ -654,9 +657,15 @@ class Trainer:
 
     def publish_epoch(self) -> None:
         """Join the values of the training epoch, and give them to callbacks and loggers."""
+        if self._in_batches:
+            self.publish_step()
+            self._in_batches = False
         values = self.logbook.epoch_values()
         self._take(values, self.logbook, epoch=True)
         self._to_loggers(values, self.logbook, epoch=True)
+
+    def publish_step(self) -> None:
+        """Join the values of the latest weight update for the callbacks; every rank calls it at the same moment."""
         self._take(self.logbook.step_values(self._step_of_values()), self.logbook, epoch=False)
 
     def _step_of_values(self) -> int:

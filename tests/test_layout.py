@@ -48,11 +48,24 @@ def package_folders() -> dict[str, Path]:
 
 
 PYTHON = [path for top in ("fabricx", *LINKED) for path in files(ROOT / top, "*.py")]
-FOLDERS = sorted({*package_folders().values(), *(path for path in (ROOT / "tests").iterdir() if path.is_dir())})
+FOLDERS = sorted({
+    *package_folders().values(), ROOT / "examples", ROOT / "examples" / "my_project", ROOT / "tests",
+    *(path.parent for path in (ROOT / "tests").glob("*/*.py")),
+})  # fmt: skip
 
 
 def short(path: Path) -> str:
     return str(path.relative_to(ROOT))
+
+
+def python(program: str, cwd: Path, path: Path | str = "") -> str:
+    """Run a program in a process of its own, which finds fabricx in a given folder; returns what it printed."""
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", program], cwd=cwd, env={**os.environ, "PYTHONPATH": str(path)},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
 
 
 # -- packaging ----------------------------------------------------------------------------------------------------
@@ -86,9 +99,7 @@ def wheel(tmp_path_factory) -> Path:
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
-    build = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
-    built = subprocess.run([sys.executable, "-c", build], cwd=tree, capture_output=True, text=True, timeout=100)
-    assert built.returncode == 0, built.stderr
+    python(f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})", cwd=tree)
     [path] = out.glob("*.whl")
     with zipfile.ZipFile(path) as archive:
         archive.extractall(out)
@@ -119,22 +130,13 @@ def test_what_is_installed_from_the_wheel_finds_its_plugins(wheel, tmp_path):
         "assert (r.files('fabricx.conf') / 'strategy' / 'ddp.yaml').is_file()\n"
         "print(fabricx.__file__)"
     )
-    ran = subprocess.run(
-        [sys.executable, "-P", "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(wheel)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith(str(wheel))
+    assert python(program, cwd=tmp_path, path=wheel).startswith(str(wheel))
 
 
 # -- folders and words --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("folder", [*FOLDERS, ROOT / "examples", ROOT / "tests"], ids=short)
+@pytest.mark.parametrize("folder", FOLDERS, ids=short)
 def test_a_folder_says_what_belongs_in_it_in_less_than_a_page(folder):
     readme = folder / "README.md"
     assert readme.is_file(), f"{short(folder)} has no README.md: what belongs there, what doesn't, which one when"
@@ -189,7 +191,7 @@ def test_torch_distributed_is_met_in_comm_launch_and_strategies_only():
             assert any(short(path).startswith(place) for place in allowed), short(path)
 
 
-def test_importing_fabricx_and_training_loads_neither_hydra_nor_tensorboard():
+def test_importing_fabricx_and_training_loads_neither_hydra_nor_tensorboard(tmp_path):
     program = (
         "import sys, fabricx as fx\n"
         "assert not {'torch', 'hydra'} & set(sys.modules), 'import fabricx is lazy'\n"
@@ -197,15 +199,7 @@ def test_importing_fabricx_and_training_loads_neither_hydra_nor_tensorboard():
         "fx.Trainer(max_steps=1, **QUIET).fit(TinyModule(), tiny_loader())\n"
         "print(*{'hydra', 'omegaconf', 'tensorboard', 'sklearn', 'torchmetrics'} & set(sys.modules))"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split() == []
+    assert python(program, cwd=tmp_path, path=ROOT).split() == []
 
 
 # -- what README files say ----------------------------------------------------------------------------------------
@@ -228,5 +222,5 @@ def test_files_that_a_readme_names_are_there(path):
 
 def test_targets_that_the_readme_names_are_in_the_makefile():
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"`?make ([a-z]+)\b`?", (ROOT / "README.md").read_text()))
+    named = set(re.findall(r"(?:^ +|`)make ([a-z]+)\b", (ROOT / "README.md").read_text(), re.MULTILINE))
     assert {"demo", "test"} <= named <= targets

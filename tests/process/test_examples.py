@@ -19,9 +19,10 @@ SOURCES = sorted(EXAMPLES.rglob("*.py"))
 
 def run(*command: str | Path, cwd: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    whole = [sys.executable, *map(str, command)]
     ended = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=100
-    )
+        whole, cwd=cwd, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-3000:]
     return ended.stdout + ended.stderr
 

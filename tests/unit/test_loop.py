@@ -316,3 +316,24 @@ def test_clipping_limits_the_norm_and_the_values(quiet: dict[str, Any]) -> None:
         )
         size = moved.norm() if algorithm == "norm" else moved.abs().max()
         assert float(size) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_value_logged_by_step_and_by_epoch_is_known_by_three_names(quiet: dict[str, Any]) -> None:
+    seen: list[float] = []
+
+    class Mine(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.log("index", float(batch_idx), on_step=True, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(float(self.trainer.callback_metrics["index"]))
+
+        def on_train_epoch_end(self) -> None:
+            seen.append(float(self.trainer.callback_metrics["index"]))
+
+    trainer = fx.Trainer(max_epochs=1, **quiet)
+    trainer.fit(Mine(), tiny_loader(16, 4))
+    assert seen == [0.0, 1.0, 2.0, 3.0, 1.5]
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("index")}
+    assert metrics == {"index": 1.5, "index_step": 3.0, "index_epoch": 1.5}

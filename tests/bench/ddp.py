@@ -1,0 +1,135 @@
+"""Two ranks: a plain DDP script under torchrun against `Trainer(devices=2, strategy="ddp")`.
+
+Measured are the time from the start of the command to the end of the first step on rank 0, and that of later steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from table import Row, show
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import fabricx as fx
+
+WARM = 50
+
+
+def net(width: int = 256) -> nn.Module:
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def data(batches: int) -> TensorDataset:
+    random = torch.Generator().manual_seed(0)
+    inputs = torch.randn(2 * 32 * batches, 64, generator=random)
+    return TensorDataset(inputs, torch.randint(10, (len(inputs),), generator=random))
+
+
+def report(ends: list[float]) -> None:
+    """Write when the first step ended, and how long one took afterwards."""
+    step = (ends[-1] - ends[WARM]) / (len(ends) - 1 - WARM)
+    Path(os.environ["BENCH_OUT"]).write_text(json.dumps({"first": ends[0], "step": step}))
+
+
+def plain(batches: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    whole = data(batches)
+    model = nn.parallel.DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ends = []
+    for inputs, labels in DataLoader(whole, 32, sampler=DistributedSampler(whole)):
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ends.append(time.time())
+    if dist.get_rank() == 0:
+        report(ends)
+    dist.destroy_process_group()
+
+
+class Timed(fx.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.ends = net(), []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:
+        self.ends.append(time.time())
+
+    def on_fit_end(self) -> None:
+        if self.global_rank == 0:
+            report(self.ends)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def ours(batches: int) -> None:
+    trainer = fx.Trainer(
+        max_epochs=1,
+        devices=2,
+        strategy="ddp",
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Timed(), DataLoader(data(batches), 32, shuffle=True))
+
+
+def measure(way: str, batches: int) -> tuple[float, float]:
+    """Run a command; return seconds to the end of the first step, and milliseconds of a step."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if way == "plain" else []
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [sys.executable, *launcher, __file__, "--way", way, "--batches", str(batches)]
+        begun = time.time()
+        subprocess.run(
+            command, check=True, cwd=folder, env={**os.environ, "BENCH_OUT": str(out), "OMP_NUM_THREADS": "1"}
+        )
+        found = json.loads(out.read_text())
+    return found["first"] - begun, found["step"] * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--way", choices=["plain", "ours"])
+    parser.add_argument("--batches", type=int, default=800)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    if args.way:
+        return plain(args.batches) if args.way == "plain" else ours(args.batches)
+
+    found: dict[str, list[tuple[float, float]]] = {"plain": [], "ours": []}
+    for number in range(args.rounds):
+        for way in list(found) if number % 2 == 0 else list(found)[::-1]:
+            found[way].append(measure(way, args.batches))
+    names = {"plain": "a plain DDP script under torchrun", "ours": "fabricx, one log, TensorBoard, checkpoints"}
+    for title, unit, place, most in (
+        ("two ranks, from the command to the end of the first step", "s", 0, 1.0),
+        ("two ranks, a step of 2 x 32 samples", "ms", 1, 1.05),
+    ):
+        show(title, [
+            Row(names[way], [pair[place] for pair in pairs], unit, most if way == "ours" else None)
+            for way, pairs in found.items()
+        ])  # fmt: skip
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The fixture that looks for leaks finds them: a run of pytest in which every test leaves something behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+CONFTEST = Path(__file__).parents[1] / "conftest.py"
+LEAKY = """
+import os, signal, subprocess, threading, time
+import torch, torch.distributed as dist
+
+def test_thread(): threading.Thread(target=time.sleep, args=(60,), daemon=True, name="forgotten").start()
+def test_process(): subprocess.Popen(["sleep", "60"])
+def test_variable(): os.environ["FORGOTTEN"] = "1"
+def test_handler(): signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def test_switch(): torch.set_default_dtype(torch.float64)
+def test_file(): globals()["kept"] = open("forgotten.txt", "w")
+def test_group(): dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def test_nothing(): pass
+"""
+
+
+def test_each_leak_fails_the_test_that_it_is_from_and_no_other(tmp_path):
+    shutil.copy(CONFTEST, tmp_path)
+    (tmp_path / "test_leaky.py").write_text(LEAKY)
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rE", "."], cwd=tmp_path,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    said = ended.stdout
+    for name, leak in {
+        "test_thread": "thread forgotten",
+        "test_process": "process ",
+        "test_variable": "environment: FORGOTTEN was None and is '1'",
+        "test_handler": "signal handlers: SIGTERM",
+        "test_switch": "torch's switches: default dtype was torch.float32 and is torch.float64",
+        "test_file": "an open file",
+        "test_group": "a process group",
+    }.items():
+        assert leak in said.partition(f"teardown of {name} ")[2].partition("teardown of ")[0], said
+    assert "8 passed, 7 errors" in said
