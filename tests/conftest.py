@@ -17,9 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-GRACE_S = 3.0  # how long something that is ending already may take
+GRACE_S = 2.0  # how long something that is ending already may take
 # Set once in a process by a library, at its import or first use; they belong to nobody.
-LIBRARIES_SET = {"PYTEST_CURRENT_TEST", "CUBLAS_WORKSPACE_CONFIG", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
+LIBRARIES_SET = {
+    "PYTEST_CURRENT_TEST",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "KMP_INIT_AT_FORK",
+    "KMP_DUPLICATE_LIB_OK",
+    "TORCHINDUCTOR_CACHE_DIR",
+}
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,6 +11,7 @@ from fabricx.config import build
 @fx.main(config_path="conf", config_name="train")
 def train(cfg: Any) -> float:
     trainer, module, data = build(cfg)
+    assert data is not None
     trainer.fit(module, datamodule=data)
     error = float(trainer.callback_metrics["val_loss"]) ** 0.5
     trainer.print(f"error of the forecast: {error:.3f} (the noise alone is {data.hparams.noise})")

@@ -114,14 +114,15 @@ class OrderedFeed(Feed):
         sampler = self._sampler
         if type(sampler) is SequentialSampler:
             return range(len(sampler))
-        if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+        if _shuffles(sampler):
             return epoch_order(len(sampler), self._seed, epoch)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         with torch.random.fork_rng(devices=[]):  # any other sampler: drawn under the epoch's seed
             torch.manual_seed(epoch_seed(self._seed, epoch))
-            if isinstance(getattr(sampler, "generator", None), torch.Generator):
-                sampler.generator.manual_seed(epoch_seed(self._seed, epoch))
+            generator = getattr(sampler, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(epoch_seed(self._seed, epoch))
             return list(sampler)
 
     def epoch(self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0) -> Iterator[Microbatch]:
@@ -242,6 +243,11 @@ _NOTHING: Any = object()
 
 def _stop(length: int | float) -> int | None:
     return None if length == float("inf") else int(length)
+
+
+def _shuffles(sampler: Any) -> bool:
+    """Return whether a sampler is what `shuffle=True` makes."""
+    return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
 
 
 def _seed_of(loader: DataLoader[Any], seed: int) -> int:

@@ -28,7 +28,7 @@ def cpu(outputs: Any) -> Any:
 
 class _HasTo(type):
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, Tensor) or (hasattr(instance, "to") and callable(instance.to))
+        return isinstance(instance, Tensor) or callable(getattr(instance, "to", None))
 
 
 class _Movable(metaclass=_HasTo):
