@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -115,7 +116,8 @@ class OrderedFeed(Feed):
         if type(sampler) is SequentialSampler:
             return range(len(sampler))
         if _shuffles(sampler):
-            return epoch_order(len(sampler), self._seed, epoch)
+            # An array: a slice of it is ten times cheaper than one of a tensor.
+            return epoch_order(len(sampler), self._seed, epoch).numpy()
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         with torch.random.fork_rng(devices=[]):  # any other sampler: drawn under the epoch's seed
@@ -152,7 +154,7 @@ def _picks(order: Any, cut: Cut, position: int, *, one_by_one: bool, whole: bool
         if share.begin == share.end:
             continue
         places = order[share.begin : share.end]
-        picked: list[Any] = places.tolist() if isinstance(places, torch.Tensor) else list(places)
+        picked: list[Any] = places.tolist() if isinstance(places, np.ndarray) else list(places)
         if whole or one_by_one:  # a place is a batch of the user's own, or a sample that isn't collated
             yield from picked
         else:
