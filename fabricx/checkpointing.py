@@ -12,6 +12,7 @@ import torch
 from fabricx import checkpoint as files
 from fabricx.errors import CheckpointError
 from fabricx.hparams import plain
+from fabricx.loaders import rebuild_feeds
 
 if TYPE_CHECKING:
     from fabricx.trainer import Trainer
@@ -78,8 +79,6 @@ def restore(t: Trainer, path: Path, *, weights_only: bool) -> None:
     t.precision_plugin.load_state_dict(state["precision"])
     attempt = state["state"].get("attempt", 0) + 1
     t.state.load_state_dict({**state["state"], "attempt": attempt})
-    from fabricx.execution import rebuild_feeds
-
     rebuild_feeds(t)
     for callback in t.callbacks:
         if callback.state_key in state["callbacks"]:

@@ -19,10 +19,11 @@ import torch
 from fabricx.comm import world as worlds
 from fabricx.comm.world import World
 from fabricx.errors import did_you_mean
-from fabricx.execution import Outcome, execute
+from fabricx.execution import execute
 from fabricx.hooks import check_hooks
 from fabricx.launch import environment
 from fabricx.module import Module
+from fabricx.outcome import Outcome
 
 if TYPE_CHECKING:
     from fabricx.datamodule import DataModule

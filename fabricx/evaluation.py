@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import random
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fabricx.data import Feed
 from fabricx.data.transfer import cpu
 from fabricx.hooks import Hook
+from fabricx.loaders import sanity_feeds
 from fabricx.logbook import Logbook
+from fabricx.publishing import publish_evaluation, publish_step
 from fabricx.state import Phase
 
 if TYPE_CHECKING:
@@ -41,13 +46,32 @@ def evaluate(t: Trainer, phase: Phase, feeds: Sequence[Feed]) -> list[dict[str, 
             _evaluate_batches(t, word, number, feed)
         t.logbook.loader = None
         _call(t, f"on_{word}_epoch_end")
-        results = t.publish_evaluation(len(feeds))
+        results = publish_evaluation(t, len(feeds))
         _call(t, f"on_{word}_end")
     finally:
         _restore_modes(t, word, modes)
         t.logbook, t.state.phase = logbook, before
         t.attach_log(logbook)
     return results
+
+
+def validate_in_fit(t: Trainer) -> None:
+    """Validate between two training batches."""
+    publish_step(t)
+    evaluate(t, Phase.VALIDATE, t.val_feeds)
+
+
+def sanity_check(t: Trainer) -> None:
+    """Run a few validation batches ahead of training, so that mistakes show early; nothing of it stays."""
+    if not t.val_feeds or not t.num_sanity_val_steps or t.state.step:
+        return
+    devices = [t.world.device] if t.world.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), _python_random_kept():
+        t.state.phase = Phase.SANITY
+        _call(t, "on_sanity_check_start")
+        evaluate(t, Phase.SANITY, sanity_feeds(t))
+        _call(t, "on_sanity_check_end")
+    t.published.clear()
 
 
 def _evaluate_batches(t: Trainer, word: str, number: int, feed: Feed) -> None:
@@ -151,6 +175,14 @@ def _restore_modes(t: Trainer, word: str, modes: list[tuple[nn.Module, bool]]) -
             module.training = training
 
 
-def floats(values: dict[str, Tensor]) -> dict[str, float]:
-    """Return plain numbers."""
-    return {name: float(value) for name, value in values.items()}
+@contextlib.contextmanager
+def _python_random_kept() -> Iterator[None]:
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numbers = numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(numbers)

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,19 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, SequentialSampler
 
 from fabricx import evaluation, loop
 from fabricx.comm.agree import StopAgreement
 from fabricx.comm.world import World
-from fabricx.data import Feed, make_feed, to_device
+from fabricx.data import to_device
 from fabricx.datamodule import DataModule
 from fabricx.hooks import Hooks, accepts, check_hooks, overrides
 from fabricx.hparams import plain
+from fabricx.loaders import load_data
 from fabricx.logbook import Logbook
 from fabricx.logger import Ending
 from fabricx.module_hooks import ModuleHooks
 from fabricx.optimization import OptimizerHandle, needs_closure, parse_optimizers
+from fabricx.outcome import Outcome
 from fabricx.precision import make_precision
 from fabricx.seed import seed_everything
 from fabricx.state import Phase
@@ -51,55 +51,6 @@ class Overridden:
     closures: frozenset[int] = frozenset()
     ckpt_path: Path | None = None
     manual_steps: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass
-class Outcome:
-    """What a job left, on the main rank; plain data once it is `portable`."""
-
-    results: Any = None
-    weights: dict[str, Any] = field(default_factory=dict)
-    trainer: dict[str, Any] = field(default_factory=dict)
-    attributes: dict[str, Any] = field(default_factory=dict)
-    callbacks: list[dict[str, Any]] = field(default_factory=list)
-
-    def portable(self, trainer: Trainer) -> Outcome:
-        """Gather what the caller's objects have to take over."""
-        module = trainer.module
-        self.weights = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
-        keys = ("state", "interrupted", "run_dir", "num_training_batches", "num_val_batches", "_published", "_logged",
-                "_stop_wanted", "_stopped")  # fmt: skip
-        self.trainer = {key: getattr(trainer, key) for key in keys}
-        self.attributes = _picklable({k: v for k, v in vars(module).items() if not k.startswith("_")})
-        self.callbacks = [_picklable(vars(callback)) for callback in trainer.callbacks]
-        return self
-
-    def absorb(self, trainer: Trainer, job: Job) -> None:
-        """Bring the caller's module, trainer and callbacks to where the job has brought the workers'."""
-        own = dict(job.module.state_dict())
-        for name, tensor in self.weights.items():
-            if name in own and own[name].shape == tensor.shape:
-                with torch.no_grad():
-                    own[name].copy_(tensor)
-        if set(own) != set(self.weights):  # layers that were built in configure_model or setup
-            job.module.configure_model()
-            job.module.load_state_dict(self.weights)
-        vars(job.module).update(self.attributes)
-        vars(trainer).update(self.trainer)
-        trainer.module, trainer.datamodule = job.module, job.datamodule
-        for callback, attributes in zip(trainer.callbacks, self.callbacks, strict=False):
-            vars(callback).update(attributes)
-
-
-def _picklable(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {}
-    for name, value in attributes.items():
-        try:
-            pickle.dumps(value)
-        except Exception:
-            continue  # an open file, a live bar: it stays in the worker
-        kept[name] = value
-    return kept
 
 
 def execute(t: Trainer, job: Job, world: World) -> Outcome:
@@ -169,8 +120,8 @@ def _set_up(t: Trainer, job: Job, world: World) -> None:
     _module_callbacks(t)
     t.hooks = Hooks(t, t.module, t.callbacks)
     t.agreement = StopAgreement(t.world)
-    if t._stop_wanted and job.stage == "fit":
-        t._stop_wanted = t._stopped = False
+    if t.stop_wanted and job.stage == "fit":
+        t.stop_wanted = t.stopped = False
     _open_loggers(t, job)
     if world.local_rank == 0:
         _if_any(t.datamodule, "prepare_data")
@@ -222,7 +173,7 @@ def _open_loggers(t: Trainer, job: Job) -> None:
         t.run_dir.mkdir(parents=True, exist_ok=True)
     for logger in t.loggers:
         logger.open(t.run_dir)
-    t._open_loggers = True
+    t.loggers_open = True
     if job.stage != "fit":
         return
     from fabricx.provenance import write
@@ -252,7 +203,7 @@ def _set_up_model(t: Trainer, job: Job) -> None:
         for name in ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
     }
     t.overridden = Overridden(**own, ckpt_path=Path(job.ckpt_path) if job.ckpt_path else None)
-    t._bring = _transfer(t)
+    t.bring = _transfer(t)
     load_data(t, job)
     _wrap_steps(t)
     if job.stage != "fit":
@@ -266,7 +217,7 @@ def _set_up_model(t: Trainer, job: Job) -> None:
     t.optimizer_handles = [OptimizerHandle(optimizer, t) for optimizer in t.optimizers]
     t.overridden.closures = frozenset(id(optimizer) for optimizer in t.optimizers if needs_closure(optimizer))
     t.closures = bool(t.overridden.closures)
-    if t._open_loggers and module.example_input_array is not None:
+    if t.loggers_open and module.example_input_array is not None:
         for logger in t.loggers:
             logger.log_graph(module, module.example_input_array)
 
@@ -311,126 +262,6 @@ def _transfer(t: Trainer) -> Callable[[Any, int], Any] | None:
     return bring
 
 
-def load_data(t: Trainer, job: Job) -> None:
-    """Make the feeds of a stage from what was given, the data module, or the module, in this order."""
-    stage = job.stage
-    if stage == "fit":
-        source = job.train if job.train is not None else _loader(t, "train_dataloader")
-        t.train_dataloader = _fixed(source) if t.overfit_batches else source
-        t.train_feed = _feed(t, t.train_dataloader, t.limit_train_batches)
-        t.num_training_batches = t.train_feed.batches()
-        t.overridden.__dict__["given_train"] = job.train
-    words = {"fit": "val", "validate": "val", "test": "test", "predict": "predict"}
-    given = job.evaluate if job.evaluate is not None else _loader(t, f"{words[stage]}_dataloader")
-    if t.overfit_batches and stage == "fit" and given is not None:
-        given = t.train_dataloader
-    limit = getattr(t, f"limit_{words[stage]}_batches")
-    has_step = stage != "fit" or callable(getattr(t.module, "validation_step", None))
-    loaders = _several(given) if has_step and limit != 0 else []
-    t.val_dataloaders = given
-    t.several_loaders = len(loaders) > 1
-    t.val_feeds = [_feed(t, loader, limit) for loader in loaders]
-    t.num_val_batches = [feed.batches() for feed in t.val_feeds]
-    if stage == "fit":
-        t._val_every = _validation_interval(t)
-
-
-def reload_loaders(t: Trainer) -> None:
-    """Ask the data module or the module for new training batches."""
-    if t.overridden.__dict__.get("given_train") is None:
-        t.train_dataloader = _loader(t, "train_dataloader")
-        t.train_feed = _feed(t, t.train_dataloader, t.limit_train_batches)
-        t.num_training_batches = t.train_feed.batches()
-        t._val_every = _validation_interval(t)
-
-
-def rebuild_feeds(t: Trainer) -> None:
-    """Make the feeds anew, after a checkpoint has brought its own seed of the data order."""
-    t.train_feed = _feed(t, t.train_dataloader, t.limit_train_batches)
-    t.val_feeds = (
-        [_feed(t, loader, t.limit_val_batches) for loader in _several(t.val_dataloaders)] if t.val_feeds else []
-    )
-
-
-def _loader(t: Trainer, name: str) -> Any:
-    for owner in (t.datamodule, t.module):
-        found = getattr(owner, name)() if owner is not None else None
-        if found is not None:
-            return found
-    return None
-
-
-def _feed(t: Trainer, source: Any, limit: int | float) -> Feed:
-    if isinstance(limit, float) and limit != float("inf") and not hasattr(source, "__len__"):
-        raise ValueError(
-            f"a part of the batches ({limit}) needs a loader with a length; {type(source).__name__} has none"
-        )
-    if isinstance(source, (list, tuple)) and source and all(isinstance(one, DataLoader) for one in source):
-        raise ValueError("train on one loader: several training loaders have to be joined into one that yields both")
-    if not hasattr(source, "__iter__"):
-        raise ValueError(f"{type(source).__name__} is not something to iterate over: give a DataLoader or batches")
-    return make_feed(source, t.world, seed=t.state.seed, limit=limit, shard=t.use_distributed_sampler)
-
-
-def _several(given: Any) -> list[Any]:
-    """Return the loaders: a list of loaders is several, a list of batches is one."""
-    if given is None:
-        return []
-    if isinstance(given, Mapping):
-        return list(given.values())
-    if isinstance(given, (list, tuple)) and given and all(_is_loader(one) for one in given):
-        return list(given)
-    return [given]
-
-
-def _is_loader(value: Any) -> bool:
-    batch = isinstance(value, (torch.Tensor, Mapping, list, tuple, str))
-    return hasattr(value, "__iter__") and not batch
-
-
-def _fixed(loader: Any) -> Any:
-    """Return a loader that gives the same batches in each epoch."""
-    if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__len__"):
-        return loader
-    dataset: Any = loader.dataset
-    return DataLoader(
-        loader.dataset, batch_size=loader.batch_size, sampler=SequentialSampler(dataset),
-        num_workers=loader.num_workers, collate_fn=loader.collate_fn, drop_last=loader.drop_last,
-    )  # fmt: skip
-
-
-def _validation_interval(t: Trainer) -> float:
-    """Return every how many batches (steps, if that was asked for) a validation comes; infinity for epoch ends only."""
-    from fabricx.settings import check_count
-
-    every, total = t.val_check_interval, t.num_training_batches
-    if not t.val_feeds or every is None:
-        return float("inf")
-    if isinstance(every, str):
-        return float(check_count("val_check_interval", every, "step", 1) or 1)
-    if isinstance(every, int) and not isinstance(every, bool):
-        if every > total and t.check_val_every_n_epoch is not None:
-            raise ValueError(
-                f"val_check_interval={every} is more than the {total} batches of an epoch; take a smaller one, or "
-                "check_val_every_n_epoch=None to count across epochs"
-            )
-        return float(every)
-    if total == float("inf"):
-        if every != 1.0:
-            raise ValueError(
-                "val_check_interval as a part of an epoch needs a loader with a length; give a number of batches"
-            )
-        return float("inf")
-    return float(max(1, int(total * every)))
-
-
-def sanity_feeds(t: Trainer) -> list[Feed]:
-    """Return the validation feeds, cut to the few batches of the sanity check."""
-    few = float("inf") if t.num_sanity_val_steps == -1 else t.num_sanity_val_steps
-    limit = min(few, t.limit_val_batches) if isinstance(t.limit_val_batches, int) else few
-    return [_feed(t, loader, limit) for loader in _several(t.val_dataloaders)]
-
-
 def _wrap_steps(t: Trainer) -> None:
     """Look at the steps' signatures once, and put the precision around them."""
     names = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
@@ -458,10 +289,10 @@ def _close(t: Trainer, ending: Ending) -> None:
             attempt(t.agreement.close)
         if t.optimizers:
             attempt(t.strategy.teardown)
-        if t._open_loggers:
+        if t.loggers_open:
             for logger in t.loggers:
                 attempt(functools.partial(logger.close, ending))
-    t._open_loggers = False
+    t.loggers_open = False
     t.agreement = None
     t.state.phase = Phase.IDLE
     if t.module is not None:

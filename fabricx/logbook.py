@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fabricx.data.transfer import batch_size_of
-from fabricx.errors import did_you_mean
 from fabricx.metrics import Metrics, Series, as_value
 from fabricx.module import check_reduction
 from fabricx.strategy import Strategy
@@ -114,18 +113,15 @@ class Logbook:
             if series.bar and series.on_step and series.value is not None
         }  # fmt: skip
 
+    def series(self, name: str) -> Series:
+        """Return what is known of a name."""
+        found = self.metrics.series.get(name)
+        return found if found is not None else self.metrics.objects[name][1]
+
     def names(self, name: str, *, epoch: bool) -> str:
         """Return what the loggers call a value: with both kinds, `name_step` and `name_epoch`."""
-        series = self.metrics.series[name]
+        series = self.series(name)
         if not (series.on_step and series.on_epoch):
             return name
         plain, slash, loader = name.partition("/dataloader_idx_")
         return f"{plain}_{'epoch' if epoch else 'step'}{slash}{loader}"
-
-
-def missing_metric(monitor: str, known: dict[str, Tensor], who: str) -> str:
-    """Return what to say when a metric is wanted that was never logged."""
-    return (
-        f"{who} looks at {monitor!r}, which was never logged.{did_you_mean(monitor, known)}\n"
-        f"  logged so far: {', '.join(sorted(known)) or 'nothing'}\n  log it with self.log({monitor!r}, value)"
-    )

@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fabricx.boundaries import agree_at_boundary, limit_reached, validation_due, validation_due_at_end
 from fabricx.data import Microbatch
 from fabricx.errors import RanksDisagree
+from fabricx.evaluation import sanity_check, validate_in_fit
 from fabricx.hooks import Hook
+from fabricx.optimization import step_schedules
+from fabricx.publishing import log_step, publish_epoch
 from fabricx.state import Phase
 
 if TYPE_CHECKING:
@@ -28,11 +32,11 @@ def fit(t: Trainer, job: object = None) -> None:
     """Train from where `t.state` is until a limit is reached or somebody asks to stop."""
     call(t.hooks.on_fit_start)
     t.restore()
-    t.sanity_check()
+    sanity_check(t)
     t.state.phase = Phase.TRAIN
     t.module.train()
     call(t.hooks.on_train_start)
-    while not t.limit_reached():
+    while not limit_reached(t):
         train_epoch(t)
     call(t.hooks.on_train_end)
     call(t.hooks.on_fit_end)
@@ -43,20 +47,20 @@ def train_epoch(t: Trainer) -> None:
     state, hooks = t.state, t.hooks
     if not state.closing:  # else: a checkpoint was taken while the epoch was being closed
         complete = _train_batches(t)
-        if t.validation_due_at_end(complete):
-            t.validate_in_fit()
-        t.publish_epoch()
+        if validation_due_at_end(t, complete):
+            validate_in_fit(t)
+        publish_epoch(t)
         call(hooks.train_epoch_end_others)
-        t.publish_epoch()  # what the hooks have logged
+        publish_epoch(t)  # what the hooks have logged
         state.closing = complete
         call(hooks.train_epoch_end_watching)
         if not complete:
             return
-    t.step_schedules("epoch")
+    step_schedules(t, "epoch")
     state.epoch += 1
     state.batch = state.samples = 0
     state.closing = False
-    t.agree_at_boundary()
+    agree_at_boundary(t)
 
 
 def _train_batches(t: Trainer) -> bool:
@@ -78,12 +82,12 @@ def _train_batches(t: Trainer) -> bool:
                 return True
             t.state.batch = micro.index + 1
             t.state.samples = micro.position
-            t.log_step()
+            log_step(t)
         for hook in t.hooks.train_batch_end_watching:  # a checkpoint has to hold the position after this batch
             hook(t.window.outputs, t.window.batch, micro.index)
-        if t.validation_due(micro):
-            t.validate_in_fit()
-        if micro.closes and (t.agree_at_boundary() or t.limit_reached()):
+        if validation_due(t, micro):
+            validate_in_fit(t)
+        if micro.closes and (agree_at_boundary(t) or limit_reached(t)):
             return micro.last
     return True
 
@@ -170,7 +174,7 @@ def _update(t: Trainer, micro: Microbatch, batch: Any) -> None:
             t.precision_plugin.step(optimizer, t.strategy.step)
     t.precision_plugin.updated()
     t.state.step += 1
-    t.step_schedules("step")
+    step_schedules(t, "step")
 
 
 def _update_with_closure(t: Trainer, micro: Microbatch, batch: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from fabricx.errors import RanksDisagree
+from fabricx.errors import RanksDisagree, did_you_mean
 
 Reduction = Literal["mean", "sum", "max", "min"]
 REDUCTIONS: Final = ("mean", "sum", "max", "min")
@@ -232,4 +232,12 @@ def as_value(value: Any, name: str, device: torch.device) -> Any:
     raise ValueError(
         f"self.log({name!r}, ...) was given {type(value).__name__}; it takes a number, a tensor of one element or a "
         "torchmetrics.Metric"
+    )
+
+
+def missing_metric(monitor: str, known: dict[str, Tensor], who: str) -> str:
+    """Return what to say when a metric is wanted that was never logged."""
+    return (
+        f"{who} looks at {monitor!r}, which was never logged.{did_you_mean(monitor, known)}\n"
+        f"  logged so far: {', '.join(sorted(known)) or 'nothing'}\n  log it with self.log({monitor!r}, value)"
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class ModuleHooks:
     """Override what you need; a hook that nobody overrides costs nothing.
 
-    The order in which hooks run is written down in `docs/hooks.md` and is what `loop.py` reads like.
+    The order in which hooks run is written down in `hooks.md`, beside this file, and is what `loop.py` reads like.
     """
 
     if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fabricx.errors import did_you_mean
+from fabricx.metrics import missing_metric
 
 if TYPE_CHECKING:
     from fabricx.trainer import Trainer
@@ -103,6 +104,24 @@ def _schedule(scheduler: Any, monitor: str | None = None) -> Schedule:
         wrong = f"has the key {unknown[0]!r}.{did_you_mean(unknown[0], _KEYS)}" if unknown else "has no 'scheduler'"
         raise ValueError(f"the lr_scheduler dict of configure_optimizers {wrong}\n  known: {', '.join(_KEYS)}")
     return Schedule(**{"monitor": monitor, **scheduler})
+
+
+def step_schedules(t: Trainer, interval: str) -> None:
+    """Advance the schedulers of an interval that are due; in manual optimization the user does it."""
+    if not t.lr_schedulers or not t.module.automatic_optimization:
+        return
+    count = t.state.step if interval == "step" else t.state.epoch + 1
+    for schedule in t.lr_schedulers:
+        if schedule.interval != interval or count % schedule.frequency:
+            continue
+        metric = None
+        if schedule.reduce_on_plateau:
+            metric = t.callback_metrics.get(schedule.monitor or "")
+            if metric is None:
+                if schedule.strict:
+                    raise ValueError(missing_metric(str(schedule.monitor), t.published.metrics, "the scheduler"))
+                continue
+        t.module.lr_scheduler_step(schedule.scheduler, metric)
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

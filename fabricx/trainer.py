@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabricx import evaluation, plugins
 from fabricx.callback import Callback
 from fabricx.comm.world import World
-from fabricx.data import Feed, Microbatch
+from fabricx.data import Feed
 from fabricx.datamodule import DataModule
 from fabricx.dispatch import Job, dispatch
 from fabricx.errors import FabricxError
-from fabricx.hooks import Hooks, check_hooks
-from fabricx.logbook import Logbook, missing_metric
+from fabricx.hooks import Hooks
+from fabricx.logbook import Logbook
 from fabricx.logger import Logger, Silent
 from fabricx.loop import Window, call
 from fabricx.module import Module
 from fabricx.optimization import OptimizerHandle, Schedule
+from fabricx.parts import choose_callbacks, choose_loggers, choose_strategy
 from fabricx.precision import Precision, check_precision
+from fabricx.publishing import Published, newest_metrics, shown_in_bar
 from fabricx.settings import check_accelerator, check_count, check_devices, check_limit, check_max_time
 from fabricx.state import Phase, RunState
 from fabricx.strategy import Strategy
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
 # What exists only while a run is going on, in the process that trains.
 _RUNTIME = (
     "hooks", "logbook", "train_feed", "val_feeds", "optimizers", "lr_schedulers", "optimizer_handles", "training_step",
-    "steps", "window", "world", "agreement", "precision_plugin", "overridden", "_bring", "_open_loggers", "datamodule",
+    "steps", "window", "world", "agreement", "precision_plugin", "overridden", "bring", "loggers_open", "datamodule",
     "module", "train_dataloader", "val_dataloaders",
 )  # fmt: skip
 
@@ -175,14 +173,14 @@ class Trainer:
         self.fast_dev_run = fast_dev_run
         if fast_dev_run:
             self._only_try(int(fast_dev_run))
-        self.strategy = self._choose_strategy(strategy)
-        self.loggers = _choose_loggers(None if fast_dev_run else logger)
+        self.strategy = choose_strategy(strategy, len(self.device_ids), self.num_nodes)
+        self.loggers = choose_loggers(None if fast_dev_run else logger)
         defaults = {
             "progress_bar": enable_progress_bar,
             "model_summary": enable_model_summary,
             "model_checkpoint": self.enable_checkpointing,
         }
-        self.callbacks = _choose_callbacks(callbacks, defaults, fast=bool(fast_dev_run))
+        self.callbacks = choose_callbacks(callbacks, defaults, fast=bool(fast_dev_run))
         self._reset()
 
     def _reset(self) -> None:
@@ -191,14 +189,11 @@ class Trainer:
         self.interrupted = False
         self.is_last_batch = False
         self.several_loaders = False
-        self._stop_wanted = False
-        self._published: dict[str, Tensor] = {}
-        self._logged: dict[str, Tensor] = {}
-        self._bar: dict[str, Tensor] = {}
-        self._boundary = 0
-        self._in_batches = False  # between the beginning of an epoch's batches and the joining of its values
-        self._val_every: float = float("inf")
-        self._logged_step = -1
+        self.stop_wanted = False
+        self.published = Published()
+        self.boundary = 0  # steps and epochs' ends that the ranks have passed in this run
+        self.stopped = False  # all ranks have agreed to
+        self.val_every: float = float("inf")
         self.num_training_batches: int | float = 0
         self.num_val_batches: list[int | float] = []
         self._no_runtime()
@@ -222,8 +217,8 @@ class Trainer:
         self.agreement: StopAgreement | None = None
         self.precision_plugin = Precision()
         self.closures = False
-        self._bring: Callable[[Any, int], Any] | None = None
-        self._open_loggers = False
+        self.bring: Callable[[Any, int], Any] | None = None
+        self.loggers_open = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _RUNTIME}
@@ -238,24 +233,6 @@ class Trainer:
         self.limit_test_batches = self.limit_predict_batches = batches
         self.max_epochs, self.max_steps, self.num_sanity_val_steps = 1, batches, 0
         self.val_check_interval, self.check_val_every_n_epoch = 1.0, 1
-
-    def _choose_strategy(self, strategy: str | Strategy) -> Strategy:
-        ranks = len(self.device_ids) * self.num_nodes
-        if strategy == "auto":
-            from fabricx.launch.environment import detect
-
-            found = detect()
-            strategy = "ddp" if max(ranks, found.size if found else 1) > 1 else "single"
-        chosen = plugins.build("strategies", strategy) if isinstance(strategy, str) else strategy
-        if not isinstance(chosen, Strategy):
-            raise ValueError(f"strategy={strategy!r} is not a fabricx.Strategy")
-        most = chosen.traits.max_ranks
-        if most is not None and ranks > most:
-            raise ValueError(
-                f"strategy={strategy!r} runs on {most} rank, and devices={len(self.device_ids)} asks for {ranks}; "
-                "take strategy='ddp', or devices=1"
-            )
-        return chosen
 
     # -- what users call ----------------------------------------------------------------------------------------
 
@@ -351,7 +328,7 @@ class Trainer:
 
     def request_stop(self, reason: str) -> None:
         """Ask all ranks to stop at the next step boundary that they agree upon."""
-        self._stop_wanted = True
+        self.stop_wanted = True
         if self.agreement is not None:
             self.agreement.request(reason)
 
@@ -376,11 +353,11 @@ class Trainer:
     @property
     def should_stop(self) -> bool:
         """Return whether somebody asked to stop; set it to ask."""
-        return self._stop_wanted
+        return self.stop_wanted
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
-        self._stop_wanted = value
+        self.stop_wanted = value
         if value and self.agreement is not None:
             self.agreement.request("should_stop")
 
@@ -407,23 +384,17 @@ class Trainer:
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """Return the newest value of everything that was logged; reading it communicates nothing."""
-        if self._in_batches and self.world.size == 1 and self.state.phase is Phase.TRAIN:
-            fresh = self.logbook.step_values(self.logbook.step)  # one rank: nothing to join
-            self._take(fresh, self.logbook, epoch=False)
-        return dict(self._published)
+        return newest_metrics(self)
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
         """Return what the loggers got last."""
-        return dict(self._logged)
+        return dict(self.published.logged)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """Return what the progress bar shows: this rank's newest values. Reading it waits for the device."""
-        shown: dict[str, Any] = dict(self._bar)
-        if self.logbook is not None:
-            shown.update(self.logbook.local_values(self.state.step))
-        return {name: float(value) for name, value in shown.items()}
+        return shown_in_bar(self)
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -485,7 +456,7 @@ class Trainer:
 
     def to_device(self, batch: Any, loader: int) -> Any:
         """Bring a batch to the device, with the transfer hooks."""
-        return batch if self._bring is None else self._bring(batch, loader)
+        return batch if self.bring is None else self.bring(batch, loader)
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients, through the module's own `backward` if it has one."""
@@ -536,100 +507,15 @@ class Trainer:
         else:
             self.strategy.clip_value(parameters, limit)
 
-    def step_schedules(self, interval: str) -> None:
-        """Advance the schedulers of an interval that are due; in manual optimization the user does it."""
-        if not self.lr_schedulers or not self.module.automatic_optimization:
-            return
-        count = self.state.step if interval == "step" else self.state.epoch + 1
-        for schedule in self.lr_schedulers:
-            if schedule.interval != interval or count % schedule.frequency:
-                continue
-            metric = None
-            if schedule.reduce_on_plateau:
-                metric = self.callback_metrics.get(schedule.monitor or "")
-                if metric is None:
-                    if schedule.strict:
-                        raise ValueError(missing_metric(str(schedule.monitor), self._published, "the scheduler"))
-                    continue
-            self.module.lr_scheduler_step(schedule.scheduler, metric)
-
     def begin_epoch(self) -> None:
         """Ask for new loaders if that is wanted, and start with empty sums."""
         self.logbook.batches = 0
-        self._in_batches = True
+        self.published.open = True
         every = self.reload_dataloaders_every_n_epochs
         if every and self.state.epoch and self.state.epoch % every == 0:
-            from fabricx.execution import reload_loaders
+            from fabricx.loaders import reload_loaders
 
             reload_loaders(self)
-
-    def limit_reached(self) -> bool:
-        """Return whether training is over."""
-        state = self.state
-        if self.max_steps != -1 and state.step >= self.max_steps:
-            return True
-        if self.max_epochs != -1 and state.epoch >= (self.max_epochs or 0):
-            return True
-        return self._stopped or self.num_training_batches == 0
-
-    _stopped = False
-
-    def agree_at_boundary(self) -> bool:
-        """Return whether all ranks stop here; they are asked at the same boundaries, in the same order."""
-        agreement = self.agreement
-        if agreement is None:
-            return False
-        self._boundary += 1
-        interrupted = agreement.reason in ("interrupted", "terminated")
-        early = self.state.epoch < self.min_epochs or self.state.step < self.min_steps
-        if early and not interrupted:
-            return False
-        if (self.world.size > 1 or agreement.reason is not None) and agreement.at_boundary(self._boundary):
-            self._stopped = self._stop_wanted = True
-            self.interrupted = agreement.reason in ("interrupted", "terminated")
-        return self._stopped
-
-    def validation_due(self, micro: Microbatch) -> bool:
-        """Return whether a validation comes after this batch."""
-        every = self._val_every
-        if every == float("inf"):
-            return False
-        if isinstance(self.val_check_interval, str):
-            return micro.closes and self.state.step % every == 0 and self._epoch_validates()
-        done = micro.index + 1
-        if self.check_val_every_n_epoch is None and self.num_training_batches != float("inf"):
-            done += self.state.epoch * int(self.num_training_batches)
-        return done % every == 0 and self._epoch_validates()
-
-    def validation_due_at_end(self, complete: bool) -> bool:
-        """Return whether a validation comes at the end of an epoch whose length wasn't known."""
-        at_end = self._val_every == float("inf") and self.val_check_interval == 1.0
-        return complete and at_end and self._epoch_validates()
-
-    def _epoch_validates(self) -> bool:
-        every = self.check_val_every_n_epoch
-        return bool(self.val_feeds) and (every is None or (self.state.epoch + 1) % every == 0)
-
-    def validate_in_fit(self) -> None:
-        """Validate between two training batches."""
-        self.publish_step()
-        evaluation.evaluate(self, Phase.VALIDATE, self.val_feeds)
-
-    def sanity_check(self) -> None:
-        """Run a few validation batches ahead of training, so that mistakes show early; nothing of it stays."""
-        if not self.val_feeds or not self.num_sanity_val_steps or self.state.step:
-            return
-        from fabricx.execution import sanity_feeds
-
-        devices = [self.world.device] if self.world.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), _python_random_kept():
-            self.state.phase = Phase.SANITY
-            call(self.hooks.on_sanity_check_start)
-            evaluation.evaluate(self, Phase.SANITY, sanity_feeds(self))
-            call(self.hooks.on_sanity_check_end)
-        self._published.clear()
-        self._logged.clear()
-        self._bar.clear()
 
     def restore(self, *, weights_only: bool = False) -> None:
         """Take up the checkpoint that was asked for, if one was: all of it to train on, or the weights alone."""
@@ -638,119 +524,9 @@ class Trainer:
 
             restore(self, self.overridden.ckpt_path, weights_only=weights_only)
 
-    # -- metrics ------------------------------------------------------------------------------------------------
-
     def attach_log(self, logbook: Logbook | None) -> None:
         """Say where `self.log` goes from now on."""
         self.module.__dict__["_log_to"] = logbook
-
-    def log_step(self) -> None:
-        """Give the values of this weight update to the loggers, when they are due."""
-        step = self.state.step
-        if not self.log_every_n_steps or step % self.log_every_n_steps or step == self._logged_step:
-            return
-        self._logged_step = step
-        if self.loggers or self.world.size > 1:
-            values = self.logbook.step_values(self._step_of_values())
-            self._take(values, self.logbook, epoch=False)
-            self._to_loggers(values, self.logbook, epoch=False)
-
-    def publish_epoch(self) -> None:
-        """Join the values of the training epoch, and give them to callbacks and loggers."""
-        if self._in_batches:
-            self.publish_step()
-            self._in_batches = False
-        values = self.logbook.epoch_values()
-        self._take(values, self.logbook, epoch=True)
-        self._to_loggers(values, self.logbook, epoch=True)
-
-    def publish_step(self) -> None:
-        """Join the values of the latest weight update for the callbacks; every rank calls it at the same moment."""
-        self._take(self.logbook.step_values(self._step_of_values()), self.logbook, epoch=False)
-
-    def _step_of_values(self) -> int:
-        """Return under which step the newest values were logged; a manual batch may have made several updates."""
-        return self.state.step if self.module.automatic_optimization else self.logbook.step
-
-    def publish_evaluation(self, loaders: int) -> list[dict[str, float]]:
-        """Join the values of an evaluation, and return them by loader."""
-        logbook = self.logbook
-        values = logbook.epoch_values()
-        self._take(values, logbook, epoch=True)
-        if self.state.phase is not Phase.SANITY:
-            self._to_loggers(values, logbook, epoch=True)
-        results: list[dict[str, float]] = [{} for _ in range(max(1, loaders))]
-        for name, value in values.items():
-            _, marked, number = name.partition("/dataloader_idx_")
-            for place, found in enumerate(results):
-                if not marked or int(number) == place:
-                    found[logbook.names(name, epoch=True)] = float(value)
-        return results
-
-    def _take(self, values: dict[str, Tensor], logbook: Logbook, *, epoch: bool) -> None:
-        for name, value in values.items():
-            self._published[name] = self._published[logbook.names(name, epoch=epoch)] = value
-            if _series(logbook, name).bar:
-                self._bar[name] = value
-
-    def _to_loggers(self, values: dict[str, Tensor], logbook: Logbook, *, epoch: bool) -> None:
-        wanted = {logbook.names(n, epoch=epoch): v for n, v in values.items() if _series(logbook, n).to_logger}
-        if not wanted:
-            return
-        self._logged.update(wanted)
-        if self._open_loggers:
-            row = {**evaluation.floats(wanted), "epoch": float(self.state.epoch)}
-            for logger in self.loggers:
-                logger.log_metrics(row, self.state.step)
-
-
-def _series(logbook: Logbook, name: str) -> Any:
-    found = logbook.metrics.series.get(name)
-    return found if found is not None else logbook.metrics.objects[name][1]
-
-
-@contextlib.contextmanager
-def _python_random_kept() -> Any:
-    import random
-
-    python = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numbers = numpy.random.get_state() if numpy else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        if numpy:
-            numpy.random.set_state(numbers)
-
-
-def _choose_loggers(logger: Any) -> list[Logger]:
-    if logger is True:
-        return [plugins.build("loggers", "tensorboard")]
-    if not logger:
-        return []
-    chosen = list(logger) if isinstance(logger, (list, tuple)) else [logger]
-    for one in chosen:
-        if not isinstance(one, Logger):
-            raise ValueError(f"logger={one!r} is not a fabricx.Logger; True gives TensorBoard, False none")
-    return chosen
-
-
-def _choose_callbacks(given: Any, defaults: Mapping[str, bool], *, fast: bool) -> list[Callback]:
-    named = [given] if isinstance(given, (Callback, str)) else list(given or [])
-    chosen = [plugins.build("callbacks", item) if isinstance(item, str) else item for item in named]
-    for callback in chosen:
-        if not isinstance(callback, Callback):
-            raise ValueError(f"callbacks contains {callback!r}, which is not a fabricx.Callback")
-        check_hooks(callback)
-    if fast:
-        chosen = [c for c in chosen if not hasattr(c, "best_model_path") and not hasattr(c, "stopped_epoch")]
-    for name, wanted in defaults.items():
-        if wanted:
-            default = plugins.build("callbacks", name)
-            if not any(isinstance(callback, type(default)) for callback in chosen):
-                chosen.append(default)
-    return chosen
 
 
 __all__ = ["FabricxError", "Silent", "Trainer"]

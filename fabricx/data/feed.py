@@ -145,7 +145,7 @@ class OrderedFeed(Feed):
             whole = sizes(share.window_begin, share.window_end)
             yield Microbatch(
                 None if size == 0 else next(data), index, size, size / whole,
-                share.opens, share.closes, share.last, share.count, empty=size == 0, position=share.window_end,
+                share.opens, share.closes, share.last, share.planned, empty=size == 0, position=share.window_end,
             )  # fmt: skip
 
 

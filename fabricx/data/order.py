@@ -32,7 +32,7 @@ class Share(NamedTuple):  # a tuple: one is made per batch, and a frozen datacla
         window_begin, window_end: the places of the whole global batch.
         opens, closes: first and last microbatch of the accumulation window.
         last: last microbatch of the epoch.
-        count: microbatches of the window.
+        planned: microbatches of the window.
     """
 
     begin: int
@@ -42,7 +42,7 @@ class Share(NamedTuple):  # a tuple: one is made per batch, and a frozen datacla
     opens: bool
     closes: bool
     last: bool
-    count: int
+    planned: int
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,84 @@
+"""Between two batches: is training over, does somebody want to stop, is a validation due?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fabricx.data import Microbatch
+from fabricx.settings import check_count
+
+if TYPE_CHECKING:
+    from fabricx.trainer import Trainer
+
+
+def limit_reached(t: Trainer) -> bool:
+    """Return whether training is over."""
+    state = t.state
+    if t.max_steps != -1 and state.step >= t.max_steps:
+        return True
+    if t.max_epochs != -1 and state.epoch >= (t.max_epochs or 0):
+        return True
+    return t.stopped or t.num_training_batches == 0
+
+
+def agree_at_boundary(t: Trainer) -> bool:
+    """Return whether all ranks stop here; they are asked at the same boundaries, in the same order."""
+    agreement = t.agreement
+    if agreement is None:
+        return False
+    t.boundary += 1
+    interrupted = agreement.reason in ("interrupted", "terminated")
+    early = t.state.epoch < t.min_epochs or t.state.step < t.min_steps
+    if early and not interrupted:
+        return False
+    if (t.world.size > 1 or agreement.reason is not None) and agreement.at_boundary(t.boundary):
+        t.stopped = t.stop_wanted = True
+        t.interrupted = agreement.reason in ("interrupted", "terminated")
+    return t.stopped
+
+
+def validation_due(t: Trainer, micro: Microbatch) -> bool:
+    """Return whether a validation comes after this batch."""
+    every = t.val_every
+    if every == float("inf"):
+        return False
+    if isinstance(t.val_check_interval, str):
+        return micro.closes and t.state.step % every == 0 and _epoch_validates(t)
+    done = micro.index + 1
+    if t.check_val_every_n_epoch is None and t.num_training_batches != float("inf"):
+        done += t.state.epoch * int(t.num_training_batches)
+    return done % every == 0 and _epoch_validates(t)
+
+
+def validation_due_at_end(t: Trainer, complete: bool) -> bool:
+    """Return whether a validation comes at the end of an epoch whose length wasn't known."""
+    at_end = t.val_every == float("inf") and t.val_check_interval == 1.0
+    return complete and at_end and _epoch_validates(t)
+
+
+def _epoch_validates(t: Trainer) -> bool:
+    every = t.check_val_every_n_epoch
+    return bool(t.val_feeds) and (every is None or (t.state.epoch + 1) % every == 0)
+
+
+def validation_interval(t: Trainer) -> float:
+    """Return every how many batches (steps, if that was asked for) a validation comes; infinity for epoch ends only."""
+    every, total = t.val_check_interval, t.num_training_batches
+    if not t.val_feeds or every is None:
+        return float("inf")
+    if isinstance(every, str):
+        return float(check_count("val_check_interval", every, "step", 1) or 1)
+    if isinstance(every, int) and not isinstance(every, bool):
+        if every > total and t.check_val_every_n_epoch is not None:
+            raise ValueError(
+                f"val_check_interval={every} is more than the {total} batches of an epoch; take a smaller one, or "
+                "check_val_every_n_epoch=None to count across epochs"
+            )
+        return float(every)
+    if total == float("inf"):
+        if every != 1.0:
+            raise ValueError(
+                "val_check_interval as a part of an epoch needs a loader with a length; give a number of batches"
+            )
+        return float("inf")
+    return float(max(1, int(total * every)))

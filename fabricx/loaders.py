@@ -1,0 +1,111 @@
+"""Which batches a stage runs on: the user's loaders, found and wrapped into feeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, SequentialSampler
+
+from fabricx.boundaries import validation_interval
+from fabricx.data import Feed, make_feed
+
+if TYPE_CHECKING:
+    from fabricx.dispatch import Job
+    from fabricx.trainer import Trainer
+
+
+def load_data(t: Trainer, job: Job) -> None:
+    """Make the feeds of a stage from what was given, the data module, or the module, in this order."""
+    stage = job.stage
+    if stage == "fit":
+        source = job.train if job.train is not None else _loader(t, "train_dataloader")
+        t.train_dataloader = _fixed(source) if t.overfit_batches else source
+        t.train_feed = _feed(t, t.train_dataloader, t.limit_train_batches)
+        t.num_training_batches = t.train_feed.batches()
+        t.overridden.__dict__["given_train"] = job.train
+    words = {"fit": "val", "validate": "val", "test": "test", "predict": "predict"}
+    given = job.evaluate if job.evaluate is not None else _loader(t, f"{words[stage]}_dataloader")
+    if t.overfit_batches and stage == "fit" and given is not None:
+        given = t.train_dataloader
+    limit = getattr(t, f"limit_{words[stage]}_batches")
+    has_step = stage != "fit" or callable(getattr(t.module, "validation_step", None))
+    loaders = _several(given) if has_step and limit != 0 else []
+    t.val_dataloaders = given
+    t.several_loaders = len(loaders) > 1
+    t.val_feeds = [_feed(t, loader, limit) for loader in loaders]
+    t.num_val_batches = [feed.batches() for feed in t.val_feeds]
+    if stage == "fit":
+        t.val_every = validation_interval(t)
+
+
+def reload_loaders(t: Trainer) -> None:
+    """Ask the data module or the module for new training batches."""
+    if t.overridden.__dict__.get("given_train") is None:
+        t.train_dataloader = _loader(t, "train_dataloader")
+        t.train_feed = _feed(t, t.train_dataloader, t.limit_train_batches)
+        t.num_training_batches = t.train_feed.batches()
+        t.val_every = validation_interval(t)
+
+
+def rebuild_feeds(t: Trainer) -> None:
+    """Make the feeds anew, after a checkpoint has brought its own seed of the data order."""
+    t.train_feed = _feed(t, t.train_dataloader, t.limit_train_batches)
+    t.val_feeds = (
+        [_feed(t, loader, t.limit_val_batches) for loader in _several(t.val_dataloaders)] if t.val_feeds else []
+    )
+
+
+def sanity_feeds(t: Trainer) -> list[Feed]:
+    """Return the validation feeds, cut to the few batches of the sanity check."""
+    few = float("inf") if t.num_sanity_val_steps == -1 else t.num_sanity_val_steps
+    limit = min(few, t.limit_val_batches) if isinstance(t.limit_val_batches, int) else few
+    return [_feed(t, loader, limit) for loader in _several(t.val_dataloaders)]
+
+
+def _loader(t: Trainer, name: str) -> Any:
+    for owner in (t.datamodule, t.module):
+        found = getattr(owner, name)() if owner is not None else None
+        if found is not None:
+            return found
+    return None
+
+
+def _feed(t: Trainer, source: Any, limit: int | float) -> Feed:
+    if isinstance(limit, float) and limit != float("inf") and not hasattr(source, "__len__"):
+        raise ValueError(
+            f"a part of the batches ({limit}) needs a loader with a length; {type(source).__name__} has none"
+        )
+    if isinstance(source, (list, tuple)) and source and all(isinstance(one, DataLoader) for one in source):
+        raise ValueError("train on one loader: several training loaders have to be joined into one that yields both")
+    if not hasattr(source, "__iter__"):
+        raise ValueError(f"{type(source).__name__} is not something to iterate over: give a DataLoader or batches")
+    return make_feed(source, t.world, seed=t.state.seed, limit=limit, shard=t.use_distributed_sampler)
+
+
+def _several(given: Any) -> list[Any]:
+    """Return the loaders: a list of loaders is several, a list of batches is one."""
+    if given is None:
+        return []
+    if isinstance(given, Mapping):
+        return list(given.values())
+    if isinstance(given, (list, tuple)) and given and all(_is_loader(one) for one in given):
+        return list(given)
+    return [given]
+
+
+def _is_loader(value: Any) -> bool:
+    batch = isinstance(value, (torch.Tensor, Mapping, list, tuple, str))
+    return hasattr(value, "__iter__") and not batch
+
+
+def _fixed(loader: Any) -> Any:
+    """Return a loader that gives the same batches in each epoch."""
+    if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__len__"):
+        return loader
+    dataset: Any = loader.dataset
+    return DataLoader(
+        loader.dataset, batch_size=loader.batch_size, sampler=SequentialSampler(dataset),
+        num_workers=loader.num_workers, collate_fn=loader.collate_fn, drop_last=loader.drop_last,
+    )  # fmt: skip

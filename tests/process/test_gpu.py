@@ -1,0 +1,73 @@
+"""What only a GPU can show; the same paths run on gloo and CPU in the other tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fabricx as fx
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+GPUS = torch.cuda.device_count()
+ON_GPU = {**QUIET, "accelerator": "gpu"}
+one_gpu = pytest.mark.skipif(GPUS < 1, reason="needs a CUDA device, and this machine has none")
+two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs two CUDA devices, and this machine has {GPUS}")
+
+pytestmark = pytest.mark.gpu
+
+
+class Overflows(TinyModule):
+    """Its gradients aren't finite at one step."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+        self.weights: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.weights.append(self.layer.weight.detach().clone())
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if batch_idx == self.at else loss
+
+
+@one_gpu
+def test_16_mixed_skips_the_step_whose_gradients_overflow_and_trains_on() -> None:
+    module = Overflows(at=2)
+    fx.Trainer(max_steps=6, precision="16-mixed", **ON_GPU).fit(module, tiny_loader(32))
+    before, after, last = module.weights[2], module.weights[3], module.weights[5]
+    assert torch.equal(before, after)
+    assert not torch.equal(after, last)
+    assert torch.isfinite(last).all()
+
+
+@one_gpu
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_a_gpu_computes_what_the_cpu_computes(precision: str) -> None:
+    on_cpu, on_gpu = TinyModule(), TinyModule()
+    fx.Trainer(max_steps=4, **QUIET).fit(on_cpu, tiny_loader())
+    fx.Trainer(max_steps=4, precision=precision, **ON_GPU).fit(on_gpu, tiny_loader())
+    # 8 bits of mantissa in bfloat16, 11 in float16: the products of a step are that exact
+    tolerance = {"32-true": 1e-5, "bf16-mixed": 3e-2, "16-mixed": 4e-3}[precision]
+    assert torch.allclose(on_gpu.layer.weight.cpu(), on_cpu.layer.weight, atol=tolerance)
+
+
+class Normalised(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.layer(self.norm(inputs))
+        return output
+
+
+@two_gpus
+def test_two_gpus_over_nccl_compute_what_one_computes_also_with_synchronised_batch_norm() -> None:
+    alone, together = Normalised(), Normalised()
+    fx.Trainer(max_epochs=1, devices=1, **ON_GPU).fit(alone, tiny_loader(16, 8))
+    fx.Trainer(max_epochs=1, devices=2, strategy="ddp", sync_batchnorm=True, **ON_GPU).fit(together, tiny_loader(16, 4))
+    for name, tensor in alone.state_dict().items():
+        assert torch.allclose(together.state_dict()[name].cpu(), tensor.cpu(), atol=1e-5), name
