@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabricx import provenance
 from fabricx.comm import world as worlds
 from fabricx.comm.world import World
 from fabricx.errors import did_you_mean
@@ -112,17 +113,13 @@ def _in_workers(trainer: Trainer, job: Job) -> Any:
 
     # The folder exists before any worker does, so that all of them find the same one.
     if not trainer.fast_dev_run and job.stage == "fit":
-        _existing(trainer)
+        assert trainer.run_dir is not None
+        provenance.write(trainer.run_dir, None)  # here is the command that the user gave
     named = {"module": job.module, "trainer": trainer, "train_dataloaders": job.train, "dataloaders": job.evaluate,
              "datamodule": job.datamodule}  # fmt: skip
     outcome = run_workers(_work, (trainer, job), size=len(trainer.device_ids), named=named)[0]
     outcome.absorb(trainer, job)
     return outcome.results
-
-
-def _existing(trainer: Trainer) -> None:
-    assert trainer.run_dir is not None
-    trainer.run_dir.mkdir(parents=True, exist_ok=True)
 
 
 def new_run_dir(root: Path) -> Path:

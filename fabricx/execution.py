@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fabricx import evaluation, loop
+from fabricx import evaluation, loop, provenance
 from fabricx.comm.agree import StopAgreement
 from fabricx.comm.world import World
 from fabricx.data import to_device
@@ -176,9 +176,11 @@ def _open_loggers(t: Trainer, job: Job) -> None:
     t.loggers_open = True
     if job.stage != "fit":
         return
-    from fabricx.provenance import write
-
-    write(t.run_dir, None)
+    provenance.write(t.run_dir, None)
+    for name in ("config.yaml", "command.txt"):
+        if (file := t.run_dir / name).is_file():
+            for logger in t.loggers:
+                logger.log_text(file.stem, file.read_text())
     given = [
         owner.hparams
         for owner in (t.module, t.datamodule)

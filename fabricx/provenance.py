@@ -19,7 +19,7 @@ def write(run_dir: Path, config: Mapping[str, Any] | None) -> None:
     """Write `command.txt`, `versions.json` and, where there is a configuration, `config.yaml`; what is there stays."""
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (run_dir / "command.txt").exists():
-        (run_dir / "command.txt").write_text(shlex.join([sys.executable, *sys.argv]) + "\n")
+        (run_dir / "command.txt").write_text(shlex.join(sys.orig_argv) + "\n")  # Hydra changes sys.argv
     if not (run_dir / "versions.json").exists():
         (run_dir / "versions.json").write_text(
             json.dumps({**versions(), "git": git_commit(Path.cwd())}, indent=2) + "\n"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SHORT = ("trainer.max_epochs=2", "trainer.limit_train_batches=5", "trainer.enable_progress_bar=false")
 
@@ -32,8 +33,11 @@ def test_a_run_says_what_came_out_and_where_it_is(own_folder: Path) -> None:
     [run] = (own_folder / "runs").iterdir()
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_epochs"] == 2
     assert "torch" in json.loads((run / "versions.json").read_text())
-    assert (run / "command.txt").read_text().strip()
-    assert list(run.glob("events.out.tfevents.*"))
+    command = (run / "command.txt").read_text()
+    assert command.strip().endswith(f"fabricx fit {' '.join(SHORT)}")
+    texts = EventAccumulator(str(run)).Reload()
+    assert command.encode() in texts.Tensors("command/text_summary")[0].tensor_proto.string_val[0]
+    assert b"max_epochs: 2" in texts.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
     last = next((run / "checkpoints").glob("last.ckpt"))
     assert "test_accuracy" in fabricx("test", f"ckpt_path={last}")
     assert "val_accuracy" in fabricx("validate", "ckpt_path=last")
