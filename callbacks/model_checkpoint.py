@@ -95,6 +95,8 @@ class ModelCheckpoint(Callback):
             so where validation runs once, at the end of every epoch, or not at all.
         save_weights_only: leave out what is needed to go on training.
         save_on_exception: save when a run is interrupted, and, with one rank, when an error ends it.
+        asynchronous: train on while a checkpoint is written. A full disk is a warning then, and
+            the earlier checkpoints stay.
         auto_insert_metric_name: "epoch=3" rather than "3" for "{epoch}".
         verbose: say where each checkpoint is.
 
@@ -120,6 +122,7 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: bool | None = None,
         save_weights_only: bool = False,
         save_on_exception: bool = True,
+        asynchronous: bool = True,
         auto_insert_metric_name: bool = True,
         verbose: bool = False,
     ) -> None:
@@ -138,6 +141,7 @@ class ModelCheckpoint(Callback):
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.save_weights_only = save_weights_only
         self.save_on_exception = save_on_exception
+        self.asynchronous = asynchronous
         self.auto_insert_metric_name = auto_insert_metric_name
         self.verbose = verbose
         self._check_arguments()
@@ -290,6 +294,7 @@ class ModelCheckpoint(Callback):
 
     def _save(self, trainer: Trainer) -> None:
         """Save if the checkpoint is among the best; every rank calls this at the same step."""
+        trainer.finish_checkpoint()  # whether the one before is there decides what is kept now
         self._step_ranked = trainer.global_step
         metrics = self._metrics(trainer)
         score = metrics.get(self.monitor, math.nan) if self.monitor is not None else math.nan
@@ -305,23 +310,37 @@ class ModelCheckpoint(Callback):
             return
         name = format_name(self._template, metrics, self.auto_insert_metric_name)
         path = self._free_path(trainer, name, displaced)
+        before = self.best_k_models
         # The checkpoint holds this callback's state: it has to know of itself already.
         self._keep({p: s for p, s in self.best_k_models.items() if p != displaced} | {path: torch.tensor(score)})
-        self._write(trainer, path, displaced)
+        self._write(trainer, path, displaced, failed=lambda: self._keep(before))
 
     def _save_last_alone(self, trainer: Trainer) -> None:
         """Save for the link only, without a place among the best."""
         if trainer.global_step == self._step_saved:
             return
+        trainer.finish_checkpoint()
         name = format_name(self._template, self._metrics(trainer), self.auto_insert_metric_name)
         self._write(trainer, self._free_path(trainer, name))
 
     def _save_aside(self, trainer: Trainer, why: str) -> str:
+        trainer.finish_checkpoint()
         name = format_name(DEFAULT_TEMPLATE, self._metrics(trainer))
-        return self._write(trainer, self._free_path(trainer, f"{why}-{name}"))
+        path = self._write(trainer, self._free_path(trainer, f"{why}-{name}"))
+        trainer.finish_checkpoint()
+        return path
 
-    def _write(self, trainer: Trainer, path: str, displaced: str | None = None) -> str:
-        """Save, let the link follow, and only then delete what is superseded."""
+    def _write(
+        self, trainer: Trainer, path: str, displaced: str | None = None, failed: Callable[[], None] | None = None
+    ) -> str:
+        """Save, let the link follow, and only then delete what is superseded; `failed` is called if it can't be."""
+        last = (self.last_model_path, self._last_target)
+
+        def undo() -> None:
+            self.last_model_path, self._last_target = last
+            if failed is not None:
+                failed()
+
         superseded = {displaced} if displaced else set()
         self._step_saved = trainer.global_step
         if self.save_last:
@@ -329,12 +348,17 @@ class ModelCheckpoint(Callback):
                 superseded.add(self._last_target)
             self.last_model_path = self._link_path(trainer)
             self._last_target = path
-        trainer.save_checkpoint(path, weights_only=self.save_weights_only)  # takes the place of one of the same name
-        if trainer.is_global_zero:
-            if self.save_last:
-                _point(Path(self.last_model_path), Path(path))
+        link = Path(self.last_model_path) if self.save_last else None
+
+        def after() -> None:  # on the main rank, once the checkpoint is there
+            if link is not None:
+                _point(link, Path(path))
             for old in superseded - {path}:
                 self._remove(old)
+
+        trainer.save_checkpoint(
+            path, weights_only=self.save_weights_only, wait=not self.asynchronous, after=after, failed=undo
+        )
         if self.verbose:
             trainer.print(f"saved {path}")
         return path

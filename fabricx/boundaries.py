@@ -33,7 +33,8 @@ def agree_at_boundary(t: Trainer) -> bool:
         return False
     if (t.world.size > 1 or agreement.reason is not None) and agreement.at_boundary(t.boundary):
         t.stopped = t.stop_wanted = True
-        t.interrupted = agreement.reason in ("interrupted", "terminated")
+        t.terminated = agreement.reason == "terminated"
+        t.interrupted = t.terminated or agreement.reason == "interrupted"
     return t.stopped
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricx import checkpoint as files
+from fabricx import checkpoint
 from fabricx.errors import CheckpointError
 from fabricx.hparams import plain
 from fabricx.loaders import rebuild_feeds
@@ -18,15 +19,13 @@ if TYPE_CHECKING:
     from fabricx.trainer import Trainer
 
 
-def save_checkpoint(t: Trainer, path: Path, *, weights_only: bool) -> Path:
-    """Write a checkpoint of the run; every rank calls it, the main rank writes.
-
-    Returns:
-        the folder of the checkpoint.
-    """
+def save_checkpoint(
+    t: Trainer, path: Path, *, weights_only: bool,
+    after: Callable[[], None] | None = None, failed: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
+    """Begin to write a checkpoint of the run, with all ranks; `t.writer` knows when it is there."""
     if t.module is None:
         raise ValueError("save_checkpoint: the trainer has run nothing yet, so there is nothing to save")
-    rng = t.world.gather_objects(random_state())
     state: dict[str, Any] = {
         "strategy": t.strategy.state_dict(t.module, [] if weights_only else t.optimizers),
         "hparams": plain(t.module.hparams),
@@ -38,25 +37,22 @@ def save_checkpoint(t: Trainer, path: Path, *, weights_only: bool) -> Path:
             "precision": t.precision_plugin.state_dict(),
             "callbacks": {callback.state_key: callback.state_dict() for callback in t.callbacks},
             "datamodule": t.datamodule.state_dict() if t.datamodule is not None else {},
-            "random": rng,
+            "random": t.world.gather_objects(random_state()),
         }
-    loop_state = state["state"]
     for hook in t.hooks.on_save_checkpoint if t.hooks is not None else ():
         hook(state)
-    if t.is_global_zero:
-        manifest = {
-            "step": loop_state["step"],
-            "epoch": loop_state["epoch"],
-            "samples": loop_state["samples"],
-            "world_size": t.world.size,
-            "strategy": type(t.strategy).__name__,
-            "module": f"{type(t.module).__module__}.{type(t.module).__qualname__}",
-            "precision": t.precision,
-            "weights_only": weights_only,
-        }
-        files.save(path, state, manifest)
-    t.world.barrier()  # it is there for every rank that comes back from here
-    return path
+    manifest = {
+        "step": t.state.step,
+        "epoch": t.state.epoch,
+        "samples": t.state.samples,
+        "world_size": t.world.size,
+        "strategy": type(t.strategy).__name__,
+        "module": f"{type(t.module).__module__}.{type(t.module).__qualname__}",
+        "precision": t.precision,
+        "weights_only": weights_only,
+    }
+    t.writer = t.writer or checkpoint.Writer(t.world)
+    t.writer.begin(path, state, manifest, after, failed)
 
 
 def restore(t: Trainer, path: Path, *, weights_only: bool) -> None:
@@ -65,7 +61,8 @@ def restore(t: Trainer, path: Path, *, weights_only: bool) -> None:
     Raises:
         CheckpointError: it holds weights only, and training can't go on from those.
     """
-    state = files.load(path, map_location=t.world.device)
+    # It was verified when it was chosen, before any process started.
+    state = checkpoint.load(path, t.world.device, t.strategy.sharded_parameters(), verified=True)
     for hook in t.hooks.on_load_checkpoint:
         hook(state)
     if weights_only:
@@ -80,6 +77,8 @@ def restore(t: Trainer, path: Path, *, weights_only: bool) -> None:
     attempt = state["state"].get("attempt", 0) + 1
     t.state.load_state_dict({**state["state"], "attempt": attempt})
     rebuild_feeds(t)
+    if len(state["random"]) != t.world.size:
+        _take_up_with_other_ranks(t, len(state["random"]))
     for callback in t.callbacks:
         if callback.state_key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][callback.state_key])
@@ -87,6 +86,18 @@ def restore(t: Trainer, path: Path, *, weights_only: bool) -> None:
         t.datamodule.load_state_dict(state["datamodule"])
     if t.world.rank < len(state["random"]):
         set_random_state(state["random"][t.world.rank])
+
+
+def _take_up_with_other_ranks(t: Trainer, before: int) -> None:
+    """Find the place in the epoch again: the global batches are the same, their cut into microbatches isn't."""
+    found = t.train_feed.batches_before(t.state.samples, t.accumulate_grad_batches)
+    if found is not None:
+        t.state.batch = found
+    elif t.state.batch:
+        t.print(
+            f"the checkpoint was written by {before} ranks, and {t.world.size} go on: what each rank reads is its own "
+            "loader's affair, so some samples of this epoch may be trained twice or not at all"
+        )
 
 
 def random_state() -> dict[str, Any]:

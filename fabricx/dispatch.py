@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 
 from fabricx import provenance
+from fabricx.checkpoint import is_committed, list_committed, verify
 from fabricx.comm import world as worlds
 from fabricx.comm.world import World
-from fabricx.errors import did_you_mean
+from fabricx.errors import CheckpointError, did_you_mean
 from fabricx.execution import execute
 from fabricx.hooks import check_hooks
 from fabricx.launch import environment
@@ -29,6 +31,10 @@ from fabricx.outcome import Outcome
 if TYPE_CHECKING:
     from fabricx.datamodule import DataModule
     from fabricx.trainer import Trainer
+
+
+T = TypeVar("T")
+TERMINATED: Final = 128 + signal.SIGTERM  # exit code, as shells and schedulers know it
 
 
 @dataclass
@@ -54,21 +60,50 @@ class Job:
 
 
 def dispatch(trainer: Trainer, job: Job) -> Any:
-    """Run a job where it belongs, and bring back to the caller what it left: weights, metrics, positions."""
+    """Run a job where it belongs, and bring back to the caller what it left: weights, metrics, positions.
+
+    Raises:
+        SystemExit: with 143, after SIGTERM or a scheduler's notice, once the run is stopped and saved.
+    """
+    results = _run(trainer, job)
+    if trainer.terminated:
+        raise SystemExit(TERMINATED)
+    return results
+
+
+def _run(trainer: Trainer, job: Job) -> Any:
     _check(trainer, job)
-    trainer.interrupted = False
+    trainer.interrupted = trainer.terminated = False
     trainer.state.seed = trainer.state.seed or torch.initial_seed() % 2**62  # what the caller has seeded decides
-    job.ckpt_path = resolve_checkpoint(trainer, job.ckpt_path)
+    here = worlds.current() or _join_cluster(trainer)
+    job.ckpt_path = _agreed(here, lambda: resolve_checkpoint(trainer, job.ckpt_path))
     if trainer.run_dir is None:
         trainer.run_dir = new_run_dir(Path(trainer.default_root_dir))
-    here = worlds.current() or _join_cluster(trainer)
     if here is not None and here.size > 1:
-        return execute(trainer, job, here).results
+        with _interruptible(trainer, (signal.SIGINT, *_notices())):
+            return execute(trainer, job, here).results
     if len(trainer.device_ids) * trainer.num_nodes > 1:
         return _in_workers(trainer, job)
     device = trainer.strategy.device(trainer.device_ids[0], trainer.accelerator)
-    with _interruptible(trainer):
+    with _interruptible(trainer, (signal.SIGINT, *_notices())):
         return execute(trainer, job, World(device=device)).results
+
+
+def _agreed(here: World | None, decide: Callable[[], T]) -> T:
+    """Return what the main rank decides, or raise its error, on every rank."""
+    if here is None or here.size == 1:
+        return decide()
+    decided: T | None = None
+    error = None
+    if here.main_rank:
+        try:
+            decided = decide()
+        except (ValueError, CheckpointError) as found:
+            error = found
+    decided, error = here.broadcast_object((decided, error))
+    if error is not None:
+        raise error
+    return cast(T, decided)
 
 
 def _join_cluster(trainer: Trainer) -> World | None:
@@ -104,7 +139,8 @@ def enter(trainer: Trainer, world: World) -> World:
 def _work(world: World, trainer: Trainer, job: Job) -> Outcome | None:
     """Run a job as one rank; the main rank's outcome goes back to the caller."""
     world = enter(trainer, world)
-    outcome = execute(trainer, job, world)
+    with _interruptible(trainer, _notices()):  # the supervisor cares for Ctrl-C, but anybody may signal one rank
+        outcome = execute(trainer, job, world)
     return outcome.portable(trainer) if world.rank == 0 else None
 
 
@@ -132,9 +168,8 @@ def resolve_checkpoint(trainer: Trainer, path: str | Path | None) -> Path | None
 
     Raises:
         ValueError: there is no best one, or nothing that is complete at the path.
+        CheckpointError: it is damaged; "last" goes back to the one before.
     """
-    from fabricx.checkpoint import is_committed, list_committed
-
     if path is None:
         return None
     if path == "best":
@@ -147,14 +182,32 @@ def resolve_checkpoint(trainer: Trainer, path: str | Path | None) -> Path | None
         folders += [trainer.run_dir / "checkpoints"] if trainer.run_dir else []
         folders += sorted((Path(trainer.default_root_dir) / "runs").glob("*/checkpoints"), reverse=True)
         found = [list_committed(Path(folder)) for folder in folders if folder and Path(folder).is_dir()]
-        return next((checkpoints[-1] for checkpoints in found if checkpoints), None)
+        newest = next((checkpoints for checkpoints in found if checkpoints), [])
+        return _newest_whole(newest) if newest else None
     given = Path(path)
     if not is_committed(given):
         near = [str(one) for one in list_committed(given)] or [str(one) for one in list_committed(given.parent)]
         there = f"\n  complete ones: {', '.join(near)}" if near else ""
         hint = did_you_mean(str(path), ["last", "best", *near])
         raise ValueError(f"ckpt_path={str(path)!r}: there is no complete checkpoint.{hint}{there}")
+    verify(given)
     return given.resolve()
+
+
+def _newest_whole(checkpoints: list[Path]) -> Path:
+    """Return the newest checkpoint whose files are what they were; damaged ones are named.
+
+    Raises:
+        CheckpointError: all are damaged.
+    """
+    for path in reversed(checkpoints):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            print(f"ckpt_path='last': {error}; trying the one before", file=sys.stderr, flush=True)
+        else:
+            return path
+    raise CheckpointError(f"ckpt_path='last': each checkpoint in {checkpoints[0].parent} is damaged")
 
 
 def _check(trainer: Trainer, job: Job) -> None:
@@ -193,21 +246,29 @@ def _has(owner: Any, name: str) -> bool:
     return owner is not None and (name in vars(owner) or getattr(type(owner), name) is not getattr(contract, name))
 
 
+def _notices() -> tuple[signal.Signals, ...]:
+    """Return the signals by which a machine's owner asks a process to end; USR1 is a custom of SLURM's users."""
+    return (signal.SIGTERM, signal.SIGUSR1) if "SLURM_JOB_ID" in os.environ else (signal.SIGTERM,)
+
+
 @contextlib.contextmanager
-def _interruptible(trainer: Trainer) -> Iterator[None]:
-    """Let Ctrl-C stop at the next step boundary; a second one stops at once."""
+def _interruptible(trainer: Trainer, signals: tuple[signal.Signals, ...]) -> Iterator[None]:
+    """Let signals stop all ranks at the next step boundary; a second one does what it did before."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in signals}
 
     def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, before)
-        print("\nstopping at the next step; Ctrl-C again stops at once", file=sys.stderr, flush=True)
-        trainer.request_stop("interrupted")
+        for one, handler in before.items():
+            signal.signal(one, handler)
+        print("\nstopping at the next step; once more stops at once", file=sys.stderr, flush=True)
+        trainer.request_stop("interrupted" if number == signal.SIGINT else "terminated")
 
-    signal.signal(signal.SIGINT, stop)
+    for number in signals:
+        signal.signal(number, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

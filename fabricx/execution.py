@@ -112,6 +112,7 @@ def _set_up(t: Trainer, job: Job, world: World) -> None:
     t.world = dataclasses.replace(world, job=next(_JOBS))
     t.strategy.enter(t.world)
     t.module, t.datamodule = job.module, job.datamodule
+    t.state.ranks = t.state.ranks or world.size
     _seed(t)
     _backend_flags(t)
     job.module.trainer = t
@@ -289,13 +290,15 @@ def _close(t: Trainer, ending: Ending) -> None:
     with _all_of_them() as attempt:
         if t.agreement is not None:
             attempt(t.agreement.close)
+        if t.writer is not None:
+            attempt(t.writer.close)
         if t.optimizers:
             attempt(t.strategy.teardown)
         if t.loggers_open:
             for logger in t.loggers:
                 attempt(functools.partial(logger.close, ending))
     t.loggers_open = False
-    t.agreement = None
+    t.agreement = t.writer = None
     t.state.phase = Phase.IDLE
     if t.module is not None:
         t.attach_log(None)

@@ -22,7 +22,7 @@ def load_data(t: Trainer, job: Job) -> None:
     if stage == "fit":
         source = job.train if job.train is not None else _loader(t, "train_dataloader")
         t.train_dataloader = _fixed(source) if t.overfit_batches else source
-        t.train_feed = _feed(t, t.train_dataloader, t.limit_train_batches)
+        t.train_feed = _train_feed(t)
         t.num_training_batches = t.train_feed.batches()
         t.overridden.__dict__["given_train"] = job.train
     words = {"fit": "val", "validate": "val", "test": "test", "predict": "predict"}
@@ -44,17 +44,19 @@ def reload_loaders(t: Trainer) -> None:
     """Ask the data module or the module for new training batches."""
     if t.overridden.__dict__.get("given_train") is None:
         t.train_dataloader = _loader(t, "train_dataloader")
-        t.train_feed = _feed(t, t.train_dataloader, t.limit_train_batches)
+        t.train_feed = _train_feed(t)
         t.num_training_batches = t.train_feed.batches()
         t.val_every = validation_interval(t)
 
 
 def rebuild_feeds(t: Trainer) -> None:
     """Make the feeds anew, after a checkpoint has brought its own seed of the data order."""
-    t.train_feed = _feed(t, t.train_dataloader, t.limit_train_batches)
+    t.train_feed = _train_feed(t)
+    t.num_training_batches = t.train_feed.batches()
     t.val_feeds = (
         [_feed(t, loader, t.limit_val_batches) for loader in _several(t.val_dataloaders)] if t.val_feeds else []
     )
+    t.val_every = validation_interval(t)
 
 
 def sanity_feeds(t: Trainer) -> list[Feed]:
@@ -72,7 +74,11 @@ def _loader(t: Trainer, name: str) -> Any:
     return None
 
 
-def _feed(t: Trainer, source: Any, limit: int | float) -> Feed:
+def _train_feed(t: Trainer) -> Feed:
+    return _feed(t, t.train_dataloader, t.limit_train_batches, t.state.ranks)
+
+
+def _feed(t: Trainer, source: Any, limit: int | float, began_with: int = 0) -> Feed:
     if isinstance(limit, float) and limit != float("inf") and not hasattr(source, "__len__"):
         raise ValueError(
             f"a part of the batches ({limit}) needs a loader with a length; {type(source).__name__} has none"
@@ -81,7 +87,9 @@ def _feed(t: Trainer, source: Any, limit: int | float) -> Feed:
         raise ValueError("train on one loader: several training loaders have to be joined into one that yields both")
     if not hasattr(source, "__iter__"):
         raise ValueError(f"{type(source).__name__} is not something to iterate over: give a DataLoader or batches")
-    return make_feed(source, t.world, seed=t.state.seed, limit=limit, shard=t.use_distributed_sampler)
+    return make_feed(
+        source, t.world, seed=t.state.seed, limit=limit, shard=t.use_distributed_sampler, began_with=began_with
+    )
 
 
 def _several(given: Any) -> list[Any]:

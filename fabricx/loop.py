@@ -39,6 +39,7 @@ def fit(t: Trainer, job: object = None) -> None:
     while not limit_reached(t):
         train_epoch(t)
     call(t.hooks.on_train_end)
+    t.finish_checkpoint()
     call(t.hooks.on_fit_end)
 
 
@@ -85,6 +86,8 @@ def _train_batches(t: Trainer) -> bool:
             log_step(t)
         for hook in t.hooks.train_batch_end_watching:  # a checkpoint has to hold the position after this batch
             hook(t.window.outputs, t.window.batch, micro.index)
+        if t.writer is not None:
+            t.writer.poll()
         if validation_due(t, micro):
             validate_in_fit(t)
         if micro.closes and (agree_at_boundary(t) or limit_reached(t)):

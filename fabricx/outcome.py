@@ -28,7 +28,7 @@ class Outcome:
         """Gather what the caller's objects have to take over."""
         module = trainer.module
         self.weights = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
-        keys = ("state", "interrupted", "run_dir", "num_training_batches", "num_val_batches", "published",
+        keys = ("state", "interrupted", "terminated", "run_dir", "num_training_batches", "num_val_batches", "published",
                 "stop_wanted", "stopped")  # fmt: skip
         self.trainer = {key: getattr(trainer, key) for key in keys}
         self.attributes = picklable_part({k: v for k, v in vars(module).items() if not k.startswith("_")})

@@ -29,6 +29,7 @@ class RunState:
         batch: batches of the current epoch that this rank has finished.
         step: weight updates of the model, however many optimizers there are.
         samples: position in the data: samples of the current epoch's global order that have been trained.
+        ranks: how many the run began with; the global batch is theirs, whoever trains it now.
         seed: what the data order and the ranks' random streams are drawn from.
         attempt: how often the run was taken up again.
         closing: the epoch's batches and hooks are done, its schedules are not.
@@ -39,6 +40,7 @@ class RunState:
     batch: int = 0
     step: int = 0
     samples: int = 0
+    ranks: int = 0
     seed: int = 0
     attempt: int = 0
     closing: bool = False

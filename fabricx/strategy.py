@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -123,11 +123,19 @@ class Strategy(ABC):
     # -- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
-        """Return weights and optimizer states, whole, as a single rank would have them."""
+        """Return weights and optimizer states; every strategy gives them the same names and whole shapes.
+
+        Where a rank has a shard only, it is a DTensor. Optimizer states are by the names of the parameters.
+        """
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
         return {
             "module": module.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            "optimizers": [_by_name(optimizer, names) for optimizer in optimizers],
         }
+
+    def sharded_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters by name of which this rank has a shard only, as DTensors."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
         """Take over what `state_dict` of any strategy returned.
@@ -140,9 +148,48 @@ class Strategy(ABC):
             raise ValueError(
                 f"the checkpoint holds {len(state['optimizers'])} optimizers and the module has {len(optimizers)}"
             )
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+            optimizer.load_state_dict(_by_number(optimizer, names, saved))
 
     def device(self, local_rank: int, accelerator: str) -> torch.device:
         """Return the device that a rank works on."""
         return torch.device("cuda", local_rank) if accelerator == "cuda" else torch.device(accelerator)
+
+
+def _parameter_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
+    """Return the names of an optimizer's parameters, in its order; what isn't the module's has a number."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [names.get(id(parameter), f"#{number}") for number, parameter in enumerate(parameters)]
+
+
+def _by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return an optimizer's state with names of parameters in the place of torch's numbers."""
+    found, state = _parameter_names(optimizer, names), optimizer.state_dict()
+    return {
+        **state,
+        "state": {found[number]: values for number, values in state["state"].items()},
+        "param_groups": [{**g, "params": [found[number] for number in g["params"]]} for g in state["param_groups"]],
+    }
+
+
+def _by_number(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inverse of `_by_name`, for an optimizer of the same parameters in whatever order.
+
+    Raises:
+        ValueError: it has other parameters.
+    """
+    numbers = {name: number for number, name in enumerate(_parameter_names(optimizer, names))}
+    before = {name for group in saved["param_groups"] for name in group["params"]}
+    if before != set(numbers):
+        missing, more = sorted(set(numbers) - before), sorted(before - set(numbers))
+        raise ValueError(
+            f"the optimizer of the checkpoint has other parameters: it lacks {', '.join(missing) or 'none'}, and has "
+            f"{', '.join(more) or 'none'} that this one hasn't"
+        )
+    own = optimizer.state_dict()["param_groups"]  # torch goes by places: the numbers have to be in this order
+    return {
+        **saved,
+        "state": {numbers[name]: values for name, values in saved["state"].items()},
+        "param_groups": [{**g, "params": now["params"]} for g, now in zip(saved["param_groups"], own, strict=True)],
+    }

@@ -31,6 +31,7 @@ from fabricx.strategy import Strategy
 if TYPE_CHECKING:
     from datetime import timedelta
 
+    from fabricx.checkpoint import Writer
     from fabricx.comm.agree import StopAgreement
     from fabricx.execution import Overridden
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 _RUNTIME = (
     "hooks", "logbook", "train_feed", "val_feeds", "optimizers", "lr_schedulers", "optimizer_handles", "training_step",
     "steps", "window", "world", "agreement", "precision_plugin", "overridden", "bring", "loggers_open", "datamodule",
-    "module", "train_dataloader", "val_dataloaders",
+    "module", "writer", "train_dataloader", "val_dataloaders",
 )  # fmt: skip
 
 
@@ -186,7 +187,8 @@ class Trainer:
     def _reset(self) -> None:
         self.state = RunState()
         self.world = World()
-        self.interrupted = False
+        self.interrupted = False  # Ctrl-C, SIGTERM: somebody outside has stopped the run
+        self.terminated = False  # SIGTERM, in particular
         self.is_last_batch = False
         self.several_loaders = False
         self.stop_wanted = False
@@ -215,6 +217,7 @@ class Trainer:
         self.steps: dict[str, Callable[..., Any]] = {}
         self.window = Window()
         self.agreement: StopAgreement | None = None
+        self.writer: Writer | None = None  # of checkpoints
         self.precision_plugin = Precision()
         self.closures = False
         self.bring: Callable[[Any, int], Any] | None = None
@@ -314,11 +317,48 @@ class Trainer:
         results: list[Any] = dispatch(self, Job(stage, module, None, loaders, data, path, flag))
         return results
 
-    def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> Path:
-        """Write a checkpoint; every rank calls it. Returns the folder that it is in."""
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        weights_only: bool = False,
+        *,
+        wait: bool = True,
+        after: Callable[[], None] | None = None,
+        failed: Callable[[], None] | None = None,
+    ) -> Path:
+        """Write a checkpoint; every rank calls it at the same moment.
+
+        Args:
+            path: the folder to be.
+            weights_only: leave out what only training needs.
+            wait: until it is complete; else training goes on while it is written, and the next call, or
+                `finish_checkpoint`, waits for it.
+            after: called on the main rank, in a thread, once it is complete.
+            failed: called on every rank when it turns out that the disk was full.
+
+        Returns:
+            the folder.
+
+        Raises:
+            CheckpointError: it, or the one before, couldn't be written.
+        """
         from fabricx.checkpointing import save_checkpoint
 
-        return save_checkpoint(self, Path(path), weights_only=weights_only)
+        save_checkpoint(self, Path(path), weights_only=weights_only, after=after, failed=failed)
+        if wait:
+            self.finish_checkpoint()
+        return Path(path)
+
+    def finish_checkpoint(self) -> bool:
+        """Wait until no checkpoint is being written; every rank calls it at the same moment.
+
+        Returns:
+            whether the latest is there; False where the disk was full.
+
+        Raises:
+            CheckpointError: it couldn't be written for another reason.
+        """
+        return self.writer is None or self.writer.finish()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main rank only, above the progress bar."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -18,67 +19,112 @@ import torch
 
 from fabricx.errors import CheckpointError
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 MANIFEST: Final = "manifest.json"
 MARKER: Final = "COMMITTED"
 STATE: Final = "state.pt"
+INDEX: Final = "index.json"
+BLOCK: Final = 1 << 22  # bytes that are read, written and summed at a time
 
 
-def save(path: str | os.PathLike[str], state: Mapping[str, Any], manifest: Mapping[str, Any]) -> Path:
-    """Write a checkpoint beside `path` and rename it there once all of it is on disk.
+def partial_folder(path: Path) -> Path:
+    """Return the folder beside `path` that is written to until it is complete."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+
+
+def serialized(rest: Any) -> bytes:
+    """Return what of a state isn't tensors, as it goes to disk.
+
+    Raises:
+        CheckpointError: something in it is not plain data, so that loading would run code.
+    """
+    stream = io.BytesIO()
+    torch.save(rest, stream)
+    stream.seek(0)
+    try:
+        torch.load(stream, map_location="meta", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).split("Please file an issue")[0].strip().splitlines()
+        raise CheckpointError(
+            "the checkpoint holds something that is neither a tensor nor plain data, so reading it would run code: "
+            f"{reason[-1] if reason else error}\n  keep numbers, text, lists, dicts and tensors in state_dict() and "
+            "on_save_checkpoint"
+        ) from None
+    return stream.getvalue()
+
+
+def commit(
+    work: Path, path: Path, rest: bytes, index: Mapping[str, Any], manifest: Mapping[str, Any], files: Mapping[str, Any]
+) -> None:
+    """Complete a folder of shards, and rename it into place.
 
     Whatever was at `path` stays until then; a crash at any moment leaves either the old or the new one.
 
     Args:
+        work: the folder, with all ranks' shards.
         path: the folder to be.
-        state: tensors and plain data.
-        manifest: what a person wants to know of it; versions, sizes and checksums are added.
+        rest: what `serialized` returned.
+        index: of the tensors.
+        manifest: what a person wants to know of it; format, versions, sizes and checksums are added.
+        files: size and checksum of each shard, by name.
+    """
+    small = {STATE: rest, INDEX: json.dumps(index).encode()}
+    listed = {**files, **{name: {"bytes": len(data), "crc32": zlib.crc32(data)} for name, data in small.items()}}
+    whole = {"format": FORMAT, **manifest, "versions": _versions(), "files": listed}
+    written = (json.dumps(whole, indent=2) + "\n").encode()
+    for name, data in {**small, MANIFEST: written}.items():
+        _write(work / name, data)
+    _write(work / MARKER, _mark(written).encode())
+    _sync(work)
+    aside = None
+    if path.exists():  # moved out of the way first, and deleted afterwards
+        aside = partial_folder(path)
+        path.rename(aside)
+    work.rename(path)
+    _sync(path.parent)
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint says of itself.
 
     Raises:
-        CheckpointError: something in the state is neither a tensor nor plain data, so that loading would run code.
+        CheckpointError: it isn't complete, or was written by a newer format.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    work = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    work.mkdir()
-    try:
-        torch.save(dict(state), work / STATE)
-        _check_loads(work / STATE)
-        listed = {STATE: {"bytes": (work / STATE).stat().st_size, "crc32": _crc32(work / STATE)}}
-        whole = {"format": FORMAT, **manifest, "versions": _versions(), "files": listed}
-        (work / MANIFEST).write_text(json.dumps(whole, indent=2) + "\n")
-        for name in (STATE, MANIFEST):
-            _sync(work / name)
-        (work / MARKER).write_text("complete\n")
-        _sync(work / MARKER)
-        _sync(work)
-        _put(work, path)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-    return path
-
-
-def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-    """Read a checkpoint; nothing in the file is executed.
-
-    Raises:
-        CheckpointError: it isn't complete, is damaged, or was written by a newer format.
-    """
-    path = Path(path)
     if not is_committed(path):
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MARKER}")
-    manifest = json.loads((path / MANIFEST).read_text())
-    if manifest["format"] > FORMAT:
-        raise CheckpointError(
-            f"{path} has format {manifest['format']}, this fabricx reads up to {FORMAT}; update fabricx"
-        )
-    for name, listed in manifest["files"].items():
+    damaged = CheckpointError(f"{path / MANIFEST} is damaged: it isn't what {MARKER} says")
+    try:
+        data = (path / MANIFEST).read_bytes()
+        manifest: dict[str, Any] = json.loads(data)
+        found = int(manifest["format"])
+        wanted = (path / MARKER).read_text()
+    except (OSError, ValueError, KeyError, TypeError):
+        raise damaged from None
+    if wanted != _mark(data):
+        raise damaged
+    if found > FORMAT:
+        raise CheckpointError(f"{path} has format {found}, this fabricx reads up to {FORMAT}; update fabricx")
+    return manifest
+
+
+def _mark(manifest: bytes) -> str:
+    """Return what the marker holds: the manifest's checksum, as the manifest holds those of all files."""
+    return f"{MANIFEST} crc32 {zlib.crc32(manifest)}\n"
+
+
+def verify(path: str | os.PathLike[str]) -> None:
+    """Read all files of a checkpoint, and compare sizes and checksums with the manifest.
+
+    Raises:
+        CheckpointError: it isn't complete, or a file is damaged; the message names it.
+    """
+    path = Path(path)
+    for name, listed in read_manifest(path)["files"].items():
         file = path / name
         if not file.is_file() or file.stat().st_size != listed["bytes"] or _crc32(file) != listed["crc32"]:
             raise CheckpointError(f"{file} is damaged: its size or checksum isn't what the manifest says")
-    state: dict[str, Any] = torch.load(path / STATE, map_location=map_location, weights_only=True)
-    return state
 
 
 def is_committed(path: str | os.PathLike[str]) -> bool:
@@ -101,30 +147,6 @@ def remove(path: str | os.PathLike[str]) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _put(work: Path, path: Path) -> None:
-    """Rename the finished folder into place; an older one is moved aside first and deleted afterwards."""
-    aside = None
-    if path.exists():
-        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-        path.rename(aside)
-    work.rename(path)
-    _sync(path.parent)
-    if aside is not None:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _check_loads(file: Path) -> None:
-    try:
-        torch.load(file, map_location="meta", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).split("Please file an issue")[0].strip().splitlines()
-        raise CheckpointError(
-            "the checkpoint holds something that is neither a tensor nor plain data, so reading it would run code: "
-            f"{reason[-1] if reason else error}\n  keep numbers, text, lists, dicts and tensors in state_dict() and "
-            "on_save_checkpoint"
-        ) from None
-
-
 def _versions() -> dict[str, str]:
     try:
         own = metadata.version("fabricx")
@@ -136,9 +158,16 @@ def _versions() -> dict[str, str]:
 def _crc32(file: Path) -> int:
     checksum = 0
     with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
+        while block := stream.read(BLOCK):
             checksum = zlib.crc32(block, checksum)
     return checksum
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sync(path: Path) -> None:

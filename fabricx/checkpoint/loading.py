@@ -1,16 +1,59 @@
-"""A module from a checkpoint."""
+"""A state, or a module, from a checkpoint."""
 
 from __future__ import annotations
 
 import inspect
+import json
+import os
 from collections.abc import Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any, TypeVar
 
-from fabricx.checkpoint.files import load
+import torch
+from torch import Tensor
+
+from fabricx.checkpoint import shards, tree
+from fabricx.checkpoint.files import INDEX, STATE, verify
 from fabricx.errors import CheckpointError
 
 T = TypeVar("T")
+
+
+def load(
+    path: str | os.PathLike[str],
+    map_location: Any = "cpu",
+    sharded: Mapping[str, Tensor] | None = None,
+    *,
+    verified: bool = False,
+) -> dict[str, Any]:
+    """Read a checkpoint, from however many ranks and whatever strategy; nothing in the files is executed.
+
+    Args:
+        path: the folder.
+        map_location: device of the tensors.
+        sharded: parameters by name that this rank has a shard of only; whatever is kept for them (weights, moments,
+            averages) is read as the same shard.
+        verified: somebody has called `verify` just now.
+
+    Raises:
+        CheckpointError: it isn't complete, is damaged, or was written by a newer format.
+    """
+    path = Path(path)
+    if not verified:
+        verify(path)
+    index = json.loads((path / INDEX).read_text())
+    shapes = {tree.escape(name): tensor for name, tensor in (sharded or {}).items()}
+
+    def target(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        for part in name.split("/"):
+            if part in shapes and shapes[part].shape == size:
+                return torch.empty_like(shapes[part], dtype=dtype, requires_grad=False)
+        return torch.empty(size, dtype=dtype, device=map_location)
+
+    rest = torch.load(path / STATE, map_location="cpu", weights_only=True)
+    state: dict[str, Any] = tree.join(rest, shards.read(path, index, target))
+    return state
 
 
 def load_module(

@@ -54,6 +54,10 @@ class Feed(ABC):
     def batches(self) -> int | float:
         """Return the batches of an epoch on each rank, infinity where that isn't known."""
 
+    def batches_before(self, position: int, accumulate: int) -> int | None:
+        """Return how many of an epoch's batches lie before a position; None where only counting tells."""
+        return None
+
     @abstractmethod
     def epoch(self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0) -> Iterator[Microbatch]:
         """Yield an epoch's batches from a position on; `first` is the number of the first batch."""
@@ -81,8 +85,11 @@ class OrderedFeed(Feed):
     one; a plain `shuffle=True` becomes a permutation by (seed, epoch).
     """
 
-    def __init__(self, loader: DataLoader[Any], world: World, seed: int, limit: int | float) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], world: World, seed: int, limit: int | float, began_with: int = 0
+    ) -> None:
         self._loader = loader
+        self._began_with = began_with or world.size
         self._world = world
         self._seed = _seed_of(loader, seed)
         self._limit = limit
@@ -99,7 +106,7 @@ class OrderedFeed(Feed):
     def _items(self) -> int:
         """Return the places of the order that an epoch uses."""
         total = len(self._sampler)
-        together = self._batch * self._world.size
+        together = self._batch * self._began_with
         if self._loader.drop_last:
             total -= total % together
         limit = self._limit
@@ -109,7 +116,13 @@ class OrderedFeed(Feed):
         return min(total, count * together)
 
     def batches(self) -> int | float:
-        return len(Cut(self._items(), self._batch, self._world.rank, self._world.size))
+        return len(self._cut(self._items(), 1))
+
+    def batches_before(self, position: int, accumulate: int) -> int | None:
+        return self._cut(self._items(), accumulate).batches_before(position)
+
+    def _cut(self, items: int, accumulate: int) -> Cut:
+        return Cut(items, self._batch, self._world.rank, self._world.size, accumulate, self._began_with)
 
     def _order(self, epoch: int) -> Any:
         sampler = self._sampler
@@ -129,7 +142,7 @@ class OrderedFeed(Feed):
 
     def epoch(self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0) -> Iterator[Microbatch]:
         order = self._order(epoch)
-        cut = Cut(min(self._items(), len(order)), self._batch, self._world.rank, self._world.size, accumulate)
+        cut = self._cut(min(self._items(), len(order)), accumulate)
         self._picked.source = lambda: _picks(
             order, cut, position, one_by_one=self._own.batch_sampler is None, whole=self._whole_batches
         )
@@ -281,7 +294,15 @@ def _copy_loader(loader: DataLoader[Any], picked: _Picked) -> DataLoader[Any]:
     )
 
 
-def make_feed(source: Any, world: World, *, seed: int, limit: int | float = float("inf"), shard: bool = True) -> Feed:
+def make_feed(
+    source: Any,
+    world: World,
+    *,
+    seed: int,
+    limit: int | float = float("inf"),
+    shard: bool = True,
+    began_with: int = 0,
+) -> Feed:
     """Return the feed for what a user gave: a map-style DataLoader is read along the global order, all else as it is.
 
     Args:
@@ -289,6 +310,7 @@ def make_feed(source: Any, world: World, *, seed: int, limit: int | float = floa
         world: the ranks.
         seed: of the data order.
         limit: batches an epoch at most (int), or the part of them (float).
+        began_with: ranks that the global batch was fixed for; 0 if those that there are.
         shard: cut a DataLoader's data over ranks; False takes it as it is.
     """
     ordered = (
@@ -300,7 +322,7 @@ def make_feed(source: Any, world: World, *, seed: int, limit: int | float = floa
         and hasattr(source.sampler, "__len__")
     )
     if ordered and (shard or world.size == 1):
-        return OrderedFeed(source, world, seed, limit)
+        return OrderedFeed(source, world, seed, limit, began_with)
     if ordered:
         return OrderedFeed(source, World(device=world.device), seed + world.rank, limit)
     return ListFeed(source, world, limit)

@@ -49,15 +49,20 @@ class Share(NamedTuple):  # a tuple: one is made per batch, and a frozen datacla
 class Cut:
     """How an order of `items` places is cut for one rank.
 
-    A global batch takes `batch * ranks * accumulate` places, the last one what is left. Rank r takes the r-th part
+    A global batch takes `batch * began_with * accumulate` places, the last one what is left. Rank r takes the r-th part
     (sizes differ by at most one) and goes through it in microbatches of `batch`. All ranks have the same number of
-    microbatches; a rank whose part ends earlier has empty ones.
+    microbatches; a rank whose part ends earlier has empty ones. So the same samples make up a weight update whatever
+    the number of ranks, as long as `began_with` stays.
 
     Args:
         items: places that are used, at most the length of the order.
         batch: places of a microbatch on one rank.
         rank, ranks: which part of how many.
         accumulate: microbatches of a window.
+        began_with: ranks that the global batch was fixed for; 0 if those that there are.
+
+    >>> [len(list(Cut(items=16, batch=4, ranks=ranks, began_with=2).shares())) for ranks in (1, 2, 3, 4)]
+    [4, 2, 2, 2]
     """
 
     items: int
@@ -65,11 +70,12 @@ class Cut:
     rank: int = 0
     ranks: int = 1
     accumulate: int = 1
+    began_with: int = 0
 
     @property
     def global_batch(self) -> int:
         """Return the places of a whole global batch."""
-        return self.batch * self.ranks * self.accumulate
+        return self.batch * (self.began_with or self.ranks) * self.accumulate
 
     def __len__(self) -> int:
         """Return the microbatches of an epoch, the same on every rank.
@@ -79,6 +85,14 @@ class Cut:
         """
         whole, rest = divmod(self.items, self.global_batch)
         return whole * self.accumulate + self._microbatches(rest)
+
+    def batches_before(self, position: int) -> int:
+        """Return the microbatches ahead of a position, which is where a global batch begins.
+
+        >>> Cut(items=10, batch=4, ranks=2).batches_before(8)
+        1
+        """
+        return position // self.global_batch * self._microbatches(self.global_batch)
 
     def _microbatches(self, places: int) -> int:
         largest = -(-places // self.ranks)

@@ -146,7 +146,7 @@ class _Workers:
         """Leave no process behind."""
         for process in self._processes.values():
             if len(self._results) < self._size:
-                process.terminate()
+                process.kill()  # SIGTERM would ask it to stop at the next step, which may never come
         deadline = time.monotonic() + TERMINATE_S
         for process in self._processes.values():
             process.join(max(0.0, deadline - time.monotonic()))

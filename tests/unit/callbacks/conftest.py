@@ -66,13 +66,21 @@ class FakeTrainer:
     def request_stop(self, reason: str) -> None:
         self.stop_reasons.append(reason)
 
-    def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> Path:
+    def finish_checkpoint(self) -> bool:
+        return True
+
+    def save_checkpoint(
+        self, path: str | Path, weights_only: bool = False, *, wait: bool = True, after: Any = None, failed: Any = None
+    ) -> Path:
         state = {
             "strategy": {"module": self.module.state_dict()},
             "callbacks": {callback.state_key: callback.state_dict() for callback in self.callbacks},
         }
         self.call("on_save_checkpoint", state)
-        return checkpoint.save(path, state, {"step": self.global_step, "weights_only": weights_only})
+        saved = checkpoint.save(Path(path), state, {"step": self.global_step, "weights_only": weights_only})
+        if after is not None:
+            after()
+        return saved
 
     # what the loop does
 

@@ -71,7 +71,7 @@ def test_nothing_is_deleted_before_the_newer_one_is_complete(trainer: Any, tmp_p
     run = trainer(ModelCheckpoint(save_last=True)).start()
     run.epoch(validation={})
 
-    def fails(path: str, weights_only: bool = False) -> None:
+    def fails(path: str, **options: Any) -> None:
         raise OSError("disk full")
 
     run.save_checkpoint = fails
@@ -162,7 +162,7 @@ def test_save_by_steps(trainer: Any, tmp_path: Path) -> None:
 def test_batches_of_one_window_save_once(trainer: Any) -> None:
     run = trainer(ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)).start()
     saved: list[str] = []
-    run.save_checkpoint = lambda path, weights_only=False: saved.append(Path(path).name)
+    run.save_checkpoint = lambda path, **options: saved.append(Path(path).name)
     run.step()
     run.call("on_train_batch_end", None, None, 1)  # another batch, no weight update
     run.step()
@@ -283,7 +283,7 @@ def test_an_error_while_saving_after_an_error_does_not_hide_it(trainer: Any) -> 
     run = trainer(ModelCheckpoint()).start()
     run.step()
 
-    def fails(path: str, weights_only: bool = False) -> None:
+    def fails(path: str, **options: Any) -> None:
         raise OSError("disk full")
 
     run.save_checkpoint = fails
@@ -295,7 +295,7 @@ def test_only_the_main_rank_touches_files(trainer: Any, tmp_path: Path) -> None:
     callback = ModelCheckpoint(save_last=True)
     run = trainer(callback, is_global_zero=False).start()
     saved: list[str] = []
-    run.save_checkpoint = lambda path, weights_only=False: saved.append(Path(path).name)
+    run.save_checkpoint = lambda path, **options: saved.append(Path(path).name)
     run.epoch(validation={})
     run.epoch(validation={})
     assert saved == ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"]  # saving is for all ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
 import pytest
@@ -29,13 +30,16 @@ def test_without_its_marker_it_is_neither_listed_nor_loaded(tmp_path: Path) -> N
         checkpoint.load(path)
 
 
-def test_one_flipped_byte_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["state.pt", "index.json", "manifest.json", "COMMITTED", "rank-00000.safetensors"])
+def test_one_flipped_bit_in_any_file_is_found(tmp_path: Path, file: str) -> None:
     path = checkpoint.save(tmp_path / "one", STATE, {})
-    content = bytearray((path / "state.pt").read_bytes())
-    content[len(content) // 2] ^= 1
-    (path / "state.pt").write_bytes(content)
-    with pytest.raises(CheckpointError, match="damaged"):
-        checkpoint.load(path)
+    content = bytearray((path / file).read_bytes())
+    for place in range(0, len(content), max(1, len(content) // 40)):
+        content[place] ^= 1
+        (path / file).write_bytes(content)
+        with pytest.raises(CheckpointError, match="damaged"):
+            checkpoint.load(path)
+        content[place] ^= 1
 
 
 def test_a_failed_write_leaves_the_earlier_one_and_no_rest(tmp_path: Path) -> None:
@@ -55,7 +59,8 @@ def test_writing_to_the_same_place_replaces_it(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused_and_said_so(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path / "one", STATE, {})
-    manifest = path / checkpoint.MANIFEST
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 99'))
+    data = (path / checkpoint.MANIFEST).read_bytes().replace(b'"format": 2', b'"format": 99')
+    (path / checkpoint.MANIFEST).write_bytes(data)
+    (path / checkpoint.MARKER).write_text(f"manifest.json crc32 {zlib.crc32(data)}\n")
     with pytest.raises(CheckpointError, match="format 99"):
         checkpoint.load(path)

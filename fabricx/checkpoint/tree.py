@@ -1,0 +1,60 @@
+"""A state as a tree: its tensors under one name each, and what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torch import Tensor
+
+PLACE: Final = "__tensor__"
+
+
+def split(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Take the tensors out of nested dicts, lists and tuples.
+
+    Returns:
+        the tree with a place in the stead of each tensor, and the tensors by the path to their place: keys, joined by
+        slashes.
+
+    >>> rest, tensors = split({"step": 3, "layers": [torch.zeros(2)]})
+    >>> rest, list(tensors)
+    ({'step': 3, 'layers': [{'__tensor__': 'layers/0'}]}, ['layers/0'])
+    """
+    tensors: dict[str, Tensor] = {}
+    return _split(state, (), tensors), tensors
+
+
+def _split(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        key = "/".join(path)
+        while key in tensors:  # the keys 1 and "1" of one dict
+            key += "'"
+        tensors[key] = value.detach()
+        return {PLACE: key}
+    before = len(tensors)
+    if isinstance(value, Mapping):
+        found = {key: _split(item, (*path, escape(str(key))), tensors) for key, item in value.items()}
+        return found if len(tensors) > before or type(value) is dict else value
+    if isinstance(value, (list, tuple)):
+        items = [_split(item, (*path, str(place)), tensors) for place, item in enumerate(value)]
+        if type(value) is list or len(tensors) == before:
+            return items if type(value) is list else value
+        return tuple(items)
+    return value
+
+
+def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Put the tensors back to their places: the inverse of `split`."""
+    if isinstance(rest, dict) and set(rest) == {PLACE}:
+        return tensors[rest[PLACE]]
+    if type(rest) is dict:
+        return {key: join(value, tensors) for key, value in rest.items()}
+    if type(rest) in (list, tuple):
+        return type(rest)(join(value, tensors) for value in rest)
+    return rest
+
+
+def escape(key: str) -> str:
+    """Return a key as one part of a path."""
+    return key.replace("%", "%25").replace("/", "%2F")

@@ -1,0 +1,191 @@
+"""Checkpoints on their way to disk while training goes on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from fabricx.checkpoint import files, shards, tree
+from fabricx.comm.world import World
+from fabricx.errors import CheckpointError
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass
+class _Snapshot:
+    """One rank's part of a checkpoint, in memory; `rest` and `manifest` matter on the main rank only."""
+
+    path: Path
+    work: Path
+    part: shards.Part
+    rest: bytes
+    manifest: Mapping[str, Any]
+    copied: Any  # an event on a GPU, after which the copies are there
+
+
+@final
+class Writer:
+    """Writes checkpoints of all ranks, one at a time, each in a thread of its own.
+
+    A snapshot is taken while everybody waits (a copy in memory); files are written while training goes on. Ranks tell
+    the main rank through the store that their parts are on disk; it commits. No collective runs in a thread.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._path = Path()
+        self._failed: Callable[[], None] | None = None
+
+    def begin(
+        self, path: Path, state: Mapping[str, Any], manifest: Mapping[str, Any],
+        after: Callable[[], None] | None = None, failed: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Take a snapshot, and start to write it; every rank calls this at the same moment.
+
+        Args:
+            path: the folder to be.
+            state: tensors (also DTensors) and plain data; all that isn't a DTensor is the same on all ranks.
+            manifest: what a person wants to know of it.
+            after: called in the main rank's thread once the checkpoint is committed.
+            failed: called on every rank, in `finish`, if the disk was full.
+
+        Raises:
+            CheckpointError: something in the state is neither a tensor nor plain data, or the one before failed.
+        """
+        self.finish()
+        rest, tensors = tree.split(dict(state))
+        refused = ""
+        data = b""
+        try:
+            data = files.serialized(rest)
+        except CheckpointError as error:
+            refused = str(error)
+        told = self._world.gather_objects((refused, files.partial_folder(path)))
+        if found := [text for text, _ in told if text]:
+            raise CheckpointError(found[0])
+        work = told[0][1]
+        part = shards.plan(tensors, self._world)
+        copied = None
+        if torch.cuda.is_initialized():
+            copied = torch.cuda.Event()
+            copied.record()
+        snapshot = _Snapshot(path, work, part, data, manifest, copied)
+        self._path, self._failed = path, failed
+        self._thread = threading.Thread(target=self._run, args=(snapshot, after), name="fabricx-checkpoint")
+        self._thread.daemon = True
+        self._thread.start()
+
+    def poll(self) -> None:
+        """Raise what went wrong in the background, as soon as that is known; costs nothing while nothing is written."""
+        if self._thread is not None and self._error is not None and not self._thread.is_alive():
+            self._raise_unless_full(self._error)
+
+    def finish(self) -> bool:
+        """Wait until nothing is being written; every rank calls this at the same moment.
+
+        Returns:
+            whether the latest checkpoint is there; False where the disk was full.
+
+        Raises:
+            CheckpointError: it couldn't be written for another reason than a full disk.
+        """
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return True
+        thread.join()
+        error, self._error = self._error, None
+        told = self._world.broadcast_object(None if error is None else _told(error))
+        if told is None:
+            return True
+        self._raise_unless_full(error if error is not None and self._world.size == 1 else OSError(*told))
+        if self._failed is not None:
+            self._failed()
+        return False
+
+    def close(self) -> None:
+        """Wait for this rank's own part; after an error, when other ranks may be gone."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(timeout=30.0 if self._world.size == 1 else 1.0)
+
+    def _raise_unless_full(self, error: BaseException) -> None:
+        if getattr(error, "errno", None) not in NO_ROOM:
+            raise CheckpointError(f"the checkpoint {self._path} could not be written: {error}") from error
+        warnings.warn(
+            f"the checkpoint {self._path} could not be written: the disk is full. Training goes on; the earlier "
+            "checkpoints are in place, and the next one is tried as planned",
+            stacklevel=3,
+        )
+
+    # -- in the thread ------------------------------------------------------------------------------------------
+
+    def _run(self, snapshot: _Snapshot, after: Callable[[], None] | None) -> None:
+        written: dict[str, Any] = {}
+        try:
+            if snapshot.copied is not None:
+                snapshot.copied.synchronize()
+            snapshot.work.mkdir(parents=True, exist_ok=True)
+            file = snapshot.part.file
+            written = {file: shards.write(snapshot.work / file, snapshot.part.tensors)}
+        except Exception as error:
+            self._error = error
+        try:
+            everything = self._gather(snapshot, written)
+            if not self._world.main_rank:
+                return
+            if self._error is None:
+                files.commit(
+                    snapshot.work, snapshot.path, snapshot.rest, snapshot.part.index, snapshot.manifest, everything
+                )
+                if after is not None:
+                    after()
+        except Exception as error:
+            self._error = self._error or error
+        if self._error is not None:
+            shutil.rmtree(snapshot.work, ignore_errors=True)
+
+    def _gather(self, snapshot: _Snapshot, written: dict[str, Any]) -> dict[str, Any]:
+        """Bring the ranks' sizes and checksums to the main rank, or their errors."""
+        if self._world.size == 1 or self._world.store is None:
+            return written
+        store = self._world.store.clone()  # type: ignore[attr-defined]  # a connection of its own
+        keys = [self._world.key(f"checkpoint/{snapshot.work.name}/{rank}") for rank in range(self._world.size)]
+        error = self._error
+        told = {"written": written} if error is None else {"error": _told(error)}
+        store.set(keys[self._world.rank], json.dumps(told))
+        everything: dict[str, Any] = {}
+        if self._world.main_rank:
+            store.wait(keys, timedelta(hours=1))
+            for rank, found in enumerate(json.loads(store.get(key)) for key in keys):
+                if "error" in found:
+                    number, text = found["error"]
+                    raise OSError(number, f"rank {rank}: {text}")
+                everything |= found["written"]
+        return everything
+
+
+def _told(error: BaseException) -> tuple[int | None, str]:
+    """Return an error as another rank can be told of it."""
+    return getattr(error, "errno", None), getattr(error, "strerror", None) or str(error)
+
+
+def save(path: str | Path, state: Mapping[str, Any], manifest: Mapping[str, Any], world: World | None = None) -> Path:
+    """Write a checkpoint, and return when it is there; see `Writer.begin`."""
+    writer = Writer(world or World())
+    writer.begin(Path(path), state, manifest)
+    if not writer.finish():
+        raise CheckpointError(f"the checkpoint {path} could not be written: the disk is full")
+    return Path(path)

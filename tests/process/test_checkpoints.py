@@ -1,0 +1,280 @@
+"""Checkpoints of several ranks, while training goes on, and when it ends in the middle of one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fabricx as fx
+from fabricx import checkpoint
+from fabricx.callbacks import ModelCheckpoint
+from fabricx.checkpoint import shards
+from fabricx.comm.world import current
+from fabricx.testing import QUIET, TinyModule, run_ranks, tiny_loader
+
+STATE = {"big": torch.arange(60.0).reshape(6, 10), "small": torch.tensor(2.5), "deep": [{"x": torch.arange(3)}, "text"]}
+
+
+def saved_by_all(path: Path) -> list[str]:
+    world = current()
+    assert world is not None
+    checkpoint.save(path, STATE, {"step": 1}, world)
+    world.barrier()
+    return list(shards.plan({"a": torch.zeros(4), "b": torch.zeros(4)}, world).tensors)
+
+
+def test_what_all_ranks_hold_is_written_once_and_by_all(tmp_path: Path) -> None:
+    first, second = run_ranks(saved_by_all, 2, tmp_path / "one")
+    assert sorted(first + second) == ["a", "b"]
+    assert first != second
+    assert {file.name for file in (tmp_path / "one").glob("*.safetensors")} == {
+        "rank-00000.safetensors",
+        "rank-00001.safetensors",
+    }
+    found = checkpoint.load(tmp_path / "one")
+    assert torch.equal(found["big"], STATE["big"])
+    assert torch.equal(found["deep"][0]["x"], torch.arange(3))
+    assert found["deep"][1] == "text"
+
+
+def fails_on_the_second_rank(path: Path, number: int) -> Any:
+    world = current()
+    assert world is not None
+    checkpoint.save(path, STATE, {}, world)
+    write, calls = shards.write, []
+
+    def no_room(file: Path, tensors: Any) -> Any:
+        if world.rank == 1:
+            raise OSError(number, os.strerror(number))
+        return write(file, tensors)
+
+    shards.write = no_room
+    writer = checkpoint.Writer(world)
+    writer.begin(path, {**STATE, "big": torch.zeros(1)}, {}, failed=lambda: calls.append("failed"))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            done: Any = writer.finish()
+        except Exception as error:
+            done = str(error)
+    return done, calls, any("disk is full" in str(warning.message) for warning in warned)
+
+
+def test_a_full_disk_of_one_rank_is_known_on_all_and_the_earlier_checkpoint_stays(tmp_path: Path) -> None:
+    assert run_ranks(fails_on_the_second_rank, 2, tmp_path / "one", errno.ENOSPC) == [(False, ["failed"], True)] * 2
+    assert torch.equal(checkpoint.load(tmp_path / "one")["big"], STATE["big"])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["one"]
+
+
+def test_any_other_failure_is_an_error_on_all_ranks_that_names_the_checkpoint(tmp_path: Path) -> None:
+    for said, calls, warned in run_ranks(fails_on_the_second_rank, 2, tmp_path / "one", errno.EIO):
+        assert "one could not be written" in said
+        assert "rank 1" in said
+        assert not calls
+        assert not warned
+    assert torch.equal(checkpoint.load(tmp_path / "one")["big"], STATE["big"])
+
+
+class Slow(TinyModule):
+    """Writing takes until training has gone on for two more batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(checkpoint.is_committed(Path(self.trainer.default_root_dir) / "step=1.ckpt"))
+        if len(self.seen) == 3:
+            (Path(self.trainer.default_root_dir) / "go").touch()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_what_it_holds_is_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = shards.write
+
+    def waits(path: Path, tensors: Any) -> Any:
+        while not (tmp_path / "go").exists():
+            time.sleep(0.005)
+        return write(path, tensors)
+
+    monkeypatch.setattr(shards, "write", waits)
+    module = Slow()
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    options = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path, "callbacks": [saver]}
+    # The second checkpoint would wait for the first, which waits for the third batch: save at step 1 only.
+    monkeypatch.setattr(saver, "every_n_train_steps", 4)
+    first: list[Tensor] = []
+    begin = TinyModule()
+    fx.Trainer(max_steps=4, **QUIET).fit(begin, tiny_loader())
+
+    class SaveFirst(fx.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 1:
+                first.append(module.layer.weight.detach().clone())
+                trainer.save_checkpoint(tmp_path / "step=1.ckpt", wait=False)
+
+    fx.Trainer(max_steps=4, **{**options, "callbacks": [saver, SaveFirst()]}).fit(module, tiny_loader())
+    assert not any(module.seen[:3])
+    assert checkpoint.is_committed(tmp_path / "step=1.ckpt")
+    weights = checkpoint.load(tmp_path / "step=1.ckpt")["strategy"]["module"]["layer.weight"]
+    assert torch.equal(weights, first[0])
+    assert not torch.equal(weights, module.layer.weight)
+    assert torch.equal(module.layer.weight, begin.layer.weight)  # saving changes nothing
+
+
+class Ledger(TinyModule):
+    """Entry i of the ledger ends at -1/B for each time that sample i was trained in a global batch of B samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = nn.Parameter(torch.zeros(29, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.ledger[batch[2]].mean()
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.layer.parameters()}, {"params": [self.ledger], "lr": 1.0, "momentum": 0.0}]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def ledger_loader() -> DataLoader[Any]:
+    inputs = torch.randn(29, 4, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True), torch.arange(29))
+    return DataLoader(data, batch_size=3, shuffle=True)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_2_then_3_then_1_ranks_train_what_2_ranks_train(tmp_path: Path, accumulate: int) -> None:
+    def go_on(devices: int, path: Path | None, **limits: Any) -> tuple[Ledger, Path]:
+        torch.manual_seed(3)
+        module, where = Ledger(), tmp_path / f"{devices}-{path is None}-{len(limits)}.ckpt"
+        saver = ModelCheckpoint(tmp_path / where, save_last=True, save_top_k=0)
+        options = {**QUIET, "enable_checkpointing": True, "callbacks": [saver], "max_epochs": 2, **limits}
+        trainer = fx.Trainer(devices=devices, accumulate_grad_batches=accumulate, strategy="auto", **options)
+        trainer.fit(module, ledger_loader(), ckpt_path=path)
+        return module, Path(saver.last_model_path)
+
+    whole, _ = go_on(2, None)
+    _, first = go_on(2, None, max_steps=1)
+    _, second = go_on(3, first, max_steps=4)
+    resumed, _ = go_on(1, second)
+    # Each sample twice, in batches of 6 * accumulate and a last one of what is left: the same ones on the way with 3.
+    assert torch.equal(resumed.ledger, whole.ledger)
+    assert (resumed.ledger < 0).all()
+    # float32 sums in another order
+    assert torch.allclose(resumed.layer.weight, whole.layer.weight, rtol=1e-5)
+
+
+SCRIPT = """
+    import sys, torch, fabricx as fx
+    from fabricx.callbacks import ModelCheckpoint
+    from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+    class Large(TinyModule):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("ballast", torch.zeros(2_000_000))
+
+    if __name__ == "__main__":
+        saver = ModelCheckpoint("saved", every_n_train_steps=2, save_top_k=1, save_last=True)
+        options = {**QUIET, "enable_checkpointing": True}
+        trainer = fx.Trainer(max_epochs=10**6, devices=int(sys.argv[1]), callbacks=[saver], **options)
+        trainer.fit(Large(), tiny_loader(64), ckpt_path="last")
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_killed_at_any_moment_a_whole_checkpoint_is_there(own_folder: Path, devices: int) -> None:
+    (own_folder / "script.py").write_text(textwrap.dedent(SCRIPT))
+    steps = [0]
+    for round in range(4):
+        process = subprocess.Popen([sys.executable, "script.py", str(devices)], start_new_session=True)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            found = checkpoint.list_committed(own_folder / "saved")
+            if found and _step(found[-1]) > steps[-1] + 3:
+                break
+            time.sleep(0.01)
+        time.sleep(0.013 * round)  # some other moment of the writing
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        newest = checkpoint.list_committed(own_folder / "saved")[-1]
+        checkpoint.verify(newest)
+        checkpoint.verify(own_folder / "saved" / "last.ckpt")
+        assert _step(newest) > steps[-1]  # it went on from the one before
+        steps.append(_step(newest))
+
+
+def _step(path: Path) -> int:
+    try:
+        return int(checkpoint.read_manifest(path)["step"])
+    except Exception:  # just deleted
+        return 0
+
+
+SIGNALLED = """
+    import os, sys, fabricx as fx
+    from pathlib import Path
+    from fabricx.callbacks import ModelCheckpoint
+    from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+    class Tells(TinyModule):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if self.global_step == 5:
+                Path(f"rank-{self.global_rank}").write_text(str(os.getpid()))
+
+    if __name__ == "__main__":
+        options = {**QUIET, "enable_checkpointing": True, "callbacks": [ModelCheckpoint("saved")]}
+        trainer = fx.Trainer(max_epochs=10**6, devices=int(sys.argv[1]), **options)
+        trainer.fit(Tells(), tiny_loader(10**6, 1))
+        print("fit returned")
+"""
+
+
+@pytest.mark.parametrize(
+    ("devices", "whom", "sent", "code"),
+    [
+        (1, "main", signal.SIGTERM, 143),
+        (2, "main", signal.SIGTERM, 143),
+        (2, "rank-1", signal.SIGTERM, 143),
+        (2, "rank-0", signal.SIGUSR1, 143),
+        (2, "main", signal.SIGINT, 0),
+    ],
+    ids=str,
+)
+def test_a_signal_to_any_process_leaves_one_whole_checkpoint(
+    own_folder: Path, devices: int, whom: str, sent: signal.Signals, code: int
+) -> None:
+    (own_folder / "script.py").write_text(textwrap.dedent(SIGNALLED))
+    process = subprocess.Popen(
+        [sys.executable, "script.py", str(devices)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "SLURM_JOB_ID": "7"},
+    )  # fmt: skip
+    ranks = [own_folder / f"rank-{rank}" for rank in range(devices)]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in ranks):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    os.kill(process.pid if whom == "main" else int((own_folder / whom).read_text()), sent)
+    said, errors = process.communicate(timeout=30)
+    assert process.returncode == code, errors
+    assert ("fit returned" in said) is (code == 0)
+    [saved] = checkpoint.list_committed(own_folder / "saved")
+    checkpoint.verify(saved)
+    assert _step(saved) >= 5
