@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabricx.errors import did_you_mean
+from fabricx.errors import FabricxError, did_you_mean
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 STAGES = ("fit", "validate", "test", "predict")
-COMMANDS = (*STAGES, "doctor")
+COMMANDS = (*STAGES, "resume", "checkpoint", "doctor")
 HELP = """\
 fabricx: training for PyTorch in which the way it is distributed is one word
 
@@ -21,6 +21,8 @@ fabricx: training for PyTorch in which the way it is distributed is one word
   fabricx validate     validate a checkpoint:  fabricx validate ckpt_path=runs/.../checkpoints/last.ckpt
   fabricx test         test a checkpoint
   fabricx predict      write a checkpoint's predictions to predictions.pt in the run's folder
+  fabricx resume       go on with a run that was stopped:  fabricx resume runs/... [trainer.max_epochs=20]
+  fabricx checkpoint   ls, verify, or export checkpoints to safetensors
   fabricx doctor       what this machine has; put it into a bug report
 
 Try:
@@ -50,11 +52,18 @@ def main() -> None:
         from fabricx.doctor import examine
 
         raise SystemExit(examine())
+    if command == "checkpoint":
+        from fabricx.checkpoint.command import main as checkpoint_command
+
+        raise SystemExit(checkpoint_command(arguments[1:]))
+    if command == "resume":
+        raise SystemExit(_resume(arguments[1:]))
     _run(command, arguments[1:])
 
 
 def _run(command: str, arguments: list[str]) -> None:
     from fabricx.app import run_app
+    from fabricx.config import plain
 
     if "COMP_LINE" in os.environ:  # completion knows no sub-command
         os.environ["COMP_LINE"] = os.environ["COMP_LINE"].replace(f" {command}", "", 1)
@@ -62,7 +71,7 @@ def _run(command: str, arguments: list[str]) -> None:
     interrupted: list[bool] = []
 
     def task(cfg: DictConfig) -> Any:
-        stopped, value = run(command, cfg)
+        stopped, value = run(command, plain(cfg))
         if not arguments and command == "fit":
             print(
                 "\nNext: fabricx fit strategy=ddp trainer.devices=2    fabricx fit module.lr=0.01    fabricx fit --help"
@@ -73,6 +82,34 @@ def _run(command: str, arguments: list[str]) -> None:
         return value
 
     run_app(task, [*_demonstration(arguments), *arguments], None, "config")
+
+
+def _resume(arguments: list[str]) -> int:
+    """Go on with a run in its own folder, from its newest checkpoint."""
+    from fabricx.checkpoint import list_committed
+    from fabricx.config import configuration_of
+    from fabricx.dispatch import newest_whole
+
+    if not arguments or arguments[0].startswith("-"):
+        print(
+            "fabricx resume RUN_DIR [KEY=VALUE ...]\n\ngo on with a run, from its newest checkpoint, in its own folder"
+        )
+        return 0 if arguments else 1
+    run_dir = Path(arguments[0])
+    sys.path.insert(0, os.getcwd())
+    try:
+        given = configuration_of(run_dir, arguments[1:])
+        kept = ((given.get("callbacks") or {}).get("model_checkpoint") or {}).get("dirpath")
+        found = list_committed(kept or run_dir / "checkpoints")
+        if not found:
+            raise ValueError(f"{run_dir} has no complete checkpoint to go on from")
+        stopped, _ = run("fit", {**given, "ckpt_path": str(newest_whole(found))}, run_dir)
+    except (FabricxError, ValueError, LookupError) as error:
+        if os.environ.get("FABRICX_TRACEBACK"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 130 if stopped else 0
 
 
 def _demonstration(arguments: list[str]) -> list[str]:
@@ -86,21 +123,20 @@ def _demonstration(arguments: list[str]) -> list[str]:
     return [] if said else ["experiment=digits"]
 
 
-def run(command: str, cfg: DictConfig) -> tuple[bool, float | None]:
-    """Run one stage of a configuration.
+def run(command: str, given: dict[str, Any], run_dir: Path | None = None) -> tuple[bool, float | None]:
+    """Run one stage of a configuration, in a run's folder if one is given.
 
     Returns:
         whether it was interrupted, and the monitored metric, for sweepers.
     """
-    from fabricx.config import build, plain
+    from fabricx.config import build
 
-    given = plain(cfg)
     if given["seed"] is not None:
         from fabricx.seed import seed_everything
 
         seed_everything(given["seed"])
     trainer, module, data = build(given)
-    run_dir = trainer.run_dir
+    run_dir = trainer.run_dir = run_dir or trainer.run_dir
     assert run_dir is not None
     if command == "fit":
         trainer.fit(module, datamodule=data, ckpt_path=given["ckpt_path"])

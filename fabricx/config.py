@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml  # type: ignore[import-untyped]
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -84,6 +85,39 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
         raise ValueError("these keys need a value: " + ", ".join(missing) + f"\n  such as {missing[0]}=...")
     resolved: Any = OmegaConf.to_container(cfg, resolve=True)
     return {str(key): value for key, value in resolved.items()}
+
+
+def configuration_of(run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the configuration that a run was made with, and what `KEY=VALUE` overrides change of it.
+
+    Raises:
+        ValueError: the folder has no configuration, or an override has a key that isn't there.
+    """
+    file = run_dir / "config.yaml"
+    if not file.is_file():
+        raise ValueError(
+            f"{run_dir} has no config.yaml: give the folder of a run that the command or @fx.main has started; from "
+            "Python, go on with trainer.fit(..., ckpt_path=...)"
+        )
+    cfg = OmegaConf.load(file)
+    assert isinstance(cfg, DictConfig)
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ValueError(f"{override!r}: an override is KEY=VALUE")
+        if key == "strategy":
+            cfg["strategy"] = {"name": value}
+            continue
+        parent, _, name = key.rpartition(".")
+        node: Any = OmegaConf.select(cfg, parent) if parent else cfg
+        if not isinstance(node, DictConfig) or name not in node:
+            known = [str(one) for one in node] if isinstance(node, DictConfig) else [str(one) for one in cfg]
+            raise ValueError(
+                f"{key}: the run's configuration has no such key.{did_you_mean(name, known)}\n"
+                f"  known: {', '.join(known)}"
+            )
+        OmegaConf.update(cfg, key, yaml.safe_load(value))
+    return plain(cfg)
 
 
 def build(cfg: DictConfig | Mapping[str, Any]) -> tuple[Trainer, Module, DataModule | None]:

@@ -183,7 +183,7 @@ def resolve_checkpoint(trainer: Trainer, path: str | Path | None) -> Path | None
         folders += sorted((Path(trainer.default_root_dir) / "runs").glob("*/checkpoints"), reverse=True)
         found = [list_committed(Path(folder)) for folder in folders if folder and Path(folder).is_dir()]
         newest = next((checkpoints for checkpoints in found if checkpoints), [])
-        return _newest_whole(newest) if newest else None
+        return newest_whole(newest) if newest else None
     given = Path(path)
     if not is_committed(given):
         near = [str(one) for one in list_committed(given)] or [str(one) for one in list_committed(given.parent)]
@@ -194,7 +194,7 @@ def resolve_checkpoint(trainer: Trainer, path: str | Path | None) -> Path | None
     return given.resolve()
 
 
-def _newest_whole(checkpoints: list[Path]) -> Path:
+def newest_whole(checkpoints: list[Path]) -> Path:
     """Return the newest checkpoint whose files are what they were; damaged ones are named.
 
     Raises:

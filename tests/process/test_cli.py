@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fabricx.demo.digits import DigitsClassifier
 
 SHORT = ("trainer.max_epochs=2", "trainer.limit_train_batches=5", "trainer.enable_progress_bar=false")
 
@@ -42,6 +45,26 @@ def test_a_run_says_what_came_out_and_where_it_is(own_folder: Path) -> None:
     assert "test_accuracy" in fabricx("test", f"ckpt_path={last}")
     assert "val_accuracy" in fabricx("validate", "ckpt_path=last")
     assert "predictions.pt" in fabricx("predict", f"ckpt_path={last}", "trainer.devices=2")
+
+
+def test_a_run_is_resumed_in_its_folder_and_its_checkpoints_are_looked_after(own_folder: Path) -> None:
+    fabricx("fit", "trainer.devices=2", *SHORT)
+    [run] = (own_folder / "runs").iterdir()
+    assert "15 steps, 3 epochs" in fabricx("resume", str(run), "trainer.max_epochs=3", "strategy=ddp")
+    listed = fabricx("checkpoint", "ls", "runs").splitlines()
+    assert [line.split()[:4] for line in listed] == [["step", "epoch", "ranks", "strategy"], ["15", "2", "2", "DDP"]]
+    assert fabricx("checkpoint", "verify", str(run)).startswith("whole")
+    said = fabricx("checkpoint", "export", str(run), "weights.safetensors")
+    weights = load_file(own_folder / "weights.safetensors")
+    assert f"{len(weights)} tensors" in said
+    assert set(weights) == set(DigitsClassifier().state_dict())
+    part = next(run.rglob("rank-00001.safetensors"))
+    part.write_bytes(part.read_bytes()[:-1] + b"x")
+    assert "DAMAGED" in fabricx("checkpoint", "verify", str(run), fails=True)
+    assert "each checkpoint" in fabricx("resume", str(run), fails=True)
+    said = fabricx("resume", str(run), "trainer.max_epoch=4", fails=True)
+    assert "Did you mean 'max_epochs'?" in said
+    assert "has no config.yaml" in fabricx("resume", "nowhere", fails=True)
 
 
 def test_a_sweep_has_one_folder_for_each_job_whatever_the_number_of_ranks(own_folder: Path) -> None:
