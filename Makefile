@@ -37,6 +37,8 @@ bench: $(INSTALLED)  ## measure against plain torch, side by side
 	$(BIN)/python tests/bench/imports.py
 	$(BIN)/python tests/bench/overhead.py
 	$(BIN)/python tests/bench/ddp.py
+	$(BIN)/python tests/bench/checkpoints.py
+	$(BIN)/python tests/bench/sharding.py
 
 clean:  ## remove the virtual environment and what tools leave behind
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -88,13 +89,13 @@ class EMA(Callback):
 
     @torch.no_grad()
     def _update(self, step: int) -> None:
-        averages = list(self.averages.values())
+        averages, weights = _local(self.averages.values()), _local(self._tensors)
         if not averages:
             return
         if step <= self.start_step:
-            torch._foreach_copy_(averages, self._tensors)
+            torch._foreach_copy_(averages, weights)
             return
-        weights = [tensor.to(average.dtype) for tensor, average in zip(self._tensors, averages, strict=True)]
+        weights = [tensor.to(average.dtype) for tensor, average in zip(weights, averages, strict=True)]
         torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
         self.updates += 1
 
@@ -111,13 +112,13 @@ class EMA(Callback):
         """Let the module hold the averages."""
         if self._tensors and not self._live:
             self._live = {name: t.clone() for name, t in zip(self.averages, self._tensors, strict=True)}
-            torch._foreach_copy_(self._tensors, list(self.averages.values()))
+            torch._foreach_copy_(_local(self._tensors), _local(self.averages.values()))
 
     @torch.no_grad()
     def _swap_out(self) -> None:
         """Let the module hold its own weights."""
         if self._tensors and self._live:
-            torch._foreach_copy_(self._tensors, [self._live[name] for name in self.averages])
+            torch._foreach_copy_(_local(self._tensors), _local(self._live[name] for name in self.averages))
             self._live = {}
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
@@ -158,6 +159,11 @@ class EMA(Callback):
         self.averages = dict(state_dict["averages"])
         self._live = dict(state_dict["live"])
         self.updates = state_dict["updates"]
+
+
+def _local(tensors: Iterable[Any]) -> list[Tensor]:
+    """Return what this rank holds: its shard, where a tensor is sharded. All that is done here is elementwise."""
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
 def _precise(tensor: Tensor) -> Tensor:

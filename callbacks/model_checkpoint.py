@@ -86,7 +86,8 @@ class ModelCheckpoint(Callback):
         filename: a template such as "{epoch}-{val_loss:.2f}"; "{epoch}-{step}" by default.
         monitor: the logged metric to rank by; None keeps the newest.
         mode: "min" if smaller is better, "max" if larger is.
-        save_top_k: how many to keep; -1 all, 0 none.
+        save_top_k: how many of the best, or without a monitor of the newest, to keep; -1 all, 0 none.
+        keep_every_n_steps: what was saved after a multiple of so many weight updates is never deleted.
         save_last: also keep the newest, under the link "last.ckpt".
         every_n_train_steps: save every so many weight updates.
         every_n_epochs: save every so many epochs; 1 if no other moment is given.
@@ -116,6 +117,7 @@ class ModelCheckpoint(Callback):
         mode: Mode = "min",
         save_top_k: int = 1,
         save_last: bool = False,
+        keep_every_n_steps: int = 0,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
         train_time_interval: timedelta | str | None = None,
@@ -133,6 +135,7 @@ class ModelCheckpoint(Callback):
         self.mode: Mode = mode
         self.save_top_k = save_top_k
         self.save_last = bool(save_last)
+        self.keep_every_n_steps = keep_every_n_steps
         self.every_n_train_steps = every_n_train_steps or 0
         self.train_time_interval = None if train_time_interval is None else parse_duration(train_time_interval)
         if every_n_epochs is None:
@@ -152,6 +155,7 @@ class ModelCheckpoint(Callback):
         self.current_score: Tensor | None = None
         self.last_model_path = ""
         self._last_target = ""  # what the link points to
+        self._for_ever: set[str] = set()
         self._clock = TimeInterval(self.train_time_interval) if self.train_time_interval else None
         self._fitting = False
         self._step_seen = 0
@@ -167,12 +171,7 @@ class ModelCheckpoint(Callback):
             raise ValueError(f'ModelCheckpoint(mode={self.mode!r}): it can be "min" or "max"')
         if self.save_top_k < -1:
             raise ValueError(f"ModelCheckpoint(save_top_k={self.save_top_k}): it can be -1 (all), 0 (none), 1, 2, ...")
-        if self.monitor is None and self.save_top_k > 1:
-            raise ValueError(
-                f"ModelCheckpoint(save_top_k={self.save_top_k}) needs to know what the best ones are: give "
-                'monitor="val_loss" or another logged metric, or save_top_k=1 for the newest or -1 for all'
-            )
-        for name in ("every_n_train_steps", "every_n_epochs"):
+        for name in ("every_n_train_steps", "every_n_epochs", "keep_every_n_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"ModelCheckpoint({name}={getattr(self, name)}): it can't be negative")
 
@@ -300,8 +299,8 @@ class ModelCheckpoint(Callback):
         score = metrics.get(self.monitor, math.nan) if self.monitor is not None else math.nan
         self.current_score = torch.tensor(score) if self.monitor is not None else None
         kept = {path: float(value) for path, value in self.best_k_models.items()}
-        if self.monitor is None and self.save_top_k == 1:
-            admitted, displaced = True, next(iter(kept), None)  # the newest takes the place of the one before
+        if self.monitor is None and self.save_top_k >= 1:  # the newest takes the place of the oldest
+            admitted, displaced = True, next(iter(kept), None) if len(kept) >= self.save_top_k else None
         else:
             admitted, displaced = admit(kept, score, self.save_top_k, self.mode)
         if not admitted:
@@ -348,6 +347,9 @@ class ModelCheckpoint(Callback):
                 superseded.add(self._last_target)
             self.last_model_path = self._link_path(trainer)
             self._last_target = path
+        if self.keep_every_n_steps and trainer.global_step % self.keep_every_n_steps == 0:
+            self._for_ever.add(path)
+        superseded -= self._for_ever
         link = Path(self.last_model_path) if self.save_last else None
 
         def after() -> None:  # on the main rank, once the checkpoint is there
@@ -423,6 +425,7 @@ class ModelCheckpoint(Callback):
             "current_score": self.current_score,
             "last_model_path": self.last_model_path,
             "last_target": self._last_target,
+            "for_ever": sorted(self._for_ever),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -433,6 +436,7 @@ class ModelCheckpoint(Callback):
         self.current_score = _on_cpu(state_dict["current_score"])
         self.last_model_path = state_dict["last_model_path"]
         self._last_target = state_dict["last_target"]
+        self._for_ever = set(state_dict["for_ever"])
 
 
 def _on_cpu(score: Tensor | None) -> Tensor | None:

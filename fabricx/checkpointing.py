@@ -34,6 +34,7 @@ def save_checkpoint(
     if not weights_only:
         state |= {
             "schedules": [schedule.scheduler.state_dict() for schedule in t.lr_schedulers],
+            "metrics": dict(t.published.metrics),  # a schedule that waits for the epoch's end may look at one
             "precision": t.precision_plugin.state_dict(),
             "callbacks": {callback.state_key: callback.state_dict() for callback in t.callbacks},
             "datamodule": t.datamodule.state_dict() if t.datamodule is not None else {},
@@ -73,6 +74,7 @@ def restore(t: Trainer, path: Path, *, weights_only: bool) -> None:
     t.strategy.load_state_dict(state["strategy"], t.module, t.optimizers)
     for schedule, saved in zip(t.lr_schedulers, state["schedules"], strict=True):
         schedule.scheduler.load_state_dict(saved)
+    t.published.metrics.update(state["metrics"])
     t.precision_plugin.load_state_dict(state["precision"])
     attempt = state["state"].get("attempt", 0) + 1
     t.state.load_state_dict({**state["state"], "attempt": attempt})

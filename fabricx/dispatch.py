@@ -141,7 +141,8 @@ def _work(world: World, trainer: Trainer, job: Job) -> Outcome | None:
     world = enter(trainer, world)
     with _interruptible(trainer, _notices()):  # the supervisor cares for Ctrl-C, but anybody may signal one rank
         outcome = execute(trainer, job, world)
-    return outcome.portable(trainer) if world.rank == 0 else None
+    weights = trainer.strategy.whole_weights(trainer.module)
+    return outcome.portable(trainer, weights) if world.rank == 0 else None
 
 
 def _in_workers(trainer: Trainer, job: Job) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -78,11 +78,13 @@ def _evaluate_batches(t: Trainer, word: str, number: int, feed: Feed) -> None:
     step = t.steps[word]
     starts, ends = getattr(t.hooks, f"on_{word}_batch_start"), getattr(t.hooks, f"on_{word}_batch_end")
     indices = (number,) if t.several_loaders else ()
+    batch: Any = None
     with _no_gradients(t):
         for micro in feed.epoch(t.state.epoch):
             if micro.empty:
                 if not feed.exact_position and feed.batches() == float("inf"):
                     break  # a stream of this rank's own has ended
+                _along(t, step, batch, micro.index, *indices)
                 continue
             batch = t.to_device(micro.data, number)
             t.is_last_batch = micro.last
@@ -93,6 +95,19 @@ def _evaluate_batches(t: Trainer, word: str, number: int, feed: Feed) -> None:
             for hook in ends:
                 hook(outputs, batch, micro.index, number)
             t.logbook.end_batch()
+
+
+def _along(t: Trainer, step: Callable[..., Any], batch: Any, *indices: int) -> None:
+    """Run a step for the others' sake, where they need this rank's weights: on the newest batch, to no effect."""
+    if not t.strategy.sharded_parameters():
+        return
+    if batch is None:
+        raise ValueError(
+            f"rank {t.world.rank} has no sample to evaluate, and sharded weights need all ranks to compute; give each "
+            "rank at least one sample, or take fewer devices"
+        )
+    with t.logbook.muted():
+        step(batch, *indices)
 
 
 def predict(t: Trainer, feeds: Sequence[Feed], *, keep: bool) -> list[Any]:
@@ -113,10 +128,12 @@ def predict(t: Trainer, feeds: Sequence[Feed], *, keep: bool) -> list[Any]:
             outputs_here: list[Any] = []
             indices = (number,) if t.several_loaders else ()
             with _no_gradients(t):
+                batch: Any = None
                 for micro in feed.epoch(t.state.epoch):
                     if micro.empty:
                         if not feed.exact_position and feed.batches() == float("inf"):
                             break
+                        _along(t, step, batch, micro.index, *indices)
                         continue
                     batch = t.to_device(micro.data, number)
                     t.is_last_batch = micro.last
@@ -153,7 +170,8 @@ def _call(t: Trainer, name: str) -> None:
 
 
 def _no_gradients(t: Trainer) -> AbstractContextManager[Any]:
-    return torch.inference_mode() if t.inference_mode else torch.no_grad()
+    # Tensors made in inference mode can't be used outside of it, and sharded weights are gathered into kept ones.
+    return torch.inference_mode() if t.inference_mode and not t.strategy.traits.sharded else torch.no_grad()
 
 
 def _to_eval(t: Trainer, word: str) -> list[tuple[nn.Module, bool]]:

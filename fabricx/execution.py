@@ -131,7 +131,8 @@ def _set_up(t: Trainer, job: Job, world: World) -> None:
     if t.datamodule is not None:
         t.datamodule.setup(job.stage)
     _call(t.hooks.setup, job.stage)
-    t.module.configure_model()
+    with t.strategy.building() if job.stage == "fit" else contextlib.nullcontext():
+        t.module.configure_model()
     _set_up_model(t, job)
 
 
@@ -194,12 +195,12 @@ def _open_loggers(t: Trainer, job: Job) -> None:
 
 
 def _set_up_model(t: Trainer, job: Job) -> None:
-    module, device = t.module, t.world.device
-    t.precision_plugin = make_precision(t.precision, device)
+    module = t.module
+    t.precision_plugin = make_precision(t.precision, t.world.device)
     t.precision_plugin.convert(module)
     if t.sync_batchnorm and t.world.size > 1:
         nn.SyncBatchNorm.convert_sync_batchnorm(module)
-    module.to(device)
+    t.strategy.place(module)
     _compile(t)
     own: dict[str, Any] = {
         name: overrides(module, name, ModuleHooks)
@@ -208,11 +209,12 @@ def _set_up_model(t: Trainer, job: Job) -> None:
     t.overridden = Overridden(**own, ckpt_path=Path(job.ckpt_path) if job.ckpt_path else None)
     t.bring = _transfer(t)
     load_data(t, job)
-    _wrap_steps(t)
     if job.stage != "fit":
+        _wrap_steps(t)
         t.attach_log(None)
         return
     t.strategy.setup(module, several_backwards=not module.automatic_optimization)
+    _wrap_steps(t)
     t.logbook = Logbook(t.strategy, training=True)
     t.attach_log(t.logbook)
     t.training_step = t.strategy.wrap_step(t.training_step)

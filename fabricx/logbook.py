@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ class Logbook:
         self.size: int | None = None  # samples in `batch`, once known
         self.loader: int | None = None  # number of the loader, where there are several
         self.batches = 0  # of this epoch or evaluation
+        self._mute = False
 
     def begin_batch(self, batch: Any, size: int | None, step: int) -> None:
         """Say which batch the values to come are of."""
@@ -47,6 +50,8 @@ class Logbook:
         reduce_fx: Any, batch_size: int | None, add_dataloader_idx: bool, joined: bool,
     ) -> None:  # fmt: skip
         """Take one value; the arguments are those of `Module.log`."""
+        if self._mute:
+            return
         if self.loader is not None and add_dataloader_idx:
             name = f"{name}/dataloader_idx_{self.loader}"
         series = self.metrics.series.get(name)
@@ -62,6 +67,15 @@ class Logbook:
             if batch_size is None:
                 batch_size = self.size = batch_size_of(self.batch) if self.in_step else 1
         series.add(value, batch_size if self.in_step else 1, self.step)
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """Take no values: a step runs only so that other ranks don't wait."""
+        self._mute = True
+        try:
+            yield
+        finally:
+            self._mute = False
 
     def _begin(
         self, name: str, reduce_fx: Any, on_step: bool | None, on_epoch: bool | None,

@@ -249,7 +249,8 @@ class Window:
         else:
             self.taken += 1
         if micro.closes:
-            t.strategy.backward_nothing()
+            with t.logbook.muted():
+                t.strategy.backward_nothing()
 
     def ready(self, t: Trainer) -> bool:
         """Close the window; returns whether there is a gradient to update the weights with.

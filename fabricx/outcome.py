@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,23 +25,26 @@ class Outcome:
     attributes: dict[str, Any] = field(default_factory=dict)
     callbacks: list[dict[str, Any]] = field(default_factory=list)
 
-    def portable(self, trainer: Trainer) -> Outcome:
+    def portable(self, trainer: Trainer, weights: dict[str, Any]) -> Outcome:
         """Gather what the caller's objects have to take over."""
         module = trainer.module
-        self.weights = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+        self.weights = weights
         keys = ("state", "interrupted", "terminated", "run_dir", "num_training_batches", "num_val_batches", "published",
                 "stop_wanted", "stopped")  # fmt: skip
         self.trainer = {key: getattr(trainer, key) for key in keys}
-        self.attributes = picklable_part({k: v for k, v in vars(module).items() if not k.startswith("_")})
+        self.attributes = picklable_part(
+            {k: v for k, v in vars(module).items() if not k.startswith("_") and not inspect.ismethod(v)}
+        )
         self.callbacks = [picklable_part(vars(callback)) for callback in trainer.callbacks]
         return self
 
     def absorb(self, trainer: Trainer, job: Job) -> None:
         """Bring the caller's module, trainer and callbacks to where the job has brought the workers'."""
-        own = dict(job.module.state_dict())
+        own = job.module.state_dict(keep_vars=True)
         for name, tensor in self.weights.items():
             if name in own and own[name].shape == tensor.shape:
                 with torch.no_grad():
+                    own[name].data = own[name].data.to(tensor.dtype)  # another one with precision="64-true"
                     own[name].copy_(tensor)
         if set(own) != set(self.weights):  # layers that were built in configure_model or setup
             job.module.configure_model()

@@ -15,6 +15,7 @@ _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
     "strategies": {
         "single": "fabricx.strategies.single:Single",
         "ddp": "fabricx.strategies.ddp:DDP",
+        "fsdp": "fabricx.strategies.fsdp:FSDP",
     },
     "callbacks": {
         "early_stopping": "fabricx.callbacks.early_stopping:EarlyStopping",

@@ -59,6 +59,14 @@ class Strategy(ABC):
         """Take this rank's place in a world; for every stage, also where nothing is trained."""
         self.world = world
 
+    def building(self) -> AbstractContextManager[Any]:
+        """Return a context for `configure_model`, such as one in which weights take no memory yet."""
+        return nullcontext()
+
+    def place(self, module: nn.Module) -> None:
+        """Bring a module to this rank's device."""
+        module.to(self.world.device)
+
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         """Wrap or shard the module for training, and agree on the first weights; it is on its device already.
 
@@ -132,6 +140,10 @@ class Strategy(ABC):
             "module": module.state_dict(),
             "optimizers": [_by_name(optimizer, names) for optimizer in optimizers],
         }
+
+    def whole_weights(self, module: nn.Module) -> dict[str, Any]:
+        """Return the whole weights, in main memory, on the main rank; every rank calls it."""
+        return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
 
     def sharded_parameters(self) -> dict[str, Tensor]:
         """Return the parameters by name of which this rank has a shard only, as DTensors."""

@@ -6,6 +6,7 @@ if __name__ != "fabricx.strategies":
     raise ImportError(f"import this package as fabricx.strategies, not {__name__}")
 
 from fabricx.strategies.ddp import DDP
+from fabricx.strategies.fsdp import FSDP
 from fabricx.strategies.single import Single
 
-__all__ = ["DDP", "Single"]
+__all__ = ["DDP", "FSDP", "Single"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fabricx.comm.world import World
 from fabricx.data.order import Cut, Share, epoch_order, epoch_seed
+from fabricx.data.seeded import Seeded
 
 
 @dataclass(slots=True)
@@ -143,9 +145,14 @@ class OrderedFeed(Feed):
     def epoch(self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0) -> Iterator[Microbatch]:
         order = self._order(epoch)
         cut = self._cut(min(self._items(), len(order)), accumulate)
-        self._picked.source = lambda: _picks(
-            order, cut, position, one_by_one=self._own.batch_sampler is None, whole=self._whole_batches
+        picks = functools.partial(
+            _picks, order, cut, position, one_by_one=self._own.batch_sampler is None, whole=self._whole_batches
         )
+        if isinstance(self._own.dataset, Seeded):
+            seed = epoch_seed(self._seed, epoch)
+            self._picked.source = lambda: ((epoch_seed(seed, begin), picked) for begin, picked in picks())
+        else:
+            self._picked.source = lambda: (picked for _, picked in picks())
         self._picked.count = len(cut)
         if self._own.generator is not None:  # seeds of loader processes: by rank and epoch, not by what ran before
             self._own.generator.manual_seed(epoch_seed(self._seed + 7919 * (self._world.rank + 1), epoch) % 2**62)
@@ -162,16 +169,17 @@ class OrderedFeed(Feed):
             )  # fmt: skip
 
 
-def _picks(order: Any, cut: Cut, position: int, *, one_by_one: bool, whole: bool) -> Iterator[Any]:
+def _picks(order: Any, cut: Cut, position: int, *, one_by_one: bool, whole: bool) -> Iterator[tuple[int, Any]]:
+    """Yield what a loader is to fetch, and where in the order it lies."""
     for share in cut.shares(position):
         if share.begin == share.end:
             continue
         places = order[share.begin : share.end]
         picked: list[Any] = places.tolist() if isinstance(places, np.ndarray) else list(places)
         if whole or one_by_one:  # a place is a batch of the user's own, or a sample that isn't collated
-            yield from picked
+            yield from ((share.begin + offset, place) for offset, place in enumerate(picked))
         else:
-            yield picked
+            yield share.begin, picked
 
 
 @final
@@ -280,8 +288,9 @@ def _copy_loader(loader: DataLoader[Any], picked: _Picked) -> DataLoader[Any]:
         else {}
     )
     alone = loader.batch_sampler is None
+    dataset: Any = Seeded(loader.dataset) if several and not alone else loader.dataset
     return DataLoader(
-        loader.dataset,
+        dataset,
         **({"sampler": picked, "batch_size": None} if alone else {"batch_sampler": picked}),
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,

@@ -55,21 +55,25 @@ class Ledger(TinyModule):
         return torch.optim.SGD(groups, lr=0.1)
 
 
-def train(root: Path, devices: int, accumulate: int, **options: Any) -> tuple[Ledger, fx.Trainer]:
+def train(
+    root: Path, devices: int, accumulate: int, strategy: str = "ddp", **options: Any
+) -> tuple[Ledger, fx.Trainer]:
     torch.manual_seed(5)
     module = Ledger()
     trainer = fx.Trainer(
-        max_epochs=2, devices=devices, strategy="ddp", accumulate_grad_batches=accumulate, log_every_n_steps=1,
+        max_epochs=2, devices=devices, strategy=strategy, accumulate_grad_batches=accumulate, log_every_n_steps=1,
         default_root_dir=root, **{**QUIET, **options},
     )  # fmt: skip
     trainer.fit(module, DataLoader(Numbered(), batch_size=8 // devices, shuffle=True), DataLoader(Numbered(), 2))
     return module, trainer
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_two_ranks_train_what_one_trains(tmp_path: Path, accumulate: int) -> None:
-    alone, one = train(tmp_path, 1, accumulate)
-    together, two = train(tmp_path, 2, accumulate)
+def test_two_ranks_train_what_one_trains(tmp_path: Path, accumulate: int, strategy: str) -> None:
+    precision = {"ddp": "32-true", "fsdp": "64-true"}[strategy]  # fsdp takes one dtype only, and the ledger has 64 bits
+    alone, one = train(tmp_path, 1, accumulate, precision=precision)
+    together, two = train(tmp_path, 2, accumulate, strategy, precision=precision)
     # the caller's own module has the weights; float32 sums in another order
     torch.testing.assert_close(together.layer.weight, alone.layer.weight, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(together.ledger, alone.ledger, rtol=1e-12, atol=0)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 import fabricx as fx
 from fabricx.callback import Callback
+from fabricx.callbacks import ModelCheckpoint
 from fabricx.testing import QUIET, TinyModule, tiny_data, tiny_loader
 
 
@@ -337,3 +341,53 @@ def test_a_value_logged_by_step_and_by_epoch_is_known_by_three_names(quiet: dict
     assert seen == [0.0, 1.0, 2.0, 3.0, 1.5]
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("index")}
     assert metrics == {"index": 1.5, "index_step": 3.0, "index_epoch": 1.5}
+
+
+class _Plateau(TinyModule):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+def test_a_checkpoint_of_an_epochs_end_has_the_metric_that_the_schedule_still_waits_for(
+    quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    def run(epochs: int, path: str | None) -> tuple[float, str]:
+        saver = ModelCheckpoint(tmp_path, save_last=True)
+        options = {**quiet, "enable_checkpointing": True, "callbacks": [saver], "max_epochs": epochs}
+        trainer = fx.Trainer(**options)
+        trainer.fit(_Plateau(), tiny_loader(), tiny_loader(), ckpt_path=path)
+        return trainer.optimizers[0].param_groups[0]["lr"], saver.last_model_path
+
+    whole, _ = run(4, None)
+    _, path = run(2, None)
+    assert run(4, path)[0] == whole < 0.1
+
+
+class _Augmented(Dataset[Any]):
+    """Adds noise to what it gives."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> Any:
+        inputs = torch.full((4,), index / 30) + torch.rand(4) + random.random() + float(np.random.rand())
+        return inputs, inputs.sum(0, keepdim=True)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_random_augmentation_is_the_same_in_a_resumed_run(
+    quiet: dict[str, Any], tmp_path: Path, processes: int
+) -> None:
+    def run(steps: int, path: Path | None) -> tuple[fx.Trainer, TinyModule]:
+        fx.seed_everything(1)
+        module, trainer = TinyModule(lr=0.01), fx.Trainer(max_epochs=2, max_steps=steps, **quiet)
+        trainer.fit(module, DataLoader(_Augmented(), 4, shuffle=True, num_workers=processes), ckpt_path=path)
+        return trainer, module
+
+    _, whole = run(-1, None)
+    for steps in (3, 10):
+        stopped, _ = run(steps, None)
+        _, resumed = run(-1, stopped.save_checkpoint(tmp_path / f"at-{steps}"))
+        assert torch.equal(whole.layer.weight, resumed.layer.weight)

@@ -316,7 +316,7 @@ def test_save_nothing(trainer: Any, tmp_path: Path) -> None:
     [
         ({"mode": "best"}, "min"),
         ({"save_top_k": -2}, "save_top_k=-2"),
-        ({"save_top_k": 3}, "monitor="),
+        ({"keep_every_n_steps": -1}, "keep_every_n_steps=-1"),
         ({"every_n_epochs": -1}, "negative"),
         ({"train_time_interval": "soon"}, "soon"),
     ],
@@ -332,3 +332,14 @@ def test_ties_keep_the_older_one() -> None:
 
 def test_all_are_kept_with_minus_one() -> None:
     assert admit({"a": 0.1, "b": 0.2}, 9.0, k=-1, mode="min") == (True, None)
+
+
+def test_the_newest_are_kept_and_every_nth_for_ever(trainer: Any, tmp_path: Path) -> None:
+    callback = ModelCheckpoint(filename="{step}", every_n_train_steps=1, save_top_k=2, keep_every_n_steps=3)
+    run = trainer(callback).start()
+    for _ in range(8):
+        run.step()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step=3.ckpt", "step=6.ckpt", "step=7.ckpt", "step=8.ckpt",
+    ]  # fmt: skip
+    assert Path(callback.best_model_path).name == "step=8.ckpt"

@@ -1,0 +1,277 @@
+"""Sharded data parallel training with torch's fully_shard (FSDP2)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fabricx.errors import did_you_mean
+from fabricx.strategy import Strategy, Traits
+
+Policy = str | Sequence[str] | float
+Dtype = Literal["bf16", "fp16", "fp32"]
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+@final
+class FSDP(Strategy):
+    """Every rank keeps a part of weights, gradients and optimizer state, and gathers a block's weights to compute it.
+
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020 (stage
+    3; stage 2 without `reshard_after_forward`); Zhao et al., "PyTorch FSDP", VLDB 2023.
+
+    Args:
+        wrap: which submodules are gathered by themselves. "auto" finds blocks that are repeated, such as the layers of
+            a transformer; names of classes; or a number, for the smallest submodules of at least so many parameters.
+        reshard_after_forward: free a block's gathered weights after its forward, and gather them anew for its backward.
+        param_dtype: what blocks are gathered and computed in: "bf16", "fp16" or "fp32"; None as they are.
+        reduce_dtype: what gradients are summed in; None is `param_dtype`.
+        cpu_offload: keep shards, and step the optimizer, in main memory.
+        activation_checkpointing: like `wrap`: what computes its forward again in the backward, instead of keeping its
+            activations; None for nothing.
+        replicas: hybrid sharding: so many groups of ranks, each of which has the whole model between them.
+    """
+
+    traits: ClassVar[Traits] = Traits(sharded=True)
+
+    def __init__(
+        self,
+        *,
+        wrap: Policy = "auto",
+        reshard_after_forward: bool = True,
+        param_dtype: Dtype | None = None,
+        reduce_dtype: Dtype | None = None,
+        cpu_offload: bool = False,
+        activation_checkpointing: Policy | None = None,
+        replicas: int = 1,
+    ) -> None:
+        super().__init__()
+        for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
+            if dtype is not None and dtype not in _DTYPES:
+                raise ValueError(f"{name}={dtype!r} isn't known to FSDP.\n  known: {', '.join(_DTYPES)}")
+        if replicas < 1:
+            raise ValueError(f"replicas={replicas}: the ranks form at least 1 group")
+        self.wrap = wrap
+        self.reshard_after_forward = reshard_after_forward
+        self.param_dtype = param_dtype
+        self.reduce_dtype = reduce_dtype
+        self.cpu_offload = cpu_offload
+        self.activation_checkpointing = activation_checkpointing
+        self.replicas = replicas
+        self._step: Callable[..., Any] | None = None
+        self._newest: tuple[Any, ...] | None = None  # what the step was last called with
+
+    def building(self) -> AbstractContextManager[Any]:
+        return torch.device("meta") if self.world.size > 1 else super().building()
+
+    def place(self, module: nn.Module) -> None:
+        device = self.world.device
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+    def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            FSDPModule,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+            register_fsdp_forward_method,
+        )  # fmt: skip
+
+        super().setup(module)
+        if self.world.size == 1 or isinstance(module, FSDPModule):  # sharded by an earlier run in this process
+            return
+        _check_dtypes(module)
+        self._agree_on_weights(module)
+        if self.activation_checkpointing is not None:
+            for block in blocks(module, self.activation_checkpointing):
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        options: dict[str, Any] = {
+            "mesh": self._mesh(),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=_DTYPES.get(self.param_dtype or ""), reduce_dtype=_DTYPES.get(self.reduce_dtype or "")
+            ),
+            "offload_policy": CPUOffloadPolicy() if self.cpu_offload and self._has_device() else OffloadPolicy(),
+        }
+        for block in blocks(module, self.wrap):
+            fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
+        # What is left is gathered for the step as a whole; freeing it in between would only be to gather it again.
+        fully_shard(module, reshard_after_forward=False, **options)
+        _fill(module, self.world.device)
+        for name in _STEPS:
+            if callable(own := getattr(module, name, None)):
+                register_fsdp_forward_method(module, name)
+                vars(module)[name].__func__.__wrapped__ = getattr(own, "__func__", own)  # keeps the signature
+
+    def _has_device(self) -> bool:
+        return self.world.device.type != "cpu"  # else: the shards are in main memory as it is
+
+    def _mesh(self) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        size, kind = self.world.size, self.world.device.type
+        if size % self.replicas:
+            raise ValueError(f"replicas={self.replicas} doesn't divide the {size} ranks into groups of one size")
+        if self.replicas == 1:
+            return init_device_mesh(kind, (size,), mesh_dim_names=("dp_shard",))
+        shape = (self.replicas, size // self.replicas)
+        return init_device_mesh(kind, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+    def _agree_on_weights(self, module: nn.Module) -> None:
+        """Give all ranks the weights of rank 0: each of them will keep a part of its own."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta:
+                dist.broadcast(tensor.detach(), 0)
+
+    def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        if self.world.size == 1:
+            return step
+        self._step = step
+
+        def remembered(*args: Any) -> Any:
+            self._newest = args
+            return step(*args)
+
+        return remembered
+
+    def teardown(self) -> None:
+        self._step = self._newest = None
+        super().teardown()
+
+    @property
+    def gradient_factor(self) -> float:
+        return float(self.world.size)  # reduce-scatter averages
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        root: Any = self.module
+        if self.world.size == 1:
+            yield
+            return
+        root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+
+    def backward_nothing(self) -> None:
+        """Gather and reduce along with the others: the newest batch once more, for a loss of zero."""
+        if self.world.size == 1:
+            return
+        if self._newest is None or self._step is None:
+            raise ValueError(
+                f"rank {self.world.rank} has no sample in the first global batch, and sharded training needs all ranks "
+                "to compute; give each rank at least one sample, or take fewer devices"
+            )
+        devices = [self.world.device] if self.world.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            outputs = self._step(*self._newest)
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        if loss is not None:
+            self.backward(loss * 0.0)
+
+    def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+        norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm)  # of DTensors: over all ranks
+        whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return whole
+
+    def sharded_parameters(self) -> dict[str, Tensor]:
+        return {
+            name: parameter
+            for name, parameter in (self.module.named_parameters() if self.module is not None else ())
+            if hasattr(parameter, "full_tensor")
+        }
+
+    def whole_weights(self, module: nn.Module) -> dict[str, Any]:
+        found = {}
+        for name, value in module.state_dict().items():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            if self.world.main_rank:
+                found[name] = whole.detach().cpu() if isinstance(whole, Tensor) else whole
+        return found
+
+
+def _fill(module: nn.Module, device: torch.device) -> None:
+    """Give memory and first values to this rank's shards of what was built on the meta device."""
+    for name, part in module.named_modules():
+        own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        if not any(tensor.is_meta for tensor in own):
+            continue
+        if not callable(getattr(part, "reset_parameters", None)):
+            raise ValueError(
+                f"{name or type(module).__name__} ({type(part).__name__}) was built without memory, and has no "
+                "reset_parameters() that gives its parameters their first values; write one, or build it in __init__"
+            )
+        part.to_empty(device=device, recurse=False)
+        part.reset_parameters()
+
+
+def _check_dtypes(module: nn.Module) -> None:
+    """Refuse what fully_shard can't put into one buffer, by name."""
+    by_dtype: dict[torch.dtype, str] = {}
+    for name, parameter in module.named_parameters():
+        by_dtype.setdefault(parameter.dtype, name)
+    if len(by_dtype) > 1:
+        found = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
+        raise ValueError(f"strategy=fsdp needs parameters of one dtype, and {found}; convert the module, or take ddp")
+
+
+def blocks(module: nn.Module, policy: Policy) -> list[nn.Module]:
+    """Return the submodules that a policy chooses, inner ones first.
+
+    Args:
+        module: where to look.
+        policy: "auto": submodules with children of their own that stand beside others of the same class in a list,
+            sequence or dict of modules; names of classes; or the least number of parameters.
+
+    Raises:
+        ValueError: no submodule has a class of that name; the message has the names that there are.
+
+    >>> layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)])
+    >>> len(blocks(nn.Sequential(layers, nn.Linear(4, 2)), "auto"))
+    3
+    """
+    inner_first = [one for one in reversed(list(module.modules())) if one is not module]
+    if isinstance(policy, (int, float)):
+        return _of_size(module, policy)
+    if policy == "auto":
+        chosen = {id(one) for parent in module.modules() for one in _repeated(parent)}
+        return [one for one in inner_first if id(one) in chosen]
+    names = {policy} if isinstance(policy, str) else set(policy)
+    classes = {type(one).__name__ for one in inner_first}
+    for name in names - classes:
+        raise ValueError(
+            f"no submodule is a {name!r}.{did_you_mean(name, sorted(classes))}\n"
+            f"  there are: {', '.join(sorted(classes))}"
+        )
+    return [one for one in inner_first if type(one).__name__ in names]
+
+
+def _repeated(parent: nn.Module) -> list[nn.Module]:
+    if not isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+        return []
+    able = [one for one in parent.children() if any(one.children()) and any(True for _ in one.parameters())]
+    kinds = [type(one) for one in able]
+    return [one for one in able if kinds.count(type(one)) > 1]
+
+
+def _of_size(module: nn.Module, least: float) -> list[nn.Module]:
+    """Return submodules, inner ones first, that have enough parameters without those of inner ones already chosen."""
+    taken: set[int] = set()
+    chosen = []
+    for one in reversed(list(module.modules())):
+        own = {id(parameter): parameter.numel() for parameter in one.parameters()}
+        left = {key: count for key, count in own.items() if key not in taken}
+        containers = (nn.ModuleList, nn.ModuleDict)  # never called, so nothing would gather them
+        if one is not module and sum(left.values()) >= least and not isinstance(one, containers):
+            chosen.append(one)
+            taken |= own.keys()
+    return chosen

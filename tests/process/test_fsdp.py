@@ -1,0 +1,219 @@
+"""Sharded training computes what one process computes, whatever is asked of it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fabricx as fx
+from fabricx import checkpoint
+from fabricx.callbacks import EMA, ModelCheckpoint
+from fabricx.strategies import DDP, FSDP, Single
+from fabricx.testing import QUIET
+
+WIDTH = 6
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)  # 9 rows: uneven shards
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.down(torch.tanh(self.up(inputs)))
+
+
+class Layers(fx.Module):
+    """Three repeated layers and a rest; `first` and `second` are what a manual loop trains apart."""
+
+    def __init__(self, manual: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Sequential(*[Layer() for _ in range(3)])
+        self.second = nn.Linear(WIDTH, 1)
+        self.dropout = nn.Dropout(dropout)
+        self.automatic_optimization = not manual
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.second(self.dropout(self.first(inputs)))
+        return output
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.seen += 1
+        if self.automatic_optimization:
+            return loss
+        for number, optimizer in enumerate(self.optimizers()):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(self(batch[0]), batch[1] * (1 + number))
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+        return None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", nn.functional.mse_loss(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        if self.automatic_optimization:
+            groups = [{"params": self.first.parameters(), "weight_decay": 0.1}, {"params": self.second.parameters()}]
+            return torch.optim.AdamW(groups, lr=0.02)
+        return [torch.optim.AdamW(part.parameters(), lr=0.02) for part in (self.first, self.second)]
+
+
+def loader(batch: int, samples: int = 21) -> DataLoader[Any]:
+    inputs = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch, shuffle=True)
+
+
+def train(strategy: Any, devices: int = 2, *, ckpt: Path | None = None, **options: Any) -> tuple[Layers, fx.Trainer]:
+    torch.manual_seed(2)
+    module = Layers(**{name: options.pop(name) for name in ("manual", "dropout") if name in options})
+    trainer = fx.Trainer(devices=devices, strategy=strategy, **{"max_epochs": 2, **QUIET, **options})
+    samples = 21 if module.automatic_optimization else 24  # a manual loop's losses are not weighted by their samples
+    trainer.fit(module, loader(6 // devices, samples), loader(5), ckpt_path=ckpt)
+    return module, trainer
+
+
+def assert_same(one: Layers, other: Layers, atol: float = 1e-6) -> None:
+    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=2e-5, atol=atol), (name, (a - b).abs().max())  # float32 in another order
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        (FSDP(), {}),
+        (FSDP(wrap=["Linear"], reshard_after_forward=False), {"gradient_clip_val": 0.3}),
+        (FSDP(wrap=60, activation_checkpointing="auto"), {"accumulate_grad_batches": 2}),
+        (FSDP(replicas=2), {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+        (FSDP(cpu_offload=True), {"manual": True}),
+        (FSDP(), {"precision": "bf16-mixed"}),
+    ],
+    ids=["auto", "by class, clipped", "by size, recomputed, accumulated", "hybrid, clipped", "manual", "bf16-mixed"],
+)
+def test_two_shards_train_what_one_process_trains(strategy: FSDP, options: dict[str, Any]) -> None:
+    alone, one = train(Single(), 1, **options)
+    sharded, two = train(strategy, **options)
+    loose = options.get("precision") == "bf16-mixed"  # 8 bits of mantissa; half a batch is rounded elsewhere
+    assert_same(sharded, alone, atol=4e-3 if loose else 1e-6)
+    assert two.global_step == one.global_step
+    for name in ("loss_epoch", "val"):
+        found, wanted = float(two.callback_metrics[name]), float(one.callback_metrics[name])
+        assert found == pytest.approx(wanted, rel=5e-2 if loose else 1e-4), name
+
+
+class Weighs(fx.Callback):
+    """Notes what this rank holds of weights, gradients and moments."""
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        held = [t for p in module.parameters() for t in (p, p.grad, *optimizer.state.get(p, {}).values())]
+        local = [t.to_local() if hasattr(t, "to_local") else t for t in held if t is not None]
+        module.held_bytes = sum(t.nbytes for t in local)
+
+
+def test_a_rank_keeps_half_of_weights_gradients_and_moments() -> None:
+    sharded, _ = train(FSDP(), callbacks=[Weighs()])
+    whole, _ = train(DDP(), callbacks=[Weighs()])
+    assert sharded.held_bytes < 0.6 * whole.held_bytes  # 9 rows on 2 ranks are 5 and 4
+
+
+@pytest.mark.timeout(240)
+def test_single_ddp_and_fsdp_take_up_each_others_checkpoints_bit_for_bit(tmp_path: Path) -> None:
+    ways: list[tuple[Any, int]] = [(Single(), 1), (DDP(), 2), (FSDP(), 2), (DDP(), 2), (FSDP(wrap=["Linear"]), 2)]
+    before: dict[str, Any] | None = None
+    path: Path | None = None
+    for number, (strategy, devices) in enumerate(itertools.chain(ways, ways[:1])):
+        # At the limit already: the run takes the checkpoint up, and writes another at once.
+        saver = SaveAtEnd(tmp_path / f"{number}.ckpt")
+        train(strategy, devices, ckpt=path, callbacks=[saver], max_steps=3)
+        path = tmp_path / f"{number}.ckpt"
+        state = checkpoint.load(path)["strategy"]
+        if before is not None:
+            assert_equal(state, before)
+        before = state
+
+
+class SaveAtEnd(fx.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        for a, b in zip(one, other, strict=True):
+            assert_equal(a, b)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_stopped_run_on_two_ranks_goes_on_bit_for_bit(tmp_path: Path, strategy: str) -> None:
+    options: dict[str, Any] = {"dropout": 0.3, "accumulate_grad_batches": 2}
+    whole, _ = train(strategy, callbacks=[EMA(0.5)], **options)
+    saved = tmp_path / "a.ckpt"
+    train(strategy, callbacks=[EMA(0.5), SaveAtEnd(saved)], max_steps=3, **options)
+    resumed, _ = train(strategy, callbacks=[EMA(0.5)], ckpt=saved, **options)
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+class Later(Layers):
+    """Builds its layers where they take no memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.was = None, []
+
+    def configure_model(self) -> None:
+        if self.first is None:
+            self.first = nn.Sequential(*[Layer() for _ in range(3)])
+            self.was = [str(parameter.device) for parameter in self.first.parameters()]
+
+
+def test_layers_of_configure_model_take_memory_as_shards_only() -> None:
+    module = Later()
+    trainer = fx.Trainer(devices=2, strategy="fsdp", max_epochs=8, **QUIET)
+    trainer.fit(module, loader(3), loader(5))
+    assert set(module.was) == {"meta"}
+    assert all(str(parameter.device) == "cpu" for parameter in module.parameters())
+    deviations = [layer.up.weight.std().item() for layer in module.first]
+    assert min(deviations) > 0.1  # Linear's own first values: uniform within 1 / sqrt(6), on every shard
+    assert float(trainer.callback_metrics["val"]) < 3.0  # 6 is the variance of what is learnt
+
+
+class Mixed(Layers):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.second.double()
+
+
+def test_parameters_of_two_dtypes_are_refused_by_name() -> None:
+    trainer = fx.Trainer(devices=2, strategy="fsdp", max_epochs=1, **QUIET)
+    with pytest.raises(Exception, match=r"second\.weight is torch\.float64"):
+        trainer.fit(Mixed(), loader(3))
+
+
+def test_checkpoints_of_shards_are_kept_by_the_callback(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, monitor="val", save_last=True)
+    module, trainer = train("fsdp", callbacks=[saver], enable_checkpointing=True)
+    assert Path(trainer.checkpoint_callback.best_model_path).is_dir()
+    weights = checkpoint.load(tmp_path / "last.ckpt")["strategy"]["module"]
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(weights[name], tensor)

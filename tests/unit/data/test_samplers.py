@@ -1,0 +1,66 @@
+"""Orders by a criterion are permutations, and exact under any number of ranks and in resume."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, WeightedRandomSampler
+
+from fabricx.comm.world import World
+from fabricx.data import BucketSampler, GroupSampler, make_feed
+
+LENGTHS = [(7 * place) % 31 for place in range(50)]
+GROUPS = [place % 6 for place in range(50)]
+SAMPLERS = {
+    "buckets": BucketSampler(LENGTHS, bucket=8),
+    "groups": GroupSampler(GROUPS),
+    "weights": WeightedRandomSampler(torch.arange(1.0, 51.0).tolist(), 50),
+}
+
+
+def trained(sampler: Any, ranks: int, position: int = 0, epoch: int = 0, began_with: int = 4) -> list[set[int]]:
+    """Return the samples of each global batch, by position."""
+    batches: dict[int, list[int]] = {}
+    for rank in range(ranks):
+        loader = DataLoader(range(50), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+        feed = make_feed(loader, World(rank=rank, size=ranks), seed=5, began_with=began_with)
+        for micro in feed.epoch(epoch, position=position):
+            if not micro.empty:
+                batches.setdefault(micro.position, []).extend(micro.data.tolist())
+    return [set(batches[key]) for key in sorted(batches)]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_global_batches_are_the_same_for_any_number_of_ranks_and_from_any_position(name: str) -> None:
+    whole = trained(SAMPLERS[name], ranks=4)
+    for ranks in (1, 2, 3):
+        assert trained(SAMPLERS[name], ranks) == whole
+    assert trained(SAMPLERS[name], ranks=3, position=16) == whole[2:]
+    assert trained(SAMPLERS[name], ranks=4, epoch=1) != whole
+
+
+@pytest.mark.parametrize("sampler", [SAMPLERS["buckets"], SAMPLERS["groups"]], ids=["buckets", "groups"])
+def test_each_sample_comes_once(sampler: Any) -> None:
+    assert sorted(sampler) == list(range(50))
+    assert len(sampler) == 50
+
+
+def test_a_bucket_holds_samples_of_similar_length() -> None:
+    order = list(SAMPLERS["buckets"])
+    spreads = [max(found) - min(found) for found in ([LENGTHS[i] for i in order[a : a + 8]] for a in range(0, 48, 8))]
+    assert max(spreads) <= 5  # 50 lengths of 0 to 30 in buckets of 8
+
+
+def test_a_group_stays_together_in_its_own_order() -> None:
+    order = list(SAMPLERS["groups"])
+    runs = [list(found) for _, found in itertools.groupby(order, key=lambda place: GROUPS[place])]
+    assert len(runs) == 6
+    assert all(found == sorted(found) for found in runs)
+
+
+def test_a_bucket_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="bucket=0"):
+        BucketSampler([1, 2], bucket=0)
