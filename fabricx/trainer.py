@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fabricx import plugins
 from fabricx.callback import Callback
 from fabricx.comm.world import World
 from fabricx.data import Feed
@@ -182,6 +183,8 @@ class Trainer:
             "model_checkpoint": self.enable_checkpointing,
         }
         self.callbacks = choose_callbacks(callbacks, defaults, fast=bool(fast_dev_run))
+        if self.max_time is not None:
+            self.callbacks.append(plugins.build("callbacks", "timer", duration=self.max_time))
         self._reset()
 
     def _reset(self) -> None:

@@ -205,13 +205,14 @@ def _fill(module: nn.Module, device: torch.device) -> None:
         own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
         if not any(tensor.is_meta for tensor in own):
             continue
-        if not callable(getattr(part, "reset_parameters", None)):
+        reset: Any = getattr(part, "reset_parameters", None)
+        if reset is None:
             raise ValueError(
                 f"{name or type(module).__name__} ({type(part).__name__}) was built without memory, and has no "
                 "reset_parameters() that gives its parameters their first values; write one, or build it in __init__"
             )
         part.to_empty(device=device, recurse=False)
-        part.reset_parameters()
+        reset()
 
 
 def _check_dtypes(module: nn.Module) -> None:

@@ -30,8 +30,8 @@ class Seeded:
         np.random.seed(seed % 2**32)
         dataset = self.__dict__["_dataset"]
         if callable(several := getattr(dataset, "__getitems__", None)):
-            found: list[Any] = several(places)
-            return found
+            found: Any = several(places)
+            return list(found)
         return [dataset[place] for place in places]
 
     def __len__(self) -> int:
