@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -155,3 +156,14 @@ def test_torchrun_makes_the_script_a_worker(own_folder: Path) -> None:
     assert len(lines) == 2, done.stdout + done.stderr
     assert lines[0].startswith("rank 0 of 2: 4 steps, DDP")
     assert lines[0].split(":", 1)[1] == lines[1].split(":", 1)[1]
+
+
+def test_without_a_fork_server_workers_are_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    assert run_ranks(_sum_of_ranks, 2) == [3.0, 3.0]
+
+
+def _sum_of_ranks() -> float:
+    world = current()
+    assert world is not None
+    return float(world.all_reduce(torch.tensor(world.rank + 1.0)))
