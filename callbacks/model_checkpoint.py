@@ -196,6 +196,10 @@ class ModelCheckpoint(Callback):
         self._step_seen = self._step_saved = self._step_ranked = trainer.global_step
         self._waiting = False
         self._validated_step = -1
+        if trainer.is_global_zero and trainer.state.attempt:  # this run goes on where another one has ended
+            from fabricx import checkpoint
+
+            checkpoint.sweep(self._folder)
         if self._clock is not None:
             self._clock.start(trainer.global_step)
         if self.best_k_models:  # from an earlier run, whose files may be gone by now

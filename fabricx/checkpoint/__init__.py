@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fabricx.checkpoint.files import MANIFEST, MARKER, is_committed, list_committed, read_manifest, remove, verify
+from fabricx.checkpoint.files import (
+    MANIFEST,
+    MARKER,
+    is_committed,
+    list_committed,
+    read_manifest,
+    remove,
+    sweep,
+    verify,
+)
 
 if TYPE_CHECKING:
     from fabricx.checkpoint.loading import load as load
@@ -14,7 +23,7 @@ if TYPE_CHECKING:
 
 # torch.distributed.checkpoint takes most of a second to import: not before tensors are written or read.
 _LATER = {"load": "loading", "load_module": "loading", "Writer": "writing", "save": "writing"}
-__all__ = ["MANIFEST", "MARKER", "is_committed", "list_committed", "read_manifest", "remove", "verify"]
+__all__ = ["MANIFEST", "MARKER", "is_committed", "list_committed", "read_manifest", "remove", "sweep", "verify"]
 __all__ += ["Writer", "load", "load_module", "save"]
 
 

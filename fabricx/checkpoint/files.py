@@ -77,8 +77,8 @@ def commit(
     _write(work / MARKER, _mark(written).encode())
     _sync(work)
     aside = None
-    if path.exists():  # moved out of the way first, and deleted afterwards
-        aside = partial_folder(path)
+    if path.exists():  # moved out of the way first, under a name that still counts, and deleted afterwards
+        aside = path.with_name(f"{path.name}.before-{secrets.token_hex(4)}")
         path.rename(aside)
     work.rename(path)
     _sync(path.parent)
@@ -138,6 +138,12 @@ def list_committed(folder: str | os.PathLike[str]) -> list[Path]:
         return []
     found = [path for path in Path(folder).iterdir() if not path.is_symlink() and is_committed(path)]
     return sorted(found, key=lambda path: ((path / MARKER).stat().st_mtime_ns, path.name))
+
+
+def sweep(folder: str | os.PathLike[str]) -> None:
+    """Delete what a run that was killed has left unfinished in a folder."""
+    for path in Path(folder).glob(".*.partial"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def remove(path: str | os.PathLike[str]) -> None:

@@ -218,6 +218,7 @@ def test_killed_at_any_moment_a_whole_checkpoint_is_there(own_folder: Path, devi
         checkpoint.verify(own_folder / "saved" / "last.ckpt")
         assert _step(newest) > steps[-1]  # it went on from the one before
         steps.append(_step(newest))
+        assert len(list((own_folder / "saved").glob(".*.partial"))) <= 3  # what earlier runs left is swept away
 
 
 def _step(path: Path) -> int:

@@ -58,7 +58,7 @@ class FakeTrainer:
 
     def __post_init__(self) -> None:
         self.default_root_dir = str(self.run_dir)
-        self.state = SimpleNamespace(batch=0, closing=False)
+        self.state = SimpleNamespace(batch=0, closing=False, attempt=0)
 
     def print(self, *args: Any) -> None:
         self.printed.append(" ".join(map(str, args)))

@@ -64,3 +64,20 @@ def test_a_newer_format_is_refused_and_said_so(tmp_path: Path) -> None:
     (path / checkpoint.MARKER).write_text(f"manifest.json crc32 {zlib.crc32(data)}\n")
     with pytest.raises(CheckpointError, match="format 99"):
         checkpoint.load(path)
+
+
+def test_a_failure_between_two_renames_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoint.save(tmp_path / "one", STATE, {})
+    rename = Path.rename
+
+    def breaks(self: Path, target: Path) -> Path:
+        if target == path:
+            raise OSError(5, "broken")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", breaks)
+    with pytest.raises(CheckpointError, match="broken"):
+        checkpoint.save(path, {**STATE, "epoch": 4}, {})
+    checkpoint.sweep(tmp_path)
+    [left] = checkpoint.list_committed(tmp_path)
+    assert checkpoint.load(left)["epoch"] == 3
