@@ -18,6 +18,7 @@ from fabricx.callback import Callback
 from fabricx.callbacks.checkpoint_name import DEFAULT_TEMPLATE, format_name
 from fabricx.callbacks.moments import has_validation, looks_at_epoch_end
 from fabricx.callbacks.time_interval import TimeInterval
+from fabricx.checkpoint.places import as_path, is_local
 from fabricx.duration import parse_duration
 from fabricx.errors import did_you_mean
 
@@ -82,13 +83,14 @@ class ModelCheckpoint(Callback):
         dirpath: the folder, once a run has begun.
 
     Args:
-        dirpath: where to save; by default the folder `checkpoints` in the run's folder.
+        dirpath: where to save; by default the folder `checkpoints` in the run's folder. A URL that fsspec knows
+            ("s3://bucket/run") will do.
         filename: a template such as "{epoch}-{val_loss:.2f}"; "{epoch}-{step}" by default.
         monitor: the logged metric to rank by; None keeps the newest.
         mode: "min" if smaller is better, "max" if larger is.
         save_top_k: how many of the best, or without a monitor of the newest, to keep; -1 all, 0 none.
         keep_every_n_steps: what was saved after a multiple of so many weight updates is never deleted.
-        save_last: also keep the newest, under the link "last.ckpt".
+        save_last: also keep the newest, under the link "last.ckpt" (behind a URL there are no links: by its own name).
         every_n_train_steps: save every so many weight updates.
         every_n_epochs: save every so many epochs; 1 if no other moment is given.
         train_time_interval: save every so often: a `timedelta` or text such as "10m".
@@ -128,7 +130,7 @@ class ModelCheckpoint(Callback):
         auto_insert_metric_name: bool = True,
         verbose: bool = False,
     ) -> None:
-        self._chosen_dirpath = None if dirpath is None else str(Path(dirpath).expanduser().absolute())
+        self._chosen_dirpath = None if dirpath is None else str(as_path(dirpath).expanduser().absolute())
         self.dirpath: str | None = self._chosen_dirpath
         self.filename = filename
         self.monitor = monitor
@@ -203,7 +205,7 @@ class ModelCheckpoint(Callback):
         if self._clock is not None:
             self._clock.start(trainer.global_step)
         if self.best_k_models:  # from an earlier run, whose files may be gone by now
-            there = trainer.world.broadcast_object([path for path in self.best_k_models if os.path.exists(path)])
+            there = trainer.world.broadcast_object([path for path in self.best_k_models if as_path(path).exists()])
             self._keep({path: self.best_k_models[path] for path in there})
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -349,12 +351,12 @@ class ModelCheckpoint(Callback):
         if self.save_last:
             if self._last_target and self._last_target not in self.best_k_models:
                 superseded.add(self._last_target)
-            self.last_model_path = self._link_path(trainer)
+            self.last_model_path = self._link_path(trainer) if is_local(self._folder) else path
             self._last_target = path
         if self.keep_every_n_steps and trainer.global_step % self.keep_every_n_steps == 0:
             self._for_ever.add(path)
         superseded -= self._for_ever
-        link = Path(self.last_model_path) if self.save_last else None
+        link = Path(self.last_model_path) if self.save_last and is_local(self._folder) else None
 
         def after() -> None:  # on the main rank, once the checkpoint is there
             if link is not None:
@@ -410,13 +412,13 @@ class ModelCheckpoint(Callback):
     @property
     def _folder(self) -> Path:
         assert self.dirpath is not None, "setup has not been called"
-        return Path(self.dirpath)
+        return as_path(self.dirpath)
 
     def _remove(self, path: str) -> None:
         from fabricx import checkpoint
 
-        if Path(path).is_relative_to(self._folder) and os.path.lexists(path):
-            checkpoint.remove(Path(path))
+        if as_path(path).is_relative_to(self._folder):
+            checkpoint.remove(path)
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -452,7 +454,7 @@ def _versioned(folder: Path, name: str, extension: str, may_replace: Callable[[P
     version = 0
     while True:
         path = folder / f"{name}{f'-v{version}' if version else ''}{extension}"
-        if not os.path.lexists(path) or may_replace(path):
+        if not (path.exists() or path.is_symlink()) or may_replace(path):
             return str(path)
         version += 1
 

@@ -177,11 +177,11 @@ def explain(error: Exception, name: str, folder: str | None) -> str:
         return text
     key = found.group(1).partition("@")[0]
     known = _known_keys(name, folder)
-    near = did_you_mean(key, known)
+    near = did_you_mean(key, [one for one in known if not key.startswith(f"{one}.")])
     if not near and "." in key:
         group = key.rpartition(".")[0]
         under = [one for one in known if one.startswith(f"{group}.")]
-        near = f"\n  known: {', '.join(under)}" if under else ""
+        near = f"\n  known: {', '.join(under)}\n  to give one more, write +{key}=..." if under else ""
     return f"there is no key {key!r} to set.{near}"
 
 

@@ -51,6 +51,8 @@ def save_checkpoint(
         "module": f"{type(t.module).__module__}.{type(t.module).__qualname__}",
         "precision": t.precision,
         "weights_only": weights_only,
+        "hparams": plain(t.module.hparams),
+        "configuration": t.configuration,
     }
     t.writer = t.writer or checkpoint.Writer(t.world)
     t.writer.begin(path, state, manifest, after, failed)

@@ -138,6 +138,7 @@ def build(cfg: DictConfig | Mapping[str, Any]) -> tuple[Trainer, Module, DataMod
         callbacks=[_plugin("callbacks", name, options) for name, options in _entries(given, "callbacks")],
         logger=[_plugin("loggers", name, options) for name, options in _entries(given, "logger")],
     )
+    trainer.configuration = given
     if HydraConfig.initialized():  # the folder that Hydra has made for this run or job
         trainer.run_dir = Path(HydraConfig.get().runtime.output_dir)
         provenance.write(trainer.run_dir, given)

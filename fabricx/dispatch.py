@@ -19,6 +19,7 @@ import torch
 
 from fabricx import provenance
 from fabricx.checkpoint import is_committed, list_committed, verify
+from fabricx.checkpoint.places import as_path
 from fabricx.comm import world as worlds
 from fabricx.comm.world import World
 from fabricx.errors import CheckpointError, did_you_mean
@@ -177,15 +178,15 @@ def resolve_checkpoint(trainer: Trainer, path: str | Path | None) -> Path | None
         best = getattr(trainer.checkpoint_callback, "best_model_path", "")
         if not best:
             raise ValueError("ckpt_path='best': no checkpoint was written yet; call fit first, or give a path")
-        return Path(best)
+        return as_path(best)
     if path == "last":
         folders = [getattr(trainer.checkpoint_callback, "dirpath", None)]
         folders += [trainer.run_dir / "checkpoints"] if trainer.run_dir else []
         folders += sorted((Path(trainer.default_root_dir) / "runs").glob("*/checkpoints"), reverse=True)
-        found = [list_committed(Path(folder)) for folder in folders if folder and Path(folder).is_dir()]
+        found = [list_committed(folder) for folder in folders if folder]
         newest = next((checkpoints for checkpoints in found if checkpoints), [])
         return newest_whole(newest) if newest else None
-    given = Path(path)
+    given = as_path(path)
     if not is_committed(given):
         near = [str(one) for one in list_committed(given)] or [str(one) for one in list_committed(given.parent)]
         there = f"\n  complete ones: {', '.join(near)}" if near else ""

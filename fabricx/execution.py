@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fabricx import evaluation, loop, provenance
+from fabricx.checkpoint.places import as_path
 from fabricx.comm.agree import StopAgreement
 from fabricx.comm.world import World
 from fabricx.data import to_device
@@ -206,7 +207,7 @@ def _set_up_model(t: Trainer, job: Job) -> None:
         name: overrides(module, name, ModuleHooks)
         for name in ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
     }
-    t.overridden = Overridden(**own, ckpt_path=Path(job.ckpt_path) if job.ckpt_path else None)
+    t.overridden = Overridden(**own, ckpt_path=as_path(job.ckpt_path) if job.ckpt_path else None)
     t.bring = _transfer(t)
     load_data(t, job)
     if job.stage != "fit":

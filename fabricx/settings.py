@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -12,6 +13,20 @@ from fabricx.duration import parse_count, parse_duration
 from fabricx.errors import did_you_mean
 
 ACCELERATORS: Final = ("auto", "cpu", "gpu", "cuda", "mps")
+
+
+def check_root(folder: str | os.PathLike[str] | None) -> str:
+    """Return the folder where runs' folders are made.
+
+    Raises:
+        ValueError: it is a URL.
+    """
+    if "://" in str(folder):
+        raise ValueError(
+            f"default_root_dir={str(folder)!r}: a run's folder is on this machine; for checkpoints elsewhere give "
+            "ModelCheckpoint(dirpath='...') or callbacks.model_checkpoint.dirpath=..."
+        )
+    return str(folder or Path.cwd())
 
 
 def check_accelerator(accelerator: str) -> str:

@@ -25,7 +25,7 @@ from fabricx.optimization import OptimizerHandle, Schedule
 from fabricx.parts import choose_callbacks, choose_loggers, choose_strategy
 from fabricx.precision import Precision, check_precision
 from fabricx.publishing import Published, newest_metrics, shown_in_bar
-from fabricx.settings import check_accelerator, check_count, check_devices, check_limit, check_max_time
+from fabricx.settings import check_accelerator, check_count, check_devices, check_limit, check_max_time, check_root
 from fabricx.state import Phase, RunState
 from fabricx.strategy import Strategy
 
@@ -169,8 +169,9 @@ class Trainer:
         self.sync_batchnorm = sync_batchnorm
         self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
         self.compile = compile
-        self.default_root_dir = str(default_root_dir or Path.cwd())
+        self.default_root_dir = check_root(default_root_dir)
         self.run_dir: Path | None = None
+        self.configuration: dict[str, Any] | None = None  # what it was made from, if not in Python
         self.enable_checkpointing = enable_checkpointing and not fast_dev_run
         self.fast_dev_run = fast_dev_run
         if fast_dev_run:
@@ -332,7 +333,7 @@ class Trainer:
         """Write a checkpoint; every rank calls it at the same moment.
 
         Args:
-            path: the folder to be.
+            path: the folder to be; a URL that fsspec knows, such as "s3://bucket/run/a.ckpt", is as good.
             weights_only: leave out what only training needs.
             wait: until it is complete; else training goes on while it is written, and the next call, or
                 `finish_checkpoint`, waits for it.
@@ -345,12 +346,14 @@ class Trainer:
         Raises:
             CheckpointError: it, or the one before, couldn't be written.
         """
+        from fabricx.checkpoint.places import as_path
         from fabricx.checkpointing import save_checkpoint
 
-        save_checkpoint(self, Path(path), weights_only=weights_only, after=after, failed=failed)
+        where = as_path(path)
+        save_checkpoint(self, where, weights_only=weights_only, after=after, failed=failed)
         if wait:
             self.finish_checkpoint()
-        return Path(path)
+        return where
 
     def finish_checkpoint(self) -> bool:
         """Wait until no checkpoint is being written; every rank calls it at the same moment.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from datetime import datetime
 from pathlib import Path
 
-from fabricx.checkpoint.files import MARKER, is_committed, read_manifest, verify
+from fabricx.checkpoint.files import MARKER, is_committed, oldest_first, read_manifest, verify, written
+from fabricx.checkpoint.places import as_path, is_local
 from fabricx.errors import CheckpointError
 
 
@@ -21,9 +21,9 @@ def main(arguments: list[str]) -> int:
         ("export", "write the plain weights into one safetensors file"),
     ):
         command = commands.add_parser(name, help=help, description=help)
-        command.add_argument("folder", type=Path, help="a checkpoint, or a folder such as a run's")
+        command.add_argument("folder", type=as_path, help="a checkpoint, or a folder such as a run's; may be a URL")
         if name == "export":
-            command.add_argument("target", type=Path, nargs="?", help="the file; beside the checkpoint if not given")
+            command.add_argument("target", type=Path, nargs="?", help="the file; by default beside the checkpoint")
     given = parser.parse_args(arguments)
     found = find(given.folder)
     if not found:
@@ -43,22 +43,22 @@ def find(folder: Path) -> list[Path]:
         return [folder]
     found = [marker.parent for marker in folder.rglob(MARKER)]
     found = [path for path in found if is_committed(path) and not path.is_symlink()]
-    return sorted(found, key=lambda path: (path / MARKER).stat().st_mtime_ns)
+    return oldest_first(found)
 
 
 def table(checkpoints: list[Path]) -> str:
     """Return lines of text, one for each checkpoint."""
     rows: list[tuple[str, ...]] = [("step", "epoch", "ranks", "strategy", "MiB", "written", "checkpoint")]
     for path in checkpoints:
-        written = f"{datetime.fromtimestamp((path / MARKER).stat().st_mtime):%Y-%m-%d %H:%M:%S}"
+        when = f"{written(path).astimezone():%Y-%m-%d %H:%M:%S}"
         try:
             m = read_manifest(path)
         except CheckpointError as error:
-            rows.append(("?", "?", "?", "?", "?", written, f"{path}  ({error})"))
+            rows.append(("?", "?", "?", "?", "?", when, f"{path}  ({error})"))
             continue
         size = sum(listed["bytes"] for listed in m["files"].values()) / 2**20
         shown = (str(m.get(key, "")) for key in ("step", "epoch", "world_size", "strategy"))
-        rows.append((*shown, f"{size:.1f}", written, str(path)))
+        rows.append((*shown, f"{size:.1f}", when, str(path)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return "\n".join(
         "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
@@ -86,7 +86,8 @@ def _export(checkpoints: list[Path], target: Path | None) -> int:
     from fabricx.checkpoint.loading import load
 
     [path] = checkpoints
-    target = target or path.with_suffix(".safetensors")
+    # Beside a checkpoint of this machine; into the current folder from behind a URL.
+    target = target or (path if is_local(path) else Path(path.name)).with_suffix(".safetensors")
     try:
         weights = load(path)["strategy"]["module"]
     except CheckpointError as error:

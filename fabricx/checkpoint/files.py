@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import pickle
 import secrets
-import shutil
 import sys
 import zlib
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from fabricx.checkpoint.places import Place, as_path, discard, is_local
 from fabricx.errors import CheckpointError
 
 FORMAT: Final = 2
@@ -24,11 +26,17 @@ MANIFEST: Final = "manifest.json"
 MARKER: Final = "COMMITTED"
 STATE: Final = "state.pt"
 INDEX: Final = "index.json"
+SHARDS: Final = "rank-*.safetensors"
 BLOCK: Final = 1 << 22  # bytes that are read, written and summed at a time
 
 
-def partial_folder(path: Path) -> Path:
-    """Return the folder beside `path` that is written to until it is complete."""
+def folder_to_write(path: Path) -> Path:
+    """Return the folder that is written to until a checkpoint is complete: beside `path`, to be renamed.
+
+    Where renaming means copying, as in an object store, it is `path` itself, if nothing is there yet.
+    """
+    if not is_local(path) and not path.exists():
+        return path
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
 
 
@@ -70,20 +78,33 @@ def commit(
     """
     small = {STATE: rest, INDEX: json.dumps(index).encode()}
     listed = {**files, **{name: {"bytes": len(data), "crc32": zlib.crc32(data)} for name, data in small.items()}}
-    whole = {"format": FORMAT, **manifest, "versions": _versions(), "files": listed}
+    now = datetime.now(UTC).isoformat()
+    whole = {"format": FORMAT, **manifest, "written": now, "versions": _versions(), "files": listed}
     written = (json.dumps(whole, indent=2) + "\n").encode()
     for name, data in {**small, MANIFEST: written}.items():
         _write(work / name, data)
     _write(work / MARKER, _mark(written).encode())
     _sync(work)
+    if work == path:
+        return
     aside = None
     if path.exists():  # moved out of the way first, under a name that still counts, and deleted afterwards
         aside = path.with_name(f"{path.name}.before-{secrets.token_hex(4)}")
-        path.rename(aside)
-    work.rename(path)
+        _move(path, aside)
+    _move(work, path)
     _sync(path.parent)
     if aside is not None:
-        shutil.rmtree(aside, ignore_errors=True)
+        remove(aside)
+
+
+def _move(folder: Path, to: Path) -> None:
+    if is_local(folder):
+        folder.rename(to)
+        return
+    store: Any = folder
+    for file in sorted(folder.iterdir(), key=lambda file: file.name == MARKER):
+        store.fs.copy(file.path, (to / file.name).path)  # type: ignore[attr-defined]
+    remove(folder)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -114,43 +135,69 @@ def _mark(manifest: bytes) -> str:
     return f"{MANIFEST} crc32 {zlib.crc32(manifest)}\n"
 
 
-def verify(path: str | os.PathLike[str]) -> None:
+def verify(path: Place) -> None:
     """Read all files of a checkpoint, and compare sizes and checksums with the manifest.
 
     Raises:
         CheckpointError: it isn't complete, or a file is damaged; the message names it.
     """
-    path = Path(path)
+    path = as_path(path)
     for name, listed in read_manifest(path)["files"].items():
         file = path / name
         if not file.is_file() or file.stat().st_size != listed["bytes"] or _crc32(file) != listed["crc32"]:
             raise CheckpointError(f"{file} is damaged: its size or checksum isn't what the manifest says")
 
 
-def is_committed(path: str | os.PathLike[str]) -> bool:
+def is_committed(path: Place) -> bool:
     """Return whether there is a complete checkpoint at a path."""
-    return (Path(path) / MARKER).is_file() and not Path(path).name.endswith(".partial")
+    path = as_path(path)
+    return (path / MARKER).is_file() and not path.name.endswith(".partial")
 
 
-def list_committed(folder: str | os.PathLike[str]) -> list[Path]:
+def list_committed(folder: Place) -> list[Path]:
     """Return the complete checkpoints in a folder, oldest first."""
-    if not Path(folder).is_dir():
+    folder = as_path(folder)
+    if not folder.is_dir():
         return []
-    found = [path for path in Path(folder).iterdir() if not path.is_symlink() and is_committed(path)]
-    return sorted(found, key=lambda path: ((path / MARKER).stat().st_mtime_ns, path.name))
+    return oldest_first([path for path in folder.iterdir() if not path.is_symlink() and is_committed(path)])
 
 
-def sweep(folder: str | os.PathLike[str]) -> None:
+def oldest_first(checkpoints: list[Path]) -> list[Path]:
+    """Return those of the checkpoints that are still there (a run may be deleting some), sorted."""
+    placed = []
+    for path in checkpoints:
+        with contextlib.suppress(FileNotFoundError):
+            placed.append((written(path), path.name, path))
+    return [path for _, _, path in sorted(placed, key=lambda entry: entry[:2])]
+
+
+def written(path: Path) -> datetime:
+    """Return when a checkpoint was completed.
+
+    Raises:
+        FileNotFoundError: it isn't there any more.
+    """
+    try:
+        return datetime.fromisoformat(read_manifest(path)["written"])
+    except (CheckpointError, KeyError, ValueError, TypeError):  # damaged: it still has its place among the others
+        return datetime.fromtimestamp((path / MARKER).stat().st_mtime, UTC)
+
+
+def sweep(folder: Place) -> None:
     """Delete what a run that was killed has left unfinished in a folder."""
-    for path in Path(folder).glob(".*.partial"):
-        shutil.rmtree(path, ignore_errors=True)
+    folder = as_path(folder)
+    unfinished = list(folder.glob(".*.partial"))
+    if not is_local(folder) and folder.is_dir():
+        unfinished += [path for path in folder.iterdir() if any(path.glob(SHARDS)) and not is_committed(path)]
+    for path in unfinished:
+        discard(path)
 
 
-def remove(path: str | os.PathLike[str]) -> None:
+def remove(path: Place) -> None:
     """Delete a checkpoint; the marker goes first, so that half a deletion is not taken for a checkpoint."""
-    path = Path(path)
+    path = as_path(path)
     (path / MARKER).unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
+    discard(path)
 
 
 def _versions() -> dict[str, str]:
@@ -172,11 +219,14 @@ def _crc32(file: Path) -> int:
 def _write(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        if is_local(path):
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _sync(path: Path) -> None:
+    if not is_local(path):
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

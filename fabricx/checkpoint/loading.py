@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
-import os
 from collections.abc import Mapping
-from os import PathLike
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,13 +13,14 @@ from torch import Tensor
 
 from fabricx.checkpoint import shards, tree
 from fabricx.checkpoint.files import INDEX, STATE, verify
+from fabricx.checkpoint.places import Place, as_path
 from fabricx.errors import CheckpointError
 
 T = TypeVar("T")
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: Place,
     map_location: Any = "cpu",
     sharded: Mapping[str, Tensor] | None = None,
     *,
@@ -39,7 +38,7 @@ def load(
     Raises:
         CheckpointError: it isn't complete, is damaged, or was written by a newer format.
     """
-    path = Path(path)
+    path = as_path(path)
     if not verified:
         verify(path)
     index = json.loads((path / INDEX).read_text())
@@ -51,14 +50,12 @@ def load(
                 return torch.empty_like(shapes[part], dtype=dtype, requires_grad=False)
         return torch.empty(size, dtype=dtype, device=map_location)
 
-    rest = torch.load(path / STATE, map_location="cpu", weights_only=True)
+    rest = torch.load(io.BytesIO((path / STATE).read_bytes()), map_location="cpu", weights_only=True)
     state: dict[str, Any] = tree.join(rest, shards.read(path, index, target))
     return state
 
 
-def load_module(
-    cls: type[T], path: str | PathLike[str], map_location: Any, strict: bool, override: Mapping[str, Any]
-) -> T:
+def load_module(cls: type[T], path: Place, map_location: Any, strict: bool, override: Mapping[str, Any]) -> T:
     """Make an instance of `cls` with the hyperparameters of a checkpoint, and load its weights.
 
     Raises:

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner import WriteItem
 
 from fabricx.checkpoint.files import BLOCK
+from fabricx.checkpoint.places import at_hand, is_local
 from fabricx.comm.world import World
 
 _DTYPES: Final = {
@@ -141,13 +142,14 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     checksum = 0
-    with path.open("wb", buffering=0) as file:
+    with path.open("wb", buffering=0) if is_local(path) else path.open("wb") as file:
         for block in _blocks(len(text).to_bytes(8, "little") + text, tensors):
             checksum = zlib.crc32(block, checksum)
             left = block
             while left:
                 left = left[file.write(left) :]
-        os.fsync(file.fileno())
+        if is_local(path):
+            os.fsync(file.fileno())
         size = file.tell()
     return {"bytes": size, "crc32": checksum}
 
@@ -198,7 +200,7 @@ class _Reader(StorageReader):
             chunk = self._chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
             by_file.setdefault(chunk["file"], []).append((item, chunk["name"]))
         for file, items in by_file.items():
-            with safe_open(self._folder / file, framework="pt") as opened:
+            with at_hand(self._folder / file) as here, safe_open(here, framework="pt") as opened:
                 for item, name in items:
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(_slice(opened, name, item))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import shutil
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any, final
 import torch
 
 from fabricx.checkpoint import files, shards, tree
+from fabricx.checkpoint.places import Place, as_path, discard
 from fabricx.comm.world import World
 from fabricx.errors import CheckpointError
 
@@ -73,7 +73,7 @@ class Writer:
             data = files.serialized(rest)
         except CheckpointError as error:
             refused = str(error)
-        told = self._world.gather_objects((refused, files.partial_folder(path)))
+        told = self._world.gather_objects((refused, files.folder_to_write(path)))
         if found := [text for text, _ in told if text]:
             raise CheckpointError(found[0])
         work = told[0][1]
@@ -140,6 +140,9 @@ class Writer:
             snapshot.work.mkdir(parents=True, exist_ok=True)
             file = snapshot.part.file
             written = {file: shards.write(snapshot.work / file, snapshot.part.tensors)}
+        except OSError as error:
+            error.filename = error.filename or str(snapshot.work / snapshot.part.file)
+            self._error = error
         except Exception as error:
             self._error = error
         try:
@@ -155,7 +158,7 @@ class Writer:
         except Exception as error:
             self._error = self._error or error
         if self._error is not None:
-            shutil.rmtree(snapshot.work, ignore_errors=True)
+            discard(snapshot.work)
 
     def _gather(self, snapshot: _Snapshot, written: dict[str, Any]) -> dict[str, Any]:
         """Bring the ranks' sizes and checksums to the main rank, or their errors."""
@@ -178,14 +181,17 @@ class Writer:
 
 
 def _told(error: BaseException) -> tuple[int | None, str]:
-    """Return an error as another rank can be told of it."""
-    return getattr(error, "errno", None), getattr(error, "strerror", None) or str(error)
+    """Return an error as another rank can be told of it, with the file's name."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.errno, f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return None, str(error)
 
 
-def save(path: str | Path, state: Mapping[str, Any], manifest: Mapping[str, Any], world: World | None = None) -> Path:
+def save(path: Place, state: Mapping[str, Any], manifest: Mapping[str, Any], world: World | None = None) -> Path:
     """Write a checkpoint, and return when it is there; see `Writer.begin`."""
     writer = Writer(world or World())
-    writer.begin(Path(path), state, manifest)
+    path = as_path(path)
+    writer.begin(path, state, manifest)
     if not writer.finish():
         raise CheckpointError(f"the checkpoint {path} could not be written: the disk is full")
-    return Path(path)
+    return path

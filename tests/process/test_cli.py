@@ -15,6 +15,7 @@ import yaml
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fabricx.checkpoint import read_manifest
 from fabricx.demo.digits import DigitsClassifier
 
 SHORT = ("trainer.max_epochs=2", "trainer.limit_train_batches=5", "trainer.enable_progress_bar=false")
@@ -58,6 +59,7 @@ def test_a_run_is_resumed_in_its_folder_and_its_checkpoints_are_looked_after(own
     weights = load_file(own_folder / "weights.safetensors")
     assert f"{len(weights)} tensors" in said
     assert set(weights) == set(DigitsClassifier().state_dict())
+    assert read_manifest(run / "checkpoints" / "last.ckpt")["configuration"]["trainer"]["max_epochs"] == 3
     part = next(run.rglob("rank-00001.safetensors"))
     part.write_bytes(part.read_bytes()[:-1] + b"x")
     assert "DAMAGED" in fabricx("checkpoint", "verify", str(run), fails=True)
@@ -84,6 +86,8 @@ def test_a_sweep_has_one_folder_for_each_job_whatever_the_number_of_ranks(own_fo
         (["fit", "stratgy=ddp"], "Did you mean 'strategy'?"),
         (["fit", "strategy=dpd"], "Did you mean 'ddp'?"),
         (["fit", "trainer.devices=0"], "devices=0"),
+        (["fit", "trainer.default_root_dir=s3://a/b"], "callbacks.model_checkpoint.dirpath="),
+        (["fit", "callbacks.model_checkpoint.dirpath=s3://a/b"], "Install s3fs"),
         (["fit", "module._target_=nowhere.Net"], "nowhere.Net can't be imported"),
         (["test", "ckpt_path=nowhere"], "there is no complete checkpoint"),
         (["fti"], "Did you mean 'fit'?"),

@@ -2,37 +2,56 @@
 
 from __future__ import annotations
 
+import shutil
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import fabricx as fx
 from fabricx import checkpoint
+from fabricx.callbacks import ModelCheckpoint
+from fabricx.checkpoint.command import main
+from fabricx.checkpoint.files import oldest_first
+from fabricx.checkpoint.places import as_path, discard
 from fabricx.errors import CheckpointError
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+
+@pytest.fixture(params=["a folder", "a URL"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """An empty folder, of this machine or behind a URL."""
+    found = tmp_path if request.param == "a folder" else as_path(f"memory://{tmp_path.name}")
+    yield found
+    if found is not tmp_path:
+        discard(found)
+
 
 STATE = {"weights": torch.arange(4.0), "epoch": 3, "names": ["a"]}
 
 
-def test_what_was_saved_comes_back(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path / "one", STATE, {"step": 7})
+def test_what_was_saved_comes_back(place: Path) -> None:
+    path = checkpoint.save(place / "one", STATE, {"step": 7})
     loaded = checkpoint.load(path)
     assert torch.equal(loaded["weights"], STATE["weights"])
     assert loaded["epoch"] == 3
-    assert checkpoint.list_committed(tmp_path) == [path]
+    assert checkpoint.list_committed(place) == [path]
 
 
-def test_without_its_marker_it_is_neither_listed_nor_loaded(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path / "one", STATE, {})
+def test_without_its_marker_it_is_neither_listed_nor_loaded(place: Path) -> None:
+    path = checkpoint.save(place / "one", STATE, {})
     (path / checkpoint.MARKER).unlink()
-    assert checkpoint.list_committed(tmp_path) == []
+    assert checkpoint.list_committed(place) == []
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         checkpoint.load(path)
 
 
 @pytest.mark.parametrize("file", ["state.pt", "index.json", "manifest.json", "COMMITTED", "rank-00000.safetensors"])
-def test_one_flipped_bit_in_any_file_is_found(tmp_path: Path, file: str) -> None:
-    path = checkpoint.save(tmp_path / "one", STATE, {})
+def test_one_flipped_bit_in_any_file_is_found(place: Path, file: str) -> None:
+    path = checkpoint.save(place / "one", STATE, {})
     content = bytearray((path / file).read_bytes())
     for place in range(0, len(content), max(1, len(content) // 40)):
         content[place] ^= 1
@@ -42,23 +61,23 @@ def test_one_flipped_bit_in_any_file_is_found(tmp_path: Path, file: str) -> None
         content[place] ^= 1
 
 
-def test_a_failed_write_leaves_the_earlier_one_and_no_rest(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path / "one", STATE, {"step": 1})
+def test_a_failed_write_leaves_the_earlier_one_and_no_rest(place: Path) -> None:
+    path = checkpoint.save(place / "one", STATE, {"step": 1})
     with pytest.raises(CheckpointError, match="neither a tensor nor plain data"):
-        checkpoint.save(tmp_path / "one", {"bad": Path("x")}, {"step": 2})
+        checkpoint.save(place / "one", {"bad": Path("x")}, {"step": 2})
     assert checkpoint.load(path)["epoch"] == 3
-    assert [entry.name for entry in tmp_path.iterdir()] == ["one"]
+    assert [entry.name for entry in place.iterdir()] == ["one"]
 
 
-def test_writing_to_the_same_place_replaces_it(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "one", STATE, {})
-    checkpoint.save(tmp_path / "one", {**STATE, "epoch": 4}, {})
-    assert checkpoint.load(tmp_path / "one")["epoch"] == 4
-    assert [entry.name for entry in tmp_path.iterdir()] == ["one"]
+def test_writing_to_the_same_place_replaces_it(place: Path) -> None:
+    checkpoint.save(place / "one", STATE, {})
+    checkpoint.save(place / "one", {**STATE, "epoch": 4}, {})
+    assert checkpoint.load(place / "one")["epoch"] == 4
+    assert [entry.name for entry in place.iterdir()] == ["one"]
 
 
-def test_a_newer_format_is_refused_and_said_so(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path / "one", STATE, {})
+def test_a_newer_format_is_refused_and_said_so(place: Path) -> None:
+    path = checkpoint.save(place / "one", STATE, {})
     data = (path / checkpoint.MANIFEST).read_bytes().replace(b'"format": 2', b'"format": 99')
     (path / checkpoint.MANIFEST).write_bytes(data)
     (path / checkpoint.MARKER).write_text(f"manifest.json crc32 {zlib.crc32(data)}\n")
@@ -81,3 +100,63 @@ def test_a_failure_between_two_renames_leaves_the_old_one(tmp_path: Path, monkey
     checkpoint.sweep(tmp_path)
     [left] = checkpoint.list_committed(tmp_path)
     assert checkpoint.load(left)["epoch"] == 3
+
+
+def test_what_a_killed_run_left_is_swept_away_and_nothing_else(place: Path) -> None:
+    whole = checkpoint.save(place / "whole", STATE, {})
+    killed = checkpoint.save(place / "killed", STATE, {})
+    (killed / checkpoint.MARKER).unlink()
+    if isinstance(place, Path):
+        killed.rename(killed.with_name(".killed.0123.partial"))
+    (place / "notes").mkdir()
+    (place / "notes" / "mine").write_text("mine")
+    checkpoint.sweep(place)
+    assert {entry.name for entry in place.iterdir()} == {"whole", "notes"}
+    checkpoint.verify(whole)
+
+
+def test_they_are_listed_by_the_time_of_writing_even_if_copied(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        checkpoint.save(tmp_path / "from" / name, STATE, {})
+    for name in ("c", "b", "a"):
+        shutil.copytree(tmp_path / "from" / name, tmp_path / "to" / name, copy_function=shutil.copyfile)
+    (tmp_path / "to" / "c" / checkpoint.MANIFEST).write_text("{")  # has a place even so: the marker's own time
+    assert [path.name for path in checkpoint.list_committed(tmp_path / "to")] == ["b", "a", "c"]
+
+
+def test_one_that_vanishes_while_they_are_listed_is_not_there(tmp_path: Path) -> None:
+    kept = checkpoint.save(tmp_path / "kept", STATE, {})
+    assert oldest_first([kept, tmp_path / "gone"]) == [kept]
+
+
+@pytest.mark.parametrize(("url", "reason"), [("nowhere://a/b", "nowhere"), ("s3://a/b", "s3fs")])
+def test_a_url_that_nothing_reads_is_refused_with_the_reason(url: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        ModelCheckpoint(url)
+
+
+def test_a_run_saves_behind_a_url_and_goes_on_from_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"memory://{tmp_path.name}"
+
+    def train(steps: int, path: str | None) -> TinyModule:
+        saver = ModelCheckpoint(url, every_n_train_steps=2, save_top_k=2, save_last=True)
+        module = TinyModule()
+        options = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path}
+        fx.Trainer(max_steps=steps, callbacks=[saver], **options).fit(module, tiny_loader(shuffle=True), ckpt_path=path)
+        return module
+
+    torch.manual_seed(0)
+    whole = train(12, None)
+    assert [path.name for path in checkpoint.list_committed(url)] == ["epoch=2-step=10.ckpt", "epoch=2-step=12.ckpt"]
+    for path in checkpoint.list_committed(url):
+        checkpoint.remove(path)
+    torch.manual_seed(0)
+    train(7, None)
+    resumed = train(12, "last")
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+    again = TinyModule.load_from_checkpoint(f"{url}/epoch=2-step=12.ckpt")
+    assert torch.equal(again.layer.weight, whole.layer.weight)
+    assert main(["verify", url]) == 0
+    assert capsys.readouterr().out.count("whole") == 2
+    assert main(["export", f"{url}/epoch=2-step=12.ckpt", str(tmp_path / "weights.safetensors")]) == 0
+    assert torch.equal(load_file(tmp_path / "weights.safetensors")["layer.weight"], whole.layer.weight)
