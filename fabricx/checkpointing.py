@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from fabricx import checkpoint
 from fabricx.errors import CheckpointError
 from fabricx.hparams import plain
 from fabricx.loaders import rebuild_feeds
+from fabricx.restart_point import RestartPoint, go_on_from
+from fabricx.seed import RandomState
 
 if TYPE_CHECKING:
     from fabricx.trainer import Trainer
@@ -26,11 +24,14 @@ def save_checkpoint(
     """Begin to write a checkpoint of the run, with all ranks; `t.writer` knows when it is there."""
     if t.module is None:
         raise ValueError("save_checkpoint: the trainer has run nothing yet, so there is nothing to save")
+    point = t.restart_point or RestartPoint(t)
+    t.strategy.quiesce(point.buffers)
     state: dict[str, Any] = {
         "strategy": t.strategy.state_dict(t.module, [] if weights_only else t.optimizers),
         "hparams": plain(t.module.hparams),
         "state": t.state.state_dict(),
     }
+    state["strategy"]["module"].update(point.buffers)
     if not weights_only:
         state |= {
             "schedules": [schedule.scheduler.state_dict() for schedule in t.lr_schedulers],
@@ -38,7 +39,7 @@ def save_checkpoint(
             "precision": t.precision_plugin.state_dict(),
             "callbacks": {callback.state_key: callback.state_dict() for callback in t.callbacks},
             "datamodule": t.datamodule.state_dict() if t.datamodule is not None else {},
-            "random": t.world.gather_objects(random_state()),
+            "ranks": t.world.gather_objects(point.state_dict()),
         }
     for hook in t.hooks.on_save_checkpoint if t.hooks is not None else ():
         hook(state)
@@ -74,22 +75,29 @@ def restore(t: Trainer, path: Path, *, weights_only: bool) -> None:
     if "schedules" not in state:
         raise CheckpointError(f"{path} holds weights only: it can be evaluated, but training can't go on from it")
     t.strategy.load_state_dict(state["strategy"], t.module, t.optimizers)
+    for optimizer in t.optimizers:  # else torch warns of a schedule that steps first, at the end of an epoch
+        vars(optimizer)["_opt_called"] = bool(state["state"]["step"])
     for schedule, saved in zip(t.lr_schedulers, state["schedules"], strict=True):
         schedule.scheduler.load_state_dict(saved)
     t.published.metrics.update(state["metrics"])
     t.precision_plugin.load_state_dict(state["precision"])
     attempt = state["state"].get("attempt", 0) + 1
     t.state.load_state_dict({**state["state"], "attempt": attempt})
+    for logger in t.loggers if t.loggers_open else ():
+        logger.rewind(t.state.step)
     rebuild_feeds(t)
-    if len(state["random"]) != t.world.size:
-        _take_up_with_other_ranks(t, len(state["random"]))
+    go_on_from(t, state["ranks"])
+    if len(state["ranks"]) != t.world.size:
+        _take_up_with_other_ranks(t, len(state["ranks"]))
+    elif state["ranks"][t.world.rank]["position"] is None and not t.train_feed.exact_position:
+        _take_up_by_reading(t)
     for callback in t.callbacks:
         if callback.state_key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][callback.state_key])
     if t.datamodule is not None and state["datamodule"]:
         t.datamodule.load_state_dict(state["datamodule"])
-    if t.world.rank < len(state["random"]):
-        set_random_state(state["random"][t.world.rank])
+    if t.world.rank < len(state["ranks"]):
+        RandomState.of(state["ranks"][t.world.rank]["random"]).restore()
 
 
 def _take_up_with_other_ranks(t: Trainer, before: int) -> None:
@@ -104,27 +112,13 @@ def _take_up_with_other_ranks(t: Trainer, before: int) -> None:
         )
 
 
-def random_state() -> dict[str, Any]:
-    """Return the random state of this process as plain data and tensors."""
-    version, numbers, gauss = random.getstate()
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, list(numbers), gauss]}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    if "numpy" in sys.modules:
-        kind, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [kind, [int(key) for key in keys], int(position), int(has_gauss), float(cached)]
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Take over what `random_state` returned."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    torch.set_rng_state(state["torch"].cpu())
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].cpu())
-    if "numpy" in state:
-        import numpy as np
-
-        kind, keys, *rest = state["numpy"]
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+def _take_up_by_reading(t: Trainer) -> None:
+    """Say what can't be known of a stream that doesn't keep its place."""
+    if not t.state.batch or isinstance(t.train_dataloader, Sequence):  # nothing to read, or the same batches again
+        return
+    t.print(
+        f"{type(t.train_dataloader).__name__} has no state_dict, so its place in the data isn't known: its first "
+        f"{t.state.batch} batches of this epoch are read and thrown away. The run goes on exactly where it stopped if "
+        "they are the same batches again; if their order is drawn anew, some samples are trained twice and others not "
+        "at all. A map-style DataLoader, or a loader with state_dict and load_state_dict, goes on exactly"
+    )

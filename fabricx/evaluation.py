@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +15,8 @@ from fabricx.hooks import Hook
 from fabricx.loaders import sanity_feeds
 from fabricx.logbook import Logbook
 from fabricx.publishing import publish_evaluation, publish_step
+from fabricx.restart_point import RestartPoint
+from fabricx.seed import random_kept
 from fabricx.state import Phase
 
 if TYPE_CHECKING:
@@ -45,8 +44,12 @@ def evaluate(t: Trainer, phase: Phase, feeds: Sequence[Feed]) -> list[dict[str, 
             t.logbook.loader = number if len(feeds) > 1 else None
             _evaluate_batches(t, word, number, feed)
         t.logbook.loader = None
+        t.strategy.quiesce()
         _call(t, f"on_{word}_epoch_end")
         results = publish_evaluation(t, len(feeds))
+        t.state.validating = False
+        if t.restart_point is not None and not t.restart_point.of_window:
+            t.restart_point = None
         _call(t, f"on_{word}_end")
     finally:
         _restore_modes(t, word, modes)
@@ -56,8 +59,15 @@ def evaluate(t: Trainer, phase: Phase, feeds: Sequence[Feed]) -> list[dict[str, 
 
 
 def validate_in_fit(t: Trainer) -> None:
-    """Validate between two training batches."""
+    """Validate between two training batches.
+
+    In a run that goes on from a checkpoint written meanwhile it begins again; in the middle of an accumulation window
+    so does the window.
+    """
     publish_step(t)
+    if t.restart_point is None:
+        t.restart_point = RestartPoint(t)
+    t.strategy.quiesce()
     evaluate(t, Phase.VALIDATE, t.val_feeds)
 
 
@@ -65,8 +75,7 @@ def sanity_check(t: Trainer) -> None:
     """Run a few validation batches ahead of training, so that mistakes show early; nothing of it stays."""
     if not t.val_feeds or not t.num_sanity_val_steps or t.state.step:
         return
-    devices = [t.world.device] if t.world.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), _python_random_kept():
+    with random_kept():
         t.state.phase = Phase.SANITY
         _call(t, "on_sanity_check_start")
         evaluate(t, Phase.SANITY, sanity_feeds(t))
@@ -145,6 +154,7 @@ def predict(t: Trainer, feeds: Sequence[Feed], *, keep: bool) -> list[Any]:
                     if keep:
                         outputs_here.append((micro.index, cpu(outputs)))
             results.append(outputs_here)
+        t.strategy.quiesce()
         _call(t, "on_predict_epoch_end")
         _call(t, "on_predict_end")
     finally:
@@ -191,16 +201,3 @@ def _restore_modes(t: Trainer, word: str, modes: list[tuple[nn.Module, bool]]) -
     if not own:
         for module, training in modes:
             module.training = training
-
-
-@contextlib.contextmanager
-def _python_random_kept() -> Iterator[None]:
-    python = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numbers = numpy.random.get_state() if numpy else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        if numpy:
-            numpy.random.set_state(numbers)

@@ -216,7 +216,7 @@ def _set_up_model(t: Trainer, job: Job) -> None:
         return
     t.strategy.setup(module, several_backwards=not module.automatic_optimization)
     _wrap_steps(t)
-    t.logbook = Logbook(t.strategy, training=True)
+    t.logbook = t.train_logbook = Logbook(t.strategy, training=True)
     t.attach_log(t.logbook)
     t.training_step = t.strategy.wrap_step(t.training_step)
     t.optimizers, t.lr_schedulers = parse_optimizers(module.configure_optimizers())

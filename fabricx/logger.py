@@ -54,6 +54,9 @@ class Logger(ABC):
     def log_graph(self, module: nn.Module, example: object) -> None:
         """Write the graph of the model, traced with an example input."""
 
+    def rewind(self, step: int) -> None:
+        """Forget numbers of later steps, should there be any: a run goes on from here that had come further."""
+
     def flush(self) -> None:
         """Bring what was written to disk."""
 

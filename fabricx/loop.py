@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,9 @@ from fabricx.errors import RanksDisagree
 from fabricx.evaluation import sanity_check, validate_in_fit
 from fabricx.hooks import Hook
 from fabricx.optimization import step_schedules
-from fabricx.publishing import log_step, publish_epoch
+from fabricx.publishing import log_step, publish_epoch, publish_step
+from fabricx.restart_point import BufferCopies, RestartPoint
+from fabricx.seed import random_kept
 from fabricx.state import Phase
 
 if TYPE_CHECKING:
@@ -31,12 +33,14 @@ def call(hook: Hook, *args: Any) -> None:
 def fit(t: Trainer, job: object = None) -> None:
     """Train from where `t.state` is until a limit is reached or somebody asks to stop."""
     call(t.hooks.on_fit_start)
+    t.restart_point = None
     t.restore()
     sanity_check(t)
     t.state.phase = Phase.TRAIN
     t.module.train()
-    call(t.hooks.on_train_start)
-    while not limit_reached(t):
+    with _again(t.state.step):
+        call(t.hooks.on_train_start)
+    while not limit_reached(t) or t.state.validating:
         train_epoch(t)
     call(t.hooks.on_train_end)
     t.finish_checkpoint()
@@ -47,52 +51,74 @@ def train_epoch(t: Trainer) -> None:
     """Train one epoch, or what is left of it."""
     state, hooks = t.state, t.hooks
     if not state.closing:  # else: a checkpoint was taken while the epoch was being closed
-        complete = _train_batches(t)
-        if validation_due_at_end(t, complete):
+        if not state.drained:
+            state.drained = _train_batches(t)
+            state.validating = validation_due_at_end(t, state.drained)
+        if not state.drained:
+            t.restart_point = RestartPoint(t)  # what the end of this run does to the sums isn't part of the epoch
+            if t.interrupted:  # another run will complete the epoch
+                publish_step(t)
+                return
+        if state.validating:
             validate_in_fit(t)
         publish_epoch(t)
         call(hooks.train_epoch_end_others)
         publish_epoch(t)  # what the hooks have logged
-        state.closing = complete
+        state.closing = state.drained
         call(hooks.train_epoch_end_watching)
-        if not complete:
+        if not state.drained:
             return
     step_schedules(t, "epoch")
     state.epoch += 1
     state.batch = state.samples = 0
-    state.closing = False
+    state.drained = state.closing = False
     agree_at_boundary(t)
 
 
 def _train_batches(t: Trainer) -> bool:
     """Train batch after batch; returns whether the epoch was completed."""
     t.begin_epoch()
-    call(t.hooks.on_train_epoch_start)
-    feed = t.train_feed.epoch(
-        t.state.epoch, accumulate=t.accumulate_grad_batches, position=t.state.samples, first=t.state.batch
-    )
+    with _again(t.state.batch):
+        call(t.hooks.on_train_epoch_start)
+    if t.state.validating:  # of the batch before, which an earlier run has trained
+        validate_in_fit(t)
+        if limit_reached(t):
+            return False
+    accumulate = t.accumulate_grad_batches
+    buffers = BufferCopies(t.module) if accumulate > 1 else None
+    feed = t.train_feed.epoch(t.state.epoch, accumulate=accumulate, position=t.state.samples, first=t.state.batch)
+    if buffers is not None:
+        t.restart_point = RestartPoint(t, buffers.take())
     for micro in feed:
         if micro.opens:
             t.window.begin(micro.planned)
         if micro.empty:
             _train_nothing(t, micro)
         elif train_batch(t, micro) == -1:
+            t.restart_point = None
             return True
         if micro.closes:
             if t.window.over:
+                t.restart_point = None
                 return True
-            t.state.batch = micro.index + 1
-            t.state.samples = micro.position
             log_step(t)
         for hook in t.hooks.train_batch_end_watching:  # a checkpoint has to hold the position after this batch
             hook(t.window.outputs, t.window.batch, micro.index)
         if t.writer is not None:
             t.writer.poll()
-        if validation_due(t, micro):
+        if t.state.validating if micro.closes else validation_due(t, micro):
             validate_in_fit(t)
         if micro.closes and (agree_at_boundary(t) or limit_reached(t)):
             return micro.last
+        if micro.closes and buffers is not None:
+            t.restart_point = RestartPoint(t, buffers.take())
+    t.restart_point = None
     return True
+
+
+def _again(done: int) -> AbstractContextManager[None]:
+    """Return a context for hooks that a run which wasn't stopped here wouldn't have called once more."""
+    return random_kept() if done else nullcontext()
 
 
 def train_batch(t: Trainer, micro: Microbatch) -> int | None:
@@ -115,6 +141,8 @@ def train_batch(t: Trainer, micro: Microbatch) -> int | None:
         # The forward is under `accumulate` too: DDP decides there whether gradients will travel.
         with t.strategy.accumulate():
             outputs = _forward_backward(t, micro, batch)
+    if micro.closes:
+        _advance(t, micro)
     if hooks.on_train_batch_end:
         results = {"loss": outputs.detach()} if isinstance(outputs, Tensor) else _detached(outputs)
         t.window.outputs, t.window.batch = results, batch
@@ -122,6 +150,13 @@ def train_batch(t: Trainer, micro: Microbatch) -> int | None:
             hook(results, batch, index)
     t.logbook.end_batch()
     return None
+
+
+def _advance(t: Trainer, micro: Microbatch) -> None:
+    """Let a checkpoint that is written from now on begin with the next batch."""
+    t.state.batch, t.state.samples = micro.index + 1, micro.position
+    t.state.validating = validation_due(t, micro)
+    t.restart_point = None
 
 
 def _manual(t: Trainer, micro: Microbatch, batch: Any) -> Any:
@@ -207,6 +242,8 @@ def _train_nothing(t: Trainer, micro: Microbatch) -> None:
         t.window.sit_out(t, micro, "has no batch")
     if micro.closes and t.module.automatic_optimization and t.window.ready(t):
         _update(t, micro, None)
+    if micro.closes:
+        _advance(t, micro)
     t.window.outputs = t.window.batch = None
 
 

@@ -199,6 +199,23 @@ class Metrics:
                 self.series.setdefault(name, Series.of_kind(kind)).contribute_nothing(epoch=epoch)
         return sorted(known)
 
+    def sums(self) -> dict[str, Any]:
+        """Return what this rank has added up in the epoch so far; later values don't change it."""
+        return {
+            name: [list(series.kind()), series.total, series.weights]
+            for name, series in self.series.items()
+            if series.on_epoch and series.total is not None
+        }
+
+    def add_sums(self, sums: dict[str, Any]) -> None:
+        """Add what `sums` returned, here or on another rank."""
+        for name, (kind, added, weights) in sums.items():
+            series = self.series.setdefault(name, Series.of_kind(tuple(kind)))
+            total = added.to(self._device) if isinstance(added, Tensor) else added
+            joins = "sum" if series.reduction == "mean" else series.reduction
+            series.total = total if series.total is None else _join(joins, series.total, 1.0, total, 1.0)
+            series.weights += weights
+
     def forget_epoch(self) -> None:
         """Begin a new epoch: sums start at nothing."""
         for series in self.series.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -56,13 +57,22 @@ class Outcome:
             vars(callback).update(attributes)
 
 
+class _Portable(pickle.Pickler):
+    """Refuses what means nothing outside of its process group."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if hasattr(obj, "full_tensor"):
+            raise pickle.PicklingError("a rank's shard")
+        return NotImplemented
+
+
 def picklable_part(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes that can travel."""
     kept = {}
     for name, value in attributes.items():
         try:
-            pickle.dumps(value)
+            _Portable(io.BytesIO()).dump(value)
         except Exception:
-            continue  # an open file, a live bar: it stays in the worker
+            continue  # an open file, a live bar, a rank's shard: it stays in the worker
         kept[name] = value
     return kept

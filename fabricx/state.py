@@ -32,7 +32,9 @@ class RunState:
         ranks: how many the run began with; the global batch is theirs, whoever trains it now.
         seed: what the data order and the ranks' random streams are drawn from.
         attempt: how often the run was taken up again.
+        drained: all batches of the epoch are trained.
         closing: the epoch's batches and hooks are done, its schedules are not.
+        validating: a validation of these weights is due, or has begun, and isn't done.
     """
 
     phase: Phase = Phase.IDLE
@@ -43,7 +45,9 @@ class RunState:
     ranks: int = 0
     seed: int = 0
     attempt: int = 0
+    drained: bool = False
     closing: bool = False
+    validating: bool = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the record as plain data."""

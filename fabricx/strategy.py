@@ -125,8 +125,15 @@ class Strategy(ABC):
         """Join packed metrics of all ranks, in place; shape stays."""
         return self.world.all_reduce(values, op)
 
-    def quiesce(self) -> None:
-        """Return once nothing is in flight, so that all ranks see the same weights."""
+    def quiesce(self, copies: Mapping[str, Tensor] | None = None) -> None:
+        """Return once nothing is in flight, and all ranks see the same weights and buffers; every rank calls it.
+
+        Args:
+            copies: of buffers as they were earlier, which all ranks are to see the same as well.
+        """
+        if self.module is not None:
+            for buffer in (*self.module.buffers(), *(copies or {}).values()):
+                self.world.broadcast(buffer)
 
     # -- state --------------------------------------------------------------------------------------------------
 

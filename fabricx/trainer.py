@@ -25,6 +25,7 @@ from fabricx.optimization import OptimizerHandle, Schedule
 from fabricx.parts import choose_callbacks, choose_loggers, choose_strategy
 from fabricx.precision import Precision, check_precision
 from fabricx.publishing import Published, newest_metrics, shown_in_bar
+from fabricx.restart_point import RestartPoint
 from fabricx.settings import check_accelerator, check_count, check_devices, check_limit, check_max_time, check_root
 from fabricx.state import Phase, RunState
 from fabricx.strategy import Strategy
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 
 # What exists only while a run is going on, in the process that trains.
 _RUNTIME = (
-    "hooks", "logbook", "train_feed", "val_feeds", "optimizers", "lr_schedulers", "optimizer_handles", "training_step",
+    "hooks", "logbook", "train_logbook", "restart_point", "train_feed", "val_feeds",
+    "optimizers", "lr_schedulers", "optimizer_handles", "training_step",
     "steps", "window", "world", "agreement", "precision_plugin", "overridden", "bring", "loggers_open", "datamodule",
     "module", "writer", "train_dataloader", "val_dataloaders",
 )  # fmt: skip
@@ -209,6 +211,8 @@ class Trainer:
         self.datamodule: DataModule | None = None
         self.hooks: Hooks = None  # type: ignore[assignment]
         self.logbook: Logbook = None  # type: ignore[assignment]
+        self.train_logbook: Logbook = None  # type: ignore[assignment]  # the same, but while a validation has its own
+        self.restart_point: RestartPoint | None = None  # where what isn't done yet began; None between two steps
         self.overridden: Overridden = None  # type: ignore[assignment]
         self.train_dataloader: Any = None
         self.val_dataloaders: Any = None
@@ -555,7 +559,8 @@ class Trainer:
 
     def begin_epoch(self) -> None:
         """Ask for new loaders if that is wanted, and start with empty sums."""
-        self.logbook.batches = 0
+        if not self.state.batch:
+            self.logbook.batches = 0
         self.published.open = True
         every = self.reload_dataloaders_every_n_epochs
         if every and self.state.epoch and self.state.epoch % every == 0:

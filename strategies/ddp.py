@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, final
 
@@ -101,6 +101,10 @@ class DDP(Strategy):
         self._ddp = None
         self._step = None
         super().teardown()
+
+    def quiesce(self, copies: Mapping[str, Tensor] | None = None) -> None:
+        if self.broadcast_buffers:
+            super().quiesce(copies)
 
     @property
     def gradient_factor(self) -> float:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Literal, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -129,7 +128,7 @@ class FSDP(Strategy):
         """Give all ranks the weights of rank 0: each of them will keep a part of its own."""
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta:
-                dist.broadcast(tensor.detach(), 0)
+                self.world.broadcast(tensor)
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         if self.world.size == 1:
@@ -177,6 +176,13 @@ class FSDP(Strategy):
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         if loss is not None:
             self.backward(loss * 0.0)
+
+    def quiesce(self, copies: Mapping[str, Tensor] | None = None) -> None:
+        super().quiesce(copies)
+        for part in self.module.modules() if self.module is not None else ():
+            # What was gathered for a forward without a backward, as in a validation, is still there.
+            if callable(reshard := getattr(part, "reshard", None)):
+                reshard()
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm)  # of DTensors: over all ranks

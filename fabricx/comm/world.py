@@ -74,6 +74,15 @@ class World:
             dist.all_reduce(tensor, kinds[op])
         return tensor
 
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """Take over the tensor of one rank, in place."""
+        if self.size > 1:
+            raw = tensor.detach().contiguous()
+            dist.broadcast(raw.view(torch.uint8) if raw.dtype is torch.bool else raw, src)  # gloo knows no bool
+            if raw.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(raw)
+        return tensor
+
     def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all ranks, shape [size, ...]; with `sync_grads`, gradients flow back."""
         if self.size == 1:

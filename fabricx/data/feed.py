@@ -7,7 +7,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, cast, final
 
 import numpy as np
 import torch
@@ -55,6 +55,13 @@ class Feed(ABC):
     @abstractmethod
     def batches(self) -> int | float:
         """Return the batches of an epoch on each rank, infinity where that isn't known."""
+
+    def state_dict(self) -> Any:
+        """Return where this rank's own stream is; None where the position in the global order says it all."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Let the next epoch begin where a `state_dict` was taken."""
 
     def batches_before(self, position: int, accumulate: int) -> int | None:
         """Return how many of an epoch's batches lie before a position; None where only counting tells."""
@@ -184,7 +191,11 @@ def _picks(order: Any, cut: Cut, position: int, *, one_by_one: bool, whole: bool
 
 @final
 class ListFeed(Feed):
-    """Anything else that gives batches: taken as it is on each rank, with ranks' lengths told to each other."""
+    """Anything else that gives batches: taken as it is on each rank, with ranks' lengths told to each other.
+
+    A source with `state_dict` and `load_state_dict` is asked where it is, and put there again, by these; of others the
+    batches that were trained already are read once more.
+    """
 
     exact_position = False
 
@@ -192,6 +203,19 @@ class ListFeed(Feed):
         self._source = source
         self._world = world
         self._limit = limit
+        self._stateful = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+        self._ahead: Any = _NOTHING  # the source's state before it was asked for one batch too many
+        self._over = False  # has the source ended its epoch, so that its state is that of the next one?
+        self._restored: Any = None
+
+    def state_dict(self) -> Any:
+        if not self._stateful:
+            return None
+        source: Any = self._source
+        return {"over": self._over, "source": source.state_dict() if self._ahead is _NOTHING else self._ahead}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._restored = state
 
     def _length(self) -> int | float:
         try:
@@ -212,14 +236,24 @@ class ListFeed(Feed):
         for part in (self._source, getattr(self._source, "sampler", None), getattr(self._source, "dataset", None)):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
-        data = itertools.islice(
-            iter(self._source), first, None if self._limit == float("inf") else _stop(self._length())
-        )
+        data = self._data(first)
         lengths = self._world.gather_objects(self._length()) if self._world.size > 1 else [self._length()]
         if max(lengths) == float("inf"):
             yield from self._until_it_ends(data, accumulate, first)
         else:
             yield from self._with_lengths(data, [int(length) for length in lengths], accumulate, first)
+
+    def _data(self, first: int) -> Iterator[Any]:
+        """Return the source's batches from one of the epoch on."""
+        stop = None if self._limit == float("inf") else _stop(self._length())
+        self._ahead, self._over = _NOTHING, False
+        if self._restored is None:
+            return itertools.islice(iter(self._source), first, stop)
+        source: Any = self._source
+        source.load_state_dict(self._restored["source"])
+        self._over = bool(self._restored["over"] and first)  # else an epoch begins
+        self._restored = None
+        return iter(()) if self._over else itertools.islice(iter(source), None if stop is None else stop - first)
 
     def _with_lengths(
         self, data: Iterator[Any], lengths: Sequence[int], accumulate: int, first: int
@@ -240,11 +274,16 @@ class ListFeed(Feed):
                 batch, index, None, 0.0 if empty else 1 / batches,
                 index == window, index == stop - 1, index == total - 1, stop - window, empty=empty,
             )  # fmt: skip
+        if self._stateful and mine == total:
+            next(data, None)  # as a plain loop does: only then does the source know that its epoch is over
+        self._over = True
 
     def _until_it_ends(self, data: Iterator[Any], accumulate: int, first: int) -> Iterator[Microbatch]:
         batch = next(data, _NOTHING)
         index = first
         while batch is not _NOTHING:
+            if self._stateful:
+                self._ahead = cast(Any, self._source).state_dict()
             upcoming = next(data, _NOTHING)  # one ahead: only then is it known which one is the last
             last = upcoming is _NOTHING and self._world.size == 1
             held = index % accumulate + 1
@@ -254,6 +293,7 @@ class ListFeed(Feed):
             )  # fmt: skip
             batch = upcoming
             index += 1
+        self._ahead, self._over = _NOTHING, True
         # Other ranks may have more: join them until nobody has. The loop notices and ends the epoch.
         while self._world.size > 1:
             held = index % accumulate + 1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO, final
 
@@ -49,13 +50,17 @@ class CSVLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         row = {"step": step, **metrics}
         if not row.keys() <= set(self._columns):
-            self._widen([*self._columns, *(name for name in row if name not in self._columns)])
+            self._write_anew([*self._columns, *(name for name in row if name not in self._columns)])
         if self._file is not None:
             csv.DictWriter(self._file, self._columns).writerow(row)
             self._file.flush()
 
-    def _widen(self, columns: list[str]) -> None:
-        """Write the table anew with more columns."""
+    def rewind(self, step: int) -> None:
+        if self._columns:
+            self._write_anew(self._columns, lambda row: _step(row) <= step)
+
+    def _write_anew(self, columns: list[str], keep: Callable[[dict[str, Any]], bool] = lambda row: True) -> None:
+        """Write the table once more, with other columns or fewer rows."""
         if self._file is None or self._folder is None:
             return
         self._file.close()
@@ -63,7 +68,7 @@ class CSVLogger(Logger):
         with path.open(newline="") as old, passing.open("w", newline="") as new:
             writer = csv.DictWriter(new, columns)
             writer.writeheader()
-            writer.writerows(csv.DictReader(old))
+            writer.writerows(row for row in csv.DictReader(old) if keep(row))
         passing.replace(path)
         self._columns = columns
         self._file = path.open("a", newline="")
@@ -104,3 +109,11 @@ def _header(path: Path) -> list[str]:
         return []
     with path.open(newline="") as file:
         return next(csv.reader(file), [])
+
+
+def _step(row: Mapping[str, Any]) -> float:
+    """Return the step of a row; of one that a killed run has left half written, infinity."""
+    try:
+        return float(row["step"]) if None not in row.values() else math.inf
+    except ValueError:
+        return math.inf

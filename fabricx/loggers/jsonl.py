@@ -50,6 +50,16 @@ class JSONLogger(Logger):
             self._file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
             self._file.flush()
 
+    def rewind(self, step: int) -> None:
+        if self._file is None or self._folder is None:
+            return
+        self._file.close()
+        path, passing = self._folder / "metrics.jsonl", self._folder / ".metrics.jsonl-new"
+        with path.open() as old, passing.open("w") as new:
+            new.writelines(line for line in old if _step(line) <= step)
+        passing.replace(path)
+        self._file = path.open("a")
+
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         if self._folder is not None:
             write_hyperparameters(self._folder, params)
@@ -79,3 +89,11 @@ class JSONLogger(Logger):
     def experiment(self) -> Any:
         """Return the open file; `Silent` where the logger isn't open."""
         return self._file or Silent()
+
+
+def _step(line: str) -> float:
+    """Return the step of a row; of one that a killed run has left half written, infinity."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf

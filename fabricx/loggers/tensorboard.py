@@ -68,6 +68,13 @@ class TensorBoardLogger(Logger):
             self._writer.add_scalar(name, value, step)
         self._final.update(metrics)
 
+    def rewind(self, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        if self._writer is not None:  # TensorBoard leaves out what earlier files hold of this step and later ones
+            began = SessionLog(status=SessionLog.START)  # pyright: ignore[reportAttributeAccessIssue]
+            self._writer._get_file_writer().add_event(Event(step=step + 1, session_log=began))  # type: ignore[no-untyped-call]
+
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         self._params.update(flatten(params))
         for name, value in (metrics or {}).items():

@@ -1,0 +1,129 @@
+"""Where a run goes on, should it be saved now: what a rank's part of a checkpoint holds beside the weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+
+from fabricx.metrics import Series
+from fabricx.seed import RandomState
+
+if TYPE_CHECKING:
+    from fabricx.trainer import Trainer
+
+
+@final
+class RestartPoint:
+    """One rank's random numbers, logged sums and place in a stream of its own, as they are when it is made.
+
+    An accumulation window, and a validation, begin again in a run that goes on from a checkpoint written in the middle
+    of them. A point is therefore kept where they begin, and saved in the place of what came later.
+
+    Args:
+        t: the trainer.
+        buffers: for the beginning of a window: copies of the module's buffers, which its batches may change.
+    """
+
+    def __init__(self, t: Trainer, buffers: dict[str, Tensor] | None = None) -> None:
+        self.of_window = buffers is not None
+        self.buffers = buffers or {}
+        self._random = RandomState()
+        self._sums = t.train_logbook.metrics.sums()
+        self._objects = {name: _states(metric) for name, metric in _metric_objects(t.module).items()}
+        self._logged = _logged_objects(t)
+        self._position = t.train_feed.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data and tensors."""
+        return {
+            "random": self._random.state_dict(),
+            "sums": self._sums,
+            "objects": self._objects,
+            "logged": self._logged,
+            "position": self._position,
+        }
+
+
+def go_on_from(t: Trainer, ranks: list[dict[str, Any]]) -> None:
+    """Take over what the ranks of an earlier run have saved; the random numbers aside.
+
+    With as many ranks each has its own again. With another number, sums that belong together go to the main rank, and
+    places in streams are lost.
+    """
+    same = len(ranks) == t.world.size
+    mine = [ranks[t.world.rank]] if same else ranks if t.world.main_rank else []
+    sums = t.train_logbook.metrics
+    for saved in mine:
+        sums.add_sums(saved["sums"])
+    objects = _metric_objects(t.module)
+    for name, (attribute, kind) in ranks[0]["logged"].items():
+        if attribute in objects:
+            sums.series[name] = Series.of_kind(tuple(kind))
+            sums.objects[name] = (objects[attribute], sums.series[name])
+    for name, metric in objects.items():
+        found = [saved["objects"][name] for saved in mine if name in saved["objects"]]
+        if found:
+            _set_states(metric, found[0])
+        for other in found[1:]:
+            incoming = metric.clone()
+            _set_states(incoming, other)
+            metric.merge_state(incoming)
+    if same and mine[0]["position"] is not None:
+        t.train_feed.load_state_dict(mine[0]["position"])
+
+
+def _metric_objects(module: nn.Module) -> dict[str, Any]:
+    """Return the torchmetrics objects that are attributes of a module, by name."""
+    return {name: one for name, one in module.named_modules() if hasattr(one, "metric_state")}
+
+
+def _logged_objects(t: Trainer) -> dict[str, Any]:
+    """Return under which names metric objects were logged in this epoch: (attribute, kind of the series)."""
+    names = {id(one): name for name, one in _metric_objects(t.module).items()}
+    logged = t.train_logbook.metrics.objects.items()
+    return {name: [names[id(one)], list(series.kind())] for name, (one, series) in logged if id(one) in names}
+
+
+def _states(metric: Any) -> dict[str, Any]:
+    """Return copies: a metric adds to its tensors in place."""
+    copies = {
+        name: [item.detach().clone() for item in value] if isinstance(value, list) else value.detach().clone()
+        for name, value in metric.metric_state.items()
+    }
+    return {"updates": int(metric._update_count), "values": copies}
+
+
+def _set_states(metric: Any, saved: dict[str, Any]) -> None:
+    metric.reset()
+    for name, value in saved["values"].items():
+        on = metric.device
+        setattr(metric, name, [item.to(on) for item in value] if isinstance(value, list) else value.to(on))
+    metric._update_count = saved["updates"]
+
+
+@final
+class BufferCopies:
+    """Room for copies of a module's persistent buffers, such as running statistics.
+
+    All are copied each time: whether one was changed isn't known, since batch normalisation doesn't count versions.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._where = [
+            (f"{prefix}.{name}" if prefix else name, owner._buffers, name)
+            for prefix, owner in module.named_modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None and name not in owner._non_persistent_buffers_set
+        ]
+        self._copies: dict[str, Tensor] = {}
+
+    def take(self) -> dict[str, Tensor]:
+        """Return what the buffers are now, in the place of what was returned before."""
+        live = {name: buffers[key].detach() for name, buffers, key in self._where}
+        if not self._copies:
+            self._copies = {name: buffer.clone() for name, buffer in live.items()}
+        elif live:
+            torch._foreach_copy_(list(self._copies.values()), list(live.values()))
+        return self._copies

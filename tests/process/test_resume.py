@@ -1,0 +1,265 @@
+"""A run that goes on from a checkpoint does what the run that wrote it did, to the bit, wherever it was written."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import fabricx as fx
+from fabricx import checkpoint
+from fabricx.callbacks import EMA
+from fabricx.loggers import JSONLogger
+from fabricx.testing import QUIET
+
+SAMPLES = 22  # of 6 a global batch: the last one has 4
+
+
+class Noisy(Dataset[Any]):
+    """Draws from every source of random numbers that there is."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.randn(4) + random.random() + float(np.random.rand())
+        return torch.full((4,), index / 10.0) + 0.1 * noise, torch.tensor([index % 3 - 1.0])
+
+
+class Everything(fx.Module):
+    """Dropout, running statistics, two optimizers, three schedules, a metric object, values by step and by epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3))
+        self.head = nn.Linear(8, 1)
+        self.error = torchmetrics.MeanMetric()
+        self.average = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = nn.functional.mse_loss(self.head(self.body(batch[0])), batch[1])
+        self.error.update(loss.detach(), weight=len(batch[0]))
+        self.log("error", self.error, on_step=False, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("largest", loss, on_epoch=True, reduce_fx="max")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = nn.functional.mse_loss(self.head(self.body(batch[0])), batch[1]) + torch.rand(())
+        self.log("val", loss)
+        self.average.update(loss)
+        self.log("average", self.average)
+
+    def configure_optimizers(self) -> Any:
+        adam = torch.optim.AdamW(self.body.parameters(), lr=0.03)
+        sgd = torch.optim.SGD(self.head.parameters(), lr=0.05, momentum=0.9)
+        schedules = [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(adam, 2, 0.8), "interval": "step"},
+            {"scheduler": torch.optim.lr_scheduler.ExponentialLR(sgd, 0.9), "interval": "epoch"},
+            {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(sgd, patience=0), "monitor": "loss_epoch"},
+        ]
+        return [adam, sgd], schedules
+
+
+class SaveEverywhere(fx.Callback):
+    """Saves at each of the moments, the first time that it comes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def _save(self, t: fx.Trainer, moment: str) -> None:
+        path = self.folder / f"{moment}.ckpt"
+        if t.current_epoch == 0 and not t.world.broadcast_object(path.exists()):
+            t.save_checkpoint(path)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (1, 2):  # of windows of two, one is in the middle
+            self._save(trainer, f"after batch {batch_idx}")
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        if not trainer.sanity_checking:
+            self._save(trainer, "between validation batches")
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            self._save(trainer, "after validation")
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self._save(trainer, "at the end of an epoch")
+
+
+MOMENTS = [
+    "after batch 1", "after batch 2", "between validation batches", "after validation", "at the end of an epoch",
+]  # fmt: skip
+
+
+def train(
+    root: Path, strategy: str, *, workers: int = 0, ckpt: Path | None = None, saves: Path | None = None,
+    callbacks: tuple[fx.Callback, ...] = (), data: Any = None, **options: Any,
+) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Tensor]]:  # fmt: skip
+    """Return the rows that were logged, weights and optimizer states at the end, and the metrics."""
+    devices = 1 if strategy == "single" else 2
+    fx.seed_everything(4)
+    module = Everything()
+    end = root / "end.ckpt"
+    extra = [SaveEverywhere(saves)] if saves is not None else []
+    given = {**QUIET, "max_epochs": 2, "val_check_interval": 3, "log_every_n_steps": 1, **options}
+    trainer = fx.Trainer(
+        strategy=strategy, devices=devices, default_root_dir=root, callbacks=[*callbacks, *extra, SaveAtEnd(end)],
+        **{**given, "logger": JSONLogger()},
+    )  # fmt: skip
+    batch = 6 // devices
+    source = data or DataLoader(
+        Noisy(), batch, shuffle=True, num_workers=workers, multiprocessing_context="fork" if workers else None
+    )
+    trainer.fit(module, source, DataLoader(Noisy(), batch), ckpt_path=ckpt)
+    [log] = root.rglob("metrics.jsonl")
+    rows = [{k: v for k, v in json.loads(line).items() if k != "time"} for line in log.read_text().splitlines()]
+    return rows, checkpoint.load(end)["strategy"], trainer.callback_metrics
+
+
+class SaveAtEnd(fx.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def assert_same(found: Any, wanted: Any, where: str) -> None:
+    if isinstance(wanted, Tensor):
+        assert torch.equal(found, wanted), where
+    elif isinstance(wanted, dict):
+        assert found.keys() == wanted.keys(), where
+        for key in wanted:
+            assert_same(found[key], wanted[key], f"{where}/{key}")
+    elif isinstance(wanted, (list, tuple)):
+        for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
+            assert_same(a, b, f"{where}/{number}")
+    else:
+        assert found == wanted, where
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("single", {"precision": "bf16-mixed", "accumulate_grad_batches": 2}),
+        ("single", {"workers": 2}),
+        ("ddp", {"accumulate_grad_batches": 2}),
+        ("ddp", {"workers": 2, "precision": "bf16-mixed"}),
+        ("fsdp", {"accumulate_grad_batches": 2, "workers": 2}),
+        ("fsdp", {"precision": "bf16-mixed"}),
+    ],
+    ids=str,
+)
+def test_from_wherever_it_was_saved_a_run_goes_on_to_the_same_bits(
+    tmp_path: Path, strategy: str, options: dict[str, Any]
+) -> None:
+    rows, end, metrics = train(tmp_path / "whole", strategy, saves=tmp_path, callbacks=(EMA(0.5),), **options)
+    again = train(tmp_path / "unsaved", strategy, callbacks=(EMA(0.5),), **options)
+    assert_same(again, (rows, end, metrics), "saving changed something")
+    for moment in MOMENTS:
+        path = tmp_path / f"{moment}.ckpt"
+        resumed = train(tmp_path / moment, strategy, ckpt=path, callbacks=(EMA(0.5),), **options)
+        step = checkpoint.read_manifest(path)["step"]
+        before = [row for row in rows if row["step"] < step]
+        # Of the step itself, some rows were written before the checkpoint.
+        assert resumed[0] == rows[len(rows) - len(resumed[0]) :], moment
+        assert len(rows) - len(resumed[0]) >= len(before), moment
+        assert_same(resumed[1], end, moment)
+        assert_same(resumed[2], metrics, moment)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_a_run_that_was_stopped_at_its_last_step_goes_on_when_it_may(tmp_path: Path, strategy: str) -> None:
+    rows, end, metrics = train(tmp_path / "whole", strategy)
+    train(tmp_path / "stopped", strategy, max_steps=3)
+    resumed = train(tmp_path / "resumed", strategy, ckpt=tmp_path / "stopped" / "end.ckpt")
+    assert resumed[0] == [row for row in rows if row["step"] > 3]
+    assert_same(resumed[1:], (end, metrics), "resumed")
+
+
+class Reader:
+    """A stream of batches in an order of its own making, which it can be put back into."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(8)
+        self.done, self.read = 0, 0
+        self.begun = self.generator.get_state()
+
+    def __iter__(self) -> Any:
+        if self.done == 0:
+            self.begun = self.generator.get_state()
+        self.generator.set_state(self.begun)
+        order = torch.randperm(5, generator=self.generator).tolist()
+        while self.done < 5:
+            place = order[self.done]
+            self.done += 1
+            self.read += 1
+            yield torch.full((3, 4), place / 5.0) + torch.eye(3, 4), torch.full((3, 1), 1.0 - place)
+        self.done = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done, "begun": self.begun if self.done else self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done, self.begun = state["done"], state["begun"]
+        self.generator.set_state(self.begun)
+
+
+class SizedReader(Reader):
+    def __len__(self) -> int:
+        return 5
+
+
+def stateful(kind: str) -> Any:
+    return Reader() if kind == "stream" else SizedReader()
+
+
+@pytest.mark.parametrize(("kind", "strategy", "accumulate"), [
+    ("stream", "single", 1), ("stream", "single", 2), ("sized", "single", 1), ("sized", "single", 2),
+    ("stream", "ddp", 2), ("sized", "ddp", 2),
+])  # fmt: skip
+def test_a_loader_with_a_state_is_used_as_it_is(tmp_path: Path, kind: str, strategy: str, accumulate: int) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "val_check_interval": 1.0}
+    rows, end, _ = train(tmp_path / "whole", strategy, data=stateful(kind), saves=tmp_path, **options)
+    for moment in MOMENTS:
+        path, again = tmp_path / f"{moment}.ckpt", stateful(kind)
+        resumed = train(tmp_path / moment, strategy, ckpt=path, data=again, **options)
+        assert resumed[0] == rows[len(rows) - len(resumed[0]) :], moment
+        assert_same(resumed[1], end, moment)
+        if strategy == "single":
+            assert again.read <= 10 - checkpoint.read_manifest(path)["step"] * accumulate + 1  # nothing is read twice
+
+
+def test_a_stream_without_a_state_is_read_again_and_a_list_needs_no_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batches = list(DataLoader(Noisy(), 6))
+    for data, said in ((batches, False), (Stream(batches), True)):
+        root = tmp_path / type(data).__name__
+        rows, end, _ = train(root / "whole", "single", data=data, val_check_interval=1.0)
+        train(root / "stopped", "single", data=data, max_steps=3, val_check_interval=1.0)
+        capsys.readouterr()
+        path = root / "stopped" / "end.ckpt"
+        resumed = train(root / "resumed", "single", data=data, ckpt=path, val_check_interval=1.0)
+        assert resumed[0] == [row for row in rows if row["step"] > 3]
+        assert_same(resumed[1], end, "resumed")
+        assert ("its first 3 batches of this epoch are read" in capsys.readouterr().out) is said
+
+
+class Stream:
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)

@@ -1,0 +1,45 @@
+"""A run that goes on from an earlier step in the same folder leaves one value for each step."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from fabricx.logger import Logger
+from fabricx.loggers import CSVLogger, JSONLogger, TensorBoardLogger
+
+
+def read(logger: Logger, folder: Path) -> list[tuple[int, float]]:
+    if isinstance(logger, TensorBoardLogger):
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        found = EventAccumulator(str(folder))
+        found.Reload()
+        return [(event.step, event.value) for event in found.Scalars("loss")]
+    if isinstance(logger, CSVLogger):
+        with (folder / "metrics.csv").open(newline="") as file:
+            return [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"]) for row in rows]
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLogger, TensorBoardLogger])
+def test_later_rows_of_a_killed_run_are_gone(tmp_path: Path, kind: type[Logger]) -> None:
+    first = kind()
+    first.open(tmp_path)
+    for step in (1, 2, 3):
+        first.log_metrics({"loss": step / 4, "norm": 1.0}, step)
+    first.close()
+    for name in ("metrics.csv", "metrics.jsonl"):
+        if (tmp_path / name).exists():
+            with (tmp_path / name).open("a") as file:
+                file.write('{"step": 1, "l' if name.endswith("jsonl") else "1,0.2")  # killed while it wrote
+    second = kind()
+    second.open(tmp_path)
+    second.rewind(2)
+    second.log_metrics({"loss": 8.0, "norm": 1.0}, 3)
+    second.close()
+    assert read(second, tmp_path) == [(1, 0.25), (2, 0.5), (3, 8.0)]
