@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from fabricx.data import Feed
+from fabricx.data import Feed, Microbatch
 from fabricx.data.transfer import cpu
 from fabricx.hooks import Hook
 from fabricx.loaders import sanity_feeds
@@ -89,11 +89,9 @@ def _evaluate_batches(t: Trainer, word: str, number: int, feed: Feed) -> None:
     indices = (number,) if t.several_loaders else ()
     batch: Any = None
     with _no_gradients(t):
-        for micro in feed.epoch(t.state.epoch):
+        for micro in _until_all_end(t, feed):
             if micro.empty:
-                if not feed.exact_position and feed.batches() == float("inf"):
-                    break  # a stream of this rank's own has ended
-                _along(t, step, batch, micro.index, *indices)
+                _along(t, step, batch if micro.data is None else t.to_device(micro.data, number), micro.index, *indices)
                 continue
             batch = t.to_device(micro.data, number)
             t.is_last_batch = micro.last
@@ -104,6 +102,19 @@ def _evaluate_batches(t: Trainer, word: str, number: int, feed: Feed) -> None:
             for hook in ends:
                 hook(outputs, batch, micro.index, number)
             t.logbook.end_batch()
+
+
+def _until_all_end(t: Trainer, feed: Feed) -> Iterator[Microbatch]:
+    """Yield an epoch's batches; of a stream of unknown length only its own, unless other ranks need this one."""
+    unknown = not feed.exact_position and feed.batches() == float("inf")
+    together = unknown and bool(t.strategy.sharded_parameters())
+    for micro in feed.epoch(t.state.epoch):
+        if together:
+            if not t.world.all_reduce(torch.tensor(int(not micro.empty), device=t.world.device), "max"):
+                return
+        elif unknown and micro.empty:
+            return
+        yield micro
 
 
 def _along(t: Trainer, step: Callable[..., Any], batch: Any, *indices: int) -> None:
@@ -138,11 +149,10 @@ def predict(t: Trainer, feeds: Sequence[Feed], *, keep: bool) -> list[Any]:
             indices = (number,) if t.several_loaders else ()
             with _no_gradients(t):
                 batch: Any = None
-                for micro in feed.epoch(t.state.epoch):
+                for micro in _until_all_end(t, feed):
                     if micro.empty:
-                        if not feed.exact_position and feed.batches() == float("inf"):
-                            break
-                        _along(t, step, batch, micro.index, *indices)
+                        company = batch if micro.data is None else t.to_device(micro.data, number)
+                        _along(t, step, company, micro.index, *indices)
                         continue
                     batch = t.to_device(micro.data, number)
                     t.is_last_batch = micro.last

@@ -88,8 +88,9 @@ def _feed(t: Trainer, source: Any, limit: int | float, began_with: int = 0) -> F
     if not hasattr(source, "__iter__"):
         raise ValueError(f"{type(source).__name__} is not something to iterate over: give a DataLoader or batches")
     return make_feed(
-        source, t.world, seed=t.state.seed, limit=limit, shard=t.use_distributed_sampler, began_with=began_with
-    )
+        source, t.world, seed=t.state.seed, limit=limit, shard=t.use_distributed_sampler, began_with=began_with,
+        company=t.strategy.traits.sharded,
+    )  # fmt: skip
 
 
 def _several(given: Any) -> list[Any]:

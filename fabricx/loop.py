@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -239,7 +241,7 @@ def _train_nothing(t: Trainer, micro: Microbatch) -> None:
     if micro.opens:
         _zero_grad(t, micro)
     with _syncing(t, micro):
-        t.window.sit_out(t, micro, "has no batch")
+        t.window.sit_out(t, micro, "has no batch", *_company(t, micro))
     if micro.closes and t.module.automatic_optimization and t.window.ready(t):
         _update(t, micro, None)
     if micro.closes:
@@ -247,8 +249,15 @@ def _train_nothing(t: Trainer, micro: Microbatch) -> None:
     t.window.outputs = t.window.batch = None
 
 
+def _company(t: Trainer, micro: Microbatch) -> tuple[Any, ...]:
+    return () if micro.data is None else (t.to_device(micro.data, 0), micro.index)
+
+
 def _syncing(t: Trainer, micro: Microbatch) -> Any:
     return nullcontext() if micro.closes or not t.module.automatic_optimization else t.strategy.accumulate()
+
+
+ALL_SKIP: Final = timedelta(minutes=2)  # until all ranks say that they skip a batch, where no collective waits
 
 
 class Window:
@@ -262,6 +271,7 @@ class Window:
         self.outputs: Any = None  # of the newest batch, for those that are told of it last
         self.batch: Any = None
         self._absences: list[tuple[str, str]] = []
+        self._together = True  # have all ranks come as far as this one?
 
     def begin(self, planned: int) -> None:
         """Open a window of so many microbatches."""
@@ -273,7 +283,7 @@ class Window:
         self.taken += 1
         self.loss = None if loss is None else loss.detach()
 
-    def sit_out(self, t: Trainer, micro: Microbatch, why: str) -> None:
+    def sit_out(self, t: Trainer, micro: Microbatch, why: str, *company: Any) -> None:
         """Contribute nothing to a microbatch, and say so where the other ranks can see it."""
         world = t.world
         if world.size == 1:
@@ -285,9 +295,9 @@ class Window:
             self._absences.append((key, why))
         else:
             self.taken += 1
-        if micro.closes:
+        if micro.closes or t.strategy.traits.sharded:  # others gather weights in each microbatch
             with t.logbook.muted():
-                t.strategy.backward_nothing()
+                self._together = t.strategy.backward_nothing(*company)
 
     def ready(self, t: Trainer) -> bool:
         """Close the window; returns whether there is a gradient to update the weights with.
@@ -308,6 +318,9 @@ class Window:
     def _settle(self, t: Trainer, key: str, why: str) -> None:
         store, size = t.world.store, t.world.size
         assert store is not None
+        if not self._together:
+            with contextlib.suppress(Exception):  # it has taken too long: somebody trains on
+                store.wait([f"{key}/{rank}" for rank in range(size)], ALL_SKIP)
         absent = [rank for rank in range(size) if store.check([f"{key}/{rank}"])]
         reasons = [store.get(f"{key}/{rank}").decode() for rank in absent]
         if len(absent) == size:

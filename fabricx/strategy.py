@@ -104,8 +104,16 @@ class Strategy(ABC):
         """Compute gradients; after the last microbatch of a window they are the global mean."""
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def backward_nothing(self) -> None:
-        """Take part in the others' `backward` without a sample of one's own: contribute zero."""
+    def backward_nothing(self, *company: Any) -> bool:
+        """Take part in the others' `backward` without a sample of one's own: contribute zero.
+
+        Args:
+            company: what the step can be called with, where somebody else's sample is at hand: (batch, index).
+
+        Returns:
+            whether this rank was in the others' backward, so that all ranks have come this far.
+        """
+        return True
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         """Scale gradients down to a 2-norm of at most `max_norm`, over all ranks; returns the norm before."""

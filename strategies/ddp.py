@@ -119,15 +119,16 @@ class DDP(Strategy):
             self._ddp.reducer.prepare_for_backward([loss])
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def backward_nothing(self) -> None:
+    def backward_nothing(self, *company: Any) -> bool:
         if self._ddp is None or self._step is None:
-            return
+            return True
         step, self._step.step = self._step.step, self._zero
         try:
             loss: Any = self._forward_unprepared() if self._several_backwards else self._ddp.forward()
             self.backward(loss)
         finally:
             self._step.step = step
+        return True
 
     def _zero(self) -> Tensor:
         """Return a loss of zero that every parameter takes part in; an empty slice keeps NaN weights out of it."""

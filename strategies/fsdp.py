@@ -66,7 +66,10 @@ class FSDP(Strategy):
         self.activation_checkpointing = activation_checkpointing
         self.replicas = replicas
         self._step: Callable[..., Any] | None = None
-        self._newest: tuple[Any, ...] | None = None  # what the step was last called with
+        self._called = False
+        self._newest: tuple[Any, ...] | None = None  # what the step has last given a loss for
+        self._outputs: list[Tensor] = []  # of the block that has computed last, until there was a backward
+        self._hooks: list[Any] = []
 
     def building(self) -> AbstractContextManager[Any]:
         return torch.device("meta") if self.world.size > 1 else super().building()
@@ -76,18 +79,25 @@ class FSDP(Strategy):
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        super().setup(module)
+        if self.world.size == 1:
+            return
+        if not isinstance(module, FSDPModule):  # else: sharded by an earlier run in this process
+            self._shard(module)
+        sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self._hooks = [part.register_forward_hook(self._note_outputs) for part in sharded]
+
+    def _shard(self, module: nn.Module) -> None:
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
-            FSDPModule,
             MixedPrecisionPolicy,
             OffloadPolicy,
             fully_shard,
             register_fsdp_forward_method,
         )  # fmt: skip
 
-        super().setup(module)
-        if self.world.size == 1 or isinstance(module, FSDPModule):  # sharded by an earlier run in this process
-            return
         _check_dtypes(module)
         self._agree_on_weights(module)
         if self.activation_checkpointing is not None:
@@ -136,13 +146,19 @@ class FSDP(Strategy):
         self._step = step
 
         def remembered(*args: Any) -> Any:
-            self._newest = args
-            return step(*args)
+            self._called, self._outputs = True, []
+            found = step(*args)
+            if _loss(found) is not None:
+                self._newest = args
+            return found
 
         return remembered
 
     def teardown(self) -> None:
         self._step = self._newest = None
+        self._called, self._outputs = False, []
+        for hook in self._hooks:
+            hook.remove()
         super().teardown()
 
     @property
@@ -161,21 +177,39 @@ class FSDP(Strategy):
         finally:
             root.set_requires_gradient_sync(True)
 
-    def backward_nothing(self) -> None:
-        """Gather and reduce along with the others: the newest batch once more, for a loss of zero."""
+    def _note_outputs(self, block: nn.Module, inputs: Any, outputs: Any) -> None:
+        found = outputs.values() if isinstance(outputs, Mapping) else outputs
+        several = found if isinstance(outputs, (tuple, list, Mapping)) else [outputs]
+        self._outputs = [one for one in several if isinstance(one, Tensor) and one.requires_grad]
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        self._outputs = []
+
+    def backward_nothing(self, *company: Any) -> bool:
+        """Gather and reduce along with the others: on whatever there is to compute with, for a loss of zero."""
         if self.world.size == 1:
-            return
-        if self._newest is None or self._step is None:
+            return True
+        if self._outputs and not company:  # the step has computed, as on the other ranks, and gave no loss
+            assert self.module is not None
+            own = [p for p in self.module.parameters() if p.requires_grad and not hasattr(p, "full_tensor")]
+            self.backward(torch.stack([*(t.sum() * 0.0 for t in self._outputs), *(p.sum() * 0.0 for p in own)]).sum())
+            return True
+        given = company or self._newest
+        if given is None and self._called:
+            return False
+        if given is None or self._step is None:
             raise ValueError(
-                f"rank {self.world.rank} has no sample in the first global batch, and sharded training needs all ranks "
-                "to compute; give each rank at least one sample, or take fewer devices"
+                f"rank {self.world.rank} has not had a batch yet, and sharded training needs all ranks to compute; let "
+                "each rank's stream begin with one, or take fewer devices"
             )
         devices = [self.world.device] if self.world.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            outputs = self._step(*self._newest)
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+            outputs = self._step(*given)
+        loss = _loss(outputs)
         if loss is not None:
             self.backward(loss * 0.0)
+        return loss is not None
 
     def quiesce(self, copies: Mapping[str, Tensor] | None = None) -> None:
         super().quiesce(copies)
@@ -203,6 +237,10 @@ class FSDP(Strategy):
             if self.world.main_rank:
                 found[name] = whole.detach().cpu() if isinstance(whole, Tensor) else whole
         return found
+
+
+def _loss(outputs: Any) -> Any:
+    return outputs["loss"] if isinstance(outputs, dict) else outputs
 
 
 def _fill(module: nn.Module, device: torch.device) -> None:

@@ -24,7 +24,8 @@ class Microbatch:
     """One rank's next piece of work.
 
     Attributes:
-        data: the batch as the user's loader gives it; meaningless where `empty`.
+        data: the batch as the user's loader gives it; where `empty`, None or somebody else's sample to compute along
+            with.
         index: its number in the epoch.
         size: this rank's samples, or None where only the batch itself can tell.
         factor: what part of the global batch's mean this rank's mean is.
@@ -91,13 +92,16 @@ class OrderedFeed(Feed):
     """A map-style DataLoader: its dataset is read along the global order.
 
     The order is that of the loader's own sampler, drawn with the seed of the epoch, so that every rank has the same
-    one; a plain `shuffle=True` becomes a permutation by (seed, epoch).
+    one; a plain `shuffle=True` becomes a permutation by (seed, epoch). With `company`, a rank without a sample reads
+    the first one of the global batch, so that it can compute something while the others need it.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], world: World, seed: int, limit: int | float, began_with: int = 0
-    ) -> None:
+        self, loader: DataLoader[Any], world: World, seed: int, limit: int | float, began_with: int = 0,
+        *, company: bool = False,
+    ) -> None:  # fmt: skip
         self._loader = loader
+        self._company = company
         self._began_with = began_with or world.size
         self._world = world
         self._seed = _seed_of(loader, seed)
@@ -153,8 +157,9 @@ class OrderedFeed(Feed):
         order = self._order(epoch)
         cut = self._cut(min(self._items(), len(order)), accumulate)
         picks = functools.partial(
-            _picks, order, cut, position, one_by_one=self._own.batch_sampler is None, whole=self._whole_batches
-        )
+            _picks, order, cut, position,
+            one_by_one=self._own.batch_sampler is None, whole=self._whole_batches, company=self._company,
+        )  # fmt: skip
         if isinstance(self._own.dataset, Seeded):
             seed = epoch_seed(self._seed, epoch)
             self._picked.source = lambda: ((epoch_seed(seed, begin), picked) for begin, picked in picks())
@@ -171,22 +176,27 @@ class OrderedFeed(Feed):
             size = sizes(share.begin, share.end)
             whole = sizes(share.window_begin, share.window_end)
             yield Microbatch(
-                None if size == 0 else next(data), index, size, size / whole,
+                next(data) if size or self._company else None, index, size, size / whole,
                 share.opens, share.closes, share.last, share.planned, empty=size == 0, position=share.window_end,
             )  # fmt: skip
 
 
-def _picks(order: Any, cut: Cut, position: int, *, one_by_one: bool, whole: bool) -> Iterator[tuple[int, Any]]:
+def _picks(
+    order: Any, cut: Cut, position: int, *, one_by_one: bool, whole: bool, company: bool
+) -> Iterator[tuple[int, Any]]:
     """Yield what a loader is to fetch, and where in the order it lies."""
     for share in cut.shares(position):
-        if share.begin == share.end:
-            continue
-        places = order[share.begin : share.end]
+        begin, end = share.begin, share.end
+        if begin == end:
+            if not company:
+                continue
+            begin, end = share.window_begin, share.window_begin + 1
+        places = order[begin:end]
         picked: list[Any] = places.tolist() if isinstance(places, np.ndarray) else list(places)
         if whole or one_by_one:  # a place is a batch of the user's own, or a sample that isn't collated
-            yield from ((share.begin + offset, place) for offset, place in enumerate(picked))
+            yield from ((begin + offset, place) for offset, place in enumerate(picked))
         else:
-            yield share.begin, picked
+            yield begin, picked
 
 
 @final
@@ -351,6 +361,7 @@ def make_feed(
     limit: int | float = float("inf"),
     shard: bool = True,
     began_with: int = 0,
+    company: bool = False,
 ) -> Feed:
     """Return the feed for what a user gave: a map-style DataLoader is read along the global order, all else as it is.
 
@@ -361,6 +372,7 @@ def make_feed(
         limit: batches an epoch at most (int), or the part of them (float).
         began_with: ranks that the global batch was fixed for; 0 if those that there are.
         shard: cut a DataLoader's data over ranks; False takes it as it is.
+        company: give a rank without a sample of a global batch one of the others'.
     """
     ordered = (
         isinstance(source, DataLoader)
@@ -371,7 +383,7 @@ def make_feed(
         and hasattr(source.sampler, "__len__")
     )
     if ordered and (shard or world.size == 1):
-        return OrderedFeed(source, world, seed, limit, began_with)
+        return OrderedFeed(source, world, seed, limit, began_with, company=company)
     if ordered:
         return OrderedFeed(source, World(device=world.device), seed + world.rank, limit)
     return ListFeed(source, world, limit)

@@ -117,12 +117,14 @@ class Troubled(TinyModule):
         return super().training_step(batch, batch_idx)
 
 
-def fit(root: Path, trouble: str) -> fx.Trainer:
-    trainer = fx.Trainer(max_epochs=1, devices=2, strategy="ddp", log_every_n_steps=1, default_root_dir=root, **QUIET)
+def fit(root: Path, trouble: str, strategy: str) -> fx.Trainer:
+    options = {**QUIET, "log_every_n_steps": 1, "default_root_dir": root}
+    trainer = fx.Trainer(max_epochs=1, devices=2, strategy=strategy, **options)
     trainer.fit(Troubled(trouble), tiny_loader(64, 4))
     return trainer
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     ("trouble", "message"),
     [
@@ -132,19 +134,25 @@ def fit(root: Path, trouble: str) -> fx.Trainer:
         ("logs", r"rank 0: 'loss'\n  rank 1: 'loss', 'other'"),
     ],
 )
-def test_trouble_on_one_rank_ends_all_with_its_reason(tmp_path: Path, trouble: str, message: str) -> None:
+def test_trouble_on_one_rank_ends_all_with_its_reason(
+    tmp_path: Path, trouble: str, message: str, strategy: str
+) -> None:
     began = time.monotonic()
     with pytest.raises(WorkerFailed, match=message) as caught:
-        fit(tmp_path, trouble)
+        fit(tmp_path, trouble, strategy)
     assert time.monotonic() - began < 30  # a hang, not slowness
     if trouble in ("skips", "logs"):
         assert isinstance(caught.value.__cause__, RanksDisagree)
 
 
-def test_all_ranks_may_skip_a_batch_and_stop_where_they_all_ask_to(tmp_path: Path) -> None:
-    assert fit(tmp_path, "all skip").global_step == 7
-    assert fit(tmp_path, "all stop").global_step == 3
-    assert fit(tmp_path, "stops").global_step in (3, 4)  # one rank asks: the others agree on a boundary near by
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_all_ranks_may_skip_a_batch_and_stop_where_they_all_ask_to(tmp_path: Path, strategy: str) -> None:
+    assert fit(tmp_path, "all skip", strategy).global_step == 7
+    assert fit(tmp_path, "all stop", strategy).global_step == 3
+    assert fit(tmp_path, "stops", strategy).global_step in (
+        3,
+        4,
+    )  # one rank asks
 
 
 class Stream(IterableDataset[Any]):
@@ -155,10 +163,29 @@ class Stream(IterableDataset[Any]):
         yield from ((torch.ones(4), torch.ones(1)) for _ in range(10 + 6 * rank))
 
 
-def test_streams_of_different_length_neither_hang_nor_repeat(tmp_path: Path) -> None:
-    trainer = fx.Trainer(max_epochs=2, devices=2, strategy="ddp", default_root_dir=tmp_path, **QUIET)
-    trainer.fit(TinyModule(), DataLoader(Stream(), batch_size=2))
-    assert (trainer.global_step, trainer.current_epoch) == (16, 2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_streams_of_different_length_neither_hang_nor_repeat(tmp_path: Path, strategy: str, accumulate: int) -> None:
+    options = {**QUIET, "default_root_dir": tmp_path, "accumulate_grad_batches": accumulate}
+    trainer = fx.Trainer(max_epochs=2, devices=2, strategy=strategy, **options)
+    trainer.fit(TinyModule(), DataLoader(Stream(), batch_size=2), DataLoader(Stream(), batch_size=2))
+    assert (trainer.global_step, trainer.current_epoch) == (2 * -(-8 // accumulate), 2)
+
+
+class Lists(fx.DataModule):
+    """Batches whose number each rank knows of its own: seven, and four."""
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        return [(torch.ones(2, 4), torch.ones(2, 1))] * (7 - 3 * self.trainer.global_rank)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_lists_of_different_length_end_together(tmp_path: Path, strategy: str) -> None:
+    options = {**QUIET, "default_root_dir": tmp_path, "accumulate_grad_batches": 3}
+    trainer = fx.Trainer(max_epochs=1, devices=2, strategy=strategy, **options)
+    trainer.fit(TinyModule(), datamodule=Lists())
+    assert trainer.global_step == 3
 
 
 class Adversarial(TinyModule):

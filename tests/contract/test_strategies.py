@@ -1,0 +1,186 @@
+"""What every strategy does: train what one process trains, whatever is asked of it. A new one is added to WAYS."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.data import DataLoader, TensorDataset
+
+import fabricx as fx
+import fabricx.strategies as package
+from fabricx.callbacks import EMA
+from fabricx.errors import WorkerFailed
+from fabricx.strategies import DDP, FSDP, Single
+from fabricx.testing import QUIET
+
+WAYS: dict[str, tuple[Callable[[], fx.Strategy], int]] = {
+    "single": (Single, 1),
+    "ddp": (DDP, 2),
+    "fsdp": (FSDP, 2),
+    "fsdp, weights kept": (lambda: FSDP(wrap=["Linear"], reshard_after_forward=False), 2),
+    "fsdp, recomputed, offloaded": (lambda: FSDP(wrap=60, activation_checkpointing="auto", cpu_offload=True), 2),
+    "fsdp, 2 groups of 2": (lambda: FSDP(replicas=2), 4),
+}
+SYNCHRONOUS = [name for name, (make, _) in WAYS.items() if make().traits.synchronous]
+
+WIDTH = 6
+GLOBAL_BATCH = 12
+
+
+def test_the_list_is_complete() -> None:
+    assert {getattr(package, name) for name in package.__all__} == {type(make()) for make, _ in WAYS.values()}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)  # 9 rows: uneven shards
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.down(torch.tanh(self.up(inputs)))
+
+
+class Layers(fx.Module):
+    """Repeated layers and a head with two parameter groups; `body` and `head` are what a manual loop trains apart."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*[Layer() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, 1)
+        self.automatic_optimization = not manual
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.head(self.body(inputs))
+        return output
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        if self.automatic_optimization:
+            return loss
+        for number, optimizer in enumerate(self.optimizers()):
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.mse_loss(self(batch[0]), batch[1] * (1 + number)))
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+        return None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", nn.functional.mse_loss(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        if self.automatic_optimization:
+            groups = [{"params": self.body.parameters(), "weight_decay": 0.1}, {"params": self.head.parameters()}]
+            return torch.optim.AdamW(groups, lr=0.02)
+        return [torch.optim.AdamW(part.parameters(), lr=0.02) for part in (self.body, self.head)]
+
+
+def data(samples: int) -> TensorDataset:
+    inputs = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def train(way: str, *, samples: int = 43, **options: Any) -> tuple[Layers, fx.Trainer]:
+    make, devices = WAYS[way]
+    torch.manual_seed(2)
+    module = Layers(options.pop("manual", False))
+    trainer = fx.Trainer(devices=devices, strategy=make(), **{"max_epochs": 2, **QUIET, **options})
+    batch = GLOBAL_BATCH // devices
+    trainer.fit(module, DataLoader(data(samples), batch, shuffle=True), DataLoader(data(5), 1))
+    return module, trainer
+
+
+TASKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "clipped by norm": lambda: {"gradient_clip_val": 0.3},
+    "clipped by value": lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "accumulated": lambda: {"accumulate_grad_batches": 2},
+    "averaged": lambda: {"callbacks": [EMA(0.5)]},
+    "compiled": lambda: {"compile": {"backend": "aot_eager"}},
+    "manual": lambda: {"manual": True, "samples": 48},  # its losses are not weighted by their samples
+    "in bf16": lambda: {"precision": "bf16-mixed"},
+    "fewer samples than ranks": lambda: {"samples": 1, "max_epochs": 3},
+}
+
+
+@functools.cache
+def alone(task: str) -> tuple[Layers, fx.Trainer]:
+    return train("single", **TASKS[task]())
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("way", [way for way in SYNCHRONOUS if way != "single"])
+def test_ranks_train_what_one_process_trains(way: str, task: str) -> None:
+    wanted, one = alone(task)
+    found, several = train(way, **TASKS[task]())
+    loose = task == "in bf16"  # 8 bits of mantissa, and a part of a batch is rounded elsewhere than the whole
+    for (name, a), b in zip(found.named_parameters(), wanted.parameters(), strict=True):
+        # float32 sums in another order
+        assert torch.allclose(a, b, rtol=2e-5, atol=6e-3 if loose else 1e-6), (name, (a - b).abs().max())
+    assert (several.global_step, several.current_epoch) == (one.global_step, one.current_epoch)
+    for name in ("loss_epoch", "val"):
+        value, right = float(several.callback_metrics[name]), float(one.callback_metrics[name])
+        assert value == pytest.approx(right, rel=5e-2 if loose else 1e-4), name
+
+
+class CountsCollectives(fx.Callback):
+    """Notes which collectives each training batch has needed."""
+
+    def __init__(self) -> None:
+        self.by_batch: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self._mode = CommDebugMode()
+        self._mode.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._mode.__exit__(None, None, None)
+        sums = ("reduce_scatter", "allreduce_")
+        counts = self._mode.get_comm_counts()
+        self.by_batch.append(sum(n for name, n in counts.items() if any(kind in str(name) for kind in sums)))
+        del self._mode
+
+
+@pytest.mark.parametrize("way", [way for way in SYNCHRONOUS if way not in ("single", "ddp")])
+def test_gradients_travel_once_an_accumulation_window(way: str) -> None:
+    counts = CountsCollectives()
+    train(way, samples=48, accumulate_grad_batches=2, max_epochs=1, callbacks=[counts], log_every_n_steps=0)
+    assert counts.by_batch[0::2] == [0, 0]
+    assert all(count > 0 for count in counts.by_batch[1::2])
+
+
+class Skips(Layers):
+    """Gives no loss for the third batch: before it computes, or afterwards; on all ranks, or on the second alone."""
+
+    def __init__(self, early: bool, everywhere: bool) -> None:
+        super().__init__()
+        self.early, self.everywhere = early, everywhere
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        skips = batch_idx == 2 and (self.everywhere or self.global_rank == 1)
+        if skips and self.early:
+            return None
+        loss = super().training_step(batch, batch_idx)
+        return None if skips else loss
+
+
+@pytest.mark.parametrize("way", [way for way in SYNCHRONOUS if way != "single"])
+def test_a_batch_is_skipped_by_all_ranks_or_it_is_an_error_on_all(way: str) -> None:
+    make, devices = WAYS[way]
+
+    def fit(early: bool, everywhere: bool) -> int:
+        trainer = fx.Trainer(devices=devices, strategy=make(), max_epochs=1, **QUIET)
+        trainer.fit(Skips(early, everywhere), DataLoader(data(48), GLOBAL_BATCH // devices))
+        return trainer.global_step
+
+    assert fit(early=True, everywhere=True) == 3
+    assert fit(early=False, everywhere=True) == 3
+    for early in (True, False):
+        with pytest.raises(WorkerFailed, match="gave no loss on rank 1"):
+            fit(early, everywhere=False)
