@@ -114,6 +114,6 @@ class LearningRateMonitor(Callback):
         values = rates(trainer.optimizers, self._names, momentum=self.log_momentum, weight_decay=self.log_weight_decay)
         for name, value in values.items():
             self.lrs.setdefault(name, []).append(value)
-        if values and trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.log_metrics({**values, "epoch": float(trainer.current_epoch)}, step)
+        if values:
+            row = {**values, "epoch": float(trainer.current_epoch)}
+            trainer.scribe.each(lambda logger: logger.log_metrics(row, step))

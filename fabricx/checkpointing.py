@@ -43,20 +43,27 @@ def save_checkpoint(
         }
     for hook in t.hooks.on_save_checkpoint if t.hooks is not None else ():
         hook(state)
-    manifest = {
+    own = next(one for one in type(t.module).__mro__ if not hasattr(one, "reshard"))  # fully_shard makes a class
+    manifest: dict[str, Any] = {
         "step": t.state.step,
         "epoch": t.state.epoch,
         "samples": t.state.samples,
         "world_size": t.world.size,
         "strategy": type(t.strategy).__name__,
-        "module": f"{type(t.module).__module__}.{type(t.module).__qualname__}",
+        "module": f"{own.__module__}.{own.__qualname__}",
         "precision": t.precision,
         "weights_only": weights_only,
         "hparams": plain(t.module.hparams),
         "configuration": t.configuration,
     }
+
+    def full() -> None:
+        t.scribe.event("checkpoint", f"{path} could not be written: the disk is full", manifest["step"])
+        if failed is not None:
+            failed()
+
     t.writer = t.writer or checkpoint.Writer(t.world)
-    t.writer.begin(path, state, manifest, after, failed)
+    t.writer.begin(path, state, manifest, after, full)
 
 
 def restore(t: Trainer, path: Path, *, weights_only: bool) -> None:
@@ -83,8 +90,7 @@ def restore(t: Trainer, path: Path, *, weights_only: bool) -> None:
     t.precision_plugin.load_state_dict(state["precision"])
     attempt = state["state"].get("attempt", 0) + 1
     t.state.load_state_dict({**state["state"], "attempt": attempt})
-    for logger in t.loggers if t.loggers_open else ():
-        logger.rewind(t.state.step)
+    t.scribe.each(lambda logger: logger.rewind(t.state.step))
     rebuild_feeds(t)
     go_on_from(t, state["ranks"])
     if len(state["ranks"]) != t.world.size:

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
+from typing import Final
+
+NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Return whether an error says that a disk is full, or a quota used up."""
+    return getattr(error, "errno", None) in NO_ROOM
 
 
 class FabricxError(RuntimeError):

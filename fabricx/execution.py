@@ -30,6 +30,7 @@ from fabricx.module_hooks import ModuleHooks
 from fabricx.optimization import OptimizerHandle, needs_closure, parse_optimizers
 from fabricx.outcome import Outcome
 from fabricx.precision import make_precision
+from fabricx.scribe import Scribe
 from fabricx.seed import seed_everything
 from fabricx.state import Phase
 
@@ -174,25 +175,22 @@ def _open_loggers(t: Trainer, job: Job) -> None:
     assert t.run_dir is not None
     if t.loggers or job.stage == "fit":
         t.run_dir.mkdir(parents=True, exist_ok=True)
-    for logger in t.loggers:
-        logger.open(t.run_dir)
-    t.loggers_open = True
+    t.scribe = Scribe(t.loggers, t.run_dir)
     if job.stage != "fit":
         return
     provenance.write(t.run_dir, None)
     for name in ("config.yaml", "command.txt"):
         if (file := t.run_dir / name).is_file():
-            for logger in t.loggers:
-                logger.log_text(file.stem, file.read_text())
+            text = (file.stem, file.read_text())
+            t.scribe.each(lambda logger, text=text: logger.log_text(*text))  # type: ignore[misc]
     given = [
         owner.hparams
         for owner in (t.module, t.datamodule)
         if owner is not None and owner.__dict__.get("_log_hyperparams")
     ]
     params = {name: value for hparams in given for name, value in plain(hparams).items()}
-    for logger in t.loggers:
-        if params:
-            logger.log_hyperparams(params)
+    if params:
+        t.scribe.each(lambda logger: logger.log_hyperparams(params))
 
 
 def _set_up_model(t: Trainer, job: Job) -> None:
@@ -223,9 +221,8 @@ def _set_up_model(t: Trainer, job: Job) -> None:
     t.optimizer_handles = [OptimizerHandle(optimizer, t) for optimizer in t.optimizers]
     t.overridden.closures = frozenset(id(optimizer) for optimizer in t.optimizers if needs_closure(optimizer))
     t.closures = bool(t.overridden.closures)
-    if t.loggers_open and module.example_input_array is not None:
-        for logger in t.loggers:
-            logger.log_graph(module, module.example_input_array)
+    if module.example_input_array is not None:
+        t.scribe.each(lambda logger: logger.log_graph(module, module.example_input_array))
 
 
 def _compile(t: Trainer) -> None:
@@ -297,10 +294,8 @@ def _close(t: Trainer, ending: Ending) -> None:
             attempt(t.writer.close)
         if t.optimizers:
             attempt(t.strategy.teardown)
-        if t.loggers_open:
-            for logger in t.loggers:
-                attempt(functools.partial(logger.close, ending))
-    t.loggers_open = False
+        attempt(functools.partial(t.scribe.close, ending))
+    t.scribe = Scribe()
     t.agreement = t.writer = None
     t.state.phase = Phase.IDLE
     if t.module is not None:

@@ -114,7 +114,6 @@ def _to_loggers(t: Trainer, values: dict[str, Tensor], *, epoch: bool) -> None:
     if not wanted:
         return
     t.published.logged.update(wanted)
-    if t.loggers_open:
+    if t.scribe:
         row = {**{name: float(value) for name, value in wanted.items()}, "epoch": float(t.state.epoch)}
-        for logger in t.loggers:
-            logger.log_metrics(row, t.state.step)
+        t.scribe.each(lambda logger: logger.log_metrics(row, t.state.step))

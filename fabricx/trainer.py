@@ -26,6 +26,7 @@ from fabricx.parts import choose_callbacks, choose_loggers, choose_strategy
 from fabricx.precision import Precision, check_precision
 from fabricx.publishing import Published, newest_metrics, shown_in_bar
 from fabricx.restart_point import RestartPoint
+from fabricx.scribe import Scribe
 from fabricx.settings import check_accelerator, check_count, check_devices, check_limit, check_max_time, check_root
 from fabricx.state import Phase, RunState
 from fabricx.strategy import Strategy
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 _RUNTIME = (
     "hooks", "logbook", "train_logbook", "restart_point", "train_feed", "val_feeds",
     "optimizers", "lr_schedulers", "optimizer_handles", "training_step",
-    "steps", "window", "world", "agreement", "precision_plugin", "overridden", "bring", "loggers_open", "datamodule",
+    "steps", "window", "world", "agreement", "precision_plugin", "overridden", "bring", "scribe", "datamodule",
     "module", "writer", "train_dataloader", "val_dataloaders",
 )  # fmt: skip
 
@@ -229,7 +230,7 @@ class Trainer:
         self.precision_plugin = Precision()
         self.closures = False
         self.bring: Callable[[Any, int], Any] | None = None
-        self.loggers_open = False
+        self.scribe = Scribe()  # writes to the loggers, on the main rank
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _RUNTIME}

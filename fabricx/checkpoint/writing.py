@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import threading
 import warnings
@@ -17,9 +16,7 @@ import torch
 from fabricx.checkpoint import files, shards, tree
 from fabricx.checkpoint.places import Place, as_path, discard
 from fabricx.comm.world import World
-from fabricx.errors import CheckpointError
-
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+from fabricx.errors import CheckpointError, is_full
 
 
 @dataclass
@@ -47,6 +44,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._path = Path()
+        self._warned = False
         self._failed: Callable[[], None] | None = None
 
     def begin(
@@ -83,7 +81,7 @@ class Writer:
             copied = torch.cuda.Event()
             copied.record()
         snapshot = _Snapshot(path, work, part, data, manifest, copied)
-        self._path, self._failed = path, failed
+        self._path, self._failed, self._warned = path, failed, False
         self._thread = threading.Thread(target=self._run, args=(snapshot, after), name="fabricx-checkpoint")
         self._thread.daemon = True
         self._thread.start()
@@ -122,8 +120,11 @@ class Writer:
             thread.join(timeout=30.0 if self._world.size == 1 else 1.0)
 
     def _raise_unless_full(self, error: BaseException) -> None:
-        if getattr(error, "errno", None) not in NO_ROOM:
+        if not is_full(error):
             raise CheckpointError(f"the checkpoint {self._path} could not be written: {error}") from error
+        if self._warned:
+            return
+        self._warned = True
         warnings.warn(
             f"the checkpoint {self._path} could not be written: the disk is full. Training goes on; the earlier "
             "checkpoints are in place, and the next one is tried as planned",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO, final
 
 from fabricx.logger import Ending, Logger, Silent
-from fabricx.loggers.folder import Place, write_hyperparameters
+from fabricx.loggers.folder import Place, drop_half_line, write_hyperparameters
 
 
 @final
@@ -44,6 +44,7 @@ class CSVLogger(Logger):
         if self._file is not None:
             return
         self._folder = self._place.make(run_dir)
+        drop_half_line(self._folder / "metrics.csv")
         self._columns = _header(self._folder / "metrics.csv")
         self._file = (self._folder / "metrics.csv").open("a", newline="")
 
@@ -82,9 +83,9 @@ class CSVLogger(Logger):
             self._file.flush()
 
     def close(self, status: Ending = "success") -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     @property
     def name(self) -> str:

@@ -60,3 +60,14 @@ def write_hyperparameters(folder: Path, params: Mapping[str, Any]) -> None:
     path = folder / "hparams.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     replace_text(path, json.dumps({**known, **plain(params)}, indent=2) + "\n")
+
+
+def drop_half_line(path: Path) -> None:
+    """Cut off a last line that has no end: a kill, or a full disk, came in between."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 2**20))  # no row is longer
+        tail = file.read()
+        file.truncate(size - len(tail) + tail.rfind(b"\n") + 1)

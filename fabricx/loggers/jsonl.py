@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO, final
 
 from fabricx.logger import Ending, Logger, Silent
-from fabricx.loggers.folder import Place, write_hyperparameters
+from fabricx.loggers.folder import Place, drop_half_line, write_hyperparameters
 
 
 @final
@@ -42,6 +42,7 @@ class JSONLogger(Logger):
     def open(self, run_dir: Path) -> None:
         if self._file is None:
             self._folder = self._place.make(run_dir)
+            drop_half_line(self._folder / "metrics.jsonl")
             self._file = (self._folder / "metrics.jsonl").open("a")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -69,9 +70,9 @@ class JSONLogger(Logger):
             self._file.flush()
 
     def close(self, status: Ending = "success") -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     @property
     def name(self) -> str:

@@ -111,10 +111,12 @@ class TensorBoardLogger(Logger):
     def close(self, status: Ending = "success") -> None:
         if self._writer is None:
             return
-        if self._params:
-            self._write_session(self._writer, status)
-        self._writer.close()
-        self._writer = None
+        writer, self._writer = self._writer, None
+        try:
+            if self._params:
+                self._write_session(writer, status)
+        finally:
+            writer.close()
 
     def _write_session(self, writer: SummaryWriter, status: Ending) -> None:
         # As `add_hparams` does it, but into this writer's own file and with the run's real ending: a second file in

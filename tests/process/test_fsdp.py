@@ -182,6 +182,7 @@ def test_checkpoints_of_shards_are_kept_by_the_callback(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, monitor="val", save_last=True)
     module, trainer = train("fsdp", callbacks=[saver], enable_checkpointing=True)
     assert Path(trainer.checkpoint_callback.best_model_path).is_dir()
+    assert checkpoint.read_manifest(tmp_path / "last.ckpt")["module"].endswith(".Layers")
     weights = checkpoint.load(tmp_path / "last.ckpt")["strategy"]["module"]
     for name, tensor in module.state_dict().items():
         assert torch.equal(weights[name], tensor)

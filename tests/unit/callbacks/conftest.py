@@ -13,6 +13,7 @@ import torch
 
 from fabricx import checkpoint
 from fabricx.callback import Callback
+from fabricx.scribe import Scribe
 
 
 class FakeWorld:
@@ -54,6 +55,11 @@ class FakeTrainer:
     loggers: list[Any] = field(default_factory=list)
     printed: list[str] = field(default_factory=list)
     stop_reasons: list[str] = field(default_factory=list)
+
+    @property
+    def scribe(self) -> Scribe:
+        return Scribe(self.loggers if self.is_global_zero else (), self.run_dir)
+
     module: Any = field(default_factory=lambda: torch.nn.Linear(4, 2))
 
     def __post_init__(self) -> None:

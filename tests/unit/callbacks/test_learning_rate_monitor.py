@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,9 @@ from fabricx.callbacks.learning_rate_monitor import rate_names
 class Recorder:
     def __init__(self) -> None:
         self.rows: list[tuple[dict[str, float], int]] = []
+
+    def open(self, run_dir: Path) -> None:
+        """Nothing to do."""
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         self.rows.append((metrics, step))

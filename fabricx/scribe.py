@@ -1,0 +1,86 @@
+"""What writes to a run's loggers; where the disk is full that costs rows, not the run."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import final
+
+from fabricx.errors import is_full
+from fabricx.logger import Ending, Logger
+
+Event = tuple[str, str, int]  # name, text, step
+
+
+@final
+class Scribe:
+    """Hands rows and texts to loggers. A rank that doesn't write has one without loggers.
+
+    Args:
+        loggers: where to.
+        run_dir: the run's folder.
+    """
+
+    def __init__(self, loggers: Sequence[Logger] = (), run_dir: Path | None = None) -> None:
+        self._loggers = list(loggers)
+        self._run_dir = run_dir
+        self._lost: dict[int, list[Event]] = {}  # loggers without room, with the events that they still have to get
+        for logger in self._loggers:
+            logger.open(self._folder)
+
+    @property
+    def _folder(self) -> Path:
+        assert self._run_dir is not None
+        return self._run_dir
+
+    def __bool__(self) -> bool:
+        return bool(self._loggers)
+
+    def each(self, write: Callable[[Logger], None]) -> None:
+        """Let each logger write; one that has no room is tried again the next time."""
+        for number in range(len(self._loggers)):
+            self._attempt(number, write)
+
+    def event(self, name: str, text: str, step: int) -> None:
+        """Write down that something has happened; where there is no room now, as soon as there is."""
+        for number in range(len(self._loggers)):
+            if not self._attempt(number, lambda logger: logger.log_text(f"events/{name}", text, step)):
+                self._lost[number].append((f"events/{name}", text, step))
+
+    def _attempt(self, number: int, write: Callable[[Logger], None]) -> bool:
+        logger = self._loggers[number]
+        try:
+            if number in self._lost:
+                logger.open(self._folder)
+            write(logger)
+            for event in self._lost.get(number, ()):
+                logger.log_text(*event)
+            if number in self._lost:
+                logger.flush()
+        except OSError as error:
+            if not is_full(error):
+                raise
+            if number not in self._lost:
+                warnings.warn(
+                    f"{logger.name} can't write: the disk is full. Training goes on without its rows", stacklevel=4
+                )
+                self._lost[number] = []
+            with contextlib.suppress(OSError):
+                logger.close("failed")
+            return False
+        self._lost.pop(number, None)
+        return True
+
+    def close(self, ending: Ending) -> None:
+        """Finish."""
+        loggers, self._loggers = self._loggers, []
+        errors = []
+        for logger in loggers:
+            try:
+                logger.close(ending)
+            except Exception as error:
+                errors.append(error)
+        if unexpected := [error for error in errors if not is_full(error)]:
+            raise unexpected[0]
