@@ -292,8 +292,7 @@ def _close(t: Trainer, ending: Ending) -> None:
             attempt(t.agreement.close)
         if t.writer is not None:
             attempt(t.writer.close)
-        if t.optimizers:
-            attempt(t.strategy.teardown)
+        attempt(t.strategy.teardown)
         attempt(functools.partial(t.scribe.close, ending))
     t.scribe = Scribe()
     t.agreement = t.writer = None

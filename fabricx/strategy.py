@@ -64,7 +64,8 @@ class Strategy(ABC):
         return nullcontext()
 
     def place(self, module: nn.Module) -> None:
-        """Bring a module to this rank's device."""
+        """Bring a module to this rank's device; for every stage, before anything is computed with it."""
+        self.module = module
         module.to(self.world.device)
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:

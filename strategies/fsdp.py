@@ -75,6 +75,7 @@ class FSDP(Strategy):
         return torch.device("meta") if self.world.size > 1 else super().building()
 
     def place(self, module: nn.Module) -> None:
+        self.module = module
         device = self.world.device
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 

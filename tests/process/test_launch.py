@@ -133,28 +133,32 @@ def test_workers_vanish_with_their_supervisor(own_folder: Path, way: str) -> Non
 
 
 SCRIPT = """
+import sys
 import torch
 import fabricx as fx
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 if __name__ == "__main__":
     module = TinyModule()
-    trainer = fx.Trainer(max_epochs=1, **QUIET)
+    trainer = fx.Trainer(strategy=sys.argv[1], max_epochs=1, **QUIET)
     trainer.fit(module, tiny_loader(32, 4), tiny_loader(8, 4))
     trainer.fit(module, tiny_loader(32, 4))
+    trainer.test(module, tiny_loader(5, 1), verbose=False)  # the second rank has a batch less
     print(f"rank {trainer.global_rank} of {trainer.world_size}: {trainer.global_step} steps,"
-          f" {type(trainer.strategy).__name__}, {float(trainer.callback_metrics['val_loss']):.6f}\\n", end="")
+          f" {type(trainer.strategy).__name__}, {float(trainer.callback_metrics['test_loss']):.6f}\\n", end="")
 """
 
 
-def test_torchrun_makes_the_script_a_worker(own_folder: Path) -> None:
+@pytest.mark.parametrize(("strategy", "name"), [("auto", "DDP"), ("fsdp", "FSDP")])
+def test_torchrun_makes_the_script_a_worker(own_folder: Path, strategy: str, name: str) -> None:
     (own_folder / "script.py").write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py",
+         strategy],
         capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
     assert len(lines) == 2, done.stdout + done.stderr
-    assert lines[0].startswith("rank 0 of 2: 4 steps, DDP")
+    assert lines[0].startswith(f"rank 0 of 2: 4 steps, {name}")
     assert lines[0].split(":", 1)[1] == lines[1].split(":", 1)[1]
 
 
