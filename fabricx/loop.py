@@ -50,31 +50,36 @@ def fit(t: Trainer, job: object = None) -> None:
 
 
 def train_epoch(t: Trainer) -> None:
-    """Train one epoch, or what is left of it."""
-    state, hooks = t.state, t.hooks
-    if not state.closing:  # else: a checkpoint was taken while the epoch was being closed
-        if not state.drained:
-            state.drained = _train_batches(t)
-            state.validating = validation_due_at_end(t, state.drained)
-        if not state.drained:
-            t.restart_point = RestartPoint(t)  # what the end of this run does to the sums isn't part of the epoch
-            if t.interrupted:  # another run will complete the epoch
-                publish_step(t)
-                return
-        if state.validating:
-            validate_in_fit(t)
-        publish_epoch(t)
-        call(hooks.train_epoch_end_others)
-        publish_epoch(t)  # what the hooks have logged
-        state.closing = state.drained
-        call(hooks.train_epoch_end_watching)
-        if not state.drained:
+    """Train one epoch, or what is left of it: a checkpoint may have been taken at each of its stages."""
+    state = t.state
+    if not state.drained:
+        state.drained = _train_batches(t)
+        state.validating = validation_due_at_end(t, state.drained)
+    if not state.drained:
+        t.restart_point = RestartPoint(t)  # what the end of this run does to the sums isn't part of the epoch
+        if t.interrupted:  # another run will complete the epoch
+            publish_step(t)
             return
+    if not state.closing:
+        _end_epoch(t)
+    if not state.drained:
+        return
     step_schedules(t, "epoch")
     state.epoch += 1
     state.batch = state.samples = 0
     state.drained = state.closing = False
     agree_at_boundary(t)
+
+
+def _end_epoch(t: Trainer) -> None:
+    """Validate, if that waited for the last batch, and tell everybody what the epoch has given."""
+    if t.state.validating:
+        validate_in_fit(t)
+    publish_epoch(t)
+    call(t.hooks.train_epoch_end_others)
+    publish_epoch(t)  # what the hooks have logged
+    t.state.closing = t.state.drained
+    call(t.hooks.train_epoch_end_watching)
 
 
 def _train_batches(t: Trainer) -> bool:
