@@ -76,7 +76,7 @@ def go_on_from(t: Trainer, ranks: list[dict[str, Any]]) -> None:
 
 def _metric_objects(module: nn.Module) -> dict[str, Any]:
     """Return the torchmetrics objects that are attributes of a module, by name."""
-    return {name: one for name, one in module.named_modules() if hasattr(one, "metric_state")}
+    return {name: one for name, one in module.named_modules() if hasattr(one, "_update_count")}  # not collections
 
 
 def _logged_objects(t: Trainer) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._path = Path()
+        self._room: dict[str, torch.Tensor] = {}  # of the newest snapshot, for the next one
         self._warned = False
         self._failed: Callable[[], None] | None = None
 
@@ -75,7 +76,8 @@ class Writer:
         if found := [text for text, _ in told if text]:
             raise CheckpointError(found[0])
         work = told[0][1]
-        part = shards.plan(tensors, self._world)
+        part = shards.plan(tensors, self._world, self._room)
+        self._room = part.tensors
         copied = None
         if torch.cuda.is_initialized():
             copied = torch.cuda.Event()

@@ -43,9 +43,15 @@ class Everything(fx.Module):
         self.head = nn.Linear(8, 1)
         self.error = torchmetrics.MeanMetric()
         self.average = torchmetrics.MeanMetric()
+        error = torchmetrics.MeanSquaredError
+        self.both = torchmetrics.MetricCollection({"mse": error(), "rmse": error(squared=False)})
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = nn.functional.mse_loss(self.head(self.body(batch[0])), batch[1])
+        found = self.head(self.body(batch[0]))
+        loss = nn.functional.mse_loss(found, batch[1])
+        self.both.update(found.detach().float(), batch[1])
+        for name, metric in self.both.items():
+            self.log(name, metric, on_step=False, on_epoch=True)
         self.error.update(loss.detach(), weight=len(batch[0]))
         self.log("error", self.error, on_step=False, on_epoch=True)
         self.log("loss", loss, on_step=True, on_epoch=True)
