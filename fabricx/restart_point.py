@@ -31,8 +31,9 @@ class RestartPoint:
         self.buffers = buffers or {}
         self._random = RandomState()
         self._sums = t.train_logbook.metrics.sums()
-        self._objects = {name: _states(metric) for name, metric in _metric_objects(t.module).items()}
-        self._logged = _logged_objects(t)
+        objects = _metric_objects(t.module)
+        self._objects = {name: _states(metric) for name, metric in objects.items()}
+        self._logged = _logged_objects(t, objects) if objects else {}
         self._position = t.train_feed.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,9 +80,9 @@ def _metric_objects(module: nn.Module) -> dict[str, Any]:
     return {name: one for name, one in module.named_modules() if hasattr(one, "_update_count")}  # not collections
 
 
-def _logged_objects(t: Trainer) -> dict[str, Any]:
+def _logged_objects(t: Trainer, objects: dict[str, Any]) -> dict[str, Any]:
     """Return under which names metric objects were logged in this epoch: (attribute, kind of the series)."""
-    names = {id(one): name for name, one in _metric_objects(t.module).items()}
+    names = {id(one): name for name, one in objects.items()}
     logged = t.train_logbook.metrics.objects.items()
     return {name: [names[id(one)], list(series.kind())] for name, (one, series) in logged if id(one) in names}
 
@@ -121,8 +122,8 @@ class BufferCopies:
 
     def take(self) -> dict[str, Tensor]:
         """Return what the buffers are now, in the place of what was returned before."""
-        live = {name: buffers[key].detach() for name, buffers, key in self._where}
-        if not self._copies:
+        live = {name: buffer.detach() for name, buffers, key in self._where if (buffer := buffers[key]) is not None}
+        if {n: b.shape for n, b in live.items()} != {n: copy.shape for n, copy in self._copies.items()}:
             self._copies = {name: buffer.clone() for name, buffer in live.items()}
         elif live:
             torch._foreach_copy_(list(self._copies.values()), list(live.values()))

@@ -69,11 +69,12 @@ class TensorBoardLogger(Logger):
         self._final.update(metrics)
 
     def rewind(self, step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto import event_pb2
 
         if self._writer is not None:  # TensorBoard leaves out what earlier files hold of this step and later ones
-            began = SessionLog(status=SessionLog.START)  # pyright: ignore[reportAttributeAccessIssue]
-            self._writer._get_file_writer().add_event(Event(step=step + 1, session_log=began))  # type: ignore[no-untyped-call]
+            made: Any = event_pb2  # its classes are made at run time
+            began = made.SessionLog(status=made.SessionLog.START)
+            self._writer._get_file_writer().add_event(made.Event(step=step + 1, session_log=began))  # type: ignore[no-untyped-call]
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         self._params.update(flatten(params))

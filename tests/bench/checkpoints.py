@@ -63,11 +63,11 @@ def run(way: str, steps: int, folder: str, ckpt: Path | None = None) -> Clock:
     return clock
 
 
-def per_step_ms(way: str, steps: int) -> float:
+def per_step_ms(way: str, rounds: int) -> float:
+    """Return the time of a step, over stretches of steps with one checkpoint in the middle of each."""
     with tempfile.TemporaryDirectory() as folder:
-        clock = run(way, steps, folder)
-        end = time.perf_counter() if way != "none" else clock.ends[-1]  # what is being written has to be finished
-        return (end - clock.ends[4]) / (steps - 5) * 1e3
+        clock = run(way, rounds * EVERY + EVERY // 2, folder)
+        return (clock.ends[-1] - clock.ends[EVERY // 2 - 1]) / (rounds * EVERY) * 1e3
 
 
 def to_first_step_s(path: Path | None) -> float:
@@ -78,11 +78,11 @@ def to_first_step_s(path: Path | None) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--checkpoints", type=int, default=3, help="in each run")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     ways = {"no checkpoints": "none", f"fabricx, one each {EVERY} steps": "checkpoints", "torch.save": "torch.save"}
-    rows = {name: (lambda way=way: per_step_ms(way, args.steps)) for name, way in ways.items()}
+    rows = {name: (lambda way=way: per_step_ms(way, args.checkpoints)) for name, way in ways.items()}
     found = interleaved(rows, args.rounds)
     wanted = dict(zip(rows, (None, 1.05, None), strict=True))
     show("20 million parameters, AdamW", [Row(n, values, "ms a step", wanted[n]) for n, values in found.items()])

@@ -53,12 +53,12 @@ def test_without_its_marker_it_is_neither_listed_nor_loaded(place: Path) -> None
 def test_one_flipped_bit_in_any_file_is_found(place: Path, file: str) -> None:
     path = checkpoint.save(place / "one", STATE, {})
     content = bytearray((path / file).read_bytes())
-    for place in range(0, len(content), max(1, len(content) // 40)):
-        content[place] ^= 1
+    for at in range(0, len(content), max(1, len(content) // 40)):
+        content[at] ^= 1
         (path / file).write_bytes(content)
         with pytest.raises(CheckpointError, match="damaged"):
             checkpoint.load(path)
-        content[place] ^= 1
+        content[at] ^= 1
 
 
 def test_a_failed_write_leaves_the_earlier_one_and_no_rest(place: Path) -> None:
