@@ -91,7 +91,7 @@ def _evaluate_batches(t: Trainer, word: str, number: int, feed: Feed) -> None:
     with _no_gradients(t):
         for micro in _until_all_end(t, feed):
             if micro.empty:
-                _along(t, step, batch if micro.data is None else t.to_device(micro.data, number), micro.index, *indices)
+                _along(t, step, micro, batch, number)
                 continue
             batch = t.to_device(micro.data, number)
             t.is_last_batch = micro.last
@@ -117,17 +117,18 @@ def _until_all_end(t: Trainer, feed: Feed) -> Iterator[Microbatch]:
         yield micro
 
 
-def _along(t: Trainer, step: Callable[..., Any], batch: Any, *indices: int) -> None:
-    """Run a step for the others' sake, where they need this rank's weights: on the newest batch, to no effect."""
+def _along(t: Trainer, step: Callable[..., Any], micro: Microbatch, newest: Any, number: int) -> None:
+    """Run a step for the others' sake, where they need this rank's weights: on any batch, to no effect."""
     if not t.strategy.sharded_parameters():
         return
+    batch = newest if micro.data is None else t.to_device(micro.data, number)
     if batch is None:
         raise ValueError(
             f"rank {t.world.rank} has no sample to evaluate, and sharded weights need all ranks to compute; give each "
             "rank at least one sample, or take fewer devices"
         )
     with t.logbook.muted():
-        step(batch, *indices)
+        step(batch, micro.index, *((number,) if t.several_loaders else ()))
 
 
 def predict(t: Trainer, feeds: Sequence[Feed], *, keep: bool) -> list[Any]:
@@ -151,8 +152,7 @@ def predict(t: Trainer, feeds: Sequence[Feed], *, keep: bool) -> list[Any]:
                 batch: Any = None
                 for micro in _until_all_end(t, feed):
                     if micro.empty:
-                        company = batch if micro.data is None else t.to_device(micro.data, number)
-                        _along(t, step, company, micro.index, *indices)
+                        _along(t, step, micro, batch, number)
                         continue
                     batch = t.to_device(micro.data, number)
                     t.is_last_batch = micro.last

@@ -55,11 +55,11 @@ def train_epoch(t: Trainer) -> None:
     if not state.drained:
         state.drained = _train_batches(t)
         state.validating = validation_due_at_end(t, state.drained)
-    if not state.drained:
-        t.restart_point = RestartPoint(t)  # what the end of this run does to the sums isn't part of the epoch
-        if t.interrupted:  # another run will complete the epoch
-            publish_step(t)
-            return
+        # Where the epoch isn't complete, what the end of this run does to its sums isn't part of it.
+        t.restart_point = None if state.drained else RestartPoint(t)
+    if t.interrupted and not state.drained:  # another run will complete the epoch
+        publish_step(t)
+        return
     if not state.closing:
         _end_epoch(t)
     if not state.drained:
@@ -102,11 +102,9 @@ def _train_batches(t: Trainer) -> bool:
         if micro.empty:
             _train_nothing(t, micro)
         elif train_batch(t, micro) == -1:
-            t.restart_point = None
             return True
         if micro.closes:
             if t.window.over:
-                t.restart_point = None
                 return True
             log_step(t)
         for hook in t.hooks.train_batch_end_watching:  # a checkpoint has to hold the position after this batch
@@ -119,7 +117,6 @@ def _train_batches(t: Trainer) -> bool:
             return micro.last
         if micro.closes and buffers is not None:
             t.restart_point = RestartPoint(t, buffers.take())
-    t.restart_point = None
     return True
 
 

@@ -80,3 +80,61 @@ class TinyModule(Module):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return plain gradient descent."""
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+class Layer(nn.Module):
+    """A residual layer of width 6, with 9 rows inside: an uneven shard for every number of ranks up to 8 but 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return outputs of the inputs' shape, [batch, 6]."""
+        output: Tensor = inputs + self.down(torch.tanh(self.up(inputs)))
+        return output
+
+
+class LayeredModule(Module):
+    """Three repeated layers and a head in two parameter groups; a manual loop trains `body` and `head` apart."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*[Layer() for _ in range(3)])
+        self.head = nn.Linear(6, 1)
+        self.automatic_optimization = not manual
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return predictions, shape [batch, 1]."""
+        output: Tensor = self.head(self.body(inputs))
+        return output
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the mean squared error, or train both parts on it."""
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        if self.automatic_optimization:
+            return loss
+        for number, optimizer in enumerate(self.optimizers()):
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.mse_loss(self(batch[0]), batch[1] * (1 + number)))
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+        return None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the mean squared error."""
+        self.log("val", nn.functional.mse_loss(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW, one for each part in a manual loop."""
+        if self.automatic_optimization:
+            groups: Any = [{"params": self.body.parameters(), "weight_decay": 0.1}, {"params": self.head.parameters()}]
+            return torch.optim.AdamW(groups, lr=0.02)
+        return [torch.optim.AdamW(part.parameters(), lr=0.02) for part in (self.body, self.head)]
+
+
+def layered_data(samples: int) -> TensorDataset:
+    """Return pairs for a `LayeredModule`: inputs, shape [6], and their sums, shape [1]; the same at each call."""
+    inputs = torch.randn(samples, 6, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))

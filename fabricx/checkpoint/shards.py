@@ -28,6 +28,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
+from fabricx.checkpoint.direct import DirectFile
 from fabricx.checkpoint.files import BLOCK
 from fabricx.checkpoint.places import at_hand, is_local
 from fabricx.comm.world import World
@@ -150,16 +151,11 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     checksum = 0
-    with path.open("wb", buffering=0) if is_local(path) else path.open("wb") as file:
+    with DirectFile(path) if is_local(path) else path.open("wb") as file:
         for block in _blocks(len(text).to_bytes(8, "little") + text, tensors):
             checksum = zlib.crc32(block, checksum)
-            left = block
-            while left:
-                left = left[file.write(left) :]
-        if is_local(path):
-            os.fsync(file.fileno())
-        size = file.tell()
-    return {"bytes": size, "crc32": checksum}
+            file.write(block)
+    return {"bytes": 8 + len(text) + position, "crc32": checksum}
 
 
 def _blocks(head: bytes, tensors: Mapping[str, Tensor]) -> Any:

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import fabricx as fx
 import fabricx.strategies as package
 from fabricx.callbacks import EMA
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, FSDP, Single
-from fabricx.testing import QUIET
+from fabricx.testing import QUIET, LayeredModule, layered_data
 
 WAYS: dict[str, tuple[Callable[[], fx.Strategy], int]] = {
     "single": (Single, 1),
@@ -29,7 +28,6 @@ WAYS: dict[str, tuple[Callable[[], fx.Strategy], int]] = {
 }
 SYNCHRONOUS = [name for name, (make, _) in WAYS.items() if make().traits.synchronous]
 
-WIDTH = 6
 GLOBAL_BATCH = 12
 
 
@@ -37,62 +35,13 @@ def test_the_list_is_complete() -> None:
     assert {getattr(package, name) for name in package.__all__} == {type(make()) for make, _ in WAYS.values()}
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)  # 9 rows: uneven shards
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + self.down(torch.tanh(self.up(inputs)))
-
-
-class Layers(fx.Module):
-    """Repeated layers and a head with two parameter groups; `body` and `head` are what a manual loop trains apart."""
-
-    def __init__(self, manual: bool = False) -> None:
-        super().__init__()
-        self.body = nn.Sequential(*[Layer() for _ in range(3)])
-        self.head = nn.Linear(WIDTH, 1)
-        self.automatic_optimization = not manual
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        output: Tensor = self.head(self.body(inputs))
-        return output
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        if self.automatic_optimization:
-            return loss
-        for number, optimizer in enumerate(self.optimizers()):
-            optimizer.zero_grad()
-            self.manual_backward(nn.functional.mse_loss(self(batch[0]), batch[1] * (1 + number)))
-            self.clip_gradients(optimizer, 0.5, "norm")
-            optimizer.step()
-        return None
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", nn.functional.mse_loss(self(batch[0]), batch[1]))
-
-    def configure_optimizers(self) -> Any:
-        if self.automatic_optimization:
-            groups = [{"params": self.body.parameters(), "weight_decay": 0.1}, {"params": self.head.parameters()}]
-            return torch.optim.AdamW(groups, lr=0.02)
-        return [torch.optim.AdamW(part.parameters(), lr=0.02) for part in (self.body, self.head)]
-
-
-def data(samples: int) -> TensorDataset:
-    inputs = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(1))
-    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
-
-
-def train(way: str, *, samples: int = 43, **options: Any) -> tuple[Layers, fx.Trainer]:
+def train(way: str, *, samples: int = 43, **options: Any) -> tuple[LayeredModule, fx.Trainer]:
     make, devices = WAYS[way]
     torch.manual_seed(2)
-    module = Layers(options.pop("manual", False))
+    module = LayeredModule(options.pop("manual", False))
     trainer = fx.Trainer(devices=devices, strategy=make(), **{"max_epochs": 2, **QUIET, **options})
     batch = GLOBAL_BATCH // devices
-    trainer.fit(module, DataLoader(data(samples), batch, shuffle=True), DataLoader(data(5), 1))
+    trainer.fit(module, DataLoader(layered_data(samples), batch, shuffle=True), DataLoader(layered_data(5), 1))
     return module, trainer
 
 
@@ -110,7 +59,7 @@ TASKS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @functools.cache
-def alone(task: str) -> tuple[Layers, fx.Trainer]:
+def alone(task: str) -> tuple[LayeredModule, fx.Trainer]:
     return train("single", **TASKS[task]())
 
 
@@ -155,7 +104,7 @@ def test_gradients_travel_once_an_accumulation_window(way: str) -> None:
     assert all(count > 0 for count in counts.by_batch[1::2])
 
 
-class Skips(Layers):
+class Skips(LayeredModule):
     """Gives no loss for the third batch: before it computes, or afterwards; on all ranks, or on the second alone."""
 
     def __init__(self, early: bool, everywhere: bool) -> None:
@@ -176,7 +125,7 @@ def test_a_batch_is_skipped_by_all_ranks_or_it_is_an_error_on_all(way: str) -> N
 
     def fit(early: bool, everywhere: bool) -> int:
         trainer = fx.Trainer(devices=devices, strategy=make(), max_epochs=1, **QUIET)
-        trainer.fit(Skips(early, everywhere), DataLoader(data(48), GLOBAL_BATCH // devices))
+        trainer.fit(Skips(early, everywhere), DataLoader(layered_data(48), GLOBAL_BATCH // devices))
         return trainer.global_step
 
     assert fit(early=True, everywhere=True) == 3

@@ -9,83 +9,36 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import ModelCheckpoint
 from fabricx.strategies import DDP, FSDP, Single
-from fabricx.testing import QUIET
-
-WIDTH = 6
+from fabricx.testing import QUIET, Layer, LayeredModule, layered_data
 
 
-class Layer(nn.Module):
+class Layers(LayeredModule):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)  # 9 rows: uneven shards
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + self.down(torch.tanh(self.up(inputs)))
-
-
-class Layers(fx.Module):
-    """Three repeated layers and a rest; `first` and `second` are what a manual loop trains apart."""
-
-    def __init__(self, manual: bool = False, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.first = nn.Sequential(*[Layer() for _ in range(3)])
-        self.second = nn.Linear(WIDTH, 1)
-        self.dropout = nn.Dropout(dropout)
-        self.automatic_optimization = not manual
         self.held_bytes = 0
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        output: Tensor = self.second(self.dropout(self.first(inputs)))
-        return output
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
-        self.log("loss", loss, on_step=True, on_epoch=True)
         self.seen += 1
-        if self.automatic_optimization:
-            return loss
-        for number, optimizer in enumerate(self.optimizers()):
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(self(batch[0]), batch[1] * (1 + number))
-            self.manual_backward(loss)
-            self.clip_gradients(optimizer, 0.5, "norm")
-            optimizer.step()
-        return None
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", nn.functional.mse_loss(self(batch[0]), batch[1]))
-
-    def configure_optimizers(self) -> Any:
-        if self.automatic_optimization:
-            groups = [{"params": self.first.parameters(), "weight_decay": 0.1}, {"params": self.second.parameters()}]
-            return torch.optim.AdamW(groups, lr=0.02)
-        return [torch.optim.AdamW(part.parameters(), lr=0.02) for part in (self.first, self.second)]
+        return super().training_step(batch, batch_idx)
 
 
-def loader(batch: int, samples: int = 21) -> DataLoader[Any]:
-    inputs = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(1))
-    return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch, shuffle=True)
+def loader(batch: int) -> DataLoader[Any]:
+    return DataLoader(layered_data(21), batch, shuffle=True)
 
 
 def train(strategy: Any, devices: int = 2, *, ckpt: Path | None = None, **options: Any) -> tuple[Layers, fx.Trainer]:
     torch.manual_seed(2)
-    module = Layers(**{name: options.pop(name) for name in ("manual", "dropout") if name in options})
+    module = Layers()
     trainer = fx.Trainer(devices=devices, strategy=strategy, **{"max_epochs": 2, **QUIET, **options})
-    samples = 21 if module.automatic_optimization else 24  # a manual loop's losses are not weighted by their samples
-    trainer.fit(module, loader(6 // devices, samples), loader(5), ckpt_path=ckpt)
+    trainer.fit(module, loader(6 // devices), loader(5), ckpt_path=ckpt)
     return module, trainer
-
-
-def assert_same(one: Layers, other: Layers, atol: float = 1e-6) -> None:
-    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.allclose(a, b, rtol=2e-5, atol=atol), (name, (a - b).abs().max())  # float32 in another order
 
 
 class Weighs(fx.Callback):
@@ -146,13 +99,13 @@ class Later(Layers):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first: Any = None
+        self.body: Any = None
         self.was: list[str] = []
 
     def configure_model(self) -> None:
-        if self.first is None:
-            self.first = nn.Sequential(*[Layer() for _ in range(3)])
-            self.was = [str(parameter.device) for parameter in self.first.parameters()]
+        if self.body is None:
+            self.body = nn.Sequential(*[Layer() for _ in range(3)])
+            self.was = [str(parameter.device) for parameter in self.body.parameters()]
 
 
 def test_layers_of_configure_model_take_memory_as_shards_only() -> None:
@@ -161,20 +114,20 @@ def test_layers_of_configure_model_take_memory_as_shards_only() -> None:
     trainer.fit(module, loader(3), loader(5))
     assert set(module.was) == {"meta"}
     assert all(str(parameter.device) == "cpu" for parameter in module.parameters())
-    deviations = [layer.up.weight.std().item() for layer in module.first]
+    deviations = [layer.up.weight.std().item() for layer in module.body]
     assert min(deviations) > 0.1  # Linear's own first values: uniform within 1 / sqrt(6), on every shard
     assert float(trainer.callback_metrics["val"]) < 3.0  # 6 is the variance of what is learnt
 
 
 class Mixed(Layers):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.second.double()
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.double()
 
 
 def test_parameters_of_two_dtypes_are_refused_by_name() -> None:
     trainer = fx.Trainer(devices=2, strategy="fsdp", max_epochs=1, **QUIET)
-    with pytest.raises(Exception, match=r"second\.weight is torch\.float64"):
+    with pytest.raises(Exception, match=r"head\.weight is torch\.float64"):
         trainer.fit(Mixed(), loader(3))
 
 
