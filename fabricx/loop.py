@@ -215,7 +215,7 @@ def _update(t: Trainer, micro: Microbatch, batch: Any) -> None:
         else:
             t.precision_plugin.step(optimizer, t.strategy.step)
     t.precision_plugin.updated()
-    t.state.step += 1
+    t.state.step = t.strategy.updated(t.state.step + 1)
     step_schedules(t, "step")
 
 
@@ -289,6 +289,15 @@ class Window:
         """Contribute nothing to a microbatch, and say so where the other ranks can see it."""
         world = t.world
         if world.size == 1:
+            return
+        if not t.strategy.traits.synchronous:  # nobody waits for this rank's gradient
+            if micro.size == 0 and not micro.position:
+                raise ValueError(
+                    f"the stream of rank {world.rank} has ended, and the other ranks' may go on: "
+                    f"{type(t.strategy).__name__} needs as many batches on each rank; say how many an epoch has with "
+                    "limit_train_batches"
+                )
+            self.taken += 1
             return
         known = micro.size == 0 and micro.position > 0  # the order says that this rank's part is empty
         if not known and world.store is not None:

@@ -16,6 +16,7 @@ _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
         "single": "fabricx.strategies.single:Single",
         "ddp": "fabricx.strategies.ddp:DDP",
         "fsdp": "fabricx.strategies.fsdp:FSDP",
+        "local_sgd": "fabricx.strategies.local_sgd:LocalSGD",
     },
     "callbacks": {
         "early_stopping": "fabricx.callbacks.early_stopping:EarlyStopping",

@@ -128,6 +128,17 @@ class Strategy(ABC):
         """Update the weights."""
         return optimizer.step(closure) if closure is not None else optimizer.step()
 
+    def updated(self, step: int) -> int:
+        """Do what comes after an update, once all optimizers have stepped.
+
+        Args:
+            step: how many updates there were, by this rank's reckoning.
+
+        Returns:
+            how many there really were, where others update the same weights.
+        """
+        return step
+
     # -- between the ranks --------------------------------------------------------------------------------------
 
     def reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:

@@ -539,7 +539,8 @@ class Trainer:
         """Count the weight updates of a manual batch: those of the optimizer that stepped most often."""
         steps = self.overridden.manual_steps
         if steps:
-            self.state.step += max(steps.values())
+            for _ in range(max(steps.values())):
+                self.state.step = self.strategy.updated(self.state.step + 1)
             steps.clear()
 
     def handle_of(self, optimizer: Optimizer) -> OptimizerHandle:

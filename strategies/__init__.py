@@ -7,6 +7,7 @@ if __name__ != "fabricx.strategies":
 
 from fabricx.strategies.ddp import DDP
 from fabricx.strategies.fsdp import FSDP
+from fabricx.strategies.local_sgd import LocalSGD
 from fabricx.strategies.single import Single
 
-__all__ = ["DDP", "FSDP", "Single"]
+__all__ = ["DDP", "FSDP", "LocalSGD", "Single"]

@@ -15,7 +15,7 @@ import fabricx as fx
 import fabricx.strategies as package
 from fabricx.callbacks import EMA
 from fabricx.errors import WorkerFailed
-from fabricx.strategies import DDP, FSDP, Single
+from fabricx.strategies import DDP, FSDP, LocalSGD, Single
 from fabricx.testing import QUIET, LayeredModule, layered_data
 
 WAYS: dict[str, tuple[Callable[[], fx.Strategy], int]] = {
@@ -25,6 +25,7 @@ WAYS: dict[str, tuple[Callable[[], fx.Strategy], int]] = {
     "fsdp, weights kept": (lambda: FSDP(wrap=["Linear"], reshard_after_forward=False), 2),
     "fsdp, recomputed, offloaded": (lambda: FSDP(wrap=60, activation_checkpointing="auto", cpu_offload=True), 2),
     "fsdp, 2 groups of 2": (lambda: FSDP(replicas=2), 4),
+    "local_sgd": (LocalSGD, 2),
 }
 SYNCHRONOUS = [name for name, (make, _) in WAYS.items() if make().traits.synchronous]
 

@@ -1,0 +1,225 @@
+"""Steps of one's own, and a meeting of all ranks every so often."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabricx.errors import did_you_mean
+from fabricx.strategy import Strategy, Traits
+
+Outer = Literal["average", "nesterov"]
+_OUTERS = ("average", "nesterov")
+
+
+@dataclass
+class _Fragment:
+    """Parameters that meet at the same steps.
+
+    Attributes:
+        number: of all fragments.
+        parameters: this rank's own.
+        base: where all ranks were after the latest meeting, flat.
+        velocity: the outer momentum, flat.
+        begun: at which step the meeting that is under way began; None while none is.
+        moved: what this rank had moved by then, on its way to become the mean of all ranks.
+        work: the collective that is under way.
+    """
+
+    number: int
+    parameters: list[Tensor]
+    base: Tensor
+    velocity: Tensor
+    begun: int | None = None
+    moved: Tensor = field(default_factory=lambda: torch.empty(0))
+    work: Any = None
+
+    def flat(self) -> Tensor:
+        """Return this rank's weights, as one vector in the precision of `base`."""
+        return torch.cat([parameter.detach().reshape(-1).to(self.base.dtype) for parameter in self.parameters])
+
+    def set(self, values: Tensor) -> None:
+        """Take over weights from one vector."""
+        parts = values.split([parameter.numel() for parameter in self.parameters])
+        with torch.no_grad():
+            for parameter, part in zip(self.parameters, parts, strict=True):
+                parameter.copy_(part.view_as(parameter))
+
+
+@final
+class LocalSGD(Strategy):
+    """Every rank steps by itself; every `every` steps the ranks join what they have moved, in one round.
+
+    With one step a round, plain gradient descent and averaging it computes what ddp computes. A validation and a
+    checkpoint end the round: they see one model. A checkpoint also joins the optimizers' moments, so that the run goes
+    on from it exactly, and it can be taken up with any other strategy.
+
+    Sources: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; post-local SGD: Lin et al., "Don't
+    Use Large Mini-Batches, Use Local SGD", ICLR 2020; DiLoCo (`outer="nesterov"`): Douillard et al., arXiv 2311.08105;
+    fragments and overlap: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512.
+
+    Args:
+        every: steps of a round.
+        outer: "average" takes the mean of the ranks; "nesterov" sees what they have moved as a gradient, and steps with
+            Nesterov momentum. Momentum needs tens of rounds to be worth it.
+        outer_lr, outer_momentum: of "nesterov".
+        synchronous_steps: so many steps at the beginning are rounds of their own (post-local SGD).
+        fragments: parts of the model, each with its own round, evenly spread over `every` steps.
+        overlap_steps: steps that are trained between the beginning of a meeting and its result.
+        keep_local: what part of a rank's own weights stays where a result comes late: 0 takes the result alone.
+    """
+
+    traits: ClassVar[Traits] = Traits(synchronous=False, quiet_point=True)
+
+    def __init__(
+        self,
+        *,
+        every: int = 25,
+        outer: Outer = "average",
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        synchronous_steps: int = 0,
+        fragments: int = 1,
+        overlap_steps: int = 0,
+        keep_local: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if outer not in _OUTERS:
+            raise ValueError(
+                f"outer={outer!r} isn't known to local_sgd.{did_you_mean(str(outer), _OUTERS)}\n"
+                f"  known: {', '.join(_OUTERS)}"
+            )
+        if every < 1:
+            raise ValueError(f"every={every}: a round has 1 step or more")
+        if not 1 <= fragments <= every:
+            raise ValueError(f"fragments={fragments}: between 1 and every={every}, so that each has a step of its own")
+        if not 0 <= overlap_steps < every:
+            raise ValueError(f"overlap_steps={overlap_steps}: a meeting ends before the next begins, every={every}")
+        if not 0.0 <= keep_local < 1.0:
+            raise ValueError(f"keep_local={keep_local}: a part of at least 0 and less than 1")
+        self.every = every
+        self.outer = outer
+        self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+        self.synchronous_steps = synchronous_steps
+        self.fragments = fragments
+        self.overlap_steps = overlap_steps
+        self.keep_local = keep_local
+        self._fragments: list[_Fragment] = []
+        self._apart = False  # have the ranks stepped since they all were at one place?
+
+    def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
+        super().setup(module)
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.world.broadcast(tensor.data)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._fragments = [
+            _Fragment(number, part, base, torch.zeros_like(base))
+            for number, part in enumerate(_in_parts(trained, self.fragments))
+            for base in [_flat(part)]
+        ]
+
+    def teardown(self) -> None:
+        self._fragments = []
+        super().teardown()
+
+    @property
+    def gradient_factor(self) -> float:
+        return float(self.world.size)  # the mean of the ranks' steps is the step of the global mean, if it is linear
+
+    def backward_nothing(self, *company: Any) -> bool:
+        return False  # a rank's backward is nobody else's affair
+
+    def updated(self, step: int) -> int:
+        self._apart = True
+        for fragment in self._fragments:
+            if fragment.begun is not None and step >= fragment.begun + self.overlap_steps:
+                self._end(fragment)
+            if self._meets(fragment, step):
+                self._begin(fragment, step)
+                if not self.overlap_steps or step <= self.synchronous_steps:
+                    self._end(fragment)
+        return step
+
+    def quiesce(self, copies: Mapping[str, Tensor] | None = None) -> None:
+        if self._apart and self._fragments:
+            for fragment in self._fragments:
+                if fragment.begun is not None:
+                    self._end(fragment)
+            for fragment in self._fragments:
+                self._begin(fragment, 0)
+                self._end(fragment)
+            self._apart = False
+        super().quiesce(copies)
+
+    def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+        for optimizer in optimizers:
+            self._join_moments(optimizer)
+        state = super().state_dict(module, optimizers)
+        velocity = {str(fragment.number): fragment.velocity for fragment in self._fragments}
+        return {**state, "outer": velocity} if optimizers and self.outer == "nesterov" else state
+
+    def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
+        super().load_state_dict(state, module, optimizers)
+        velocity = state.get("outer", {})
+        for fragment in self._fragments:
+            fragment.base.copy_(fragment.flat())
+            saved = velocity.get(str(fragment.number))
+            if saved is not None and saved.shape == fragment.velocity.shape:
+                fragment.velocity.copy_(saved)
+
+    def _meets(self, fragment: _Fragment, step: int) -> bool:
+        if step <= self.synchronous_steps:
+            return True
+        return (step + fragment.number * self.every // self.fragments) % self.every == 0
+
+    def _begin(self, fragment: _Fragment, step: int) -> None:
+        fragment.begun = step
+        fragment.moved = fragment.base - fragment.flat()
+        if self.world.size > 1:
+            fragment.work = dist.all_reduce(fragment.moved, async_op=True)
+
+    def _end(self, fragment: _Fragment) -> None:
+        """Step from the base along the mean of what the ranks have moved (equation 1 of DiLoCo)."""
+        if fragment.work is not None:
+            fragment.work.wait()
+        gradient, velocity = fragment.moved.div_(self.world.size), fragment.velocity
+        if self.outer == "average":
+            fragment.base.sub_(gradient)
+        else:
+            velocity.mul_(self.outer_momentum).add_(gradient)
+            fragment.base.sub_(gradient.add_(velocity, alpha=self.outer_momentum), alpha=self.outer_lr)
+        late = self.overlap_steps and self.keep_local
+        fragment.set(fragment.base.lerp(fragment.flat(), self.keep_local) if late else fragment.base)
+        fragment.begun, fragment.work = None, None
+
+    def _join_moments(self, optimizer: Optimizer) -> None:
+        """Give all ranks the mean of what their optimizers remember."""
+        for values in optimizer.state.values():
+            for value in values.values():
+                if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
+                    self.world.all_reduce(value).div_(self.world.size)
+
+
+def _flat(parameters: list[Tensor]) -> Tensor:
+    widest = torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
+    return torch.cat([parameter.detach().reshape(-1).to(widest) for parameter in parameters])
+
+
+def _in_parts(parameters: list[Tensor], count: int) -> list[list[Tensor]]:
+    """Cut a list into parts of about as many elements each, in its order; fewer where there are fewer parameters.
+
+    >>> [len(part) for part in _in_parts([torch.zeros(n) for n in (3, 1, 1, 1, 3)], 3)]
+    [1, 3, 1]
+    """
+    total, done = sum(parameter.numel() for parameter in parameters), 0
+    parts: list[list[Tensor]] = [[] for _ in range(count)]
+    for parameter in parameters:
+        parts[min(count - 1, (done + parameter.numel() // 2) * count // max(1, total))].append(parameter)
+        done += parameter.numel()
+    return [part for part in parts if part]

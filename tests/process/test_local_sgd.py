@@ -1,0 +1,152 @@
+"""Ranks that meet now and then: each step is as good as ddp, a round travels once, and a run goes on exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.data import DataLoader
+
+import fabricx as fx
+from fabricx import checkpoint
+from fabricx.errors import WorkerFailed
+from fabricx.strategies import DDP, LocalSGD, Single
+from fabricx.testing import QUIET, LayeredModule, layered_data
+
+
+class Plain(LayeredModule):
+    """Trained with gradient descent, whose steps are linear in the gradient."""
+
+    def __init__(self, momentum: float = 0.0) -> None:
+        super().__init__()
+        self.momentum = momentum
+        self.spread: list[float] = []
+        self.travelled: list[int] = []
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=self.momentum)
+
+
+class Watches(fx.Callback):
+    """Notes how far apart the ranks are after each step, and how many collectives it has needed."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self._mode = CommDebugMode()
+        self._mode.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._mode.__exit__(None, None, None)
+        module.travelled.append(sum(self._mode.get_comm_counts().values()))
+        del self._mode
+        weights = torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+        mean = trainer.world.all_reduce(weights.clone()) / trainer.world.size
+        module.spread.append(float((weights - mean).abs().max()))
+
+
+def train(strategy: Any, devices: int = 2, *, module: Any = None, ckpt: Path | None = None, **options: Any) -> Any:
+    torch.manual_seed(2)
+    module = module or Plain()
+    trainer = fx.Trainer(devices=devices, strategy=strategy, **{"max_epochs": 2, **QUIET, **options})
+    data = DataLoader(layered_data(43), 12 // devices, shuffle=True)
+    trainer.fit(module, data, DataLoader(layered_data(5), 1), ckpt_path=ckpt)
+    return module, trainer
+
+
+def apart(one: Any, other: Any) -> float:
+    return max(float((a - b).detach().abs().max()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("options", [{"every": 1}, {"every": 9, "synchronous_steps": 99}])
+def test_one_step_a_round_is_ddp(momentum: float, options: dict[str, Any]) -> None:
+    wanted, one = train(Single(), 1, module=Plain(momentum))
+    found, several = train(LocalSGD(**options), module=Plain(momentum))
+    assert apart(found, wanted) < 2e-6
+    assert several.global_step == one.global_step == 8
+    assert float(several.callback_metrics["val"]) == pytest.approx(float(one.callback_metrics["val"]), rel=1e-4)
+
+
+def test_ranks_part_and_meet_once_a_round() -> None:
+    module, _ = train(LocalSGD(every=3), callbacks=[Watches()], log_every_n_steps=0, limit_val_batches=0)
+    meets = [step % 3 == 0 for step in range(1, 9)]
+    assert [count > 0 for count in module.travelled] == meets
+    assert [spread < 1e-6 for spread in module.spread] == meets
+
+
+def test_fragments_meet_at_steps_of_their_own_and_later_than_they_set_out() -> None:
+    options = {"every": 4, "fragments": 2, "overlap_steps": 1}
+    module, _ = train(LocalSGD(**options), callbacks=[Watches()], log_every_n_steps=0, limit_val_batches=0)
+    assert module.travelled == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert min(module.spread) > 1e-6  # there is always a fragment that is under way
+
+
+class Saves(fx.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 5:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("outer", ["average", "nesterov"])
+def test_a_run_goes_on_exactly_and_elsewhere(tmp_path: Path, outer: Any) -> None:
+    options: dict[str, Any] = {"every": 4, "outer": outer, "outer_lr": 0.3, "outer_momentum": 0.5}
+    whole, _ = train(LocalSGD(**options), module=LayeredModule(), callbacks=[Saves(tmp_path / "five.ckpt")])
+    saved = checkpoint.load(tmp_path / "five.ckpt")["strategy"]
+    assert ("outer" in saved) == (outer == "nesterov")
+    again, trainer = train(LocalSGD(**options), module=LayeredModule(), ckpt=tmp_path / "five.ckpt")
+    assert trainer.global_step == 8
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True))
+    for strategy, devices in ((DDP(), 2), (Single(), 1)):
+        other, trainer = train(
+            strategy, devices, module=LayeredModule(), ckpt=tmp_path / "five.ckpt", max_steps=5, limit_val_batches=0
+        )
+        assert trainer.global_step == 5
+        assert all(torch.equal(tensor, saved["module"][name]) for name, tensor in other.state_dict().items())
+
+
+class Skips(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        return None if self.global_rank == 1 and batch_idx == 1 else loss  # type: ignore[no-any-return]
+
+
+def test_a_rank_may_skip_a_batch_alone() -> None:
+    _, trainer = train(LocalSGD(every=2), module=Skips())
+    assert trainer.global_step == 8
+
+
+class Stream:
+    """More batches on the first rank than on the second; nobody knows how many."""
+
+    def __iter__(self) -> Any:
+        import torch.distributed as dist
+
+        for _ in range(6 - 2 * dist.get_rank()):
+            yield [torch.ones(2, 6), torch.ones(2, 1)]
+
+
+def test_streams_of_different_lengths_are_refused_when_one_ends() -> None:
+    trainer = fx.Trainer(devices=2, strategy=LocalSGD(every=10), max_epochs=1, **QUIET)
+    with pytest.raises(WorkerFailed, match="say how many an epoch has with limit_train_batches"):
+        trainer.fit(Plain(), Stream())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"outer": "nestrov"}, "Did you mean 'nesterov'"),
+        ({"every": 4, "fragments": 5}, "fragments=5"),
+        ({"every": 4, "overlap_steps": 4}, "overlap_steps=4"),
+        ({"keep_local": 1.0}, "keep_local=1.0"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LocalSGD(**options)
