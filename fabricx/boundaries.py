@@ -38,6 +38,29 @@ def agree_at_boundary(t: Trainer) -> bool:
     return t.stopped
 
 
+def next_section(t: Trainer, done: int, left: int | float) -> int:
+    """Return after how many leases ranks that go at their own pace have to meet: for a limit, or to look or to save.
+
+    Args:
+        t: the trainer; all its ranks are together.
+        done, left: leases of the epoch.
+    """
+    state, dealer = t.state, t.strategy.dealer
+    limits: list[float] = [left]
+    if t.max_steps != -1:
+        limits.append((t.max_steps - state.step) * dealer.leases_per_update)
+    if t.val_every != float("inf") and isinstance(t.val_check_interval, str):
+        limits.append((t.val_every - state.step % t.val_every) * dealer.leases_per_update)
+    elif t.val_every != float("inf"):
+        every = t.val_every * _leases_per_batch(t)
+        limits.append(every - (done + _batches_before(t) * _leases_per_batch(t)) % every)
+    for callback in t.callbacks:
+        if every := getattr(callback, "every_n_train_steps", 0):
+            limits.append((every - state.step % every) * dealer.leases_per_update)
+    least = min(limits)
+    return 10**9 if least == float("inf") else max(1, int(least))
+
+
 def validation_due(t: Trainer, micro: Microbatch) -> bool:
     """Return whether a validation comes after this batch."""
     every = t.val_every
@@ -45,10 +68,22 @@ def validation_due(t: Trainer, micro: Microbatch) -> bool:
         return False
     if isinstance(t.val_check_interval, str):
         return micro.closes and t.state.step % every == 0 and _epoch_validates(t)
-    done = micro.index + 1
+    done: float = micro.index + 1
+    if micro.meets and not micro.last:  # it may be in the middle of what is one batch for each rank
+        done = micro.done / _leases_per_batch(t)
+    return (done + _batches_before(t)) % every == 0 and _epoch_validates(t)
+
+
+def _batches_before(t: Trainer) -> int:
+    """Return the batches of earlier epochs, where those count too."""
     if t.check_val_every_n_epoch is None and t.num_training_batches != float("inf"):
-        done += t.state.epoch * int(t.num_training_batches)
-    return done % every == 0 and _epoch_validates(t)
+        return t.state.epoch * int(t.num_training_batches)
+    return 0
+
+
+def _leases_per_batch(t: Trainer) -> float:
+    """Return how many leases are one batch of each rank."""
+    return t.world.size / t.accumulate_grad_batches
 
 
 def validation_due_at_end(t: Trainer, complete: bool) -> bool:

@@ -83,7 +83,7 @@ def _run(trainer: Trainer, job: Job) -> Any:
     if here is not None and here.size > 1:
         with _interruptible(trainer, (signal.SIGINT, *_notices())):
             return execute(trainer, job, here).results
-    if len(trainer.device_ids) * trainer.num_nodes > 1:
+    if len(trainer.device_ids) * trainer.num_nodes > 1 or _servers(trainer, job):
         return _in_workers(trainer, job)
     device = trainer.strategy.device(trainer.device_ids[0], trainer.accelerator)
     with _interruptible(trainer, (signal.SIGINT, *_notices())):
@@ -155,9 +155,23 @@ def _in_workers(trainer: Trainer, job: Job) -> Any:
         provenance.write(trainer.run_dir, None)  # here is the command that the user gave
     named = {"module": job.module, "trainer": trainer, "train_dataloaders": job.train, "dataloaders": job.evaluate,
              "datamodule": job.datamodule}  # fmt: skip
-    outcome = run_workers(_work, (trainer, job), size=len(trainer.device_ids), named=named)[0]
+    outcome = run_workers(
+        _work, (trainer, job), size=len(trainer.device_ids), named=named, servers=_servers(trainer, job), serve=_serve
+    )[0]
     outcome.absorb(trainer, job)
     return outcome.results
+
+
+def _servers(trainer: Trainer, job: Job) -> int:
+    return trainer.strategy.servers if job.stage == "fit" else 0
+
+
+def _serve(world: World, number: int) -> None:
+    """Be a server of the first job in a world that was started for it."""
+    from fabricx.exchange.serving import serve
+
+    assert world.store is not None
+    serve(world.store, world.key("exchange"), number, world.size)
 
 
 def new_run_dir(root: Path) -> Path:

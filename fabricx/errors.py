@@ -33,6 +33,14 @@ class RanksDisagree(FabricxError):
     """Ranks did different things where they have to do the same; the message lists what, by rank."""
 
 
+class RanksApart(FabricxError):
+    """Ranks were asked to do something together while each goes at its own pace."""
+
+
+class ServerLost(FabricxError):
+    """A parameter server is gone, and with it what it kept."""
+
+
 class CheckpointError(FabricxError):
     """A checkpoint can't be read: it isn't complete, is damaged, or doesn't fit."""
 

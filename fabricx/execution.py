@@ -218,6 +218,7 @@ def _set_up_model(t: Trainer, job: Job) -> None:
     t.attach_log(t.logbook)
     t.training_step = t.strategy.wrap_step(t.training_step)
     t.optimizers, t.lr_schedulers = parse_optimizers(module.configure_optimizers())
+    t.strategy.take_over(t.optimizers)
     t.optimizer_handles = [OptimizerHandle(optimizer, t) for optimizer in t.optimizers]
     t.overridden.closures = frozenset(id(optimizer) for optimizer in t.optimizers if needs_closure(optimizer))
     t.closures = bool(t.overridden.closures)

@@ -35,6 +35,7 @@ class Logbook:
         self.loader: int | None = None  # number of the loader, where there are several
         self.batches = 0  # of this epoch or evaluation
         self._mute = False
+        self._alone = strategy.dealer is not None  # values of one step are this rank's
 
     def begin_batch(self, batch: Any, size: int | None, step: int) -> None:
         """Say which batch the values to come are of."""
@@ -100,9 +101,11 @@ class Logbook:
         return series
 
     def step_values(self, step: int) -> dict[str, Tensor]:
-        """Return the joined values of one step; every rank calls it at the same step."""
+        """Return the joined values of one step; every rank calls it at the same step, where all go together."""
         metrics = self.metrics
-        values = metrics.joined(metrics.due(epoch=False, step=step), epoch=False, idle=self.step != step)
+        values = metrics.joined(
+            metrics.due(epoch=False, step=step), epoch=False, idle=self.step != step, alone=self._alone
+        )
         for name, (metric, series) in metrics.objects.items():
             if series.on_step:
                 latest = getattr(metric, "_forward_cache", None)  # what the metric's own call has returned

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -11,13 +12,19 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from fabricx.boundaries import agree_at_boundary, limit_reached, validation_due, validation_due_at_end
+from fabricx.boundaries import (
+    agree_at_boundary,
+    limit_reached,
+    next_section,
+    validation_due,
+    validation_due_at_end,
+)
 from fabricx.data import Microbatch
 from fabricx.errors import RanksDisagree
 from fabricx.evaluation import sanity_check, validate_in_fit
 from fabricx.hooks import Hook
 from fabricx.optimization import step_schedules
-from fabricx.publishing import log_step, publish_epoch, publish_step
+from fabricx.publishing import log_step, log_step_alone, publish_epoch, publish_step
 from fabricx.restart_point import BufferCopies, RestartPoint
 from fabricx.seed import random_kept
 from fabricx.state import Phase
@@ -37,6 +44,7 @@ def fit(t: Trainer, job: object = None) -> None:
     call(t.hooks.on_fit_start)
     t.restart_point = None
     t.restore()
+    t.strategy.starts(t.state.step)
     sanity_check(t)
     t.state.phase = Phase.TRAIN
     t.module.train()
@@ -92,17 +100,22 @@ def _train_batches(t: Trainer) -> bool:
         if limit_reached(t):
             return False
     accumulate = t.accumulate_grad_batches
-    buffers = BufferCopies(t.module) if accumulate > 1 else None
-    feed = t.train_feed.epoch(t.state.epoch, accumulate=accumulate, position=t.state.samples, first=t.state.batch)
+    buffers = BufferCopies(t.module) if accumulate > 1 and t.strategy.dealer is None else None
+    feed = _feed(t)
     if buffers is not None:
         t.restart_point = RestartPoint(t, buffers.take())
     for micro in feed:
         if micro.opens:
             t.window.begin(micro.planned)
-        if micro.empty:
+        if micro.meets:
+            _meet(t, micro)
+        elif micro.empty:
             _train_nothing(t, micro)
         elif train_batch(t, micro) == -1:
             return True
+        if micro.apart:
+            _go_on_apart(t, micro)
+            continue
         if micro.closes:
             if t.window.over:
                 return True
@@ -118,6 +131,41 @@ def _train_batches(t: Trainer) -> bool:
         if micro.closes and buffers is not None:
             t.restart_point = RestartPoint(t, buffers.take())
     return True
+
+
+def _feed(t: Trainer) -> Iterator[Microbatch]:
+    """Return the batches of the epoch from where this rank is: its own, or those that it is dealt."""
+    state, dealer = t.state, t.strategy.dealer
+    place: Any = {"accumulate": t.accumulate_grad_batches, "position": state.samples, "first": state.batch}
+    if dealer is None:
+        return t.train_feed.epoch(state.epoch, **place)
+    return t.train_feed.leased(dealer, functools.partial(next_section, t), state.epoch, **place)
+
+
+def _go_on_apart(t: Trainer, micro: Microbatch) -> None:
+    """Between two batches of a rank that goes at its own pace: nothing that others would have to take part in."""
+    if micro.closes:
+        log_step_alone(t)
+        if t.agreement is not None and t.agreement.reason is not None:
+            t.strategy.dealer.close_section()
+    if t.writer is not None:
+        t.writer.poll()
+
+
+def _meet(t: Trainer, micro: Microbatch) -> None:
+    """Bring ranks together that went at their own pace: all is done that was dealt."""
+    t.strategy.quiesce()
+    _count_update(t, t.state.step)
+    _advance(t, micro)
+    t.window.outputs = t.window.batch = None
+
+
+def _count_update(t: Trainer, step: int) -> None:
+    """Count an update, and let the schedules follow: they go by global batches, however many updates those make."""
+    before, each = t.state.step, t.strategy.updates_per_batch
+    t.state.step = t.strategy.updated(step)
+    for _ in range(t.state.step // each - before // each):
+        step_schedules(t, "step")
 
 
 def _again(done: int) -> AbstractContextManager[None]:
@@ -145,7 +193,7 @@ def train_batch(t: Trainer, micro: Microbatch) -> int | None:
         # The forward is under `accumulate` too: DDP decides there whether gradients will travel.
         with t.strategy.accumulate():
             outputs = _forward_backward(t, micro, batch)
-    if micro.closes:
+    if micro.closes and not micro.apart:
         _advance(t, micro)
     if hooks.on_train_batch_end:
         results = {"loss": outputs.detach()} if isinstance(outputs, Tensor) else _detached(outputs)
@@ -215,8 +263,7 @@ def _update(t: Trainer, micro: Microbatch, batch: Any) -> None:
         else:
             t.precision_plugin.step(optimizer, t.strategy.step)
     t.precision_plugin.updated()
-    t.state.step = t.strategy.updated(t.state.step + 1)
-    step_schedules(t, "step")
+    _count_update(t, t.state.step + 1)
 
 
 def _update_with_closure(t: Trainer, micro: Microbatch, batch: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -138,21 +138,25 @@ class Metrics:
             return [name for name, series in self.series.items() if series.on_epoch and series.total is not None]
         return [name for name, series in self.series.items() if series.on_step and series.step == step]
 
-    def joined(self, names: Iterable[str], *, epoch: bool, idle: bool = False) -> dict[str, Tensor]:
+    def joined(
+        self, names: Iterable[str], *, epoch: bool, idle: bool = False, alone: bool = False
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Return the values of `names` over all ranks, as one-element tensors.
 
-        Every rank has to call this at the same moment, whatever it has logged.
+        Every rank has to call this at the same moment, whatever it has logged, unless it wants its own values `alone`.
 
         Args:
             names: what this rank has logged.
             epoch: the values of the epoch rather than those of the latest step.
             idle: this rank had no batch, so that others may have logged more.
+            alone: join nothing.
 
         Raises:
             RanksDisagree: ranks that had a batch logged different names.
         """
         wanted = sorted(names)
-        if self._size > 1:
+        together = self._size > 1 and not alone
+        if together:
             wanted = self._agree(wanted, epoch=epoch, idle=idle)
         values: dict[str, Tensor] = {}
         for op in ("sum", "max", "min"):
@@ -161,7 +165,7 @@ class Metrics:
                 continue
             packed = self._pack(chosen, epoch=epoch)
             shared = [row for row, name in enumerate(chosen) if not self.series[name].local]
-            if self._size > 1 and shared:
+            if together and shared:
                 packed[shared] = self._reduce(packed[shared].contiguous(), op)
             for row, name in enumerate(chosen):
                 mean = self.series[name].reduction == "mean"

@@ -13,10 +13,12 @@ from fabricx.errors import did_you_mean
 # The only place that knows plugins by name; as strings, so that nothing is imported before it is asked for.
 _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
     "strategies": {
+        "async_sgd": "fabricx.strategies.async_sgd:AsyncSGD",
         "single": "fabricx.strategies.single:Single",
         "ddp": "fabricx.strategies.ddp:DDP",
         "fsdp": "fabricx.strategies.fsdp:FSDP",
         "local_sgd": "fabricx.strategies.local_sgd:LocalSGD",
+        "parameter_server": "fabricx.strategies.parameter_server:ParameterServer",
     },
     "callbacks": {
         "early_stopping": "fabricx.callbacks.early_stopping:EarlyStopping",

@@ -57,6 +57,16 @@ def log_step(t: Trainer) -> None:
         _to_loggers(t, values, epoch=False)
 
 
+def log_step_alone(t: Trainer) -> None:
+    """Give the main rank's own values to the loggers, when the updates have passed a multiple of what is due."""
+    every, step = t.log_every_n_steps, t.state.step
+    if every and step // every > max(0, t.published.step) // every:
+        t.published.step = step
+        values = t.logbook.step_values(t.logbook.step)
+        t.published.take(values, t.logbook, epoch=False)
+        _to_loggers(t, values, epoch=False)
+
+
 def publish_step(t: Trainer) -> None:
     """Join the values of the latest weight update for the callbacks; every rank calls it at the same moment."""
     t.published.take(t.logbook.step_values(_step_of_values(t)), t.logbook, epoch=False)
@@ -105,7 +115,8 @@ def shown_in_bar(t: Trainer) -> dict[str, float]:
 
 def _step_of_values(t: Trainer) -> int:
     """Return under which step the newest values were logged; a manual batch may have made several updates."""
-    return t.state.step if t.module.automatic_optimization else t.logbook.step
+    together = t.module.automatic_optimization and t.strategy.dealer is None
+    return t.state.step if together else t.logbook.step
 
 
 def _to_loggers(t: Trainer, values: dict[str, Tensor], *, epoch: bool) -> None:

@@ -6,7 +6,7 @@ from abc import ABC
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ class Traits:
     Attributes:
         synchronous: all ranks hold the same weights after a step.
         sharded: a rank holds only a part of the weights or of the optimizer's state.
-        services: helper processes that it needs, such as parameter servers.
         elastic: the world may change under it.
         quiet_point: a snapshot or a validation has to wait until nothing is in flight.
         max_ranks: the most ranks it can run on; None for any number.
@@ -32,7 +31,6 @@ class Traits:
 
     synchronous: bool = True
     sharded: bool = False
-    services: tuple[str, ...] = ()
     elastic: bool = False
     quiet_point: bool = False
     max_ranks: int | None = None
@@ -47,7 +45,8 @@ class Strategy(ABC):
     `gradient_factor`.
     """
 
-    traits: ClassVar[Traits] = Traits()
+    traits: Traits = Traits()
+    servers = 0  # processes that it needs beside the ranks
 
     def __init__(self) -> None:
         self.world = World()
@@ -77,6 +76,12 @@ class Strategy(ABC):
                 optimization).
         """
         self.module = module
+
+    def take_over(self, optimizers: list[Optimizer]) -> None:
+        """Get to know the user's optimizers; training hasn't begun, and a checkpoint may still be loaded."""
+
+    def starts(self, step: int) -> None:
+        """Begin to train after so many updates; what a checkpoint holds has been loaded."""
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return the callable that the loop calls instead of the module's own training step."""
@@ -138,6 +143,16 @@ class Strategy(ABC):
             how many there really were, where others update the same weights.
         """
         return step
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Return how many updates are made of what is one global batch for ddp; schedules go by those."""
+        return 1
+
+    @property
+    def dealer(self) -> Any:
+        """Return who deals the data to ranks that go at their own pace; None where all go together."""
+        return None
 
     # -- between the ranks --------------------------------------------------------------------------------------
 

@@ -449,12 +449,13 @@ class Trainer:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Return how many weight updates the run will have, infinity if nothing limits it."""
+        """Return how many steps a schedule will take, one for each global batch; infinity if nothing limits the run."""
         windows = -(-self.num_training_batches // self.accumulate_grad_batches)
         if self.num_training_batches == float("inf"):
             windows = float("inf")
         by_epochs = float("inf") if self.max_epochs in (-1, None) else windows * (self.max_epochs or 0)
-        limit = min(by_epochs, float("inf") if self.max_steps == -1 else self.max_steps)
+        by_steps = float("inf") if self.max_steps == -1 else self.max_steps // self.strategy.updates_per_batch
+        limit = min(by_epochs, by_steps)
         return limit if limit == float("inf") else int(limit)
 
     @property

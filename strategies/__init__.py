@@ -5,9 +5,11 @@ from __future__ import annotations
 if __name__ != "fabricx.strategies":
     raise ImportError(f"import this package as fabricx.strategies, not {__name__}")
 
+from fabricx.strategies.async_sgd import AsyncSGD
 from fabricx.strategies.ddp import DDP
 from fabricx.strategies.fsdp import FSDP
 from fabricx.strategies.local_sgd import LocalSGD
+from fabricx.strategies.parameter_server import ParameterServer
 from fabricx.strategies.single import Single
 
-__all__ = ["DDP", "FSDP", "LocalSGD", "Single"]
+__all__ = ["DDP", "FSDP", "AsyncSGD", "LocalSGD", "ParameterServer", "Single"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal, final
+from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ class DDP(Strategy):
         broadcast_buffers: give all ranks the buffers of rank 0 at each forward, as batch normalisation wants it.
     """
 
-    traits: ClassVar[Traits] = Traits()
+    traits = Traits()
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ class FSDP(Strategy):
         replicas: hybrid sharding: so many groups of ranks, each of which has the whole model between them.
     """
 
-    traits: ClassVar[Traits] = Traits(sharded=True)
+    traits = Traits(sharded=True)
 
     def __init__(
         self,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, final
+from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,7 @@ class LocalSGD(Strategy):
         keep_local: what part of a rank's own weights stays where a result comes late: 0 takes the result alone.
     """
 
-    traits: ClassVar[Traits] = Traits(synchronous=False, quiet_point=True)
+    traits = Traits(synchronous=False, quiet_point=True)
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ def _flat(parameters: list[Tensor]) -> Tensor:
     return torch.cat([parameter.detach().reshape(-1).to(widest) for parameter in parameters])
 
 
-def _in_parts(parameters: list[Tensor], count: int) -> list[list[Tensor]]:
+def _in_parts(parameters: Sequence[Tensor], count: int) -> list[list[Tensor]]:
     """Cut a list into parts of about as many elements each, in its order; fewer where there are fewer parameters.
 
     >>> [len(part) for part in _in_parts([torch.zeros(n) for n in (3, 1, 1, 1, 3)], 3)]

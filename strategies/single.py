@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import final
 
 from fabricx.strategy import Strategy, Traits
 
@@ -11,4 +11,4 @@ from fabricx.strategy import Strategy, Traits
 class Single(Strategy):
     """Train in one process on one device: nothing is communicated."""
 
-    traits: ClassVar[Traits] = Traits(max_ranks=1)
+    traits = Traits(max_ranks=1)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from torch.utils.data.distributed import DistributedSampler
 
 from fabricx.comm.world import World
+from fabricx.data.deal import Deal, Dealer, Section
 from fabricx.data.order import Cut, Share, epoch_order, epoch_seed
 from fabricx.data.seeded import Seeded
 
@@ -34,6 +35,9 @@ class Microbatch:
         empty: nothing to compute here; other ranks have something.
         planned: microbatches of the window that `factor` reckons with.
         position: samples of the epoch's global order that are done after this one's window.
+        apart: other ranks may be anywhere; they are together at the next one that isn't.
+        meets: nothing to compute: ranks that were apart are together here.
+        done: leases of the epoch that are done, where they meet.
     """
 
     data: Any
@@ -46,6 +50,9 @@ class Microbatch:
     planned: int
     empty: bool = False
     position: int = 0
+    apart: bool = False
+    meets: bool = False
+    done: int = 0
 
 
 class Feed(ABC):
@@ -71,6 +78,12 @@ class Feed(ABC):
     @abstractmethod
     def epoch(self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0) -> Iterator[Microbatch]:
         """Yield an epoch's batches from a position on; `first` is the number of the first batch."""
+
+    @abstractmethod
+    def leased(
+        self, dealer: Dealer, section: Section, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0
+    ) -> Iterator[Microbatch]:
+        """Yield what a dealer gives this rank of an epoch, and one that `meets` at the end of each section."""
 
 
 class _Picked:
@@ -156,22 +169,9 @@ class OrderedFeed(Feed):
     def epoch(self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0) -> Iterator[Microbatch]:
         order = self._order(epoch)
         cut = self._cut(min(self._items(), len(order)), accumulate)
-        picks = functools.partial(
-            _picks, order, cut, position,
-            one_by_one=self._own.batch_sampler is None, whole=self._whole_batches, company=self._company,
-        )  # fmt: skip
-        if isinstance(self._own.dataset, Seeded):
-            seed = epoch_seed(self._seed, epoch)
-            self._picked.source = lambda: ((epoch_seed(seed, begin), picked) for begin, picked in picks())
-        else:
-            self._picked.source = lambda: (picked for _, picked in picks())
         self._picked.count = len(cut)
-        if self._own.generator is not None:  # seeds of loader processes: by rank and epoch, not by what ran before
-            self._own.generator.manual_seed(epoch_seed(self._seed + 7919 * (self._world.rank + 1), epoch) % 2**62)
-        sizes: Callable[[int, int], int] = lambda a, b: b - a  # noqa: E731
-        if self._whole_batches:
-            sizes = lambda a, b: sum(len(batch) for batch in order[a:b])  # noqa: E731
-        data = iter(self._own)
+        sizes = self._sizes(order)
+        data = self._data(epoch, lambda: _picks(cut.shares(position), order, self._alone, company=self._company))
         for index, share in enumerate(cut.shares(position), start=first):
             size = sizes(share.begin, share.end)
             whole = sizes(share.window_begin, share.window_end)
@@ -180,12 +180,60 @@ class OrderedFeed(Feed):
                 share.opens, share.closes, share.last, share.planned, empty=size == 0, position=share.window_end,
             )  # fmt: skip
 
+    def leased(
+        self, dealer: Dealer, section: Section, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0
+    ) -> Iterator[Microbatch]:
+        order = self._order(epoch)
+        items = min(self._items(), len(order))
+        sizes, batch = self._sizes(order), self._batch
+        self._picked.count = len(self._cut(items, accumulate))
+        while position < items:
+            deal = Deal(dealer, position, items, batch, accumulate)
+            dealer.open(deal.plan(section))
+            while not deal.over:
+                fetches = functools.partial(self._fetches, deal, order)
+                for share in deal.taken(self._data(epoch, fetches)):
+                    size, whole = sizes(share.begin, share.end), sizes(share.window_begin, share.window_end)
+                    yield Microbatch(
+                        share.data, share.begin // (batch * self._world.size), size, size / whole,
+                        share.opens, share.closes, False, share.planned, apart=True,
+                    )  # fmt: skip
+            position = deal.end
+            index = -(-position // (batch * self._world.size)) - 1
+            yield Microbatch(
+                None, index, 0, 0.0, True, True, position >= items, 1,
+                empty=True, position=position, meets=True, done=-(-position // (batch * accumulate)),
+            )  # fmt: skip
 
-def _picks(
-    order: Any, cut: Cut, position: int, *, one_by_one: bool, whole: bool, company: bool
-) -> Iterator[tuple[int, Any]]:
+    def _fetches(self, deal: Deal, order: Any) -> Iterator[tuple[int, Any]]:
+        return _picks(deal.shares(), order, self._alone, company=False)
+
+    @property
+    def _alone(self) -> bool:
+        """Return whether a place of the order is all that is fetched at a time."""
+        return self._own.batch_sampler is None or self._whole_batches
+
+    def _sizes(self, order: Any) -> Callable[[int, int], int]:
+        """Return what counts the samples between two places."""
+        if self._whole_batches:
+            return lambda a, b: sum(len(batch) for batch in order[a:b])
+        return lambda a, b: b - a
+
+    def _data(self, epoch: int, picks: Callable[[], Iterator[tuple[int, Any]]]) -> Iterator[Any]:
+        """Return the loader's batches of what is picked."""
+        if isinstance(self._own.dataset, Seeded):
+            seed = epoch_seed(self._seed, epoch)
+            self._picked.source = lambda: ((epoch_seed(seed, begin), picked) for begin, picked in picks())
+        else:
+            self._picked.source = lambda: (picked for _, picked in picks())
+        if self._own.generator is not None:  # seeds of loader processes: by rank and epoch, not by what ran before
+            self._own.generator.manual_seed(epoch_seed(self._seed + 7919 * (self._world.rank + 1), epoch) % 2**62)
+        return iter(self._own)
+
+
+def _picks(shares: Iterable[Any], order: Any, alone: bool, *, company: bool) -> Iterator[tuple[int, Any]]:
     """Yield what a loader is to fetch, and where in the order it lies."""
-    for share in cut.shares(position):
+    for share in shares:
         begin, end = share.begin, share.end
         if begin == end:
             if not company:
@@ -193,7 +241,7 @@ def _picks(
             begin, end = share.window_begin, share.window_begin + 1
         places = order[begin:end]
         picked: list[Any] = places.tolist() if isinstance(places, np.ndarray) else list(places)
-        if whole or one_by_one:  # a place is a batch of the user's own, or a sample that isn't collated
+        if alone:  # a place is a batch of the user's own, or a sample that isn't collated
             yield from ((begin + offset, place) for offset, place in enumerate(picked))
         else:
             yield begin, picked
@@ -252,6 +300,36 @@ class ListFeed(Feed):
             yield from self._until_it_ends(data, accumulate, first)
         else:
             yield from self._with_lengths(data, [int(length) for length in lengths], accumulate, first)
+
+    def leased(
+        self, dealer: Dealer, section: Section, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0
+    ) -> Iterator[Microbatch]:
+        if dealer.leases_per_update > 1:
+            raise ValueError(
+                f"{type(self._source).__name__} gives each rank batches of its own, and a global batch of the ranks' "
+                "parts needs one order of the data: give a DataLoader over a map-style dataset, or apply='arrival'"
+            )
+        data, index, more = self._data(first), first, True
+        done = 0
+        upcoming = next(data, _NOTHING)
+        while more:
+            dealer.open(section(done, float("inf")))
+            while upcoming is not _NOTHING and (lease := dealer.ask(wait=True)).lease is not None:
+                dealer.lease = lease
+                for number in range(accumulate):
+                    batch, upcoming = upcoming, next(data, _NOTHING)
+                    closes = number == accumulate - 1 or upcoming is _NOTHING
+                    yield Microbatch(
+                        batch, index, None, 1 / accumulate, number == 0, closes, False, accumulate, apart=True
+                    )  # fmt: skip
+                    index += 1
+                    if closes:
+                        break
+            told = self._world.gather_objects((upcoming is not _NOTHING, index // accumulate))
+            more, done = any(one for one, _ in told), sum(trained for _, trained in told)
+            yield Microbatch(
+                None, index - 1, 0, 0.0, True, True, not more, 1, empty=True, position=index, meets=True, done=done
+            )
 
     def _data(self, first: int) -> Iterator[Any]:
         """Return the source's batches from one of the epoch on."""

@@ -32,8 +32,9 @@ TERMINATE_S = 3.0  # how long a process may take to end when asked to
 
 
 def run_workers(
-    function: Callable[..., Any], arguments: tuple[Any, ...], *, size: int, named: Mapping[str, object] | None = None
-) -> list[Any]:
+    function: Callable[..., Any], arguments: tuple[Any, ...], *, size: int, named: Mapping[str, object] | None = None,
+    servers: int = 0, serve: Callable[..., Any] | None = None,
+) -> list[Any]:  # fmt: skip
     """Run `function(world, *arguments)` in `size` processes, and return what each of them returned, by rank.
 
     Args:
@@ -41,6 +42,8 @@ def run_workers(
         arguments: pickled once, and unpickled by each worker.
         size: how many processes.
         named: what to call the objects in the arguments when one of them can't be pickled.
+        servers: processes beside those, which end when all of those have.
+        serve: what each of them runs: `serve(world, number)`.
 
     Raises:
         NotPicklable: an argument can't be sent; the message names the attribute.
@@ -49,7 +52,7 @@ def run_workers(
     """
     with tempfile.TemporaryDirectory(prefix="fabricx-") as folder:
         _write_job(Path(folder), function, arguments, named or {})
-        return _Workers(folder, size).supervise()
+        return _Workers(folder, size, servers, serve).supervise()
 
 
 def _write_job(folder: Path, function: Any, arguments: tuple[Any, ...], named: Mapping[str, object]) -> None:
@@ -64,7 +67,7 @@ def _write_job(folder: Path, function: Any, arguments: tuple[Any, ...], named: M
 class _Workers:
     """The processes of one run, and what is known of them."""
 
-    def __init__(self, folder: str, size: int) -> None:
+    def __init__(self, folder: str, size: int, servers: int, serve: Callable[..., Any] | None) -> None:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the system chooses the port
         self._size = size
         self._results: dict[int, str] = {}
@@ -72,7 +75,10 @@ class _Workers:
         self._controls: dict[int, Connection] = {}
         self._processes: dict[int, BaseProcess] = {}
         path = tuple(entry or os.path.abspath(entry) for entry in sys.path)
-        self._places = [Place(rank, size, self._store.port, folder, path, os.getcwd()) for rank in range(size)]
+        self._places = [
+            Place(rank, size, self._store.port, folder, path, os.getcwd(), serve=serve if rank >= size else None)
+            for rank in range(size + servers)
+        ]
 
     def supervise(self) -> list[Any]:
         """Start all workers, and wait for their ends."""
@@ -80,7 +86,7 @@ class _Workers:
             try:
                 for place in self._places:
                     self._start(place)
-                while len(self._results) < self._size:
+                while not self._complete():
                     self._look(timeout=1.0)
                     if self._failures:
                         self._gather()
@@ -88,6 +94,10 @@ class _Workers:
                 return [pickle.loads(Path(self._results[rank]).read_bytes()) for rank in range(self._size)]
             finally:
                 self._end()
+
+    def _complete(self) -> bool:
+        """Return whether all workers have left their results; a server has none to give."""
+        return all(rank in self._results for rank in range(self._size))
 
     def _start(self, place: Place) -> None:
         context = _context()
@@ -145,7 +155,7 @@ class _Workers:
     def _end(self) -> None:
         """Leave no process behind."""
         for process in self._processes.values():
-            if len(self._results) < self._size:
+            if not self._complete():
                 process.kill()  # SIGTERM would ask it to stop at the next step, which may never come
         deadline = time.monotonic() + TERMINATE_S
         for process in self._processes.values():

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -30,6 +31,7 @@ class Place:
     sys_path: tuple[str, ...]
     cwd: str
     generation: int = 0
+    serve: Callable[..., Any] | None = None  # what a server runs in the place of the job
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ def _run(place: Place) -> Any:
         generation=place.generation,
         store=store,
     )
+    if place.serve is not None:
+        return place.serve(world, place.rank - place.size)
     with (Path(place.folder) / "job").open("rb") as file:
         function, arguments = pickle.load(file)
     try:

@@ -1,0 +1,189 @@
+"""Ways between one worker and one server: shared memory on one machine, gloo between machines.
+
+A link carries small messages and, beside some of them, one vector each way. Its end says at once when the other side
+has died. Shared memory has no name: nothing of it can outlive the two processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import pickle
+import socket
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import reduction
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Store = dist.Store
+LOST: Final = (EOFError, OSError, RuntimeError)  # what a link raises when the other side is gone
+PARTITION: Final = 1 << 22  # bytes that gloo is given at a time
+
+
+@dataclass(slots=True)
+class Hello:
+    """Who a worker is, and how large its part of the parameters is."""
+
+    worker: int
+    size: int
+    dtype: torch.dtype
+
+
+class Link(ABC):
+    """One end of a way.
+
+    Attributes:
+        hello: what the worker has said of itself.
+        inbox: the vector that came with the newest message that had one.
+        outbox: what goes with the next one that has one.
+        sent, received: bytes of vectors.
+    """
+
+    def __init__(self, hello: Hello) -> None:
+        self.hello = hello
+        self.inbox = torch.empty(0)
+        self.outbox = torch.empty(0)
+        self.sent = self.received = 0
+
+    @abstractmethod
+    def send(self, message: Any, *, vector: bool = False) -> None:
+        """Send a message, with what is in the outbox if `vector`."""
+
+    @abstractmethod
+    def recv(self) -> Any:
+        """Wait for the next message; its vector is in the inbox then."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let the other side know that nothing will come any more."""
+
+
+@final
+class SharedMemory(Link):
+    """Vectors lie in memory that both processes see; a socket rings."""
+
+    def __init__(self, connection: Connection, file: int, hello: Hello, *, server: bool) -> None:
+        super().__init__(hello)
+        self._connection = connection
+        one = hello.size * hello.dtype.itemsize
+        memory = mmap.mmap(file, max(1, 2 * one))
+        os.close(file)
+        up, down = (
+            torch.frombuffer(memory, dtype=hello.dtype, count=hello.size, offset=offset) if one else torch.empty(0)
+            for offset in (0, one)
+        )
+        self.inbox, self.outbox = (up, down) if server else (down, up)
+
+    def send(self, message: Any, *, vector: bool = False) -> None:
+        self._connection.send((message, vector))
+        self.sent += self.outbox.nbytes * vector
+
+    def recv(self) -> Any:
+        message, vector = self._connection.recv()
+        self.received += self.inbox.nbytes * vector
+        return message
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@final
+class Gloo(Link):
+    """A process group of two, which has a store for meeting and nothing else in common with any other group."""
+
+    def __init__(self, group: Any, hello: Hello, *, server: bool) -> None:
+        super().__init__(hello)
+        self._group, self._peer = group, 0 if server else 1
+        self.inbox, self.outbox = torch.zeros(hello.size, dtype=hello.dtype), torch.zeros(hello.size, dtype=hello.dtype)
+
+    def send(self, message: Any, *, vector: bool = False) -> None:
+        data = torch.frombuffer(bytearray(pickle.dumps((message, vector))), dtype=torch.uint8)
+        self._group.send([torch.tensor([len(data)])], self._peer, 0).wait()
+        for part in (*_partitions(data), *_partitions(self.outbox if vector else self.outbox[:0])):
+            self._group.send([part], self._peer, 0).wait()
+        self.sent += self.outbox.nbytes * vector
+
+    def recv(self) -> Any:
+        size = torch.zeros(1, dtype=torch.int64)
+        self._group.recv([size], self._peer, 0).wait()
+        data = torch.empty(int(size), dtype=torch.uint8)
+        for part in _partitions(data):
+            self._group.recv([part], self._peer, 0).wait()
+        message, vector = pickle.loads(data.numpy().tobytes())
+        for part in _partitions(self.inbox if vector else self.inbox[:0]):
+            self._group.recv([part], self._peer, 0).wait()
+        self.received += self.inbox.nbytes * vector
+        return message
+
+    def close(self) -> None:
+        del self._group
+
+
+def _partitions(tensor: Tensor) -> Iterator[Tensor]:
+    raw = tensor.view(torch.uint8)
+    for start in range(0, len(raw), PARTITION):
+        yield raw[start : start + PARTITION]
+
+
+# -- meeting ----------------------------------------------------------------------------------------------------------
+
+
+@final
+class Entrance:
+    """Where a server lets workers of its machine in; its address is for them to read from the store."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="fabricx-server-")
+        self._listener = Listener(os.path.join(self._folder.name, "door"), "AF_UNIX", backlog=64)
+        self.address = f"{socket.gethostname()}:{self._listener.address}"
+
+    def accept(self) -> Link:
+        """Wait for the next worker."""
+        connection: Any = self._listener.accept()
+        hello: Hello = connection.recv()
+        return SharedMemory(connection, reduction.recv_handle(connection), hello, server=True)
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        with contextlib.suppress(OSError):
+            self._listener.close()
+        self._folder.cleanup()
+
+
+def connect(address: str, hello: Hello) -> Link | None:
+    """Return this worker's link to a server of its own machine; None if the server is on another one."""
+    host, _, path = address.partition(":")
+    if host != socket.gethostname() or not os.path.exists(path):
+        return None
+    connection: Any = Client(path, "AF_UNIX")
+    connection.send(hello)
+    file = _nameless(2 * hello.size * hello.dtype.itemsize)
+    reduction.send_handle(connection, file, 0)
+    return SharedMemory(connection, file, hello, server=False)
+
+
+def _nameless(size: int) -> int:
+    """Return a file in memory that is gone when the last process closes it."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("fabricx", os.MFD_CLOEXEC)
+    else:
+        file, path = tempfile.mkstemp(prefix="fabricx-")
+        os.unlink(path)
+    os.ftruncate(file, max(1, size))
+    return file
+
+
+def meet_over_gloo(store: dist.Store, name: str, hello: Hello, *, server: bool, timeout: timedelta) -> Link:
+    """Return one end of a link between machines; waits for the other end, which gives the same name."""
+    place = 1 if server else 0
+    group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), place, 2, timeout)  # type: ignore[attr-defined]
+    return Gloo(group, hello, server=server)

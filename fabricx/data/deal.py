@@ -1,0 +1,112 @@
+"""Data that ranks take piece by piece, each at its own pace."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+
+class Dealer(Protocol):
+    """Gives leases to the ranks; `fabricx.exchange` has one.
+
+    Attributes:
+        lease: what this rank is training.
+    """
+
+    lease: Any
+
+    @property
+    def leases_per_update(self) -> int:
+        """Return how many leases make an update."""
+        ...
+
+    def open(self, leases: int) -> None:
+        """Begin a section of so many leases; every rank does."""
+
+    def ask(self, *, wait: bool) -> Any:
+        """Return a lease; with `wait`, this rank holds none and wants one as soon as there is one."""
+
+
+Section = Callable[[int, int | float], int]  # given the leases that are done and left, how many until the ranks meet
+
+
+@dataclass(slots=True)
+class Taken:
+    """A microbatch of a lease: places [begin, end) of the order, and those of the global batch that it is a part of."""
+
+    begin: int
+    end: int
+    window_begin: int
+    window_end: int
+    opens: bool
+    closes: bool
+    planned: int
+    lease: Any
+    data: Any = None
+
+
+@final
+class Deal:
+    """One section: what this rank was given, and where in the order it lies.
+
+    Args:
+        dealer: who is asked.
+        begin: the first place of the section.
+        items: the end of the order.
+        batch: places of a microbatch.
+        accumulate: microbatches of a lease.
+    """
+
+    def __init__(self, dealer: Dealer, begin: int, items: int, batch: int, accumulate: int) -> None:
+        self._dealer = dealer
+        self._begin, self._items = begin, items
+        self._batch, self._places = batch, batch * accumulate
+        self._held: deque[Any] = deque()  # leases that aren't trained
+        self._fetched: deque[Taken] = deque()
+        self.end = begin  # of the section, once it is over
+        self.over = False
+
+    def plan(self, section: Section) -> int:
+        """Return how many leases the section has."""
+        left = -(-(self._items - self._begin) // self._places)
+        return min(left, section(self._begin // self._places, left))
+
+    def shares(self) -> Iterator[Taken]:
+        """Yield the microbatches of lease after lease, as long as there are any for this rank now."""
+        while True:
+            granted = self._dealer.ask(wait=not self._held)
+            if granted.lease is None:
+                if granted.over:
+                    self.over, self.end = True, min(self._items, self._begin + granted.count * self._places)
+                return
+            self._held.append(granted)
+            for share in self._shares_of(granted):
+                self._fetched.append(share)
+                yield share
+
+    def _shares_of(self, granted: Any) -> Iterator[Taken]:
+        begin = self._begin + granted.lease * self._places
+        end = min(begin + self._places, self._items)
+        together = self._dealer.leases_per_update
+        first = granted.lease - granted.lease % together
+        window = self._begin + first * self._places
+        window_end = min(window + together * self._places, self._items)
+        count = -(-(end - begin) // self._batch)
+        for number in range(count):
+            low = begin + number * self._batch
+            yield Taken(
+                low, min(low + self._batch, end), window, window_end, number == 0, number == count - 1, count, granted
+            )
+
+    def taken(self, data: Iterator[Any]) -> Iterator[Taken]:
+        """Yield the microbatches that were fetched; a lease is done when the next microbatch is asked for."""
+        for batch in data:
+            share = self._fetched.popleft()
+            share.data = batch
+            if share.opens:
+                self._dealer.lease = share.lease
+            yield share
+            if share.closes:
+                self._held.popleft()

@@ -1,0 +1,112 @@
+"""The process of a server: lets workers in, and attends to each in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any, final
+
+from fabricx.comm.links import LOST, Entrance, Hello, Link, Store, meet_over_gloo
+from fabricx.exchange.messages import Pull
+from fabricx.exchange.server import Server
+
+LONG = timedelta(days=365)  # a link has no time-out: that a worker has died is known by its end
+
+
+def serve(store: Store, prefix: str, number: int, workers: int) -> None:
+    """Be a server until all workers have come and gone.
+
+    Args:
+        store: where workers look for the address.
+        prefix: of the run's keys.
+        number: which server this is.
+        workers: how many there are.
+    """
+    _Serving(store, f"{prefix}/server/{number}", workers).run()
+
+
+@final
+class _Serving:
+    def __init__(self, store: Store, key: str, workers: int) -> None:
+        self._store, self._key = store, key
+        self._workers = workers
+        self._server = Server(workers)
+        self._changed = threading.Condition()
+        self._present: set[int] = set()
+        self._came = 0
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        entrance = Entrance()
+        self._in_thread(self._let_in, entrance)
+        for worker in range(self._workers):
+            self._in_thread(self._wait_for, worker)
+        self._store.set(self._key, entrance.address)
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._error or (self._came >= self._workers and not self._present))
+        finally:
+            entrance.close()
+        if self._error is not None:
+            raise self._error
+
+    def _in_thread(self, function: Any, *arguments: Any) -> None:
+        threading.Thread(target=function, args=arguments, daemon=True).start()
+
+    def _let_in(self, entrance: Entrance) -> None:
+        while True:
+            try:
+                link = entrance.accept()
+            except EOFError:
+                continue  # it went away at the door
+            except OSError:
+                return
+            self._in_thread(self._attend, link)
+
+    def _wait_for(self, worker: int) -> None:
+        """Meet a worker of another machine, if it says that it is on one."""
+        store = self._store.clone()  # type: ignore[attr-defined]  # a connection of its own, to wait on
+        key = f"{self._key}/from/{worker}"
+        try:
+            store.wait([key], LONG)
+        except RuntimeError:
+            return
+        size, dtype = store.get(key).decode().split()
+        import torch
+
+        hello = Hello(worker, int(size), getattr(torch, dtype))
+        self._attend(meet_over_gloo(store, f"{key}/link", hello, server=True, timeout=LONG))
+
+    def _attend(self, link: Link) -> None:
+        """Answer one worker's messages, in their order, until it leaves."""
+        worker = link.hello.worker
+        with self._changed:
+            self._came += 1
+            self._present.add(worker)
+            self._server.joined(worker)
+        try:
+            while (message := link.recv()) is not None:
+                answer = self._answer(worker, message, link)
+                if answer is not None:
+                    link.send(answer, vector=isinstance(message, Pull))
+        except LOST:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            link.close()
+            with self._changed:
+                self._present.discard(worker)
+                self._server.left(worker)
+                self._changed.notify_all()
+
+    def _answer(self, worker: int, message: Any, link: Link) -> Any:
+        with self._changed:
+            self._changed.wait_for(lambda: self._server.ready(worker, message))
+            try:
+                return self._server.handle(worker, message, link.inbox, link.outbox)
+            except BaseException as error:
+                self._error = error
+                raise
+            finally:
+                self._changed.notify_all()

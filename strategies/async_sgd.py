@@ -1,0 +1,70 @@
+"""No worker waits for another."""
+
+from __future__ import annotations
+
+from typing import Literal, final
+
+from fabricx.exchange.messages import Settings
+from fabricx.exchange.strategy import LinkKind, ServedStrategy, ShardBy, check_choice
+
+
+@final
+class AsyncSGD(ServedStrategy):
+    """Each worker takes the next batch when it is ready, and its gradient is applied when it arrives.
+
+    A gradient was computed with weights that others have changed since; its staleness is the number of updates in
+    between. By default it is divided by that, so that the learning rate of ddp stays a stable one.
+
+    Sources: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012; division by staleness: Zhang et al., IJCAI
+    2016; delay compensation: Zheng et al., "Asynchronous SGD with Delay Compensation", ICML 2017.
+
+    Args:
+        max_staleness: the bound; None for no bound.
+        bound: "version": no gradient older than that is applied; "clock": no worker has done more than that many
+            batches more than the slowest.
+        on_stale: what happens at a bound by version: others "wait", the gradient is dropped ("drop", and its batch
+            trained again), or it counts less ("damp"; that bounds nothing).
+        compensation: "dc" or "dc-adaptive".
+        dc_lambda: strength of the compensation; 0.04 for "dc" and 2.0 for "dc-adaptive" if not given.
+        dc_momentum: of the mean square of "dc-adaptive".
+        damp: divide gradients by their staleness; "auto" does without compensation.
+        servers: processes that keep the parameters.
+        link: "auto" is shared memory on one machine and gloo between machines; "gloo" is gloo everywhere.
+        shard_by: "element", "tensor", or "auto", which knows torch's optimizers.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_staleness: int | None = None,
+        bound: Literal["version", "clock"] = "version",
+        on_stale: Literal["wait", "drop", "damp"] = "wait",
+        compensation: Literal["dc", "dc-adaptive"] | None = None,
+        dc_lambda: float | None = None,
+        dc_momentum: float = 0.95,
+        damp: bool | Literal["auto"] = "auto",
+        servers: int = 1,
+        link: LinkKind = "auto",
+        shard_by: ShardBy = "auto",
+    ) -> None:
+        check_choice("async_sgd", "bound", bound, ("version", "clock"))
+        check_choice("async_sgd", "on_stale", on_stale, ("wait", "drop", "damp"))
+        check_choice("async_sgd", "compensation", compensation, ("dc", "dc-adaptive", None))
+        if max_staleness is not None and max_staleness < 0:
+            raise ValueError(f"max_staleness={max_staleness}: 0 or more updates, or None for no bound")
+        if on_stale == "drop" and servers > 1:
+            raise ValueError("on_stale='drop' needs servers=1: each server would drop gradients of its own choice")
+        self.max_staleness = max_staleness
+        self.bound = bound
+        self.on_stale = on_stale
+        self.compensation = compensation
+        self.dc_lambda = dc_lambda if dc_lambda is not None else 0.04 if compensation == "dc" else 2.0
+        self.dc_momentum = dc_momentum
+        self.damp = compensation is None if damp == "auto" else bool(damp)
+        settings = Settings(
+            workers=0, aggregate=False, max_staleness=max_staleness, bound=bound, on_stale=on_stale,
+            compensation=compensation, dc_lambda=self.dc_lambda, dc_momentum=dc_momentum, damp=self.damp,
+        )  # fmt: skip
+        super().__init__(
+            servers=servers, apart=True, servers_step=True, settings=settings, link=link, shard_by=shard_by
+        )

@@ -1,0 +1,69 @@
+"""Parameters with servers: workers bring gradients, and fetch what comes of them."""
+
+from __future__ import annotations
+
+from typing import Literal, final
+
+from fabricx.exchange.messages import Settings
+from fabricx.exchange.strategy import LinkKind, ServedStrategy, ShardBy, check_choice
+
+
+@final
+class ParameterServer(ServedStrategy):
+    """Servers keep the parameters in parts, by size; `devices` counts the workers, and servers are beside them.
+
+    Synchronously it computes what ddp computes. Asynchronously no worker waits for another: each takes the next batch
+    of the one order of the data when it is ready, so every sample is trained once an epoch, and a slow worker just
+    takes fewer.
+
+    Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; Ho et al., "More
+    Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013; backup workers: Chen et al.,
+    "Revisiting Distributed Synchronous SGD", arXiv 1604.00981.
+
+    Args:
+        mode: "sync", "bounded" (at most `max_staleness` behind) or "async".
+        servers: how many; the parameters are divided among them.
+        optimizer: who steps in "sync": "worker" (servers sum) or "server" (which has the only moments).
+        max_staleness: of "bounded": how many global batches a worker may be ahead of the oldest that isn't complete.
+        apply: of "bounded": "aggregate" makes one update of each global batch; "arrival" one of each gradient, and then
+            the bound is on how many batches a worker has done more than the slowest.
+        backup_workers: of "sync": an update doesn't wait for the slowest so many.
+        link: "auto" is shared memory on one machine and gloo between machines; "gloo" is gloo everywhere.
+        shard_by: "element", "tensor", or "auto", which knows torch's optimizers.
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: Literal["sync", "bounded", "async"] = "sync",
+        servers: int = 1,
+        optimizer: Literal["worker", "server"] = "worker",
+        max_staleness: int = 2,
+        apply: Literal["aggregate", "arrival"] = "aggregate",
+        backup_workers: int = 0,
+        link: LinkKind = "auto",
+        shard_by: ShardBy = "auto",
+    ) -> None:
+        check_choice("parameter_server", "mode", mode, ("sync", "bounded", "async"))
+        check_choice("parameter_server", "optimizer", optimizer, ("worker", "server"))
+        check_choice("parameter_server", "apply", apply, ("aggregate", "arrival"))
+        if max_staleness < 0:
+            raise ValueError(f"max_staleness={max_staleness}: 0 or more updates")
+        if backup_workers and mode != "sync":
+            raise ValueError(f"backup_workers={backup_workers}: only mode='sync' waits for workers; mode={mode!r}")
+        self.mode = mode
+        self.optimizer = optimizer
+        self.max_staleness = max_staleness
+        self.apply = apply
+        self.backup_workers = backup_workers
+        settings = Settings(
+            workers=0,
+            aggregate=mode == "sync" or (mode == "bounded" and apply == "aggregate"),
+            max_staleness=max_staleness if mode == "bounded" else None,
+            damp=mode != "sync" and not (mode == "bounded" and apply == "aggregate"),
+            backup=backup_workers,
+        )
+        super().__init__(
+            servers=servers, apart=mode != "sync", servers_step=mode != "sync" or optimizer == "server",
+            settings=settings, link=link, shard_by=shard_by,
+        )  # fmt: skip

@@ -1,0 +1,294 @@
+"""Workers with servers: every sample once at whatever pace, exact where it can be, one format of checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import fabricx as fx
+from fabricx import checkpoint
+from fabricx.callbacks import ModelCheckpoint
+from fabricx.errors import WorkerFailed
+from fabricx.strategies import DDP, AsyncSGD, ParameterServer, Single
+from fabricx.testing import QUIET, LayeredModule, layered_data
+
+SAMPLES = 43
+
+
+class Numbered(Dataset[Any]):
+    """Pairs, with the number of each."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.data = layered_data(samples)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return (*self.data[index], index)
+
+
+class Recorded(LayeredModule):
+    """Notes which samples each rank has trained, and what the servers have seen."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        torch.manual_seed(2)
+        super().__init__()
+        self.optimizer = optimizer
+        self.samples: list[Any] = []
+        self.by_rank: list[Any] = []
+        self.counts: list[Any] = []
+        self.traffic: list[tuple[int, int]] = []
+        self.validated: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.samples.append(batch[2].tolist())
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if batch_idx == 0 and not self.trainer.sanity_checking:
+            self.validated.append(self.trainer.global_step)
+
+    def on_train_epoch_end(self) -> None:
+        self.by_rank = self.trainer.world.gather_objects(self.samples)
+        strategy: Any = self.trainer.strategy
+        if isinstance(strategy, (AsyncSGD, ParameterServer)):
+            self.counts, self.traffic = strategy.counts(), self.trainer.world.gather_objects(strategy.traffic)
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer == "momentum":
+            return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.5)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        if self.optimizer == "adamw":
+            return optimizer
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
+
+
+def train(
+    strategy: Any, devices: int = 2, *, module: Any = None, ckpt: Path | None = None, batch: int = 12, **options: Any
+) -> tuple[Any, fx.Trainer]:
+    torch.manual_seed(2)
+    module = module or Recorded()
+    trainer = fx.Trainer(devices=devices, strategy=strategy, **{"max_epochs": 2, **QUIET, **options})
+    loader: Any = DataLoader(Numbered(), batch, shuffle=True)
+    trainer.fit(module, loader, DataLoader(Numbered(5), 1), ckpt_path=ckpt)
+    return module, trainer
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "scheduled"])
+@pytest.mark.parametrize("link", ["auto", "gloo"])
+def test_one_worker_is_a_single_process_to_the_bit(optimizer: str, link: Any) -> None:
+    options: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "batch": 5}
+    wanted, one = train(Single(), 1, module=Recorded(optimizer), **options)
+    found, trainer = train(AsyncSGD(servers=2, link=link), 1, module=Recorded(optimizer), **options)
+    assert same(found, wanted)
+    assert trainer.global_step == one.global_step == 10
+    assert found.by_rank == wanted.by_rank
+    assert float(trainer.callback_metrics["val"]) == float(one.callback_metrics["val"])
+    assert float(trainer.callback_metrics["loss_epoch"]) == pytest.approx(float(one.callback_metrics["loss_epoch"]))
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_each_sample_is_trained_once_an_epoch(workers: int, loaders: int) -> None:
+    torch.manual_seed(2)
+    module = Recorded()
+    trainer = fx.Trainer(devices=workers, strategy=AsyncSGD(), max_epochs=1, **QUIET)
+    trainer.fit(module, DataLoader(Numbered(), 4, shuffle=True, num_workers=loaders))
+    trained = [sample for rank in module.by_rank for batch in rank for sample in batch]
+    assert sorted(trained) == list(range(SAMPLES))
+    assert trainer.global_step == 11
+    assert sum(module.counts[0].staleness.values()) == 11
+
+
+def test_no_staleness_is_ddp() -> None:
+    wanted, one = train(Single(), 1)
+    found, trainer = train(ParameterServer(mode="bounded", max_staleness=0, servers=2), 2, batch=6)
+    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=2e-6)
+    assert trainer.global_step == one.global_step == 8
+    assert all(set(counts.staleness) == {0} for counts in found.counts)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "most"),
+    [
+        (AsyncSGD(max_staleness=1), 1),
+        (AsyncSGD(max_staleness=1, servers=2), 1),
+        (AsyncSGD(max_staleness=0, on_stale="drop"), 0),
+        (AsyncSGD(max_staleness=1, bound="clock"), 6),  # (n - 1)(2s + 1)
+        (AsyncSGD(compensation="dc-adaptive", link="gloo"), None),
+        (ParameterServer(mode="bounded", max_staleness=1), 1),
+        (ParameterServer(mode="bounded", max_staleness=1, apply="arrival"), 6),
+        (ParameterServer(mode="async", servers=2), None),
+    ],
+)
+def test_bounds_hold_between_processes(strategy: Any, most: int | None) -> None:
+    module, trainer = train(strategy, 3, batch=2, max_epochs=1)
+    trained = [sample for rank in module.by_rank for batch in rank for sample in batch]
+    assert set(trained) == set(range(SAMPLES))
+    assert most is None or all(max(counts.staleness) <= most for counts in module.counts)
+    assert trainer.global_step == module.counts[0].updates == (8 if strategy._settings.aggregate else 22)
+
+
+def test_limits_validations_and_checkpoints_come_at_exact_updates(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
+    options: dict[str, Any] = {"max_steps": 17, "max_epochs": -1, "val_check_interval": 2, "enable_checkpointing": True}
+    module, trainer = train(AsyncSGD(), 2, batch=4, callbacks=[saver], **options)
+    assert trainer.global_step == 17
+    assert sorted(checkpoint.read_manifest(path)["step"] for path in checkpoint.list_committed(tmp_path)) == [5, 10, 15]
+    assert module.validated == [4, 8, 11, 15]  # every two batches of each rank, which has 6 an epoch; 11 leases in all
+
+
+def test_checkpoints_go_from_strategy_to_strategy(tmp_path: Path) -> None:
+    ways: list[tuple[Any, int]] = [
+        (Single(), 1), (AsyncSGD(servers=2), 2), (DDP(), 2), (ParameterServer(), 2),
+        (ParameterServer(optimizer="server", servers=3), 2), (ParameterServer(mode="bounded"), 1), (Single(), 1),
+    ]  # fmt: skip
+    before: Any = None
+    path: Path | None = None
+    for number, (strategy, devices) in enumerate(ways):
+        # At the limit already after the first: the run takes the checkpoint up, and writes another.
+        saver = SavesAtEnd(tmp_path / f"{number}.ckpt")
+        train(strategy, devices, ckpt=path, callbacks=[saver], max_steps=4, batch=12 // devices)
+        path = tmp_path / f"{number}.ckpt"
+        state = checkpoint.load(path)["strategy"]
+        if before is not None:
+            assert_equal(state, before)
+        before = state
+
+
+class SavesAtEnd(fx.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        for a, b in zip(one, other, strict=True):
+            assert_equal(a, b)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("strategy", [ParameterServer(), ParameterServer(optimizer="server"), AsyncSGD()])
+def test_a_run_goes_on_exactly(tmp_path: Path, strategy: Any) -> None:
+    devices = 1 if isinstance(strategy, AsyncSGD) else 2
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
+    options: dict[str, Any] = {"batch": 6, "enable_checkpointing": True}
+    whole, _ = train(strategy, devices, module=Recorded("scheduled"), callbacks=[saver], **options)
+    path = sorted(checkpoint.list_committed(tmp_path), key=lambda one: checkpoint.read_manifest(one)["step"])[0]
+    again, trainer = train(strategy, devices, module=Recorded("scheduled"), ckpt=path, batch=6)
+    assert same(again, whole)
+    assert trainer.current_epoch == 2
+
+
+def test_what_travels_is_each_gradient_and_the_weights_once() -> None:
+    module, trainer = train(ParameterServer(servers=2), 2, batch=6, limit_val_batches=0)
+    size = 4 * sum(parameter.numel() for parameter in module.parameters())
+    assert module.traffic == [(8 * size, 8 * size)] * 2
+    module, trainer = train(AsyncSGD(servers=2), 2, batch=4, limit_val_batches=0, max_epochs=1)
+    assert sum(sent for sent, _ in module.traffic) == trainer.global_step * size
+    quiet = 2 * 2  # each worker brings the weights where all meet: at the end of the epoch, and after it
+    assert sum(received for _, received in module.traffic) <= (trainer.global_step + quiet) * size
+
+
+class Gathers(Recorded):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 0:
+            dist.all_reduce(torch.zeros(1))
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_collective_in_a_step_is_refused_at_once() -> None:
+    with pytest.raises(WorkerFailed, match="each rank takes its batches at its own pace"):
+        train(AsyncSGD(), module=Gathers())
+
+
+class Normed(Recorded):
+    """Learns statistics of its inputs."""
+
+    def __init__(self, kind: Any = nn.BatchNorm1d) -> None:
+        super().__init__()
+        self.norm = kind(6)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(self.norm(inputs))
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.states = self.trainer.world.gather_objects([self.norm.running_mean, self.norm.running_var])
+
+
+def test_statistics_are_joined_where_ranks_meet() -> None:
+    module, _ = train(AsyncSGD(), 3, module=Normed(), batch=5, max_epochs=1)
+    for states in zip(*module.states, strict=True):
+        assert all(torch.equal(one, states[0]) for one in states)
+    assert float((module.norm.running_var - 1.0).abs().max()) < 0.8
+
+
+@pytest.mark.parametrize(
+    ("strategy", "module", "message"),
+    [
+        (AsyncSGD(), Normed(nn.SyncBatchNorm), "SyncBatchNorm needs all ranks"),
+        (AsyncSGD(), LayeredModule(manual=True), "a manually optimised module steps by itself"),
+        (ParameterServer(optimizer="server"), LayeredModule(manual=True), "optimizer=worker"),
+    ],
+)
+def test_what_cant_work_is_refused(strategy: Any, module: Any, message: str) -> None:
+    with pytest.raises(WorkerFailed, match=message):
+        train(strategy, module=module)
+
+
+class Stream:
+    """Batches without a number; the ranks have different ones, and not as many."""
+
+    def __iter__(self) -> Any:
+        for number in range(4 + 3 * dist.get_rank()):
+            yield [torch.full((2, 6), float(number)), torch.ones(2, 1), torch.tensor([number])]
+
+
+def test_streams_of_different_lengths_are_read_to_their_ends() -> None:
+    module = Recorded()
+    trainer = fx.Trainer(devices=2, strategy=AsyncSGD(), max_epochs=1, **QUIET)
+    trainer.fit(module, Stream())
+    assert module.by_rank == [[[n] for n in range(4)], [[n] for n in range(7)]]
+    assert trainer.global_step == 11
+    with pytest.raises(WorkerFailed, match="give a DataLoader over a map-style dataset"):
+        fx.Trainer(devices=2, strategy=ParameterServer(mode="bounded"), max_epochs=1, **QUIET).fit(module, Stream())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ParameterServer(mode="asink"), "Did you mean 'async'"),
+        (lambda: ParameterServer(servers=0), "servers=0"),
+        (lambda: ParameterServer(mode="async", backup_workers=1), "backup_workers=1"),
+        (lambda: AsyncSGD(max_staleness=-1), "max_staleness=-1"),
+        (lambda: AsyncSGD(compensation="dc-adaptiv"), "Did you mean 'dc-adaptive'"),
+        (lambda: AsyncSGD(on_stale="drop", servers=2), "servers=1"),
+    ],
+)
+def test_wrong_options_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
