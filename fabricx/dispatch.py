@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import secrets
@@ -23,7 +24,7 @@ from fabricx.checkpoint.places import as_path
 from fabricx.comm import world as worlds
 from fabricx.comm.world import World
 from fabricx.errors import CheckpointError, did_you_mean
-from fabricx.execution import execute
+from fabricx.execution import execute, next_job
 from fabricx.hooks import check_hooks
 from fabricx.launch import environment
 from fabricx.module import Module
@@ -76,6 +77,8 @@ def _run(trainer: Trainer, job: Job) -> Any:
     _check(trainer, job)
     trainer.interrupted = trainer.terminated = False
     trainer.state.seed = trainer.state.seed or torch.initial_seed() % 2**62  # what the caller has seeded decides
+    if (place := _server_of_cluster(trainer)) is not None:
+        return _serve_in_cluster(trainer, job, place)
     here = worlds.current() or _join_cluster(trainer)
     job.ckpt_path = _agreed(here, lambda: resolve_checkpoint(trainer, job.ckpt_path))
     if trainer.run_dir is None:
@@ -117,11 +120,14 @@ def _join_cluster(trainer: Trainer) -> World | None:
                 "`torchrun --nnodes ... --nproc-per-node ... script.py`, or with srun"
             )
         return None
+    workers = found.size - trainer.strategy.servers
+    found = replace(found, size=workers, local_size=min(found.local_size, workers - (found.rank - found.local_rank)))
     if trainer.devices_given and found.local_size and len(trainer.device_ids) != found.local_size:
         raise ValueError(
             f"devices={len(trainer.device_ids)}, but {found.local_size} processes were started on this machine; leave "
             "devices at 'auto', or start as many"
         )
+    atexit.register(worlds.leave)  # a process that ends with its group's threads running may abort
     return enter(trainer, environment.connect(found))
 
 
@@ -155,9 +161,11 @@ def _in_workers(trainer: Trainer, job: Job) -> Any:
         provenance.write(trainer.run_dir, None)  # here is the command that the user gave
     named = {"module": job.module, "trainer": trainer, "train_dataloaders": job.train, "dataloaders": job.evaluate,
              "datamodule": job.datamodule}  # fmt: skip
+    elastic = trainer.strategy.traits.elastic and job.stage == "fit"
     outcome = run_workers(
-        _work, (trainer, job), size=len(trainer.device_ids), named=named, servers=_servers(trainer, job), serve=_serve
-    )[0]
+        _work, (trainer, job), size=len(trainer.device_ids), named=named, servers=_servers(trainer, job), serve=_serve,
+        elastic=elastic,
+    )[0]  # fmt: skip
     outcome.absorb(trainer, job)
     return outcome.results
 
@@ -166,8 +174,35 @@ def _servers(trainer: Trainer, job: Job) -> int:
     return trainer.strategy.servers if job.stage == "fit" else 0
 
 
+def _server_of_cluster(trainer: Trainer) -> World | None:
+    """Return this process's place if it is one of the last ones, which serve; None if it is a worker's.
+
+    Raises:
+        ValueError: no process would be left to train.
+    """
+    servers, found = trainer.strategy.servers, environment.detect()
+    if not servers or found is None or found.size == 1:
+        return None
+    if found.size <= servers:
+        raise ValueError(
+            f"{found.size} processes were started, and servers={servers} of them serve: start {servers} and one for "
+            "each worker"
+        )
+    return found if found.rank >= found.size - servers else None
+
+
+def _serve_in_cluster(trainer: Trainer, job: Job, place: World) -> list[Any]:
+    """Serve, where the workers train; there is no result here."""
+    workers = place.size - trainer.strategy.servers
+    trainer.world = World(rank=place.rank, local_rank=place.local_rank, job=next_job())  # speaks to nobody
+    if job.stage == "fit":
+        world = replace(environment.connect(place), size=workers, job=trainer.world.job)
+        _serve(world, place.rank - workers)
+    return []
+
+
 def _serve(world: World, number: int) -> None:
-    """Be a server of the first job in a world that was started for it."""
+    """Be a server of one job."""
     from fabricx.exchange.serving import serve
 
     assert world.store is not None

@@ -42,6 +42,11 @@ if TYPE_CHECKING:
 _JOBS = itertools.count()  # every rank of a world runs the same jobs in the same order
 
 
+def next_job() -> int:
+    """Return the number of the next run in this world; every process of it counts alike."""
+    return next(_JOBS)
+
+
 @dataclass
 class Overridden:
     """Which methods with a meaning of their own the module overrides, and what follows from it."""
@@ -74,6 +79,22 @@ def execute(t: Trainer, job: Job, world: World) -> Outcome:
         raise
     finally:
         _close(t, ending)
+
+
+def change_world(t: Trainer, world: World) -> None:
+    """Let everything that talks to other ranks know who they are now."""
+    t.world = world
+    t.strategy.world_changed(world)
+    for metrics in {t.logbook.metrics, t.train_logbook.metrics}:
+        metrics.world_changed(world.gather_objects, world.size)
+    if t.agreement is not None:
+        t.agreement.close()
+        t.agreement = StopAgreement(world)
+    if t.writer is not None:
+        t.writer.close()
+        t.writer = None
+    for feed in (t.train_feed, *t.val_feeds):
+        feed.world_changed(world)
 
 
 def _call(hook: tuple[Callable[..., Any], ...], *args: Any) -> None:
@@ -111,7 +132,7 @@ def table(results: list[dict[str, float]], title: str) -> str:
 
 def _set_up(t: Trainer, job: Job, world: World) -> None:
     """Bring up everything, in the order of the hooks that API.md fixes."""
-    t.world = dataclasses.replace(world, job=next(_JOBS))
+    t.world = dataclasses.replace(world, job=next_job())
     t.strategy.enter(t.world)
     t.module, t.datamodule = job.module, job.datamodule
     t.state.ranks = t.state.ranks or world.size

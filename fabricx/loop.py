@@ -154,6 +154,8 @@ def _go_on_apart(t: Trainer, micro: Microbatch) -> None:
 
 def _meet(t: Trainer, micro: Microbatch) -> None:
     """Bring ranks together that went at their own pace: all is done that was dealt."""
+    if t.strategy.dealer.lost:
+        t.go_on_without(t.strategy.dealer.lost)
     t.strategy.quiesce()
     _count_update(t, t.state.step)
     _advance(t, micro)

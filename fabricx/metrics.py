@@ -132,6 +132,10 @@ class Metrics:
         self.series: dict[str, Series] = {}
         self.objects: dict[str, tuple[Any, Series]] = {}  # torchmetrics.Metric by name
 
+    def world_changed(self, gather: Callable[[Any], list[Any]], size: int) -> None:
+        """Join over other ranks from now on."""
+        self._gather, self._size = gather, size
+
     def due(self, *, epoch: bool, step: int | None = None) -> list[str]:
         """Return the names that have something to tell: at a step, those logged in that step."""
         if epoch:

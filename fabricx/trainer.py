@@ -356,7 +356,7 @@ class Trainer:
 
         where = as_path(path)
         save_checkpoint(self, where, weights_only=weights_only, after=after, failed=failed)
-        if wait:
+        if wait or self.state.phase is Phase.IDLE:
             self.finish_checkpoint()
         return where
 
@@ -369,7 +369,14 @@ class Trainer:
         Raises:
             CheckpointError: it couldn't be written for another reason.
         """
-        return self.writer is None or self.writer.finish()
+        if self.writer is None:
+            return True
+        try:
+            return self.writer.finish()
+        finally:
+            if self.state.phase is Phase.IDLE:  # no run will close it
+                self.writer.close()
+                self.writer = None
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main rank only, above the progress bar."""
@@ -577,6 +584,13 @@ class Trainer:
             from fabricx.checkpointing import restore
 
             restore(self, self.overridden.ckpt_path, weights_only=weights_only)
+
+    def go_on_without(self, lost: tuple[int, ...]) -> None:
+        """Go on with the ranks that are left, where the strategy can; all of those call it."""
+        from fabricx.execution import change_world
+
+        self.print(f"rank {', '.join(map(str, lost))} died; {self.world.size - len(lost)} go on")
+        change_world(self, self.world.without(lost))
 
     def attach_log(self, logbook: Logbook | None) -> None:
         """Say where `self.log` goes from now on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -31,17 +32,24 @@ class _Snapshot:
     copied: Any  # an event on a GPU, after which the copies are there
 
 
+_Task = tuple[_Snapshot, Callable[[], None] | None, threading.Event]
+
+
 @final
 class Writer:
-    """Writes checkpoints of all ranks, one at a time, each in a thread of its own.
+    """Writes checkpoints of all ranks, one at a time, in a thread.
 
     A snapshot is taken while everybody waits (a copy in memory); files are written while training goes on. Ranks tell
-    the main rank through the store that their parts are on disk; it commits. No collective runs in a thread.
+    the main rank through the store that their parts are on disk; it commits. No collective runs in the thread. There is
+    one for all checkpoints: a process that a loader forks in the moment in which a thread begins or ends may hang
+    (CPython 3.11 takes a lock in the child that nobody is left to give back).
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._thread: threading.Thread | None = None
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._written: threading.Event | None = None  # is what was begun last done?
         self._error: BaseException | None = None
         self._path = Path()
         self._room: dict[str, torch.Tensor] = {}  # of the newest snapshot, for the next one
@@ -84,13 +92,15 @@ class Writer:
             copied.record()
         snapshot = _Snapshot(path, work, part, data, manifest, copied)
         self._path, self._failed, self._warned = path, failed, False
-        self._thread = threading.Thread(target=self._run, args=(snapshot, after), name="fabricx-checkpoint")
-        self._thread.daemon = True
-        self._thread.start()
+        self._written = threading.Event()
+        self._tasks.put((snapshot, after, self._written))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="fabricx-checkpoint", daemon=True)
+            self._thread.start()
 
     def poll(self) -> None:
         """Raise what went wrong in the background, as soon as that is known; costs nothing while nothing is written."""
-        if self._thread is not None and self._error is not None and not self._thread.is_alive():
+        if self._written is not None and self._error is not None and self._written.is_set():
             self._raise_unless_full(self._error)
 
     def finish(self) -> bool:
@@ -102,10 +112,10 @@ class Writer:
         Raises:
             CheckpointError: it couldn't be written for another reason than a full disk.
         """
-        thread, self._thread = self._thread, None
-        if thread is None:
+        written, self._written = self._written, None
+        if written is None:
             return True
-        thread.join()
+        written.wait()
         error, self._error = self._error, None
         told = self._world.broadcast_object(None if error is None else _told(error))
         if told is None:
@@ -119,6 +129,7 @@ class Writer:
         """Wait for this rank's own part; after an error, when other ranks may be gone."""
         thread, self._thread = self._thread, None
         if thread is not None:
+            self._tasks.put(None)
             thread.join(timeout=30.0 if self._world.size == 1 else 1.0)
 
     def _raise_unless_full(self, error: BaseException) -> None:
@@ -134,6 +145,13 @@ class Writer:
         )
 
     # -- in the thread ------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            snapshot, after, written = task
+            self._run(snapshot, after)
+            del task, snapshot, after
+            written.set()
 
     def _run(self, snapshot: _Snapshot, after: Callable[[], None] | None) -> None:
         written: dict[str, Any] = {}
@@ -195,6 +213,9 @@ def save(path: Place, state: Mapping[str, Any], manifest: Mapping[str, Any], wor
     writer = Writer(world or World())
     path = as_path(path)
     writer.begin(path, state, manifest)
-    if not writer.finish():
-        raise CheckpointError(f"the checkpoint {path} could not be written: the disk is full")
+    try:
+        if not writer.finish():
+            raise CheckpointError(f"the checkpoint {path} could not be written: the disk is full")
+    finally:
+        writer.close()
     return path

@@ -66,6 +66,10 @@ class Link(ABC):
     def close(self) -> None:
         """Let the other side know that nothing will come any more."""
 
+    def gone(self) -> bool:
+        """Return whether the other side is known to have died, without waiting for a message."""
+        return False
+
 
 @final
 class SharedMemory(Link):
@@ -84,16 +88,26 @@ class SharedMemory(Link):
         self.inbox, self.outbox = (up, down) if server else (down, up)
 
     def send(self, message: Any, *, vector: bool = False) -> None:
-        self._connection.send((message, vector))
+        # Plain pickles: those of multiprocessing would hand tensors over by files of their own.
+        self._connection.send_bytes(pickle.dumps((message, vector)))
         self.sent += self.outbox.nbytes * vector
 
     def recv(self) -> Any:
-        message, vector = self._connection.recv()
+        message, vector = pickle.loads(self._connection.recv_bytes())
         self.received += self.inbox.nbytes * vector
         return message
 
     def close(self) -> None:
         self._connection.close()
+
+    def gone(self) -> bool:
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as peer:
+            try:
+                return peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True
 
 
 @final
@@ -142,19 +156,28 @@ class Entrance:
     """Where a server lets workers of its machine in; its address is for them to read from the store."""
 
     def __init__(self) -> None:
+        self._closed = False
         self._folder = tempfile.TemporaryDirectory(prefix="fabricx-server-")
         self._listener = Listener(os.path.join(self._folder.name, "door"), "AF_UNIX", backlog=64)
         self.address = f"{socket.gethostname()}:{self._listener.address}"
 
     def accept(self) -> Link:
-        """Wait for the next worker."""
+        """Wait for the next worker.
+
+        Raises:
+            OSError: the entrance is closed.
+        """
         connection: Any = self._listener.accept()
+        if self._closed:
+            raise OSError("nobody is let in any more")
         hello: Hello = connection.recv()
         return SharedMemory(connection, reduction.recv_handle(connection), hello, server=True)
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Let nobody in any more; whoever waits at `accept` waits no more."""
+        self._closed = True
         with contextlib.suppress(OSError):
+            Client(self._listener.address, "AF_UNIX").close()
             self._listener.close()
         self._folder.cleanup()
 

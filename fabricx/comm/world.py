@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -57,6 +58,19 @@ class World:
             timeout=timeout,
         )
         _CURRENT[:] = [self]
+
+    def without(self, lost: Collection[int]) -> World:
+        """Return this rank's place in a new group, of the ranks that are left; all of those call it."""
+        assert self.store is not None
+        ranks = [rank for rank in range(self.size) if rank not in lost]
+        dist.destroy_process_group()
+        local = sum(rank in ranks for rank in range(self.rank - self.local_rank, self.rank))
+        smaller = replace(
+            self, rank=ranks.index(self.rank), size=len(ranks), local_rank=local,
+            local_size=min(self.local_size, len(ranks)), generation=self.generation + 1,
+        )  # fmt: skip
+        smaller.join("nccl" if self.device.type == "cuda" else "gloo")
+        return smaller
 
     def key(self, name: str) -> str:
         """Return a key of the store that belongs to this run."""

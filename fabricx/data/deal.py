@@ -18,6 +18,11 @@ class Dealer(Protocol):
     lease: Any
 
     @property
+    def lost(self) -> tuple[int, ...]:
+        """Return the ranks that died since all met last."""
+        ...
+
+    @property
     def leases_per_update(self) -> int:
         """Return how many leases make an update."""
         ...

@@ -59,6 +59,11 @@ class Feed(ABC):
     """Batches of one loader for one rank."""
 
     exact_position = True  # can it start anywhere without reading what lies before?
+    _world: World
+
+    def world_changed(self, world: World) -> None:
+        """Give each of other ranks its share, from the next epoch or section on."""
+        self._world = world
 
     @abstractmethod
     def batches(self) -> int | float:

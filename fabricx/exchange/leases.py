@@ -37,6 +37,7 @@ class Leases:
         self._done = dict.fromkeys(workers, 0)
         self._workers = len(self._done)
         self._each = each
+        self._at_end: tuple[int, ...] = ()
         self._clock = clock
         self._bound = bound
         self._next = 0
@@ -64,7 +65,9 @@ class Leases:
     def grant(self, worker: int) -> Granted:
         """Give a worker the next part, if one may be begun."""
         if not self.available(worker):
-            return Granted(None, over=self.over, count=self.count)
+            if self.over and not self._at_end:
+                self._at_end = tuple(sorted(self._done))  # all are told the same, whoever dies now
+            return Granted(None, over=self.over, count=self.count, workers=self._at_end)
         if self._returned:
             lease = heapq.heappop(self._returned)
         else:

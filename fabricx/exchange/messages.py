@@ -168,13 +168,21 @@ class Reply:
 
 @dataclass(slots=True)
 class Granted:
-    """A lease, or none: then the section is `over`, with `count` leases in all, or what is left isn't to be had yet."""
+    """A lease, or none: then what is left isn't to be had yet, or the section is `over`.
+
+    Attributes:
+        lease, clock, parts: see `Push`.
+        over: no lease of the section will come any more.
+        count: how many it had in all.
+        workers: those that were there at its end.
+    """
 
     lease: int | None
     clock: int = 0
     parts: int = 1
     over: bool = False
     count: int = 0
+    workers: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, Final, final
+
+import torch
 
 from fabricx.comm.links import LOST, Entrance, Hello, Link, Store, meet_over_gloo
 from fabricx.exchange.messages import Pull
 from fabricx.exchange.server import Server
 
-LONG = timedelta(days=365)  # a link has no time-out: that a worker has died is known by its end
+POLL_S: Final = 0.05  # how often a server looks for workers of other machines, until all are there
+LOOK_S: Final = 0.2  # how often a server looks whether a worker that waits is still there
+END_S: Final = 1.0  # how long a thread may take to end
+LONG: Final = timedelta(days=365)  # a link has no time-out: that a worker has died is known by its end
 
 
 def serve(store: Store, prefix: str, number: int, workers: int) -> None:
@@ -34,24 +39,30 @@ class _Serving:
         self._changed = threading.Condition()
         self._present: set[int] = set()
         self._came = 0
+        self._threads: list[threading.Thread] = []
+        self._over = threading.Event()
         self._error: BaseException | None = None
 
     def run(self) -> None:
         entrance = Entrance()
+        self._in_thread(self._watch_for_others)
         self._in_thread(self._let_in, entrance)
-        for worker in range(self._workers):
-            self._in_thread(self._wait_for, worker)
         self._store.set(self._key, entrance.address)
         try:
             with self._changed:
                 self._changed.wait_for(lambda: self._error or (self._came >= self._workers and not self._present))
         finally:
+            self._over.set()
             entrance.close()
+            for thread in self._threads:  # else one may be cut off in the middle of something
+                thread.join(END_S)
         if self._error is not None:
             raise self._error
 
     def _in_thread(self, function: Any, *arguments: Any) -> None:
-        threading.Thread(target=function, args=arguments, daemon=True).start()
+        thread = threading.Thread(target=function, args=arguments, daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     def _let_in(self, entrance: Entrance) -> None:
         while True:
@@ -63,19 +74,18 @@ class _Serving:
                 return
             self._in_thread(self._attend, link)
 
-    def _wait_for(self, worker: int) -> None:
-        """Meet a worker of another machine, if it says that it is on one."""
-        store = self._store.clone()  # type: ignore[attr-defined]  # a connection of its own, to wait on
-        key = f"{self._key}/from/{worker}"
-        try:
-            store.wait([key], LONG)
-        except RuntimeError:
-            return
-        size, dtype = store.get(key).decode().split()
-        import torch
+    def _watch_for_others(self) -> None:
+        """Meet workers of other machines, as they say that they are there."""
+        keys = {f"{self._key}/from/{worker}": worker for worker in range(self._workers)}
+        while not self._over.wait(POLL_S) and self._came < self._workers:
+            for key, worker in [(key, worker) for key, worker in keys.items() if self._store.check([key])]:
+                del keys[key]
+                size, dtype = self._store.get(key).decode().split()
+                hello = Hello(worker, int(size), getattr(torch, dtype))
+                self._in_thread(self._meet, f"{key}/link", hello)
 
-        hello = Hello(worker, int(size), getattr(torch, dtype))
-        self._attend(meet_over_gloo(store, f"{key}/link", hello, server=True, timeout=LONG))
+    def _meet(self, name: str, hello: Hello) -> None:
+        self._attend(meet_over_gloo(self._store, name, hello, server=True, timeout=LONG))
 
     def _attend(self, link: Link) -> None:
         """Answer one worker's messages, in their order, until it leaves."""
@@ -102,7 +112,9 @@ class _Serving:
 
     def _answer(self, worker: int, message: Any, link: Link) -> Any:
         with self._changed:
-            self._changed.wait_for(lambda: self._server.ready(worker, message))
+            while not self._changed.wait_for(lambda: self._server.ready(worker, message), LOOK_S):
+                if link.gone():
+                    raise EOFError
             try:
                 return self._server.handle(worker, message, link.inbox, link.outbox)
             except BaseException as error:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.comm.apart import apart
+from fabricx.comm.world import World
 from fabricx.errors import did_you_mean
 from fabricx.exchange.client import Client
 from fabricx.exchange.messages import Counts, Granted, Settings
@@ -59,7 +60,7 @@ class ServedStrategy(Strategy):
         self.servers = servers
         self.link = link
         self.shard_by = shard_by
-        self.traits = Traits(synchronous=not apart, quiet_point=apart)
+        self.traits = Traits(synchronous=not apart, quiet_point=apart, elastic=apart)
         self._apart = apart
         self._servers_step = servers_step
         self._settings = settings
@@ -77,6 +78,8 @@ class ServedStrategy(Strategy):
         self._closing = True  # does the next backward end an accumulation window?
         self._section = -1
         self.lease: Granted | None = None  # what is being trained
+        self._present: tuple[int, ...] = ()  # of those, at the end of the newest section
+        self._workers: tuple[int, ...] = ()  # as the servers number them, by rank
 
     # -- set up -------------------------------------------------------------------------------------------------
 
@@ -121,6 +124,7 @@ class ServedStrategy(Strategy):
                 optimizer.state.clear()
         self._stale = self._apart
         self._section = -1
+        self._workers = tuple(range(self.world.size))
 
     def teardown(self) -> None:
         if self._client is not None:
@@ -271,12 +275,25 @@ class ServedStrategy(Strategy):
         """Begin a section of so many leases; all workers do."""
         assert self._client is not None
         self._section += 1
+        self._present = self._workers
         self._client.open(self._section, leases)
 
     def ask(self, *, wait: bool) -> Granted:
         """Return the next lease."""
         assert self._client is not None
-        return self._client.ask(self._section, wait=wait)
+        granted = self._client.ask(self._section, wait=wait)
+        if granted.over:
+            self._present = granted.workers
+        return granted
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Return the ranks that died since all met last."""
+        return tuple(rank for rank, worker in enumerate(self._workers) if worker not in self._present)
+
+    def world_changed(self, world: World) -> None:
+        self.world, self._workers = world, self._present
+        self._settings.workers = world.size
 
     def close_section(self) -> None:
         """Let all workers meet as soon as they have done what they hold."""

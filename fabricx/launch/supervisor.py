@@ -33,7 +33,7 @@ TERMINATE_S = 3.0  # how long a process may take to end when asked to
 
 def run_workers(
     function: Callable[..., Any], arguments: tuple[Any, ...], *, size: int, named: Mapping[str, object] | None = None,
-    servers: int = 0, serve: Callable[..., Any] | None = None,
+    servers: int = 0, serve: Callable[..., Any] | None = None, elastic: bool = False,
 ) -> list[Any]:  # fmt: skip
     """Run `function(world, *arguments)` in `size` processes, and return what each of them returned, by rank.
 
@@ -44,6 +44,7 @@ def run_workers(
         named: what to call the objects in the arguments when one of them can't be pickled.
         servers: processes beside those, which end when all of those have.
         serve: what each of them runs: `serve(world, number)`.
+        elastic: the others go on when a worker other than rank 0 dies; its result is None.
 
     Raises:
         NotPicklable: an argument can't be sent; the message names the attribute.
@@ -52,7 +53,7 @@ def run_workers(
     """
     with tempfile.TemporaryDirectory(prefix="fabricx-") as folder:
         _write_job(Path(folder), function, arguments, named or {})
-        return _Workers(folder, size, servers, serve).supervise()
+        return _Workers(folder, size, servers, serve, elastic=elastic).supervise()
 
 
 def _write_job(folder: Path, function: Any, arguments: tuple[Any, ...], named: Mapping[str, object]) -> None:
@@ -67,9 +68,13 @@ def _write_job(folder: Path, function: Any, arguments: tuple[Any, ...], named: M
 class _Workers:
     """The processes of one run, and what is known of them."""
 
-    def __init__(self, folder: str, size: int, servers: int, serve: Callable[..., Any] | None) -> None:
+    def __init__(
+        self, folder: str, size: int, servers: int, serve: Callable[..., Any] | None, *, elastic: bool
+    ) -> None:  # fmt: skip
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the system chooses the port
         self._size = size
+        self._elastic = elastic
+        self._dead: set[int] = set()  # the others go on without them
         self._results: dict[int, str] = {}
         self._failures: list[Failure] = []
         self._controls: dict[int, Connection] = {}
@@ -91,13 +96,16 @@ class _Workers:
                     if self._failures:
                         self._gather()
                         raise self._primary()
-                return [pickle.loads(Path(self._results[rank]).read_bytes()) for rank in range(self._size)]
+                return [
+                    None if rank in self._dead else pickle.loads(Path(self._results[rank]).read_bytes())
+                    for rank in range(self._size)
+                ]
             finally:
                 self._end()
 
     def _complete(self) -> bool:
         """Return whether all workers have left their results; a server has none to give."""
-        return all(rank in self._results for rank in range(self._size))
+        return all(rank in self._results or rank in self._dead for rank in range(self._size))
 
     def _start(self, place: Place) -> None:
         context = _context()
@@ -120,7 +128,11 @@ class _Workers:
                 self._receive(rank, self._controls.get(rank))  # its last words, said just before
                 process = self._processes.pop(rank)
                 process.join()
-                if rank not in self._results and all(failure.rank != rank for failure in self._failures):
+                if rank in self._results or any(failure.rank == rank for failure in self._failures):
+                    continue
+                if self._elastic and 0 < rank < self._size:
+                    self._dead.add(rank)
+                elif not (rank >= self._size and process.exitcode == 0):  # a server ends when its workers have
                     self._failures.append(_death(rank, process.exitcode))
 
     def _receive(self, rank: int, control: Connection | None) -> None:
@@ -146,7 +158,8 @@ class _Workers:
         first = min(self._failures, key=lambda failure: (_is_echo(failure), failure.at))
         others = sorted({failure.rank for failure in self._failures if failure.rank != first.rank})
         also = f"\n(rank {', '.join(map(str, others))} failed after that)" if others else ""
-        message = f"rank {first.rank} failed:\n\n{first.traceback.rstrip()}{also}"
+        who = f"rank {first.rank}" if first.rank < self._size else f"server {first.rank - self._size}"
+        message = f"{who} failed:\n\n{first.traceback.rstrip()}{also}"
         failed = WorkerFailed(message, rank=first.rank, traceback=first.traceback)
         failed.__cause__ = None if first.error is None else first.error.with_traceback(None)
         failed.__suppress_context__ = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -292,3 +294,42 @@ def test_streams_of_different_lengths_are_read_to_their_ends() -> None:
 def test_wrong_options_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+class Dies(Recorded):
+    """One rank is killed in the middle of its fourth step."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == self.rank and len(self.samples) == 4 and not self.trainer.world.generation:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        AsyncSGD(servers=2),
+        AsyncSGD(max_staleness=1),
+        AsyncSGD(max_staleness=1, bound="clock"),
+        ParameterServer(mode="bounded", max_staleness=1),
+    ],
+)
+def test_workers_go_on_without_one_that_was_killed(strategy: Any) -> None:
+    module, trainer = train(strategy, 3, module=Dies(2), batch=1)
+    assert trainer.current_epoch == 2
+    trained = [sample for rank in module.by_rank for batch in rank for sample in batch]
+    # Three batches of the dead one are in the weights, and its notes are gone; the fourth was trained by another.
+    assert len(trained) == 2 * SAMPLES - 3
+    aggregate = strategy._settings.aggregate
+    assert trainer.global_step == (15 + 22 if aggregate else 2 * SAMPLES)  # 3 batches an update, then 2
+
+
+def test_the_main_rank_cant_be_done_without() -> None:
+    with pytest.raises(WorkerFailed, match="rank 0 failed") as error:
+        train(AsyncSGD(), 2, module=Dies(0), batch=1)
+    assert "SIGKILL" in str(error.value)
