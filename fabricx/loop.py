@@ -24,7 +24,7 @@ from fabricx.errors import RanksDisagree
 from fabricx.evaluation import sanity_check, validate_in_fit
 from fabricx.hooks import Hook
 from fabricx.optimization import step_schedules
-from fabricx.publishing import log_step, log_step_alone, publish_epoch, publish_step
+from fabricx.publishing import log_measured, log_step, log_step_alone, publish_epoch, publish_step
 from fabricx.restart_point import BufferCopies, RestartPoint
 from fabricx.seed import random_kept
 from fabricx.state import Phase
@@ -84,6 +84,7 @@ def _end_epoch(t: Trainer) -> None:
     if t.state.validating:
         validate_in_fit(t)
     publish_epoch(t)
+    log_measured(t)
     call(t.hooks.train_epoch_end_others)
     publish_epoch(t)  # what the hooks have logged
     t.state.closing = t.state.drained

@@ -82,6 +82,13 @@ def publish_epoch(t: Trainer) -> None:
     _to_loggers(t, values, epoch=True)
 
 
+def log_measured(t: Trainer) -> None:
+    """Give what the strategy has measured of itself to the loggers; every rank calls it at the same moment."""
+    found = t.strategy.measured()
+    if found and t.scribe:
+        t.scribe.each(lambda logger: logger.log_metrics({**found, "epoch": float(t.state.epoch)}, t.state.step))
+
+
 def publish_evaluation(t: Trainer, loaders: int) -> list[dict[str, float]]:
     """Join the values of an evaluation, and return them by loader."""
     logbook = t.logbook

@@ -170,6 +170,10 @@ class Strategy(ABC):
             for buffer in (*self.module.buffers(), *(copies or {}).values()):
                 self.world.broadcast(buffer)
 
+    def measured(self) -> dict[str, float]:
+        """Return what it has measured of itself since it was last asked, on the main rank; every rank calls it."""
+        return {}
+
     # -- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:

@@ -17,8 +17,7 @@ class ParameterServer(ServedStrategy):
     takes fewer.
 
     Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; Ho et al., "More
-    Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013; backup workers: Chen et al.,
-    "Revisiting Distributed Synchronous SGD", arXiv 1604.00981.
+    Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013.
 
     Args:
         mode: "sync", "bounded" (at most `max_staleness` behind) or "async".
@@ -27,7 +26,6 @@ class ParameterServer(ServedStrategy):
         max_staleness: of "bounded": how many global batches a worker may be ahead of the oldest that isn't complete.
         apply: of "bounded": "aggregate" makes one update of each global batch; "arrival" one of each gradient, and then
             the bound is on how many batches a worker has done more than the slowest.
-        backup_workers: of "sync": an update doesn't wait for the slowest so many.
         link: "auto" is shared memory on one machine and gloo between machines; "gloo" is gloo everywhere.
         shard_by: "element", "tensor", or "auto", which knows torch's optimizers.
     """
@@ -40,7 +38,6 @@ class ParameterServer(ServedStrategy):
         optimizer: Literal["worker", "server"] = "worker",
         max_staleness: int = 2,
         apply: Literal["aggregate", "arrival"] = "aggregate",
-        backup_workers: int = 0,
         link: LinkKind = "auto",
         shard_by: ShardBy = "auto",
     ) -> None:
@@ -49,19 +46,15 @@ class ParameterServer(ServedStrategy):
         check_choice("parameter_server", "apply", apply, ("aggregate", "arrival"))
         if max_staleness < 0:
             raise ValueError(f"max_staleness={max_staleness}: 0 or more updates")
-        if backup_workers and mode != "sync":
-            raise ValueError(f"backup_workers={backup_workers}: only mode='sync' waits for workers; mode={mode!r}")
         self.mode = mode
         self.optimizer = optimizer
         self.max_staleness = max_staleness
         self.apply = apply
-        self.backup_workers = backup_workers
         settings = Settings(
             workers=0,
             aggregate=mode == "sync" or (mode == "bounded" and apply == "aggregate"),
             max_staleness=max_staleness if mode == "bounded" else None,
             damp=mode != "sync" and not (mode == "bounded" and apply == "aggregate"),
-            backup=backup_workers,
         )
         super().__init__(
             servers=servers, apart=mode != "sync", servers_step=mode != "sync" or optimizer == "server",

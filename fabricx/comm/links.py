@@ -31,11 +31,12 @@ PARTITION: Final = 1 << 22  # bytes that gloo is given at a time
 
 @dataclass(slots=True)
 class Hello:
-    """Who a worker is, and how large its part of the parameters is."""
+    """Who a worker is, how large its part of the parameters is, and whether all are given the same, in one memory."""
 
     worker: int
     size: int
     dtype: torch.dtype
+    same: bool = False
 
 
 class Link(ABC):
@@ -75,17 +76,10 @@ class Link(ABC):
 class SharedMemory(Link):
     """Vectors lie in memory that both processes see; a socket rings."""
 
-    def __init__(self, connection: Connection, file: int, hello: Hello, *, server: bool) -> None:
+    def __init__(self, connection: Connection, hello: Hello, inbox: Tensor, outbox: Tensor) -> None:
         super().__init__(hello)
         self._connection = connection
-        one = hello.size * hello.dtype.itemsize
-        memory = mmap.mmap(file, max(1, 2 * one))
-        os.close(file)
-        up, down = (
-            torch.frombuffer(memory, dtype=hello.dtype, count=hello.size, offset=offset) if one else torch.empty(0)
-            for offset in (0, one)
-        )
-        self.inbox, self.outbox = (up, down) if server else (down, up)
+        self.inbox, self.outbox = inbox, outbox
 
     def send(self, message: Any, *, vector: bool = False) -> None:
         # Plain pickles: those of multiprocessing would hand tensors over by files of their own.
@@ -157,6 +151,7 @@ class Entrance:
 
     def __init__(self) -> None:
         self._closed = False
+        self._same: tuple[int, Tensor] | None = None  # what all workers see that are given the same
         self._folder = tempfile.TemporaryDirectory(prefix="fabricx-server-")
         self._listener = Listener(os.path.join(self._folder.name, "door"), "AF_UNIX", backlog=64)
         self.address = f"{socket.gethostname()}:{self._listener.address}"
@@ -171,7 +166,14 @@ class Entrance:
         if self._closed:
             raise OSError("nobody is let in any more")
         hello: Hello = connection.recv()
-        return SharedMemory(connection, reduction.recv_handle(connection), hello, server=True)
+        inbox = _mapped(reduction.recv_handle(connection), hello)
+        if not hello.same:
+            return SharedMemory(connection, hello, inbox, _mapped(reduction.recv_handle(connection), hello))
+        if self._same is None:
+            file = _nameless(hello)
+            self._same = file, _mapped(os.dup(file), hello)
+        reduction.send_handle(connection, self._same[0], 0)
+        return SharedMemory(connection, hello, inbox, self._same[1])
 
     def close(self) -> None:
         """Let nobody in any more; whoever waits at `accept` waits no more."""
@@ -179,6 +181,9 @@ class Entrance:
         with contextlib.suppress(OSError):
             Client(self._listener.address, "AF_UNIX").close()
             self._listener.close()
+        if self._same is not None:
+            os.close(self._same[0])
+            self._same = None
         self._folder.cleanup()
 
 
@@ -189,19 +194,30 @@ def connect(address: str, hello: Hello) -> Link | None:
         return None
     connection: Any = Client(path, "AF_UNIX")
     connection.send(hello)
-    file = _nameless(2 * hello.size * hello.dtype.itemsize)
-    reduction.send_handle(connection, file, 0)
-    return SharedMemory(connection, file, hello, server=False)
+    boxes = [_nameless(hello) for _ in range(1 if hello.same else 2)]
+    for file in boxes:
+        reduction.send_handle(connection, file, 0)
+    if hello.same:
+        boxes.append(reduction.recv_handle(connection))
+    outbox, inbox = (_mapped(file, hello) for file in boxes)
+    return SharedMemory(connection, hello, inbox, outbox)
 
 
-def _nameless(size: int) -> int:
+def _mapped(file: int, hello: Hello) -> Tensor:
+    """Return a vector in a file, which is closed; the memory stays as long as the vector."""
+    memory = mmap.mmap(file, max(1, hello.size * hello.dtype.itemsize))
+    os.close(file)
+    return torch.frombuffer(memory, dtype=hello.dtype, count=hello.size) if hello.size else torch.empty(0)
+
+
+def _nameless(hello: Hello) -> int:
     """Return a file in memory that is gone when the last process closes it."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("fabricx", os.MFD_CLOEXEC)
     else:
         file, path = tempfile.mkstemp(prefix="fabricx-")
         os.unlink(path)
-    os.ftruncate(file, max(1, size))
+    os.ftruncate(file, max(1, hello.size * hello.dtype.itemsize))
     return file
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, final
@@ -49,13 +50,16 @@ class Client:
         servers: how many there are.
         whole: a parameter is with one server.
         over_gloo: even where a server is on this machine.
+        same: all workers pull the same sums, each before the next one is made.
     """
 
     def __init__(
         self, store: Store, prefix: str, worker: int, parameters: Sequence[Tensor], servers: int,
-        *, whole: bool = False, over_gloo: bool = False,
+        *, whole: bool = False, over_gloo: bool = False, same: bool = False,
     ) -> None:  # fmt: skip
+        self._same = same
         self._parameters = list(parameters)
+        self.waited_s = 0.0  # for servers to answer
         self.missing: set[int] = set()  # numbers of parameters that had no gradient in the newest sum
         self._pieces = cut([parameter.numel() for parameter in parameters], servers, whole=whole)
         double = any(parameter.dtype == torch.float64 for parameter in parameters)
@@ -65,7 +69,8 @@ class Client:
 
     def _meet(self, store: Store, key: str, worker: int, over_gloo: bool) -> Link:
         number = int(key.rpartition("/")[2])
-        hello = Hello(worker, sum(piece.stop - piece.start for piece in self._pieces[number]), self._dtype)
+        size = sum(piece.stop - piece.start for piece in self._pieces[number])
+        hello = Hello(worker, size, self._dtype, same=self._same)
         store.wait([key], START)
         link = None if over_gloo else connect(store.get(key).decode(), hello)
         if link is not None:
@@ -103,6 +108,7 @@ class Client:
         A gradient of them follows if `to_train`. Where that may have to wait for other workers, servers are asked
         `one_by_one`: two workers that each wait at the other's server would wait for ever.
         """
+        begun = time.perf_counter()
         versions = []
         self.missing = set(range(len(self._parameters)))
         with _alive():
@@ -115,6 +121,7 @@ class Client:
                 versions.append(reply.version)
                 boxes.empty(targets)
                 self.missing -= boxes.present(reply.content)
+        self.waited_s += time.perf_counter() - begun
         return min(versions)
 
     def norm(self, clock: int, parameters: Sequence[Tensor]) -> float:
@@ -154,9 +161,11 @@ class Client:
 
     def ask(self, section: int, *, wait: bool) -> Granted:
         """Return this worker's next lease."""
+        begun = time.perf_counter()
         with _alive():
             self._links[0].send(Ask(section, wait))
             granted: Granted = self._links[0].recv()
+        self.waited_s += time.perf_counter() - begun
         return granted
 
     def close_section(self, section: int) -> None:

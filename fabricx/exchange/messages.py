@@ -25,7 +25,6 @@ class Settings:
         on_stale: what happens at a bound by version.
         compensation, dc_lambda, dc_momentum: of the delay (DC-ASGD).
         damp: divide a gradient by its staleness.
-        backup: so many parts of a global batch may be missing.
     """
 
     workers: int
@@ -37,7 +36,6 @@ class Settings:
     dc_lambda: float = 0.04
     dc_momentum: float = 0.95
     damp: bool = False
-    backup: int = 0
 
     @property
     def orders_updates(self) -> bool:

@@ -48,11 +48,13 @@ class Server:
     Attributes:
         version: updates that were made.
         counts: what was seen so far.
+        total: where sums are made; whoever pulls one has it before the next is made.
     """
 
     def __init__(self, workers: int) -> None:
         self.version = 0
         self.counts = Counts()
+        self.total = torch.empty(0)
         self._workers = set(range(workers))
         self._settings = Settings(workers)
         self._rule: Rule | None = None
@@ -105,7 +107,8 @@ class Server:
         if isinstance(message, Pull):
             if message.to_train:
                 self._bases[worker] = self.version
-            outbox.copy_(self.values)
+            if outbox.data_ptr() != self.values.data_ptr():
+                outbox.copy_(self.values)
             return Reply(self.version, self._rule.missing if self._rule is not None else None)
         if isinstance(message, Push):
             return self._push(worker, message, inbox, outbox)
@@ -198,9 +201,6 @@ class Server:
 
     def _add_part(self, push: Push, inbox: Tensor, base: int) -> None:
         """Keep a part of a global batch's gradient, and make all updates that are complete, in their order."""
-        if push.clock < self.version:  # a backup worker's: the update was made without it
-            self.counts.dropped += 1
-            return
         leased = self._leases.section >= 0  # then this worker's next gradient may come before this one is used
         part = _Part(inbox.clone() if leased else inbox, push, base)
         parts = self._parts.setdefault(push.clock, {})
@@ -210,8 +210,9 @@ class Server:
         if leased:
             self._leases.done(push.lease)
 
-    def _wanted(self, parts: dict[int, _Part]) -> int:
-        return next(iter(parts.values())).push.parts - self._settings.backup
+    @staticmethod
+    def _wanted(parts: dict[int, _Part]) -> int:
+        return next(iter(parts.values())).push.parts
 
     def _held(self, clock: int) -> Tensor:
         """Return the sum of an update's parts, which stays until it is applied."""
@@ -240,9 +241,14 @@ class Server:
 
     def _sum(self, full: list[_Part]) -> Tensor:
         """Return the sum of parts, added in the order of their leases."""
-        if len(full) < 2:
-            return full[0].gradient.clone() if full else torch.zeros_like(self.values)
-        total = full[0].gradient + full[1].gradient
+        if self.total.numel() != self._begun.size:
+            self.total = torch.zeros(self._begun.size, dtype=self._begun.dtype)
+        total = self.total
+        if not full:
+            return total.zero_()
+        if len(full) == 1:
+            return total.copy_(full[0].gradient)
+        torch.add(full[0].gradient, full[1].gradient, out=total)
         for part in full[2:]:
             total.add_(part.gradient)
         return total

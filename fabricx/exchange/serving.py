@@ -94,6 +94,8 @@ class _Serving:
             self._came += 1
             self._present.add(worker)
             self._server.joined(worker)
+            if link.hello.same:
+                self._server.total = link.outbox
         try:
             while (message := link.recv()) is not None:
                 answer = self._answer(worker, message, link)

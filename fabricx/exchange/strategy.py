@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -71,6 +72,7 @@ class ServedStrategy(Strategy):
         self._version = 0  # updates that it knows of
         self._stale = False  # have the weights to be brought before the next step?
         self._stepped = False
+        self._told: _Totals | None = None  # what was measured when it was asked for last
         self._several_backwards = False
         self._pushed = False  # has this update's gradient been brought already?
         self._scales: list[tuple[list[Tensor], float]] = []  # what it is to be clipped by
@@ -110,7 +112,7 @@ class ServedStrategy(Strategy):
             raise ValueError(f"{type(self).__name__} needs servers, which are started with the workers")
         self._client = Client(
             self.world.store, self.world.key("exchange"), self.world.rank, self._parameters, self.servers,
-            whole=whole, over_gloo=self.link == "gloo",
+            whole=whole, over_gloo=self.link == "gloo", same=not self._servers_step,
         )  # fmt: skip
 
     def starts(self, step: int) -> None:
@@ -122,6 +124,7 @@ class ServedStrategy(Strategy):
         if self._servers_step:  # they have it now
             for optimizer in self._optimizers:
                 optimizer.state.clear()
+        self._told = None
         self._stale = self._apart
         self._section = -1
         self._workers = tuple(range(self.world.size))
@@ -323,6 +326,15 @@ class ServedStrategy(Strategy):
         """Return what each server has seen: updates, staleness, what was dropped."""
         return self._client.counts() if self._client is not None else []
 
+    def measured(self) -> dict[str, float]:
+        if self._client is None:
+            return {}
+        workers = self.world.gather_objects((*self.traffic, self._client.waited_s))
+        servers = self.counts()
+        now = _Totals(workers, servers)
+        before, self._told = self._told, now
+        return now.since(before) if self.world.main_rank else {}
+
     @property
     def traffic(self) -> tuple[int, int]:
         """Return the bytes of gradients and weights that this worker has sent and received."""
@@ -339,6 +351,29 @@ class ServedStrategy(Strategy):
         for optimizer in optimizers:
             optimizer.state.clear()
         return found
+
+
+class _Totals:
+    """What all workers and servers have counted since they began."""
+
+    def __init__(self, workers: Sequence[tuple[int, int, float]], servers: Sequence[Counts]) -> None:
+        sent, received, waited = (sum(column) for column in zip(*workers, strict=True))
+        self.totals = {"sent_mib": sent / 2**20, "received_mib": received / 2**20, "waited_s": waited}
+        self.totals["dropped"] = float(sum(server.dropped for server in servers))
+        self.staleness = Counter[int]()
+        for server in servers:
+            self.staleness.update(server.staleness)
+        self.lead = max(server.lead for server in servers)
+
+    def since(self, before: _Totals | None) -> dict[str, float]:
+        """Return what has come since then, by the names that loggers see."""
+        earlier = before.totals if before is not None else dict.fromkeys(self.totals, 0.0)
+        found = {f"exchange/{name}": value - earlier[name] for name, value in self.totals.items()}
+        staleness = self.staleness - before.staleness if before is not None else self.staleness
+        if staleness:
+            found["exchange/staleness_mean"] = sum(k * n for k, n in staleness.items()) / staleness.total()
+            found["exchange/staleness_max"] = float(max(staleness))
+        return {**found, "exchange/clock_lead": float(self.lead)}
 
 
 def _pool_statistics(module: nn.Module, world: Any) -> None:

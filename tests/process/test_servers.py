@@ -285,7 +285,6 @@ def test_streams_of_different_lengths_are_read_to_their_ends() -> None:
     [
         (lambda: ParameterServer(mode="asink"), "Did you mean 'async'"),
         (lambda: ParameterServer(servers=0), "servers=0"),
-        (lambda: ParameterServer(mode="async", backup_workers=1), "backup_workers=1"),
         (lambda: AsyncSGD(max_staleness=-1), "max_staleness=-1"),
         (lambda: AsyncSGD(compensation="dc-adaptiv"), "Did you mean 'dc-adaptive'"),
         (lambda: AsyncSGD(on_stale="drop", servers=2), "servers=1"),

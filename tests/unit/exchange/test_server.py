@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from fabricx.exchange.fake import simulate
 from fabricx.exchange.layout import cut
-from fabricx.exchange.messages import Begin, Pull, Push, Settings
+from fabricx.exchange.messages import Begin, Settings
 from fabricx.exchange.rules import needs_whole_tensors, sliced
-from fabricx.exchange.server import Server
 
 SIZE = 5
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -115,23 +114,6 @@ def test_too_old_gradients_are_dropped_and_their_data_trained_again() -> None:
     assert server.counts.dropped > 0
     assert max(server.counts.staleness) == 2
     assert server.version == sum(server.counts.staleness.values()) == 60
-
-
-def test_an_update_doesnt_wait_for_backup_workers() -> None:
-    start, _ = begin(workers=3, aggregate=True, backup=1)
-    server, none = Server(3), torch.zeros(SIZE)
-    server.handle(0, start, none, none)
-    for clock, late in ((0, 2), (1, 0)):
-        gradients = [gradient(3 * clock + worker, server.values) for worker in range(3)]
-        before = server.values.clone()
-        for worker in (one for one in range(3) if one != late):
-            assert not server.ready(worker, Pull(clock + 1))
-            server.handle(worker, Push(clock, 3, worker), gradients[worker], none)
-        assert server.ready(late, Pull(clock + 1))
-        server.handle(late, Push(clock, 3, late), gradients[late], none)
-        used = [gradients[worker] for worker in range(3) if worker != late]
-        assert torch.allclose(server.values, before - 0.1 * (used[0] + used[1]))
-    assert (server.version, server.counts.dropped) == (2, 2)
 
 
 @pytest.mark.parametrize("settings", [{"aggregate": False}, {"aggregate": True, "max_staleness": 1}])

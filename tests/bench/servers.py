@@ -1,0 +1,174 @@
+"""Workers with servers: what a slow worker costs, an exchange beside gloo's, and an idle server."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from table import Row, interleaved, show
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fabricx as fx
+from fabricx.exchange.client import Client
+from fabricx.exchange.messages import Settings
+from fabricx.exchange.serving import serve
+from fabricx.strategies import DDP, AsyncSGD, ParameterServer
+from fabricx.testing import QUIET, run_ranks
+
+STEP_S, SLOWER = 0.02, 4
+WORKERS = 4
+MIB = 25
+
+
+class Sleeps(fx.Module):
+    """A step takes as long as it is told to: on rank 0 several times as long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.seconds = 0.0
+
+    def on_train_epoch_start(self) -> None:
+        self.trainer.world.barrier()
+        self.begun = time.perf_counter()
+
+    def on_train_epoch_end(self) -> None:
+        self.seconds = time.perf_counter() - self.begun
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        time.sleep(STEP_S * (SLOWER if self.global_rank == 0 else 1))
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def ms_a_batch(strategy: Any, batches: int) -> float:
+    module = Sleeps()
+    trainer = fx.Trainer(devices=WORKERS, strategy=strategy, max_epochs=1, log_every_n_steps=0, **QUIET)
+    trainer.fit(module, DataLoader(TensorDataset(torch.zeros(batches, 4)), 1))
+    return module.seconds / batches * 1e3
+
+
+class Wide(fx.Module):
+    """25 MiB of weights in 10 layers; a step gives a gradient at hardly any cost. Times each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        side = int((MIB * 2**20 / 4 / 10) ** 0.5)
+        self.weights = nn.ParameterList(torch.zeros(side, side) for _ in range(10))
+        self.times: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return _Ones.apply(*self.weights)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.times.append(time.perf_counter())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class _Ones(torch.autograd.Function):
+    """A loss whose gradient is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, *weights: Tensor) -> Tensor:
+        ctx.gradients = tuple(torch.ones_like(weight) for weight in weights)
+        return torch.zeros((), requires_grad=True) + 0.0
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Any) -> Any:
+        return ctx.gradients
+
+
+def exchange_ms(strategy: Any, steps: int) -> float:
+    module = Wide()
+    trainer = fx.Trainer(devices=2, strategy=strategy, max_epochs=1, log_every_n_steps=0, **QUIET)
+    trainer.fit(module, DataLoader(TensorDataset(torch.zeros(2 * steps, 1)), 1))
+    gaps = sorted(b - a for a, b in zip(module.times, module.times[1:], strict=False))
+    return gaps[len(gaps) // 2] * 1e3
+
+
+def plain_gloo_ms(steps: int) -> float:
+    return max(run_ranks(_plain_gloo, 2, steps))
+
+
+def _plain_gloo(steps: int) -> float:
+    flat = torch.zeros(MIB * 2**20 // 4, requires_grad=True)
+    optimizer = torch.optim.SGD([flat], lr=0.01)
+    times = []
+    for _ in range(steps):
+        flat.grad = torch.ones_like(flat)
+        begun = time.perf_counter()
+        dist.all_reduce(flat.grad)
+        optimizer.step()
+        times.append(time.perf_counter() - begun)
+    return sorted(times)[steps // 2] * 1e3
+
+
+def _serve(port: int) -> None:
+    serve(dist.TCPStore("127.0.0.1", port, is_master=False), "idle", 0, 1)
+
+
+def idle_part_of_a_core(seconds: float = 4.0) -> float:
+    """Return how much of a core a server takes whose worker asks for nothing."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = multiprocessing.get_context("spawn").Process(target=_serve, args=(store.port,))
+    server.start()
+    weights = [nn.Parameter(torch.zeros(1000))]
+    client = Client(store, "idle", 0, weights, 1)
+    client.begin(Settings(1), [torch.optim.SGD(weights)], 0)
+    client.pull(weights)
+    begun = _cpu_seconds(server.pid)
+    time.sleep(seconds)
+    used = _cpu_seconds(server.pid) - begun
+    client.close()
+    server.join()
+    return used / seconds
+
+
+def _cpu_seconds(pid: int | None) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
+    args = parser.parse_args()
+    rows: dict[str, Any] = {
+        "all speeds together": lambda: STEP_S / (WORKERS - 1 + 1 / SLOWER) * 1e3,
+        "async_sgd": lambda: ms_a_batch(AsyncSGD(), 15 * args.steps),
+        "ddp, as fast as the slowest": lambda: ms_a_batch(DDP(), 2 * args.steps),
+    }
+    found = interleaved(rows, args.rounds)
+    wanted = dict(zip(rows, (None, 1 / 0.90, None), strict=True))
+    show(
+        f"{WORKERS} workers, one {SLOWER} times slower", [Row(n, v, "ms a batch", wanted[n]) for n, v in found.items()]
+    )
+    rows = {
+        "gloo's all_reduce and SGD": lambda: plain_gloo_ms(args.steps),
+        "parameter_server, shared memory": lambda: exchange_ms(ParameterServer(), args.steps),
+        "parameter_server, gloo": lambda: exchange_ms(ParameterServer(link="gloo"), args.steps),
+        "async_sgd": lambda: exchange_ms(AsyncSGD(), args.steps),
+        "ddp": lambda: exchange_ms(DDP(), args.steps),
+    }
+    found = interleaved(rows, args.rounds)
+    wanted = dict(zip(rows, (None, 0.25, None, None, None), strict=True))
+    show(f"{MIB} MiB exchanged by 2 workers, with a step", [Row(n, v, "ms", wanted[n]) for n, v in found.items()])
+    found = interleaved({"a core": lambda: 1.0, "a server that nobody asks": idle_part_of_a_core}, args.rounds)
+    wanted = dict(zip(found, (None, 0.02), strict=True))
+    show("doing nothing", [Row(n, v, "cores", wanted[n]) for n, v in found.items()])
+
+
+if __name__ == "__main__":
+    main()
