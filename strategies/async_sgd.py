@@ -29,6 +29,9 @@ class AsyncSGD(ServedStrategy):
         dc_momentum: of the mean square of "dc-adaptive".
         damp: divide gradients by their staleness; "auto" does without compensation.
         servers: processes that keep the parameters.
+        compression: of gradients, with what is lost added to the next: "bf16", "fp16" (half the bytes), "topk" (the
+            largest `compression_keep` of the elements, 8 bytes each), or "sign" (a bit each).
+        compression_keep: the part of the elements that "topk" sends.
         link: "auto" is shared memory on one machine and gloo between machines; "gloo" is gloo everywhere.
         shard_by: "element", "tensor", or "auto", which knows torch's optimizers.
     """
@@ -44,6 +47,8 @@ class AsyncSGD(ServedStrategy):
         dc_momentum: float = 0.95,
         damp: bool | Literal["auto"] = "auto",
         servers: int = 1,
+        compression: Literal["bf16", "fp16", "topk", "sign"] | None = None,
+        compression_keep: float = 0.01,
         link: LinkKind = "auto",
         shard_by: ShardBy = "auto",
     ) -> None:
@@ -61,9 +66,12 @@ class AsyncSGD(ServedStrategy):
         self.dc_lambda = dc_lambda if dc_lambda is not None else 0.04 if compensation == "dc" else 2.0
         self.dc_momentum = dc_momentum
         self.damp = compensation is None if damp == "auto" else bool(damp)
+        self.compression = compression
+        self.compression_keep = compression_keep
         settings = Settings(
             workers=0, aggregate=False, max_staleness=max_staleness, bound=bound, on_stale=on_stale,
             compensation=compensation, dc_lambda=self.dc_lambda, dc_momentum=dc_momentum, damp=self.damp,
+            compression=compression, keep=compression_keep,
         )  # fmt: skip
         super().__init__(
             servers=servers, apart=True, servers_step=True, settings=settings, link=link, shard_by=shard_by

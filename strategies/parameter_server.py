@@ -26,6 +26,9 @@ class ParameterServer(ServedStrategy):
         max_staleness: of "bounded": how many global batches a worker may be ahead of the oldest that isn't complete.
         apply: of "bounded": "aggregate" makes one update of each global batch; "arrival" one of each gradient, and then
             the bound is on how many batches a worker has done more than the slowest.
+        compression: of gradients, with what is lost added to the next: "bf16", "fp16" (half the bytes), "topk" (the
+            largest `compression_keep` of the elements, 8 bytes each), or "sign" (a bit each).
+        compression_keep: the part of the elements that "topk" sends.
         link: "auto" is shared memory on one machine and gloo between machines; "gloo" is gloo everywhere.
         shard_by: "element", "tensor", or "auto", which knows torch's optimizers.
     """
@@ -38,6 +41,8 @@ class ParameterServer(ServedStrategy):
         optimizer: Literal["worker", "server"] = "worker",
         max_staleness: int = 2,
         apply: Literal["aggregate", "arrival"] = "aggregate",
+        compression: Literal["bf16", "fp16", "topk", "sign"] | None = None,
+        compression_keep: float = 0.01,
         link: LinkKind = "auto",
         shard_by: ShardBy = "auto",
     ) -> None:
@@ -50,8 +55,12 @@ class ParameterServer(ServedStrategy):
         self.optimizer = optimizer
         self.max_staleness = max_staleness
         self.apply = apply
+        self.compression = compression
+        self.compression_keep = compression_keep
         settings = Settings(
             workers=0,
+            compression=compression,
+            keep=compression_keep,
             aggregate=mode == "sync" or (mode == "bounded" and apply == "aggregate"),
             max_staleness=max_staleness if mode == "bounded" else None,
             damp=mode != "sync" and not (mode == "bounded" and apply == "aggregate"),

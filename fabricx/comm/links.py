@@ -56,8 +56,8 @@ class Link(ABC):
         self.sent = self.received = 0
 
     @abstractmethod
-    def send(self, message: Any, *, vector: bool = False) -> None:
-        """Send a message, with what is in the outbox if `vector`."""
+    def send(self, message: Any, *, vector: int = 0) -> None:
+        """Send a message, with the first `vector` bytes of the outbox."""
 
     @abstractmethod
     def recv(self) -> Any:
@@ -81,14 +81,14 @@ class SharedMemory(Link):
         self._connection = connection
         self.inbox, self.outbox = inbox, outbox
 
-    def send(self, message: Any, *, vector: bool = False) -> None:
+    def send(self, message: Any, *, vector: int = 0) -> None:
         # Plain pickles: those of multiprocessing would hand tensors over by files of their own.
         self._connection.send_bytes(pickle.dumps((message, vector)))
-        self.sent += self.outbox.nbytes * vector
+        self.sent += vector
 
     def recv(self) -> Any:
         message, vector = pickle.loads(self._connection.recv_bytes())
-        self.received += self.inbox.nbytes * vector
+        self.received += vector
         return message
 
     def close(self) -> None:
@@ -113,12 +113,12 @@ class Gloo(Link):
         self._group, self._peer = group, 0 if server else 1
         self.inbox, self.outbox = torch.zeros(hello.size, dtype=hello.dtype), torch.zeros(hello.size, dtype=hello.dtype)
 
-    def send(self, message: Any, *, vector: bool = False) -> None:
+    def send(self, message: Any, *, vector: int = 0) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps((message, vector))), dtype=torch.uint8)
         self._group.send([torch.tensor([len(data)])], self._peer, 0).wait()
-        for part in (*_partitions(data), *_partitions(self.outbox if vector else self.outbox[:0])):
+        for part in (*_partitions(data), *_partitions(self.outbox.view(torch.uint8)[:vector])):
             self._group.send([part], self._peer, 0).wait()
-        self.sent += self.outbox.nbytes * vector
+        self.sent += vector
 
     def recv(self) -> Any:
         size = torch.zeros(1, dtype=torch.int64)
@@ -127,9 +127,9 @@ class Gloo(Link):
         for part in _partitions(data):
             self._group.recv([part], self._peer, 0).wait()
         message, vector = pickle.loads(data.numpy().tobytes())
-        for part in _partitions(self.inbox if vector else self.inbox[:0]):
+        for part in _partitions(self.inbox.view(torch.uint8)[:vector]):
             self._group.recv([part], self._peer, 0).wait()
-        self.received += self.inbox.nbytes * vector
+        self.received += vector
         return message
 
     def close(self) -> None:
@@ -137,9 +137,8 @@ class Gloo(Link):
 
 
 def _partitions(tensor: Tensor) -> Iterator[Tensor]:
-    raw = tensor.view(torch.uint8)
-    for start in range(0, len(raw), PARTITION):
-        yield raw[start : start + PARTITION]
+    for start in range(0, len(tensor), PARTITION):
+        yield tensor[start : start + PARTITION]
 
 
 # -- meeting ----------------------------------------------------------------------------------------------------------

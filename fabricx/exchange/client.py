@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from fabricx.comm.links import LOST, Hello, Link, Store, connect, meet_over_gloo
 from fabricx.errors import ServerLost
+from fabricx.exchange.compression import Codec
 from fabricx.exchange.layout import Piece, cut
 from fabricx.exchange.messages import (
     Apply,
@@ -51,11 +52,13 @@ class Client:
         whole: a parameter is with one server.
         over_gloo: even where a server is on this machine.
         same: all workers pull the same sums, each before the next one is made.
+        compression, keep: of gradients; see `Codec`.
     """
 
     def __init__(
         self, store: Store, prefix: str, worker: int, parameters: Sequence[Tensor], servers: int,
         *, whole: bool = False, over_gloo: bool = False, same: bool = False,
+        compression: str | None = None, keep: float = 0.01,
     ) -> None:  # fmt: skip
         self._same = same
         self._parameters = list(parameters)
@@ -65,7 +68,10 @@ class Client:
         double = any(parameter.dtype == torch.float64 for parameter in parameters)
         self._dtype = torch.float64 if double else torch.float32
         self._links = [self._meet(store, f"{prefix}/server/{number}", worker, over_gloo) for number in range(servers)]
-        self._boxes = [_Boxes(link, pieces) for link, pieces in zip(self._links, self._pieces, strict=True)]
+        self._boxes = [
+            _Boxes(link, pieces, Codec(compression, keep=keep) if compression else None)
+            for link, pieces in zip(self._links, self._pieces, strict=True)
+        ]
 
     def _meet(self, store: Store, key: str, worker: int, over_gloo: bool) -> Link:
         number = int(key.rpartition("/")[2])
@@ -96,9 +102,9 @@ class Client:
         """Bring gradients, by parameter; None for all of them is a lease without a gradient. Waits for nothing."""
         empty = all(gradient is None for gradient in gradients)
         for boxes in self._boxes:
-            missing = boxes.fill(gradients) if not empty else frozenset()
+            missing, size, scale = boxes.fill(gradients) if not empty else (frozenset[int](), 0, 1.0)
             with _alive():
-                boxes.link.send(Push(clock, parts, lease, empty, missing, groups, hold), vector=not empty)
+                boxes.link.send(Push(clock, parts, lease, empty, missing, groups, hold, scale), vector=size)
 
     def pull(
         self, targets: Sequence[Tensor], version: int = 0, *, to_train: bool = False, one_by_one: bool = False
@@ -229,14 +235,15 @@ class Client:
 class _Boxes:
     """A link's vectors, cut into views of the pieces."""
 
-    def __init__(self, link: Link, pieces: list[Piece]) -> None:
-        self.link, self._pieces = link, pieces
+    def __init__(self, link: Link, pieces: list[Piece], codec: Codec | None) -> None:
+        self.link, self._pieces, self._codec = link, pieces, codec
         sizes = [piece.stop - piece.start for piece in pieces]
-        self._out = list(link.outbox.split(sizes))
+        self._plain = link.outbox if codec is None else torch.zeros_like(link.outbox)
+        self._out = list(self._plain.split(sizes))
         self._in = list(link.inbox.split(sizes))
 
-    def fill(self, gradients: Sequence[Tensor | None]) -> frozenset[int]:
-        """Copy gradients into the outbox; returns the numbers of the pieces that have none."""
+    def fill(self, gradients: Sequence[Tensor | None]) -> tuple[frozenset[int], int, float]:
+        """Bring gradients into the outbox; returns the pieces that have none, the bytes, and the scale."""
         missing = []
         targets, sources = [], []
         for number, (piece, target) in enumerate(zip(self._pieces, self._out, strict=True)):
@@ -249,7 +256,10 @@ class _Boxes:
                 sources.append(gradient.detach().reshape(-1)[piece.start : piece.stop])
         if targets:
             torch._foreach_copy_(targets, sources)
-        return frozenset(missing)
+        if self._codec is None:
+            return frozenset(missing), self._plain.nbytes, 1.0
+        scale = self._codec.encode(self._plain, self.link.outbox.view(torch.uint8))
+        return frozenset(missing), self._codec.bytes(len(self._plain)), scale
 
     def present(self, missing: frozenset[int]) -> set[int]:
         """Return the numbers of the parameters that have another piece here than those that are missing."""

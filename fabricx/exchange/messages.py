@@ -25,6 +25,7 @@ class Settings:
         on_stale: what happens at a bound by version.
         compensation, dc_lambda, dc_momentum: of the delay (DC-ASGD).
         damp: divide a gradient by its staleness.
+        compression, keep: of gradients; see `Codec`.
     """
 
     workers: int
@@ -36,6 +37,8 @@ class Settings:
     dc_lambda: float = 0.04
     dc_momentum: float = 0.95
     damp: bool = False
+    compression: str | None = None
+    keep: float = 0.01
 
     @property
     def orders_updates(self) -> bool:
@@ -110,6 +113,7 @@ class Push:
         missing: numbers of the pieces without a gradient.
         groups: hyperparameters as this worker has them now.
         hold: the update waits for an `Apply`.
+        scale: of a compressed gradient.
     """
 
     clock: int
@@ -119,6 +123,7 @@ class Push:
     missing: frozenset[int] = frozenset()
     groups: Groups | None = None
     hold: bool = False
+    scale: float = 1.0
 
 
 @dataclass(slots=True)

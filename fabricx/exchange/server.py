@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from fabricx.exchange.compression import Codec
 from fabricx.exchange.leases import Leases
 from fabricx.exchange.messages import (
     Apply,
@@ -58,6 +59,7 @@ class Server:
         self._workers = set(range(workers))
         self._settings = Settings(workers)
         self._rule: Rule | None = None
+        self._codec: Codec | None = None
         self._begun: Begin
         self._sums: dict[int, Tensor] = {}  # held, by clock
         self._correction = Correction(self._settings)
@@ -148,6 +150,8 @@ class Server:
 
     def _begin(self, begin: Begin) -> None:
         self._settings, self._begun = begin.settings, begin
+        compression = begin.settings.compression
+        self._codec = None if compression is None else Codec(compression, keep=begin.settings.keep, feedback=False)
         self._rule = make_rule(begin)
         self._correction = Correction(begin.settings)
         self.version = begin.version
@@ -182,6 +186,8 @@ class Server:
         return False
 
     def _push(self, worker: int, push: Push, inbox: Tensor, outbox: Tensor) -> None:
+        if self._codec is not None and not push.empty:
+            inbox = self._codec.decode(inbox.view(torch.uint8), len(inbox), push.scale, inbox.dtype)
         base = self._bases.pop(worker, self.version)
         if self._settings.aggregate:
             self._add_part(push, inbox, base)
@@ -202,7 +208,7 @@ class Server:
     def _add_part(self, push: Push, inbox: Tensor, base: int) -> None:
         """Keep a part of a global batch's gradient, and make all updates that are complete, in their order."""
         leased = self._leases.section >= 0  # then this worker's next gradient may come before this one is used
-        part = _Part(inbox.clone() if leased else inbox, push, base)
+        part = _Part(inbox.clone() if leased and self._codec is None else inbox, push, base)
         parts = self._parts.setdefault(push.clock, {})
         parts[push.lease] = part
         while (parts := self._parts.get(self.version, {})) and len(parts) >= self._wanted(parts) and not push.hold:

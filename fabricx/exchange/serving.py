@@ -100,7 +100,7 @@ class _Serving:
             while (message := link.recv()) is not None:
                 answer = self._answer(worker, message, link)
                 if answer is not None:
-                    link.send(answer, vector=isinstance(message, Pull))
+                    link.send(answer, vector=link.outbox.nbytes if isinstance(message, Pull) else 0)
         except LOST:
             pass
         except BaseException as error:

@@ -16,6 +16,7 @@ from fabricx.comm.apart import apart
 from fabricx.comm.world import World
 from fabricx.errors import did_you_mean
 from fabricx.exchange.client import Client
+from fabricx.exchange.compression import KINDS
 from fabricx.exchange.messages import Counts, Granted, Settings
 from fabricx.exchange.rules import needs_whole_tensors
 from fabricx.strategy import Strategy, Traits
@@ -57,6 +58,9 @@ class ServedStrategy(Strategy):
         if servers < 1:
             raise ValueError(f"servers={servers}: 1 or more processes keep the parameters")
         check_choice(name, "link", link, ("auto", "gloo"))
+        check_choice(name, "compression", settings.compression, (*KINDS, None))
+        if not 0.0 < settings.keep <= 1.0:
+            raise ValueError(f"compression_keep={settings.keep}: a part of the elements, more than 0 and at most 1")
         check_choice(name, "shard_by", shard_by, ("auto", "element", "tensor"))
         self.servers = servers
         self.link = link
@@ -113,6 +117,7 @@ class ServedStrategy(Strategy):
         self._client = Client(
             self.world.store, self.world.key("exchange"), self.world.rank, self._parameters, self.servers,
             whole=whole, over_gloo=self.link == "gloo", same=not self._servers_step,
+            compression=self._settings.compression, keep=self._settings.keep,
         )  # fmt: skip
 
     def starts(self, step: int) -> None:

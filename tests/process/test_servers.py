@@ -332,3 +332,15 @@ def test_the_main_rank_cant_be_done_without() -> None:
     with pytest.raises(WorkerFailed, match="rank 0 failed") as error:
         train(AsyncSGD(), 2, module=Dies(0), batch=1)
     assert "SIGKILL" in str(error.value)
+
+
+@pytest.mark.parametrize(("kind", "part"), [("bf16", 1 / 2), ("topk", 0.2), ("sign", 1 / 32)])
+@pytest.mark.parametrize("link", ["auto", "gloo"])
+def test_compressed_gradients_train_with_fewer_bytes(kind: Any, part: float, link: Any) -> None:
+    strategy = ParameterServer(compression=kind, compression_keep=0.1, link=link)
+    module, trainer = train(strategy, 2, batch=3, max_epochs=8, limit_val_batches=2)
+    plain, other = train(ParameterServer(link=link), 2, batch=3, max_epochs=8, limit_val_batches=2)
+    (sent, received), (all_sent, all_received) = module.traffic[0], plain.traffic[0]
+    assert sent == pytest.approx(part * all_sent, rel=0.02)
+    assert received == all_received
+    assert float(trainer.callback_metrics["loss_epoch"]) < 2 * float(other.callback_metrics["loss_epoch"]) + 0.5
