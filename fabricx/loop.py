@@ -52,6 +52,7 @@ def fit(t: Trainer, job: object = None) -> None:
         call(t.hooks.on_train_start)
     while not limit_reached(t) or t.state.validating:
         train_epoch(t)
+    t.strategy.quiesce()  # whoever looks at the weights from now on sees those of all ranks
     call(t.hooks.on_train_end)
     t.finish_checkpoint()
     call(t.hooks.on_fit_end)

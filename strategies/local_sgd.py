@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
@@ -56,9 +56,9 @@ class _Fragment:
 class LocalSGD(Strategy):
     """Every rank steps by itself; every `every` steps the ranks join what they have moved, in one round.
 
-    With one step a round, plain gradient descent and averaging it computes what ddp computes. A validation and a
-    checkpoint end the round: they see one model. A checkpoint also joins the optimizers' moments, so that the run goes
-    on from it exactly, and it can be taken up with any other strategy.
+    With one step a round, plain gradient descent and averaging it computes what ddp computes. A validation in the middle
+    of a round sees the mean of the ranks' weights, and each goes on with its own. A checkpoint ends the round, and joins
+    the optimizers' moments, so that the run goes on from it exactly, and it can be taken up with any other strategy.
 
     Sources: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; post-local SGD: Lin et al., "Don't
     Use Large Mini-Batches, Use Local SGD", ICLR 2020; DiLoCo (`outer="nesterov"`): Douillard et al., arXiv 2311.08105;
@@ -111,6 +111,7 @@ class LocalSGD(Strategy):
         self.overlap_steps = overlap_steps
         self.keep_local = keep_local
         self._fragments: list[_Fragment] = []
+        self._own: list[Tensor] = []  # this rank's weights, by fragment, while the parameters hold the mean of all
         self._apart = False  # have the ranks stepped since they all were at one place?
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
@@ -125,8 +126,16 @@ class LocalSGD(Strategy):
         ]
 
     def teardown(self) -> None:
-        self._fragments = []
+        self._fragments, self._own, self._apart = [], [], False
         super().teardown()
+
+    def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def with_own_weights(*args: Any) -> Any:
+            if self._own:
+                self._go_on_alone()
+            return step(*args)
+
+        return with_own_weights
 
     @property
     def gradient_factor(self) -> float:
@@ -147,17 +156,27 @@ class LocalSGD(Strategy):
         return step
 
     def quiesce(self, copies: Mapping[str, Tensor] | None = None) -> None:
-        if self._apart and self._fragments:
+        if self._apart and not self._own:
             for fragment in self._fragments:
                 if fragment.begun is not None:
                     self._end(fragment)
+                self._own.append(fragment.flat())
+                fragment.set(self.world.all_reduce(self._own[-1].clone()) / self.world.size)
+        super().quiesce(copies)
+
+    def _go_on_alone(self) -> None:
+        """Take up this rank's own weights again, after the mean was looked at."""
+        for fragment, own in zip(self._fragments, self._own, strict=False):
+            fragment.set(own)
+        self._own = []
+
+    def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+        if self._apart:
+            self._go_on_alone()
             for fragment in self._fragments:
                 self._begin(fragment, 0)
                 self._end(fragment)
             self._apart = False
-        super().quiesce(copies)
-
-    def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         for optimizer in optimizers:
             self._join_moments(optimizer)
         state = super().state_dict(module, optimizers)

@@ -22,6 +22,7 @@ class Plain(LayeredModule):
     """Trained with gradient descent, whose steps are linear in the gradient."""
 
     def __init__(self, momentum: float = 0.0) -> None:
+        torch.manual_seed(2)
         super().__init__()
         self.momentum = momentum
         self.spread: list[float] = []
@@ -82,6 +83,13 @@ def test_fragments_meet_at_steps_of_their_own_and_later_than_they_set_out() -> N
     module, _ = train(LocalSGD(**options), callbacks=[Watches()], log_every_n_steps=0, limit_val_batches=0)
     assert module.travelled == [0, 1, 0, 1, 0, 1, 0, 1]
     assert min(module.spread) > 1e-6  # there is always a fragment that is under way
+
+
+def test_a_validation_leaves_the_round_as_it_is() -> None:
+    often, trainer = train(LocalSGD(every=3, outer="nesterov"), val_check_interval=1)
+    never, _ = train(LocalSGD(every=3, outer="nesterov"), limit_val_batches=0)
+    assert all(torch.equal(a, b) for a, b in zip(often.parameters(), never.parameters(), strict=True))
+    assert "val" in trainer.callback_metrics
 
 
 class Saves(fx.Callback):

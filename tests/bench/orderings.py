@@ -1,0 +1,104 @@
+"""What the papers say of stale and compressed gradients, on handwritten digits: test errors, and their order.
+
+Workers are simulated under a virtual clock: each takes the next batch when it is ready, and takes as long as 1 and a
+random part (half of it) more; so the delays are those of real workers, and the same on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fabricx.demo.digits import DigitsData
+from fabricx.exchange.compression import Codec
+from fabricx.exchange.fake import simulate
+from fabricx.exchange.messages import Begin, Settings
+from fabricx.exchange.rules import sliced
+
+BATCH, LR = 16, 0.2
+
+
+class Task:
+    """Digits and a network of one hidden layer, as a function of one flat vector."""
+
+    def __init__(self, seed: int, epochs: int) -> None:
+        data = DigitsData()
+        data.prepare_data()
+        data.setup("fit")
+        data.setup("test")
+        parts = [loader.dataset for loader in (data.train_dataloader(), data.test_dataloader())]
+        self.train, self.test = (next(iter(torch.utils.data.DataLoader(part, len(part)))) for part in parts)
+        torch.manual_seed(seed)
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        orders = [torch.randperm(len(self.train[1])).split(BATCH) for _ in range(epochs)]
+        self.batches = [places for order in orders for places in order]
+        self.start = nn.utils.parameters_to_vector(self.net.parameters()).detach().clone()
+
+    def gradient(self, lease: int, weights: Tensor) -> Tensor:
+        nn.utils.vector_to_parameters(weights.clone(), self.net.parameters())
+        self.net.zero_grad()
+        places = self.batches[lease]
+        nn.functional.cross_entropy(self.net(self.train[0][places]), self.train[1][places]).backward()
+        return torch.cat([parameter.grad.reshape(-1) for parameter in self.net.parameters()])
+
+    def error(self, weights: Tensor) -> float:
+        """Return the part of the test images that are mistaken, in percent."""
+        nn.utils.vector_to_parameters(weights.clone(), self.net.parameters())
+        with torch.no_grad():
+            wrong = self.net(self.test[0]).argmax(1) != self.test[1]
+        return 100.0 * float(wrong.float().mean())
+
+
+def error(seed: int, epochs: int, workers: int, codec: tuple[str, bool] | None = None, **settings: Any) -> float:
+    task = Task(seed, epochs)
+    parameter = nn.Parameter(task.start.clone())
+    copies, pieces = sliced([torch.optim.SGD([parameter], lr=LR)], [(parameter, 0, parameter.numel())])
+    size = parameter.numel()
+    told = Settings(workers, aggregate=False, **settings)
+    begin = Begin(told, copies, pieces, size, torch.float32, 0, [(0, size)])
+    rng = random.Random(seed)
+    coders = {worker: Codec(codec[0], keep=0.01, feedback=codec[1]) for worker in range(workers)} if codec else {}
+    room = torch.zeros(4 * size, dtype=torch.uint8)
+
+    def gradient(lease: int, weights: Tensor) -> Tensor:
+        found = task.gradient(lease, weights)
+        if coders:
+            scale = coders[0].encode(found, room)
+            found = coders[0].decode(room, size, scale, torch.float32)
+        return found
+
+    server, _, _ = simulate(begin, len(task.batches), gradient, lambda worker, lease: 1.0 + rng.random() / 2)
+    return task.error(server.values)
+
+
+ROWS: dict[str, dict[str, Any]] = {
+    "one after the other": {"workers": 1},
+    "8 workers, DC-ASGD adaptive": {"workers": 8, "compensation": "dc-adaptive", "dc_lambda": 2.0},
+    "8 workers, divided by the staleness": {"workers": 8, "damp": True},
+    "8 workers, as they come": {"workers": 8},
+    "the largest 1 %, with feedback": {"workers": 1, "codec": ("topk", True)},
+    "the largest 1 %, without": {"workers": 1, "codec": ("topk", False)},
+    "signs, with feedback": {"workers": 1, "codec": ("sign", True)},
+    "signs, without": {"workers": 1, "codec": ("sign", False)},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=25)
+    args = parser.parse_args()
+    print(f"\ntest error on digits, %, mean of {args.seeds} seeds (and its standard error)")
+    for name, options in ROWS.items():
+        found = [error(seed, args.epochs, **options) for seed in range(args.seeds)]
+        spread = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
+        print(f"  {name:<36}  {statistics.mean(found):6.2f} ({spread:.2f})", flush=True)
+
+
+if __name__ == "__main__":
+    main()
