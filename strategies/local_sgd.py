@@ -56,9 +56,9 @@ class _Fragment:
 class LocalSGD(Strategy):
     """Every rank steps by itself; every `every` steps the ranks join what they have moved, in one round.
 
-    With one step a round, plain gradient descent and averaging it computes what ddp computes. A validation in the middle
-    of a round sees the mean of the ranks' weights, and each goes on with its own. A checkpoint ends the round, and joins
-    the optimizers' moments, so that the run goes on from it exactly, and it can be taken up with any other strategy.
+    With one step a round, plain gradient descent and averaging it computes what ddp computes. A validation in the
+    middle of a round sees the mean of the ranks' weights, and each goes on with its own. A checkpoint ends the round,
+    and joins the optimizers' moments, so that the run goes on from it exactly, and any other strategy can take it up.
 
     Sources: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; post-local SGD: Lin et al., "Don't
     Use Large Mini-Batches, Use Local SGD", ICLR 2020; DiLoCo (`outer="nesterov"`): Douillard et al., arXiv 2311.08105;
