@@ -201,12 +201,13 @@ def _serve_in_cluster(trainer: Trainer, job: Job, place: World) -> list[Any]:
     return []
 
 
-def _serve(world: World, number: int) -> None:
-    """Be a server of one job."""
+def _serve(world: World, number: int, folder: str | None = None) -> None:
+    """Be a server of one job; with a folder for snapshots, one that died is started again."""
     from fabricx.exchange.serving import serve
 
     assert world.store is not None
-    serve(world.store, world.key("exchange"), number, world.size)
+    prefix = world.key("exchange")
+    serve(world.store, prefix, number, world.size, folder=folder, generation=world.generation)
 
 
 def new_run_dir(root: Path) -> Path:

@@ -32,6 +32,8 @@ class AsyncSGD(ServedStrategy):
         compression: of gradients, with what is lost added to the next: "bf16", "fp16" (half the bytes), "topk" (the
             largest `compression_keep` of the elements, 8 bytes each), or "sign" (a bit each).
         compression_keep: the part of the elements that "topk" sends.
+        snapshot_every: updates between two snapshots of each server, from which it is started again when it dies (the
+            updates since are lost, and their data trained again); 0 for none. Not under torchrun.
         link: "auto" is shared memory on one machine and gloo between machines; "gloo" is gloo everywhere.
         shard_by: "element", "tensor", or "auto", which knows torch's optimizers.
     """
@@ -49,6 +51,7 @@ class AsyncSGD(ServedStrategy):
         servers: int = 1,
         compression: Literal["bf16", "fp16", "topk", "sign"] | None = None,
         compression_keep: float = 0.01,
+        snapshot_every: int = 100,
         link: LinkKind = "auto",
         shard_by: ShardBy = "auto",
     ) -> None:
@@ -66,12 +69,15 @@ class AsyncSGD(ServedStrategy):
         self.dc_lambda = dc_lambda if dc_lambda is not None else 0.04 if compensation == "dc" else 2.0
         self.dc_momentum = dc_momentum
         self.damp = compensation is None if damp == "auto" else bool(damp)
+        if snapshot_every < 0:
+            raise ValueError(f"snapshot_every={snapshot_every}: a number of updates, or 0 for no snapshots")
         self.compression = compression
+        self.snapshot_every = snapshot_every
         self.compression_keep = compression_keep
         settings = Settings(
             workers=0, aggregate=False, max_staleness=max_staleness, bound=bound, on_stale=on_stale,
             compensation=compensation, dc_lambda=self.dc_lambda, dc_momentum=dc_momentum, damp=self.damp,
-            compression=compression, keep=compression_keep,
+            compression=compression, keep=compression_keep, snapshot_every=snapshot_every,
         )  # fmt: skip
         super().__init__(
             servers=servers, apart=True, servers_step=True, settings=settings, link=link, shard_by=shard_by

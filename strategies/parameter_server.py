@@ -29,6 +29,8 @@ class ParameterServer(ServedStrategy):
         compression: of gradients, with what is lost added to the next: "bf16", "fp16" (half the bytes), "topk" (the
             largest `compression_keep` of the elements, 8 bytes each), or "sign" (a bit each).
         compression_keep: the part of the elements that "topk" sends.
+        snapshot_every: updates between two snapshots of each server, from which it is started again when it dies (the
+            updates since are lost, and their data trained again); 0 for none. Not under torchrun.
         link: "auto" is shared memory on one machine and gloo between machines; "gloo" is gloo everywhere.
         shard_by: "element", "tensor", or "auto", which knows torch's optimizers.
     """
@@ -43,6 +45,7 @@ class ParameterServer(ServedStrategy):
         apply: Literal["aggregate", "arrival"] = "aggregate",
         compression: Literal["bf16", "fp16", "topk", "sign"] | None = None,
         compression_keep: float = 0.01,
+        snapshot_every: int = 100,
         link: LinkKind = "auto",
         shard_by: ShardBy = "auto",
     ) -> None:
@@ -55,12 +58,16 @@ class ParameterServer(ServedStrategy):
         self.optimizer = optimizer
         self.max_staleness = max_staleness
         self.apply = apply
+        if snapshot_every < 0:
+            raise ValueError(f"snapshot_every={snapshot_every}: a number of updates, or 0 for no snapshots")
         self.compression = compression
+        self.snapshot_every = snapshot_every
         self.compression_keep = compression_keep
         settings = Settings(
             workers=0,
             compression=compression,
             keep=compression_keep,
+            snapshot_every=snapshot_every if mode != "sync" else 0,
             aggregate=mode == "sync" or (mode == "bounded" and apply == "aggregate"),
             max_staleness=max_staleness if mode == "bounded" else None,
             damp=mode != "sync" and not (mode == "bounded" and apply == "aggregate"),

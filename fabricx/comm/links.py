@@ -146,12 +146,16 @@ def _partitions(tensor: Tensor) -> Iterator[Tensor]:
 
 @final
 class Entrance:
-    """Where a server lets workers of its machine in; its address is for them to read from the store."""
+    """Where a server lets workers of its machine in; its address is for them to read from the store.
 
-    def __init__(self) -> None:
+    Args:
+        folder: to make the door in, if there is one that somebody cleans up.
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
         self._closed = False
         self._same: tuple[int, Tensor] | None = None  # what all workers see that are given the same
-        self._folder = tempfile.TemporaryDirectory(prefix="fabricx-server-")
+        self._folder = tempfile.TemporaryDirectory(prefix="fabricx-server-", dir=folder)
         self._listener = Listener(os.path.join(self._folder.name, "door"), "AF_UNIX", backlog=64)
         self.address = f"{socket.gethostname()}:{self._listener.address}"
 

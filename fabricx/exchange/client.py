@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -36,7 +35,9 @@ from fabricx.exchange.messages import (
 )
 from fabricx.exchange.rules import sliced
 
-START = timedelta(minutes=5)  # how long a server may take to start
+T = TypeVar("T")
+START: Final = timedelta(minutes=5)  # how long a server may take to start
+RESTART_S: Final = 60.0  # and to be started again
 
 
 @final
@@ -67,26 +68,64 @@ class Client:
         self._pieces = cut([parameter.numel() for parameter in parameters], servers, whole=whole)
         double = any(parameter.dtype == torch.float64 for parameter in parameters)
         self._dtype = torch.float64 if double else torch.float32
-        self._links = [self._meet(store, f"{prefix}/server/{number}", worker, over_gloo) for number in range(servers)]
-        self._boxes = [
-            _Boxes(link, pieces, Codec(compression, keep=keep) if compression else None)
-            for link, pieces in zip(self._links, self._pieces, strict=True)
-        ]
+        self._store, self._prefix, self._worker, self._over_gloo = store, prefix, worker, over_gloo
+        self._codec = (compression, keep)
+        self._restarts = False  # is a server that died started again?
+        self._opened: Open | None = None
+        self._addresses = [""] * servers
+        self._boxes = [self._meet(number) for number in range(servers)]
 
-    def _meet(self, store: Store, key: str, worker: int, over_gloo: bool) -> Link:
-        number = int(key.rpartition("/")[2])
-        size = sum(piece.stop - piece.start for piece in self._pieces[number])
-        hello = Hello(worker, size, self._dtype, same=self._same)
-        store.wait([key], START)
-        link = None if over_gloo else connect(store.get(key).decode(), hello)
-        if link is not None:
-            return link
-        key = f"{key}/from/{worker}"
-        store.set(key, f"{hello.size} {str(hello.dtype).removeprefix('torch.')}")
-        return meet_over_gloo(store, f"{key}/link", hello, server=False, timeout=timedelta(days=365))
+    @property
+    def _links(self) -> list[Link]:
+        return [boxes.link for boxes in self._boxes]
+
+    def _meet(self, number: int) -> _Boxes:
+        """Return a new link to a server; waits until it has another address than before."""
+        key, pieces = f"{self._prefix}/server/{number}", self._pieces[number]
+        hello = Hello(self._worker, sum(piece.stop - piece.start for piece in pieces), self._dtype, same=self._same)
+        self._store.wait([key], START)
+        deadline = time.monotonic() + RESTART_S
+        while (told := self._store.get(key).decode()) == self._addresses[number]:
+            if time.monotonic() > deadline:
+                raise ServerLost(f"server {number} has gone, and was not started again in {RESTART_S:.0f} s")
+            time.sleep(0.02)
+        self._addresses[number] = told
+        generation, _, address = told.partition(" ")
+        link = None if self._over_gloo else connect(address, hello)
+        if link is None:
+            place = f"{key}/{generation}/from/{self._worker}"
+            self._store.set(place, f"{hello.size} {str(hello.dtype).removeprefix('torch.')}")
+            link = meet_over_gloo(self._store, f"{place}/link", hello, server=False, timeout=timedelta(days=365))
+        compression, keep = self._codec
+        return _Boxes(link, pieces, Codec(compression, keep=keep) if compression else None)
+
+    def _try(self, number: int, action: Callable[[_Boxes], T]) -> T:
+        """Return what comes of talking to a server; once more, if it had to be started again.
+
+        Raises:
+            ServerLost: it has gone for good.
+        """
+        lost = False
+        while True:
+            try:
+                if lost:
+                    self._boxes[number].link.close()
+                    self._boxes[number] = self._meet(number)
+                    if self._opened is not None:
+                        self._boxes[number].link.send(self._opened)
+                return action(self._boxes[number])
+            except ServerLost:
+                raise
+            except LOST as error:
+                if not self._restarts:
+                    raise ServerLost(f"server {number} has gone, and what it kept can't be reached") from error
+                lost = True
 
     def begin(self, settings: Settings, optimizers: Sequence[Optimizer] | None, version: int) -> None:
-        """Give the servers the weights and what steps them; one worker does, the others' messages wait until then."""
+        """Give the servers the weights and what steps them: the first worker does, and the others' messages wait."""
+        self._restarts = bool(settings.snapshot_every)
+        if self._worker:
+            return
         for link, pieces in zip(self._links, self._pieces, strict=True):
             cuts = [(self._parameters[piece.parameter], piece.start, piece.stop) for piece in pieces]
             copies, made = sliced(optimizers or [], cuts)
@@ -95,16 +134,31 @@ class Client:
             stepped = None if optimizers is None else copies
             link.send(Begin(settings, stepped, made, link.hello.size, self._dtype, version, spans))
 
+    def _say(self, number: int, message: Any) -> None:
+        self._try(number, lambda boxes: boxes.link.send(message))
+
+    def _asked(self, number: int, message: Any) -> Any:
+        """Return a server's answer."""
+
+        def ask(boxes: _Boxes) -> Any:
+            boxes.link.send(message)
+            return boxes.link.recv()
+
+        return self._try(number, ask)
+
     def push(
         self, gradients: Sequence[Tensor | None], *, clock: int = 0, parts: int = 1, lease: int = 0,
         groups: Groups | None = None, hold: bool = False,
     ) -> None:  # fmt: skip
         """Bring gradients, by parameter; None for all of them is a lease without a gradient. Waits for nothing."""
         empty = all(gradient is None for gradient in gradients)
-        for boxes in self._boxes:
+
+        def send(boxes: _Boxes) -> None:
             missing, size, scale = boxes.fill(gradients) if not empty else (frozenset[int](), 0, 1.0)
-            with _alive():
-                boxes.link.send(Push(clock, parts, lease, empty, missing, groups, hold, scale), vector=size)
+            boxes.link.send(Push(clock, parts, lease, empty, missing, groups, hold, scale), vector=size)
+
+        for number in range(len(self._boxes)):
+            self._try(number, send)
 
     def pull(
         self, targets: Sequence[Tensor], version: int = 0, *, to_train: bool = False, one_by_one: bool = False
@@ -117,39 +171,45 @@ class Client:
         begun = time.perf_counter()
         versions = []
         self.missing = set(range(len(self._parameters)))
-        with _alive():
-            for link in self._links if not one_by_one else ():
-                link.send(Pull(version, to_train))
-            for boxes in self._boxes:
-                if one_by_one:
-                    boxes.link.send(Pull(version, to_train))
-                reply: Reply = boxes.link.recv()
-                versions.append(reply.version)
-                boxes.empty(targets)
-                self.missing -= boxes.present(reply.content)
+        asked: set[_Boxes] = set()  # links on which the answer is on its way
+
+        def send(boxes: _Boxes) -> None:
+            boxes.link.send(Pull(version, to_train))
+            asked.add(boxes)
+
+        def bring(boxes: _Boxes) -> None:
+            if boxes not in asked:
+                send(boxes)
+            reply: Reply = boxes.link.recv()
+            versions.append(reply.version)
+            boxes.empty(targets)
+            self.missing -= boxes.present(reply.content)
+
+        if not one_by_one:
+            for number in range(len(self._boxes)):
+                self._try(number, send)
+        for number in range(len(self._boxes)):
+            self._try(number, bring)
         self.waited_s += time.perf_counter() - begun
         return min(versions)
 
     def norm(self, clock: int, parameters: Sequence[Tensor]) -> float:
         """Return the 2-norm of some parameters' part of the gradient that is held for an update."""
         squares = 0.0
-        for link, pieces in zip(self._links, self._numbers(parameters), strict=True):
-            with _alive():
-                link.send(Norm(clock, pieces))
-                squares += sum(link.recv().content)
+        for number, pieces in enumerate(self._numbers(parameters)):
+            squares += sum(self._asked(number, Norm(clock, pieces)).content)
         return math.sqrt(squares)
 
     def apply(
         self, clock: int, scales: Sequence[tuple[list[Tensor], float]], limits: Sequence[tuple[list[Tensor], float]]
     ) -> None:  # fmt: skip
         """Make the update that is held, scaled and cut: (parameters, factor), (parameters, limit)."""
-        cut_scales = [(self._numbers(parameters), factor) for parameters, factor in scales]
-        cut_limits = [(self._numbers(parameters), limit) for parameters, limit in limits]
-        for number, link in enumerate(self._links):
-            with _alive():
-                link.send(
-                    Apply(clock, [(p[number], f) for p, f in cut_scales], [(p[number], x) for p, x in cut_limits])
-                )
+        scaled = [(self._numbers(parameters), factor) for parameters, factor in scales]
+        limited = [(self._numbers(parameters), limit) for parameters, limit in limits]
+        for n in range(len(self._boxes)):
+            self._say(
+                n, Apply(clock, [(pieces[n], f) for pieces, f in scaled], [(pieces[n], x) for pieces, x in limited])
+            )
 
     def _numbers(self, parameters: Sequence[Tensor]) -> list[list[int]]:
         """Return the numbers of the pieces of some parameters, by server."""
@@ -161,31 +221,25 @@ class Client:
 
     def open(self, section: int, leases: int) -> None:
         """Begin a section of the data; every worker says so."""
-        for link in self._links:
-            with _alive():
-                link.send(Open(section, leases))
+        self._opened = Open(section, leases)
+        for number in range(len(self._boxes)):
+            self._say(number, self._opened)
 
     def ask(self, section: int, *, wait: bool) -> Granted:
         """Return this worker's next lease."""
         begun = time.perf_counter()
-        with _alive():
-            self._links[0].send(Ask(section, wait))
-            granted: Granted = self._links[0].recv()
+        granted: Granted = self._asked(0, Ask(section, wait))
         self.waited_s += time.perf_counter() - begun
         return granted
 
     def close_section(self, section: int) -> None:
         """Let no more leases of a section be given."""
-        with _alive():
-            self._links[0].send(Close(section))
+        self._say(0, Close(section))
 
     def optimizer_states(self) -> list[list[dict[str, Any]]]:
         """Return what each optimizer remembers of each parameter, whole."""
-        found: list[list[list[dict[str, Any]]]] = []
-        for link in self._links:
-            with _alive():
-                link.send(Tell("state"))
-                found.append(link.recv().content)
+        found: list[list[list[dict[str, Any]]]]
+        found = [self._asked(number, Tell("state")).content for number in range(len(self._boxes))]
         return [
             [self._joined(number, [(pieces, server[which]) for pieces, server in zip(self._pieces, found, strict=True)])
              for number in range(len(self._parameters))]
@@ -194,12 +248,7 @@ class Client:
 
     def counts(self) -> list[Counts]:
         """Return what each server has seen."""
-        told = []
-        for link in self._links:
-            with _alive():
-                link.send(Tell("counts"))
-                told.append(link.recv().content)
-        return told
+        return [self._asked(number, Tell("counts")).content for number in range(len(self._boxes))]
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -270,12 +319,3 @@ class _Boxes:
         if self._pieces:
             views = [tensors[piece.parameter].detach().view(-1)[piece.start : piece.stop] for piece in self._pieces]
             torch._foreach_copy_(views, self._in)
-
-
-@contextlib.contextmanager
-def _alive() -> Iterator[None]:
-    """Say that a server is gone, rather than that a socket is."""
-    try:
-        yield
-    except LOST as error:
-        raise ServerLost("a parameter server has gone, and what it kept can't be reached") from error

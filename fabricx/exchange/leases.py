@@ -50,9 +50,14 @@ class Leases:
         """Return whether every part is done."""
         return not self._with and not self._returned and self._next >= self.count
 
-    def holds(self, worker: int) -> bool:
-        """Return whether a worker has something to do."""
-        return worker in self._with.values()
+    def given(self, lease: int) -> bool:
+        """Return whether somebody is training a part."""
+        return lease in self._with
+
+    def all_back(self) -> None:
+        """Give back whatever somebody had."""
+        for lease in list(self._with):
+            self.back(lease)
 
     def available(self, worker: int) -> bool:
         """Return whether a worker may begin a part now."""

@@ -26,6 +26,7 @@ class Settings:
         compensation, dc_lambda, dc_momentum: of the delay (DC-ASGD).
         damp: divide a gradient by its staleness.
         compression, keep: of gradients; see `Codec`.
+        snapshot_every: updates between two snapshots from which a server that died is started again; 0 for none.
     """
 
     workers: int
@@ -39,6 +40,7 @@ class Settings:
     damp: bool = False
     compression: str | None = None
     keep: float = 0.01
+    snapshot_every: int = 0
 
     @property
     def orders_updates(self) -> bool:

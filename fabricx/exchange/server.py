@@ -52,8 +52,9 @@ class Server:
         total: where sums are made; whoever pulls one has it before the next is made.
     """
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, *, deals: bool = True) -> None:
         self.version = 0
+        self._deals = deals
         self.counts = Counts()
         self.total = torch.empty(0)
         self._workers = set(range(workers))
@@ -66,6 +67,11 @@ class Server:
         self._leases = Leases(-1, 0, self._workers)
         self._bases: dict[int, int] = {}  # with which version a worker computes
         self._parts: dict[int, dict[int, _Part]] = {}  # by clock and lease
+
+    @property
+    def snapshot_every(self) -> int:
+        """Return how many updates may be lost."""
+        return self._settings.snapshot_every
 
     @property
     def values(self) -> Tensor:
@@ -137,6 +143,16 @@ class Server:
             return Reply(self.version, self._told(message.what))
         raise TypeError(f"a server knows nothing of {type(message).__name__}")
 
+    def snapshot(self) -> dict[str, Any]:
+        """Return what `restore` needs; the tensors in it are the live ones."""
+        return {"begun": self._begun, "version": self.version, "leases": self._leases, "counts": self.counts}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Go on from a snapshot of a server that died: its later updates are lost, and their parts trained again."""
+        self._begin(snapshot["begun"])
+        self.version, self._leases, self.counts = snapshot["version"], snapshot["leases"], snapshot["counts"]
+        self._leases.all_back()
+
     def left(self, worker: int) -> None:
         """Go on without a worker: what it had not pushed is somebody else's now."""
         self._workers.discard(worker)
@@ -189,6 +205,9 @@ class Server:
         if self._codec is not None and not push.empty:
             inbox = self._codec.decode(inbox.view(torch.uint8), len(inbox), push.scale, inbox.dtype)
         base = self._bases.pop(worker, self.version)
+        if self._deals and self._leases.section >= 0 and not self._leases.given(push.lease):
+            self.counts.dropped += 1  # dealt by a server that died since; it is, or will be, somebody's again
+            return
         if self._settings.aggregate:
             self._add_part(push, inbox, base)
             return

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final, final
 
 import torch
 
 from fabricx.comm.links import LOST, Entrance, Hello, Link, Store, meet_over_gloo
-from fabricx.exchange.messages import Pull
+from fabricx.exchange.messages import Begin, Open, Pull
 from fabricx.exchange.server import Server
 
 POLL_S: Final = 0.05  # how often a server looks for workers of other machines, until all are there
@@ -18,7 +19,9 @@ END_S: Final = 1.0  # how long a thread may take to end
 LONG: Final = timedelta(days=365)  # a link has no time-out: that a worker has died is known by its end
 
 
-def serve(store: Store, prefix: str, number: int, workers: int) -> None:
+def serve(
+    store: Store, prefix: str, number: int, workers: int, *, folder: str | None = None, generation: int = 0
+) -> None:  # fmt: skip
     """Be a server until all workers have come and gone.
 
     Args:
@@ -26,16 +29,22 @@ def serve(store: Store, prefix: str, number: int, workers: int) -> None:
         prefix: of the run's keys.
         number: which server this is.
         workers: how many there are.
+        folder: where snapshots are, if a server that died is to be started again.
+        generation: how often this one was.
     """
-    _Serving(store, f"{prefix}/server/{number}", workers).run()
+    snapshot = Path(folder) / f"server-{number}" if folder is not None else None
+    serving = _Serving(store, f"{prefix}/server/{number}", workers, Server(workers, deals=number == 0), snapshot)
+    serving.run(generation)
 
 
 @final
 class _Serving:
-    def __init__(self, store: Store, key: str, workers: int) -> None:
+    def __init__(self, store: Store, key: str, workers: int, server: Server, snapshot: Path | None) -> None:
         self._store, self._key = store, key
         self._workers = workers
-        self._server = Server(workers)
+        self._server = server
+        self._snapshot = snapshot
+        self._kept = -1  # version of the newest snapshot
         self._changed = threading.Condition()
         self._present: set[int] = set()
         self._came = 0
@@ -43,11 +52,13 @@ class _Serving:
         self._over = threading.Event()
         self._error: BaseException | None = None
 
-    def run(self) -> None:
-        entrance = Entrance()
-        self._in_thread(self._watch_for_others)
+    def run(self, generation: int) -> None:
+        if self._snapshot is not None and self._snapshot.exists():
+            self._server.restore(torch.load(self._snapshot, weights_only=False))  # its own
+        entrance = Entrance(None if self._snapshot is None else str(self._snapshot.parent))
+        self._in_thread(self._watch_for_others, f"{self._key}/{generation}/from")
         self._in_thread(self._let_in, entrance)
-        self._store.set(self._key, entrance.address)
+        self._store.set(self._key, f"{generation} {entrance.address}")
         try:
             with self._changed:
                 self._changed.wait_for(lambda: self._error or (self._came >= self._workers and not self._present))
@@ -74,9 +85,9 @@ class _Serving:
                 return
             self._in_thread(self._attend, link)
 
-    def _watch_for_others(self) -> None:
+    def _watch_for_others(self, place: str) -> None:
         """Meet workers of other machines, as they say that they are there."""
-        keys = {f"{self._key}/from/{worker}": worker for worker in range(self._workers)}
+        keys = {f"{place}/{worker}": worker for worker in range(self._workers)}
         while not self._over.wait(POLL_S) and self._came < self._workers:
             for key, worker in [(key, worker) for key, worker in keys.items() if self._store.check([key])]:
                 del keys[key]
@@ -112,13 +123,26 @@ class _Serving:
                 self._server.left(worker)
                 self._changed.notify_all()
 
+    def _keep(self, message: Any) -> None:
+        """Write a snapshot, if it is time; all wait for it."""
+        every = self._server.snapshot_every
+        if self._snapshot is None or not every:
+            return
+        if isinstance(message, (Begin, Open)) or self._server.version >= self._kept + every:
+            self._kept = self._server.version
+            new = self._snapshot.with_suffix(".new")
+            torch.save(self._server.snapshot(), new)
+            new.replace(self._snapshot)
+
     def _answer(self, worker: int, message: Any, link: Link) -> Any:
         with self._changed:
             while not self._changed.wait_for(lambda: self._server.ready(worker, message), LOOK_S):
                 if link.gone():
                     raise EOFError
             try:
-                return self._server.handle(worker, message, link.inbox, link.outbox)
+                answer = self._server.handle(worker, message, link.inbox, link.outbox)
+                self._keep(message)
+                return answer
             except BaseException as error:
                 self._error = error
                 raise

@@ -124,8 +124,7 @@ class ServedStrategy(Strategy):
         assert self._client is not None
         self._clock = self._version = step
         self._settings.workers = self.world.size
-        if self.world.main_rank:
-            self._client.begin(self._settings, self._optimizers if self._servers_step else None, step)
+        self._client.begin(self._settings, self._optimizers if self._servers_step else None, step)
         if self._servers_step:  # they have it now
             for optimizer in self._optimizers:
                 optimizer.state.clear()

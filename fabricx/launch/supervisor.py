@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,6 +28,7 @@ from fabricx.launch.worker import Failure, Place
 from fabricx.launch.worker import main as worker_main
 
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.optim", "fabricx.trainer", "fabricx.strategies"]
+RESTARTS = 3  # of each server
 GATHER_S = 1.0  # after the first failure, how long other ranks may still report theirs
 TERMINATE_S = 3.0  # how long a process may take to end when asked to
 
@@ -43,8 +45,8 @@ def run_workers(
         size: how many processes.
         named: what to call the objects in the arguments when one of them can't be pickled.
         servers: processes beside those, which end when all of those have.
-        serve: what each of them runs: `serve(world, number)`.
-        elastic: the others go on when a worker other than rank 0 dies; its result is None.
+        serve: what each of them runs: `serve(world, number, folder)`.
+        elastic: the others go on when a worker other than rank 0 dies; its result is None. A server is started again.
 
     Raises:
         NotPicklable: an argument can't be sent; the message names the attribute.
@@ -132,8 +134,18 @@ class _Workers:
                     continue
                 if self._elastic and 0 < rank < self._size:
                     self._dead.add(rank)
+                elif self._elastic and rank >= self._size and self._places[rank].generation < RESTARTS:
+                    self._start_again(rank)
                 elif not (rank >= self._size and process.exitcode == 0):  # a server ends when its workers have
                     self._failures.append(_death(rank, process.exitcode))
+
+    def _start_again(self, rank: int) -> None:
+        """Start a server that was killed; it has left a snapshot of what it kept."""
+        if self._complete():
+            return
+        print(f"server {rank - self._size} died, and starts again from its newest snapshot", file=sys.stderr)
+        self._places[rank] = replace(self._places[rank], generation=self._places[rank].generation + 1)
+        self._start(self._places[rank])
 
     def _receive(self, rank: int, control: Connection | None) -> None:
         if control is None:

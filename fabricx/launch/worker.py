@@ -81,7 +81,7 @@ def _run(place: Place) -> Any:
         store=store,
     )
     if place.serve is not None:
-        return place.serve(world, place.rank - place.size)
+        return place.serve(world, place.rank - place.size, place.folder)
     with (Path(place.folder) / "job").open("rb") as file:
         function, arguments = pickle.load(file)
     try:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import fabricx as fx
-from fabricx import checkpoint
+from fabricx import checkpoint, dispatch
 from fabricx.callbacks import ModelCheckpoint
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer, Single
@@ -344,3 +344,45 @@ def test_compressed_gradients_train_with_fewer_bytes(kind: Any, part: float, lin
     assert sent == pytest.approx(part * all_sent, rel=0.02)
     assert received == all_received
     assert float(trainer.callback_metrics["loss_epoch"]) < 2 * float(other.callback_metrics["loss_epoch"]) + 0.5
+
+
+class KillsServer(Recorded):
+    """Rank 0 kills the first server in its fourth step; it finds it by the socket that it listens at."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 0 and len(self.samples) == 3:
+            os.kill(int(self.trainer.world.store.get("server pid")), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+def tells_its_pid(world: Any, number: int, folder: str | None) -> None:
+    if number == 0:
+        world.store.set("server pid", str(os.getpid()))
+    serve_as_usual(world, number, folder)
+
+
+serve_as_usual = dispatch._serve
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        AsyncSGD(snapshot_every=3),
+        AsyncSGD(snapshot_every=3, servers=2, link="gloo"),
+        ParameterServer(mode="bounded", servers=2, snapshot_every=3),
+    ],
+)
+def test_a_server_that_was_killed_starts_again(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_serve", tells_its_pid)
+    module, trainer = train(strategy, 2, module=KillsServer(), batch=1)
+    assert trainer.current_epoch == 2
+    assert trainer.global_step == 2 * (22 if strategy._settings.aggregate else SAMPLES)
+    trained = [sample for rank in module.by_rank for batch in rank for sample in batch]
+    assert set(trained) == set(range(SAMPLES))
+    assert 2 * SAMPLES <= len(trained) <= 2 * SAMPLES + 2 * 3 + 2  # once more: updates since the snapshot, and in work
+
+
+def test_a_synchronous_run_ends_with_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_serve", tells_its_pid)
+    with pytest.raises(WorkerFailed, match=r"server 0 failed[\s\S]*SIGKILL"):
+        train(ParameterServer(), 2, module=KillsServer(), batch=1)
