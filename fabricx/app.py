@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
@@ -85,7 +85,7 @@ def run_app(function: Callable[..., Any], arguments: list[str], folder: str | No
     except (HydraException, OmegaConfBaseException, FabricxError, ValueError, LookupError, TypeError) as error:
         if full != "1" or os.environ.get("FABRICX_TRACEBACK") or not _is_users(error):
             raise
-        print(f"error: {explain(error, name, folder)}", file=sys.stderr)
+        print(f"error: {explain(error, name, folder, arguments)}", file=sys.stderr)
         raise SystemExit(1) from None
     finally:
         sys.argv = before
@@ -166,7 +166,7 @@ def _stamp() -> str:
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(3)}"
 
 
-def explain(error: Exception, name: str, folder: str | None) -> str:
+def explain(error: Exception, name: str, folder: str | None, arguments: Sequence[str]) -> str:
     """Return what went wrong, with the nearest right key or choice."""
     text = str(error).strip()
     if isinstance(error, MissingConfigException) and error.options:
@@ -176,7 +176,8 @@ def explain(error: Exception, name: str, folder: str | None) -> str:
     if found is None:
         return text
     key = found.group(1).partition("@")[0]
-    known = _known_keys(name, folder)
+    chosen = [one for one in arguments if re.fullmatch(r"[\w/]+=[\w/]+", one)]  # groups: their keys are known then
+    known = _known_keys(name, folder, chosen) or _known_keys(name, folder, [])
     near = did_you_mean(key, [one for one in known if not key.startswith(f"{one}.")])
     if not near and "." in key:
         group = key.rpartition(".")[0]
@@ -185,15 +186,15 @@ def explain(error: Exception, name: str, folder: str | None) -> str:
     return f"there is no key {key!r} to set.{near}"
 
 
-def _known_keys(name: str, folder: str | None) -> list[str]:
+def _known_keys(name: str, folder: str | None, chosen: list[str]) -> list[str]:
     GlobalHydra.instance().clear()
     try:
         if folder:
             with hydra.initialize_config_dir(folder, version_base="1.3"):
-                cfg = hydra.compose(name)
+                cfg = hydra.compose(name, chosen)
         else:
             with hydra.initialize_config_module("fabricx.conf", version_base="1.3"):
-                cfg = hydra.compose(name)
+                cfg = hydra.compose(name, chosen)
     except Exception:  # while explaining an error, a second one would only hide it
         return []
     keys: list[str] = []
