@@ -114,6 +114,11 @@ def _train_batches(t: Trainer) -> bool:
         elif micro.empty:
             _train_nothing(t, micro)
         elif train_batch(t, micro) == -1:
+            if micro.apart:
+                raise ValueError(
+                    "on_train_batch_start returned -1, which skips the rest of an epoch on all ranks; here each "
+                    "goes at its own pace: set trainer.should_stop, or limit_train_batches"
+                )
             return True
         if micro.apart:
             _go_on_apart(t, micro)

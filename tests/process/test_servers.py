@@ -249,9 +249,28 @@ def test_statistics_are_joined_where_ranks_meet() -> None:
     assert float((module.norm.running_var - 1.0).abs().max()) < 0.8
 
 
+class SkipsTheRest(Recorded):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
+        return -1
+
+
+class StopsAlone(Recorded):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 1 and self.trainer.current_epoch == 0:
+            self.trainer.should_stop = True
+
+
+def test_one_rank_may_ask_all_to_stop() -> None:
+    module, trainer = train(AsyncSGD(), 2, module=StopsAlone(), batch=1, max_epochs=50)
+    assert trainer.current_epoch < 50
+    assert trainer.should_stop
+    assert module.counts == [] or module.counts[0].updates == trainer.global_step
+
+
 @pytest.mark.parametrize(
     ("strategy", "module", "message"),
     [
+        (AsyncSGD(), SkipsTheRest(), "set trainer.should_stop"),
         (AsyncSGD(), Normed(nn.SyncBatchNorm), "SyncBatchNorm needs all ranks"),
         (AsyncSGD(), LayeredModule(manual=True), "a manually optimised module steps by itself"),
         (ParameterServer(optimizer="server"), LayeredModule(manual=True), "optimizer=worker"),
