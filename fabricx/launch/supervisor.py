@@ -228,8 +228,9 @@ def _context() -> Any:
 
 
 def _is_echo(failure: Failure) -> bool:
-    """Return whether a rank only tells that another one is gone."""
-    return any(sign in failure.traceback for sign in ("Connection closed by peer", "Connection reset by peer"))
+    """Return whether a rank only tells that another process is gone."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "ServerLost")
+    return any(sign in failure.traceback for sign in signs)
 
 
 def _death(rank: int, code: int | None) -> Failure:
