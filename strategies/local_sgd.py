@@ -119,6 +119,8 @@ class LocalSGD(Strategy):
         for tensor in (*module.parameters(), *module.buffers()):
             self.world.broadcast(tensor.data)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if any(parameter.is_complex() for parameter in trained):
+            raise ValueError("local_sgd joins real numbers, and a parameter is complex: train its view_as_real")
         self._fragments = [
             _Fragment(number, part, base, torch.zeros_like(base))
             for number, part in enumerate(_in_parts(trained, self.fragments))

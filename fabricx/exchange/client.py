@@ -316,6 +316,15 @@ class _Boxes:
 
     def empty(self, tensors: Sequence[Tensor]) -> None:
         """Copy the inbox into tensors."""
-        if self._pieces:
-            views = [tensors[piece.parameter].detach().view(-1)[piece.start : piece.stop] for piece in self._pieces]
-            torch._foreach_copy_(views, self._in)
+        views, sources = [], []
+        for (number, start, stop), source in zip(self._pieces, self._in, strict=True):
+            tensor = tensors[number].detach()
+            if tensor.is_contiguous():
+                views.append(tensor.view(-1)[start:stop])
+                sources.append(source)
+            else:  # of another memory format: no view of it is a vector
+                flat = tensor.reshape(-1)
+                flat[start:stop] = source
+                tensor.copy_(flat.view(tensor.shape))
+        if views:
+            torch._foreach_copy_(views, sources)

@@ -102,6 +102,14 @@ class ServedStrategy(Strategy):
                 "SyncBatchNorm needs all ranks in each forward, and here each goes at its own pace: use BatchNorm (its "
                 "statistics are joined for validation and checkpoints), or strategy=ddp"
             )
+        for name, part in module.named_modules():
+            if getattr(part, "sparse", False) and isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+                raise ValueError(
+                    f"{name} has sparse=True, and sparse gradients don't travel to servers: say sparse=False"
+                )
+        for name, parameter in module.named_parameters():
+            if parameter.is_complex():
+                raise ValueError(f"{name} is complex, and servers keep real numbers: train its view_as_real")
         for tensor in (*module.parameters(), *module.buffers()):
             self.world.broadcast(tensor.data)
 

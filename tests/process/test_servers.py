@@ -281,6 +281,36 @@ def test_what_cant_work_is_refused(strategy: Any, module: Any, message: str) -> 
         train(strategy, module=module)
 
 
+class Pictures(Recorded):
+    """Has weights in another memory format, and a sparse or complex part if that is asked for."""
+
+    def __init__(self, more: str = "") -> None:
+        super().__init__()
+        self.picture = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if more == "sparse":
+            self.table = nn.Embedding(3, 2, sparse=True)
+        if more == "complex":
+            self.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        seen = self.picture(inputs[:, :1, None, None].expand(-1, 2, 3, 3).contiguous())
+        return super().forward(inputs) + seen.mean((1, 2, 3), keepdim=True)[:, 0, 0]
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_any_memory_format_is_trained(servers: int) -> None:
+    wanted, _ = train(Single(), 1, module=Pictures(), max_epochs=1)
+    found, _ = train(ParameterServer(servers=servers), 2, module=Pictures(), batch=6, max_epochs=1)
+    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=2e-6)
+
+
+@pytest.mark.parametrize("more", ["sparse", "complex"])
+def test_parameters_that_cant_travel_are_refused(more: str) -> None:
+    with pytest.raises(WorkerFailed, match="say sparse=False" if more == "sparse" else "view_as_real"):
+        train(ParameterServer(), module=Pictures(more))
+
+
 class Stream:
     """Batches without a number; the ranks have different ones, and not as many."""
 
