@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fabricx.callback import Callback
 from fabricx.comm.world import World
 from fabricx.launch.supervisor import run_workers
 from fabricx.module import Module
@@ -138,3 +140,33 @@ def layered_data(samples: int) -> TensorDataset:
     """Return pairs for a `LayeredModule`: inputs, shape [6], and their sums, shape [1]; the same at each call."""
     inputs = torch.randn(samples, 6, generator=torch.Generator().manual_seed(1))
     return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+class SavesAtEnd(Callback):
+    """Writes a checkpoint when training ends.
+
+    Args:
+        path: where to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        """Write it."""
+        trainer.save_checkpoint(self.path)
+
+
+def assert_same_state(one: Any, other: Any) -> None:
+    """Raise an AssertionError unless two states, of tensors and plain data, are equal to the bit."""
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same_state(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        for a, b in zip(one, other, strict=True):
+            assert_same_state(a, b)
+    else:
+        assert one == other

@@ -380,7 +380,8 @@ class _Totals:
     def since(self, before: _Totals | None) -> dict[str, float]:
         """Return what has come since then, by the names that loggers see."""
         earlier = before.totals if before is not None else dict.fromkeys(self.totals, 0.0)
-        found = {f"exchange/{name}": value - earlier[name] for name, value in self.totals.items()}
+        # Less than before, where a worker or a server has died.
+        found = {f"exchange/{name}": max(0.0, value - earlier[name]) for name, value in self.totals.items()}
         staleness = self.staleness - before.staleness if before is not None else self.staleness
         if staleness:
             found["exchange/staleness_mean"] = sum(k * n for k, n in staleness.items()) / staleness.total()

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import ModelCheckpoint
 from fabricx.strategies import DDP, FSDP, Single
-from fabricx.testing import QUIET, Layer, LayeredModule, layered_data
+from fabricx.testing import QUIET, Layer, LayeredModule, SavesAtEnd, assert_same_state, layered_data
 
 
 class Layers(LayeredModule):
@@ -63,35 +63,13 @@ def test_single_ddp_and_fsdp_take_up_each_others_checkpoints_bit_for_bit(tmp_pat
     path: Path | None = None
     for number, (strategy, devices) in enumerate(itertools.chain(ways, ways[:1])):
         # At the limit already: the run takes the checkpoint up, and writes another at once.
-        saver = SaveAtEnd(tmp_path / f"{number}.ckpt")
+        saver = SavesAtEnd(tmp_path / f"{number}.ckpt")
         train(strategy, devices, ckpt=path, callbacks=[saver], max_steps=3)
         path = tmp_path / f"{number}.ckpt"
         state = checkpoint.load(path)["strategy"]
         if before is not None:
-            assert_equal(state, before)
+            assert_same_state(state, before)
         before = state
-
-
-class SaveAtEnd(fx.Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
-def assert_equal(one: Any, other: Any) -> None:
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_equal(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        for a, b in zip(one, other, strict=True):
-            assert_equal(a, b)
-    else:
-        assert one == other
 
 
 class Later(Layers):

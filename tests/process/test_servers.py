@@ -18,7 +18,7 @@ from fabricx import checkpoint, dispatch
 from fabricx.callbacks import ModelCheckpoint
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer, Single
-from fabricx.testing import QUIET, LayeredModule, layered_data
+from fabricx.testing import QUIET, LayeredModule, SavesAtEnd, assert_same_state, layered_data
 
 SAMPLES = 43
 
@@ -167,30 +167,8 @@ def test_checkpoints_go_from_strategy_to_strategy(tmp_path: Path) -> None:
         path = tmp_path / f"{number}.ckpt"
         state = checkpoint.load(path)["strategy"]
         if before is not None:
-            assert_equal(state, before)
+            assert_same_state(state, before)
         before = state
-
-
-class SavesAtEnd(fx.Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
-def assert_equal(one: Any, other: Any) -> None:
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_equal(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        for a, b in zip(one, other, strict=True):
-            assert_equal(a, b)
-    else:
-        assert one == other
 
 
 @pytest.mark.parametrize("strategy", [ParameterServer(), ParameterServer(optimizer="server"), AsyncSGD()])
