@@ -145,12 +145,19 @@ class Server:
 
     def snapshot(self) -> dict[str, Any]:
         """Return what `restore` needs; the tensors in it are the live ones."""
-        return {"begun": self._begun, "version": self.version, "leases": self._leases, "counts": self.counts}
+        return {
+            "begun": self._begun,
+            "version": self.version,
+            "leases": self._leases,
+            "parts": self._parts,
+            "counts": self.counts,
+        }
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Go on from a snapshot of a server that died: its later updates are lost, and their parts trained again."""
         self._begin(snapshot["begun"])
-        self.version, self._leases, self.counts = snapshot["version"], snapshot["leases"], snapshot["counts"]
+        self.version, self._parts = snapshot["version"], snapshot["parts"]
+        self._leases, self.counts = snapshot["leases"], snapshot["counts"]
         self._leases.all_back()
 
     def left(self, worker: int) -> None:

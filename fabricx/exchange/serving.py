@@ -10,7 +10,7 @@ from typing import Any, Final, final
 import torch
 
 from fabricx.comm.links import LOST, Entrance, Hello, Link, Store, meet_over_gloo
-from fabricx.exchange.messages import Begin, Open, Pull
+from fabricx.exchange.messages import Begin, Granted, Open, Pull
 from fabricx.exchange.server import Server
 
 POLL_S: Final = 0.05  # how often a server looks for workers of other machines, until all are there
@@ -123,12 +123,13 @@ class _Serving:
                 self._server.left(worker)
                 self._changed.notify_all()
 
-    def _keep(self, message: Any) -> None:
-        """Write a snapshot, if it is time; all wait for it."""
+    def _keep(self, message: Any, answer: Any) -> None:
+        """Write a snapshot, if it is time; all wait for it. The end of a section, once told, has to be remembered."""
         every = self._server.snapshot_every
         if self._snapshot is None or not every:
             return
-        if isinstance(message, (Begin, Open)) or self._server.version >= self._kept + every:
+        ended = isinstance(answer, Granted) and answer.over and self._kept != self._server.version
+        if ended or isinstance(message, (Begin, Open)) or self._server.version >= self._kept + every:
             self._kept = self._server.version
             new = self._snapshot.with_suffix(".new")
             torch.save(self._server.snapshot(), new)
@@ -141,7 +142,7 @@ class _Serving:
                     raise EOFError
             try:
                 answer = self._server.handle(worker, message, link.inbox, link.outbox)
-                self._keep(message)
+                self._keep(message, answer)
                 return answer
             except BaseException as error:
                 self._error = error

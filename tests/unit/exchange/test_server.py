@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from fabricx.exchange.fake import simulate
 from fabricx.exchange.layout import cut
 from fabricx.exchange.messages import Begin, Settings
 from fabricx.exchange.rules import needs_whole_tensors, sliced
+from fabricx.exchange.server import Server
 
 SIZE = 5
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -198,3 +200,24 @@ def test_every_element_is_with_one_server() -> None:
                 assert covered[-1][1] == size
                 assert all(a[1] == b[0] for a, b in itertools.pairwise(covered))
     assert max(sum(p.stop - p.start for p in mine) for mine in cut(sizes, 4)) == 8
+
+
+@pytest.mark.parametrize("settings", [{"aggregate": False}, {"aggregate": True, "max_staleness": 2}])
+def test_a_server_goes_on_from_a_snapshot_of_any_moment(settings: dict[str, Any]) -> None:
+    start, _ = begin("momentum", workers=3, **settings)
+    moments: list[bytes] = []
+
+    def noting(lease: int, weights: Tensor) -> Tensor:
+        file = io.BytesIO()
+        torch.save(current[0].snapshot(), file)
+        moments.append(file.getvalue())
+        return gradient(lease, weights)
+
+    current: list[Server] = []
+    server, _, _ = simulate(start, 30, noting, uneven, began=current.append)
+    for moment in moments:
+        again = Server(3)
+        again.restore(torch.load(io.BytesIO(moment), weights_only=False))
+        finished, who, _ = simulate(start, 30, gradient, uneven, server=again)
+        assert finished.version == server.version
+        assert len({lease for worker in who for lease in worker.trained}) == sum(len(w.trained) for w in who)
