@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -80,24 +81,30 @@ class Client:
         return [boxes.link for boxes in self._boxes]
 
     def _meet(self, number: int) -> _Boxes:
-        """Return a new link to a server; waits until it has another address than before."""
+        """Return a new link to a server; waits until it has an address at which it wasn't lost already."""
         key, pieces = f"{self._prefix}/server/{number}", self._pieces[number]
         hello = Hello(self._worker, sum(piece.stop - piece.start for piece in pieces), self._dtype, same=self._same)
+        compression, keep = self._codec
         self._store.wait([key], START)
         deadline = time.monotonic() + RESTART_S
-        while (told := self._store.get(key).decode()) == self._addresses[number]:
-            if time.monotonic() > deadline:
-                raise ServerLost(f"server {number} has gone, and was not started again in {RESTART_S:.0f} s")
+        while time.monotonic() < deadline:
+            if (told := self._store.get(key).decode()) != self._addresses[number]:
+                self._addresses[number] = told
+                with contextlib.suppress(*LOST):  # it died just now
+                    link = self._connect(key, told, hello)
+                    return _Boxes(link, pieces, Codec(compression, keep=keep) if compression else None)
             time.sleep(0.02)
-        self._addresses[number] = told
+        raise ServerLost(f"server {number} has gone, and was not started again in {RESTART_S:.0f} s")
+
+    def _connect(self, key: str, told: str, hello: Hello) -> Link:
+        """Return a link to a server that has told the store where it is."""
         generation, _, address = told.partition(" ")
         link = None if self._over_gloo else connect(address, hello)
-        if link is None:
-            place = f"{key}/{generation}/from/{self._worker}"
-            self._store.set(place, f"{hello.size} {str(hello.dtype).removeprefix('torch.')}")
-            link = meet_over_gloo(self._store, f"{place}/link", hello, server=False, timeout=timedelta(days=365))
-        compression, keep = self._codec
-        return _Boxes(link, pieces, Codec(compression, keep=keep) if compression else None)
+        if link is not None:
+            return link
+        place = f"{key}/{generation}/from/{self._worker}"
+        self._store.set(place, f"{hello.size} {str(hello.dtype).removeprefix('torch.')}")
+        return meet_over_gloo(self._store, f"{place}/link", hello, server=False, timeout=timedelta(days=365))
 
     def _try(self, number: int, action: Callable[[_Boxes], T]) -> T:
         """Return what comes of talking to a server; once more, if it had to be started again.
@@ -126,13 +133,15 @@ class Client:
         self._restarts = bool(settings.snapshot_every)
         if self._worker:
             return
-        for link, pieces in zip(self._links, self._pieces, strict=True):
+        for number, pieces in enumerate(self._pieces):
             cuts = [(self._parameters[piece.parameter], piece.start, piece.stop) for piece in pieces]
             copies, made = sliced(optimizers or [], cuts)
             ends = list(itertools.accumulate(piece.numel() for piece in made))
             spans = list(zip([0, *ends], ends, strict=False))
             stepped = None if optimizers is None else copies
-            link.send(Begin(settings, stepped, made, link.hello.size, self._dtype, version, spans))
+            size = ends[-1] if ends else 0
+            # Answered, so that it isn't lost with a server that dies now: its snapshot is written by then.
+            self._asked(number, Begin(settings, stepped, made, size, self._dtype, version, spans))
 
     def _say(self, number: int, message: Any) -> None:
         self._try(number, lambda boxes: boxes.link.send(message))

@@ -132,7 +132,8 @@ class Server:
         if isinstance(message, Apply):
             return self._apply(message)
         if isinstance(message, Begin):
-            return self._begin(message)
+            self._begin(message)
+            return Reply(self.version)
         if isinstance(message, Open):
             return self._open(message)
         if isinstance(message, Close):
