@@ -172,7 +172,7 @@ class Client:
     def pull(
         self, targets: Sequence[Tensor], version: int = 0, *, to_train: bool = False, one_by_one: bool = False
     ) -> int:
-        """Bring weights (or sums) into tensors, by parameter; returns the version that the oldest part has.
+        """Bring weights (or sums) into tensors, by parameter; returns the version that the first server's part has.
 
         A gradient of them follows if `to_train`. Where that may have to wait for other workers, servers are asked
         `one_by_one`: two workers that each wait at the other's server would wait for ever.
@@ -200,7 +200,7 @@ class Client:
         for number in range(len(self._boxes)):
             self._try(number, bring)
         self.waited_s += time.perf_counter() - begun
-        return min(versions)
+        return versions[0]
 
     def norm(self, clock: int, parameters: Sequence[Tensor]) -> float:
         """Return the 2-norm of some parameters' part of the gradient that is held for an update."""
@@ -228,9 +228,9 @@ class Client:
             for pieces in self._pieces
         ]
 
-    def open(self, section: int, leases: int) -> None:
-        """Begin a section of the data; every worker says so."""
-        self._opened = Open(section, leases)
+    def open(self, section: int, leases: int, version: int) -> None:
+        """Begin a section of the data after so many updates; every worker says so."""
+        self._opened = Open(section, leases, version)
         for number in range(len(self._boxes)):
             self._say(number, self._opened)
 

@@ -74,10 +74,11 @@ class Begin:
 
 @dataclass(slots=True)
 class Open:
-    """Begin a section of the data: `count` leases, which all workers take one by one."""
+    """Begin a section of the data: `count` leases, which all workers take one by one, after `version` updates."""
 
     section: int
     count: int
+    version: int = 0
 
 
 @dataclass(slots=True)

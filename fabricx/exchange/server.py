@@ -55,6 +55,7 @@ class Server:
     def __init__(self, workers: int, *, deals: bool = True) -> None:
         self.version = 0
         self._deals = deals
+        self._restored = False  # then updates may be missing, and are not waited for
         self.counts = Counts()
         self.total = torch.empty(0)
         self._workers = set(range(workers))
@@ -87,7 +88,7 @@ class Server:
             return False
         if isinstance(message, Pull):
             waits = message.to_train and self._settings.orders_updates and len(self._bases) > self._bound
-            return self.version >= message.version and not waits
+            return (self._restored or self.version >= message.version) and not waits
         if isinstance(message, Ask):
             leases = self._leases
             if message.section != leases.section or not message.wait:
@@ -160,6 +161,7 @@ class Server:
         self.version, self._parts = snapshot["version"], snapshot["parts"]
         self._leases, self.counts = snapshot["leases"], snapshot["counts"]
         self._leases.all_back()
+        self._restored = True
 
     def left(self, worker: int) -> None:
         """Go on without a worker: what it had not pushed is somebody else's now."""
@@ -184,6 +186,9 @@ class Server:
     def _open(self, message: Open) -> None:
         if message.section <= self._leases.section:
             return  # another worker has said so already
+        if message.version > self.version:  # the others'; this server has lost some
+            self.version = message.version
+            self._parts.clear()
         settings = self._settings
         bounded = settings.max_staleness if settings.bound == "clock" else None
         self._leases = Leases(
@@ -238,6 +243,8 @@ class Server:
         part = _Part(inbox.clone() if leased and self._codec is None else inbox, push, base)
         parts = self._parts.setdefault(push.clock, {})
         parts[push.lease] = part
+        if self._restored and not self._deals and push.clock > self.version and len(parts) >= self._wanted(parts):
+            self.version = push.clock  # what is missing before was lost with the server that this one was
         while (parts := self._parts.get(self.version, {})) and len(parts) >= self._wanted(parts) and not push.hold:
             self._sum_up(self._parts.pop(self.version))
         if leased:

@@ -153,12 +153,19 @@ class ServedStrategy(Strategy):
 
         def with_newest_weights(*args: Any) -> Any:
             if self._stale:
-                self._pull(to_train=True)
+                self._pull(self._least_version(), to_train=True)
                 self._stale = False
             with apart():
                 return step(*args)
 
         return with_newest_weights
+
+    def _least_version(self) -> int:
+        """Return how new weights have to be for the lease: the server that dealt it may be ahead of the others."""
+        settings = self._settings
+        if self.lease is None or not settings.aggregate or settings.max_staleness is None:
+            return 0
+        return max(0, self.lease.clock - settings.max_staleness)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -291,7 +298,7 @@ class ServedStrategy(Strategy):
         assert self._client is not None
         self._section += 1
         self._present = self._workers
-        self._client.open(self._section, leases)
+        self._client.open(self._section, leases, self._version)
 
     def ask(self, *, wait: bool) -> Granted:
         """Return the next lease."""
