@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol, final
+
+from fabricx.data.order import Share
 
 
 class Dealer(Protocol):
@@ -37,21 +38,6 @@ class Dealer(Protocol):
 Section = Callable[[int, int | float], int]  # given the leases that are done and left, how many until the ranks meet
 
 
-@dataclass(slots=True)
-class Taken:
-    """A microbatch of a lease: places [begin, end) of the order, and those of the global batch that it is a part of."""
-
-    begin: int
-    end: int
-    window_begin: int
-    window_end: int
-    opens: bool
-    closes: bool
-    planned: int
-    lease: Any
-    data: Any = None
-
-
 @final
 class Deal:
     """One section: what this rank was given, and where in the order it lies.
@@ -69,7 +55,7 @@ class Deal:
         self._begin, self._items = begin, items
         self._batch, self._places = batch, batch * accumulate
         self._held: deque[Any] = deque()  # leases that aren't trained
-        self._fetched: deque[Taken] = deque()
+        self._fetched: deque[tuple[Share, Any]] = deque()  # with their leases
         self.end = begin  # of the section, once it is over
         self.over = False
 
@@ -78,7 +64,7 @@ class Deal:
         left = -(-(self._items - self._begin) // self._places)
         return min(left, section(self._begin // self._places, left))
 
-    def shares(self) -> Iterator[Taken]:
+    def shares(self) -> Iterator[Share]:
         """Yield the microbatches of lease after lease, as long as there are any for this rank now."""
         while True:
             granted = self._dealer.ask(wait=not self._held)
@@ -88,10 +74,10 @@ class Deal:
                 return
             self._held.append(granted)
             for share in self._shares_of(granted):
-                self._fetched.append(share)
+                self._fetched.append((share, granted))
                 yield share
 
-    def _shares_of(self, granted: Any) -> Iterator[Taken]:
+    def _shares_of(self, granted: Any) -> Iterator[Share]:
         begin = self._begin + granted.lease * self._places
         end = min(begin + self._places, self._items)
         together = self._dealer.leases_per_update
@@ -101,17 +87,16 @@ class Deal:
         count = -(-(end - begin) // self._batch)
         for number in range(count):
             low = begin + number * self._batch
-            yield Taken(
-                low, min(low + self._batch, end), window, window_end, number == 0, number == count - 1, count, granted
+            yield Share(
+                low, min(low + self._batch, end), window, window_end, number == 0, number == count - 1, False, count
             )
 
-    def taken(self, data: Iterator[Any]) -> Iterator[Taken]:
+    def taken(self, data: Iterator[Any]) -> Iterator[tuple[Share, Any]]:
         """Yield the microbatches that were fetched; a lease is done when the next microbatch is asked for."""
         for batch in data:
-            share = self._fetched.popleft()
-            share.data = batch
+            share, granted = self._fetched.popleft()
             if share.opens:
-                self._dealer.lease = share.lease
-            yield share
+                self._dealer.lease = granted
+            yield share, batch
             if share.closes:
                 self._held.popleft()

@@ -197,10 +197,10 @@ class OrderedFeed(Feed):
             dealer.open(deal.plan(section))
             while not deal.over:
                 fetches = functools.partial(self._fetches, deal, order)
-                for share in deal.taken(self._data(epoch, fetches)):
+                for share, data in deal.taken(self._data(epoch, fetches)):
                     size, whole = sizes(share.begin, share.end), sizes(share.window_begin, share.window_end)
                     yield Microbatch(
-                        share.data, share.begin // (batch * self._world.size), size, size / whole,
+                        data, share.begin // (batch * self._world.size), size, size / whole,
                         share.opens, share.closes, False, share.planned, apart=True,
                     )  # fmt: skip
             position = deal.end

@@ -49,7 +49,7 @@ class FakeWorker:
 
 def simulate(
     begin: Begin, leases: int, gradient: Gradient, duration: Duration = lambda worker, lease: 1.0,
-    deaths: Iterable[tuple[float, int]] = (), server: Server | None = None, began: Callable[[Server], Any] = id,
+    deaths: Iterable[tuple[float, int]] = (), server: Server | None = None,
 ) -> tuple[Server, list[FakeWorker], float]:  # fmt: skip
     """Train one section of the data.
 
@@ -59,8 +59,7 @@ def simulate(
         gradient: what a worker computes.
         duration: how long that takes it.
         deaths: (when, who), in virtual seconds.
-        server: one that goes on with this section; a new one if not given.
-        began: is told of the server before anything happens.
+        server: one that has begun; a new one if not given.
 
     Returns:
         the server, the workers, and the virtual seconds that it took.
@@ -68,7 +67,6 @@ def simulate(
     if server is None:
         server = Server(begin.settings.workers)
         server.handle(0, begin, torch.empty(0), torch.empty(0))
-    began(server)
     server.handle(0, Open(0, leases), torch.empty(0), torch.empty(0))
     workers = [FakeWorker(number, 0, begin.size, gradient, duration) for number in range(begin.settings.workers)]
     arrivals = [(0.0, number, number) for number in range(len(workers))]

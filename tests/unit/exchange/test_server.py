@@ -209,12 +209,13 @@ def test_a_server_goes_on_from_a_snapshot_of_any_moment(settings: dict[str, Any]
 
     def noting(lease: int, weights: Tensor) -> Tensor:
         file = io.BytesIO()
-        torch.save(current[0].snapshot(), file)
+        torch.save(server.snapshot(), file)
         moments.append(file.getvalue())
         return gradient(lease, weights)
 
-    current: list[Server] = []
-    server, _, _ = simulate(start, 30, noting, uneven, began=current.append)
+    server, none = Server(3), torch.zeros(SIZE)
+    server.handle(0, start, none, none)
+    simulate(start, 30, noting, uneven, server=server)
     for moment in moments:
         again = Server(3)
         again.restore(torch.load(io.BytesIO(moment), weights_only=False))
