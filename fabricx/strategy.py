@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from fabricx.comm.world import World
 
 ReduceOp = Literal["sum", "max", "min"]
+SPARSE_CLIPPED = "torch clips no sparse gradients: say sparse=False, or clip the others in configure_gradient_clipping"
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,17 @@ class Strategy(ABC):
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         """Scale gradients down to a 2-norm of at most `max_norm`, over all ranks; returns the norm before."""
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
+        try:
+            return nn.utils.clip_grad_norm_(parameters, max_norm)
+        except NotImplementedError as error:
+            raise ValueError(SPARSE_CLIPPED) from error
 
     def clip_value(self, parameters: Iterable[Tensor], limit: float) -> None:
         """Cut each element of the gradients to [-limit, limit]."""
-        nn.utils.clip_grad_value_(parameters, limit)
+        try:
+            nn.utils.clip_grad_value_(parameters, limit)
+        except NotImplementedError as error:
+            raise ValueError(SPARSE_CLIPPED) from error
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights."""

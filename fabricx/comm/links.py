@@ -13,7 +13,7 @@ import pickle
 import socket
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import reduction
@@ -27,16 +27,24 @@ from torch import Tensor
 Store = dist.Store
 LOST: Final = (EOFError, OSError, RuntimeError)  # what a link raises when the other side is gone
 PARTITION: Final = 1 << 22  # bytes that gloo is given at a time
+CLOSE: Final = timedelta(seconds=5)  # how long the last words may take
 
 
 @dataclass(slots=True)
 class Hello:
-    """Who a worker is, how large its part of the parameters is, and whether all are given the same, in one memory."""
+    """Who a worker is, and which vectors travel.
+
+    Attributes:
+        worker: its number.
+        dtype: of the elements.
+        forth: elements of the vector that the worker sends.
+        back: of the one that it is sent; None if that comes in the place of its own.
+    """
 
     worker: int
-    size: int
     dtype: torch.dtype
-    same: bool = False
+    forth: int
+    back: int | None
 
 
 class Link(ABC):
@@ -44,24 +52,29 @@ class Link(ABC):
 
     Attributes:
         hello: what the worker has said of itself.
-        inbox: the vector that came with the newest message that had one.
-        outbox: what goes with the next one that has one.
+        inbox: the vector of which parts came with the newest message.
+        outbox: the vector of which parts may go.
         sent, received: bytes of vectors.
+        arrived: called with the last byte of each part that has come, if that comes before its message.
     """
 
-    def __init__(self, hello: Hello) -> None:
+    def __init__(self, hello: Hello, inbox: Tensor, outbox: Tensor) -> None:
         self.hello = hello
-        self.inbox = torch.empty(0)
-        self.outbox = torch.empty(0)
+        self.inbox, self.outbox = inbox, outbox
         self.sent = self.received = 0
+        self.arrived: Callable[[int], None] | None = None
 
     @abstractmethod
-    def send(self, message: Any, *, vector: int = 0) -> None:
-        """Send a message, with the first `vector` bytes of the outbox."""
+    def post(self, start: int, stop: int) -> None:
+        """Let the bytes [start, stop) of the outbox go. Waits for nothing; they are complete when a message follows."""
+
+    @abstractmethod
+    def send(self, message: Any) -> None:
+        """Send a message after all parts that were posted."""
 
     @abstractmethod
     def recv(self) -> Any:
-        """Wait for the next message; its vector is in the inbox then."""
+        """Wait for the next message; what was posted before it is in the inbox then."""
 
     @abstractmethod
     def close(self) -> None:
@@ -77,18 +90,22 @@ class SharedMemory(Link):
     """Vectors lie in memory that both processes see; a socket rings."""
 
     def __init__(self, connection: Connection, hello: Hello, inbox: Tensor, outbox: Tensor) -> None:
-        super().__init__(hello)
+        super().__init__(hello, inbox, outbox)
         self._connection = connection
-        self.inbox, self.outbox = inbox, outbox
+        self._posted = 0
 
-    def send(self, message: Any, *, vector: int = 0) -> None:
+    def post(self, start: int, stop: int) -> None:
+        self._posted += stop - start
+
+    def send(self, message: Any) -> None:
+        posted, self._posted = self._posted, 0
         # Plain pickles: those of multiprocessing would hand tensors over by files of their own.
-        self._connection.send_bytes(pickle.dumps((message, vector)))
-        self.sent += vector
+        self._connection.send_bytes(pickle.dumps((message, posted)))
+        self.sent += posted
 
     def recv(self) -> Any:
-        message, vector = pickle.loads(self._connection.recv_bytes())
-        self.received += vector
+        message, posted = pickle.loads(self._connection.recv_bytes())
+        self.received += posted
         return message
 
     def close(self) -> None:
@@ -106,39 +123,63 @@ class SharedMemory(Link):
 
 @final
 class Gloo(Link):
-    """A process group of two, which has a store for meeting and nothing else in common with any other group."""
+    """A process group of two, which has a store for meeting and nothing else in common with any other group.
+
+    Each part and each message has three numbers before it: the bytes of a message, or none and where a part belongs.
+    Gloo sends when the other side receives, in threads of its own, and what was sent first comes first.
+    """
 
     def __init__(self, group: Any, hello: Hello, *, server: bool) -> None:
-        super().__init__(hello)
+        forth = torch.zeros(hello.forth, dtype=hello.dtype)
+        back = torch.zeros(hello.forth if hello.back is None else hello.back, dtype=hello.dtype)
+        super().__init__(hello, forth if server else back, back if server else forth)
         self._group, self._peer = group, 0 if server else 1
-        self.inbox, self.outbox = torch.zeros(hello.size, dtype=hello.dtype), torch.zeros(hello.size, dtype=hello.dtype)
+        self._going: list[tuple[Any, Tensor]] = []  # with its memory
 
-    def send(self, message: Any, *, vector: int = 0) -> None:
-        data = torch.frombuffer(bytearray(pickle.dumps((message, vector))), dtype=torch.uint8)
-        self._group.send([torch.tensor([len(data)])], self._peer, 0).wait()
-        for part in (*_partitions(data), *_partitions(self.outbox.view(torch.uint8)[:vector])):
-            self._group.send([part], self._peer, 0).wait()
-        self.sent += vector
+    def post(self, start: int, stop: int) -> None:
+        outbox = self.outbox.view(torch.uint8)
+        for low in range(start, stop, PARTITION):
+            high = min(low + PARTITION, stop)
+            self._begin_to_send(torch.tensor([0, low, high]))
+            self._begin_to_send(outbox[low:high])
+        self.sent += stop - start
+
+    def send(self, message: Any) -> None:
+        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+        self._begin_to_send(torch.tensor([len(data), 0, 0]))
+        for low in range(0, len(data), PARTITION):
+            self._begin_to_send(data[low : low + PARTITION])
+
+    def _begin_to_send(self, tensor: Tensor) -> None:
+        self._going.append((self._group.send([tensor], self._peer, 0), tensor))
 
     def recv(self) -> Any:
-        size = torch.zeros(1, dtype=torch.int64)
-        self._group.recv([size], self._peer, 0).wait()
-        data = torch.empty(int(size), dtype=torch.uint8)
-        for part in _partitions(data):
-            self._group.recv([part], self._peer, 0).wait()
-        message, vector = pickle.loads(data.numpy().tobytes())
-        for part in _partitions(self.inbox.view(torch.uint8)[:vector]):
-            self._group.recv([part], self._peer, 0).wait()
-        self.received += vector
-        return message
+        inbox = self.inbox.view(torch.uint8)
+        header = torch.zeros(3, dtype=torch.int64)
+        while True:
+            self._receive(header)
+            going, self._going = self._going, []
+            for work, _ in going:  # the other side has answered: it has all of it
+                work.wait()
+            length, start, stop = header.tolist()
+            if length:
+                data = torch.empty(length, dtype=torch.uint8)
+                for low in range(0, length, PARTITION):
+                    self._receive(data[low : low + PARTITION])
+                return pickle.loads(data.numpy().tobytes())
+            self._receive(inbox[start:stop])
+            self.received += stop - start
+            if self.arrived is not None:
+                self.arrived(stop)
+
+    def _receive(self, tensor: Tensor) -> None:
+        self._group.recv([tensor], self._peer, 0).wait()
 
     def close(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it may have died
+            for work, _ in self._going:
+                work.wait(CLOSE)
         del self._group
-
-
-def _partitions(tensor: Tensor) -> Iterator[Tensor]:
-    for start in range(0, len(tensor), PARTITION):
-        yield tensor[start : start + PARTITION]
 
 
 # -- meeting ----------------------------------------------------------------------------------------------------------
@@ -154,7 +195,6 @@ class Entrance:
 
     def __init__(self, folder: str | None = None) -> None:
         self._closed = False
-        self._same: tuple[int, Tensor] | None = None  # what all workers see that are given the same
         self._folder = tempfile.TemporaryDirectory(prefix="fabricx-server-", dir=folder)
         self._listener = Listener(os.path.join(self._folder.name, "door"), "AF_UNIX", backlog=64)
         self.address = f"{socket.gethostname()}:{self._listener.address}"
@@ -169,14 +209,11 @@ class Entrance:
         if self._closed:
             raise OSError("nobody is let in any more")
         hello: Hello = connection.recv()
-        inbox = _mapped(reduction.recv_handle(connection), hello)
-        if not hello.same:
-            return SharedMemory(connection, hello, inbox, _mapped(reduction.recv_handle(connection), hello))
-        if self._same is None:
-            file = _nameless(hello)
-            self._same = file, _mapped(os.dup(file), hello)
-        reduction.send_handle(connection, self._same[0], 0)
-        return SharedMemory(connection, hello, inbox, self._same[1])
+        inbox = _mapped(reduction.recv_handle(connection), hello.dtype, hello.forth)
+        outbox = inbox
+        if hello.back is not None:
+            outbox = _mapped(reduction.recv_handle(connection), hello.dtype, hello.back)
+        return SharedMemory(connection, hello, inbox, outbox)
 
     def close(self) -> None:
         """Let nobody in any more; whoever waits at `accept` waits no more."""
@@ -184,9 +221,6 @@ class Entrance:
         with contextlib.suppress(OSError):
             Client(self._listener.address, "AF_UNIX").close()
             self._listener.close()
-        if self._same is not None:
-            os.close(self._same[0])
-            self._same = None
         self._folder.cleanup()
 
 
@@ -197,31 +231,29 @@ def connect(address: str, hello: Hello) -> Link | None:
         return None
     connection: Any = Client(path, "AF_UNIX")
     connection.send(hello)
-    boxes = [_nameless(hello) for _ in range(1 if hello.same else 2)]
-    for file in boxes:
-        reduction.send_handle(connection, file, 0)
-    if hello.same:
-        boxes.append(reduction.recv_handle(connection))
-    outbox, inbox = (_mapped(file, hello) for file in boxes)
+    outbox = inbox = _given(connection, hello.dtype, hello.forth)
+    if hello.back is not None:
+        inbox = _given(connection, hello.dtype, hello.back)
     return SharedMemory(connection, hello, inbox, outbox)
 
 
-def _mapped(file: int, hello: Hello) -> Tensor:
-    """Return a vector in a file, which is closed; the memory stays as long as the vector."""
-    memory = mmap.mmap(file, max(1, hello.size * hello.dtype.itemsize))
-    os.close(file)
-    return torch.frombuffer(memory, dtype=hello.dtype, count=hello.size) if hello.size else torch.empty(0)
-
-
-def _nameless(hello: Hello) -> int:
-    """Return a file in memory that is gone when the last process closes it."""
+def _given(connection: Connection, dtype: torch.dtype, elements: int) -> Tensor:
+    """Return a vector that the other side sees too; it is gone when the last process closes it, and has no name."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("fabricx", os.MFD_CLOEXEC)
     else:
         file, path = tempfile.mkstemp(prefix="fabricx-")
         os.unlink(path)
-    os.ftruncate(file, max(1, hello.size * hello.dtype.itemsize))
-    return file
+    os.ftruncate(file, max(1, elements * dtype.itemsize))
+    reduction.send_handle(connection, file, 0)  # type: ignore[arg-type]
+    return _mapped(file, dtype, elements)
+
+
+def _mapped(file: int, dtype: torch.dtype, elements: int) -> Tensor:
+    """Return a vector in a file, which is closed; the memory stays as long as the vector."""
+    memory = mmap.mmap(file, max(1, elements * dtype.itemsize))
+    os.close(file)
+    return torch.frombuffer(memory, dtype=dtype, count=elements) if elements else torch.empty(0, dtype=dtype)
 
 
 def meet_over_gloo(store: dist.Store, name: str, hello: Hello, *, server: bool, timeout: timedelta) -> Link:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from fabricx.comm.links import LOST, Hello, Link, Store, connect, meet_over_gloo
 from fabricx.errors import ServerLost
+from fabricx.exchange.boxes import Boxes, Filled
 from fabricx.exchange.compression import Codec
-from fabricx.exchange.layout import Piece, cut
+from fabricx.exchange.layout import Piece, Rows, divide
 from fabricx.exchange.messages import (
     Apply,
     Ask,
@@ -34,11 +35,12 @@ from fabricx.exchange.messages import (
     Settings,
     Tell,
 )
-from fabricx.exchange.rules import sliced
+from fabricx.exchange.rules import part_of, sliced
 
 T = TypeVar("T")
 START: Final = timedelta(minutes=5)  # how long a server may take to start
 RESTART_S: Final = 60.0  # and to be started again
+WORTH_A_CALL: Final = 1 << 15  # bytes of a gradient that is sent by itself; smaller ones go all together
 
 
 @final
@@ -53,25 +55,27 @@ class Client:
         servers: how many there are.
         whole: a parameter is with one server.
         over_gloo: even where a server is on this machine.
-        same: all workers pull the same sums, each before the next one is made.
+        sums: the servers send sums of gradients, and workers step.
+        views: gradients may stay in the links' vectors; see `Boxes`.
+        tables: numbers of the parameters of whose gradients only some rows are there.
         compression, keep: of gradients; see `Codec`.
     """
 
     def __init__(
         self, store: Store, prefix: str, worker: int, parameters: Sequence[Tensor], servers: int,
-        *, whole: bool = False, over_gloo: bool = False, same: bool = False,
-        compression: str | None = None, keep: float = 0.01,
+        *, whole: bool = False, over_gloo: bool = False, sums: bool = False, views: bool = False,
+        tables: frozenset[int] = frozenset(), compression: str | None = None, keep: float = 0.01,
     ) -> None:  # fmt: skip
-        self._same = same
+        self._sums, self._views = sums, views
         self._parameters = list(parameters)
         self.waited_s = 0.0  # for servers to answer
-        self.missing: set[int] = set()  # numbers of parameters that had no gradient in the newest sum
-        self._pieces = cut([parameter.numel() for parameter in parameters], servers, whole=whole)
+        self._shards = divide([parameter.shape for parameter in parameters], servers, whole=whole, by_row=tables)
         double = any(parameter.dtype == torch.float64 for parameter in parameters)
         self._dtype = torch.float64 if double else torch.float32
         self._store, self._prefix, self._worker, self._over_gloo = store, prefix, worker, over_gloo
         self._codec = (compression, keep)
         self._restarts = False  # is a server that died started again?
+        self.hears = True  # is the gradient that comes next complete?
         self._opened: Open | None = None
         self._addresses = [""] * servers
         self._boxes = [self._meet(number) for number in range(servers)]
@@ -80,10 +84,10 @@ class Client:
     def _links(self) -> list[Link]:
         return [boxes.link for boxes in self._boxes]
 
-    def _meet(self, number: int) -> _Boxes:
+    def _meet(self, number: int) -> Boxes:
         """Return a new link to a server; waits until it has an address at which it wasn't lost already."""
-        key, pieces = f"{self._prefix}/server/{number}", self._pieces[number]
-        hello = Hello(self._worker, sum(piece.stop - piece.start for piece in pieces), self._dtype, same=self._same)
+        key, shard = f"{self._prefix}/server/{number}", self._shards[number]
+        hello = Hello(self._worker, self._dtype, shard.room, None if self._sums else shard.size)
         compression, keep = self._codec
         self._store.wait([key], START)
         deadline = time.monotonic() + RESTART_S
@@ -92,7 +96,8 @@ class Client:
                 self._addresses[number] = told
                 with contextlib.suppress(*LOST):  # it died just now
                     link = self._connect(key, told, hello)
-                    return _Boxes(link, pieces, Codec(compression, keep=keep) if compression else None)
+                    codec = Codec(compression, keep=keep) if compression else None
+                    return Boxes(link, shard, self._parameters, codec, views=self._views)
             time.sleep(0.02)
         raise ServerLost(f"server {number} has gone, and was not started again in {RESTART_S:.0f} s")
 
@@ -103,10 +108,11 @@ class Client:
         if link is not None:
             return link
         place = f"{key}/{generation}/from/{self._worker}"
-        self._store.set(place, f"{hello.size} {str(hello.dtype).removeprefix('torch.')}")
+        back = "same" if hello.back is None else hello.back
+        self._store.set(place, f"{hello.forth} {back} {str(hello.dtype).removeprefix('torch.')}")
         return meet_over_gloo(self._store, f"{place}/link", hello, server=False, timeout=timedelta(days=365))
 
-    def _try(self, number: int, action: Callable[[_Boxes], T]) -> T:
+    def _try(self, number: int, action: Callable[[Boxes], T]) -> T:
         """Return what comes of talking to a server; once more, if it had to be started again.
 
         Raises:
@@ -133,15 +139,11 @@ class Client:
         self._restarts = bool(settings.snapshot_every)
         if self._worker:
             return
-        for number, pieces in enumerate(self._pieces):
-            cuts = [(self._parameters[piece.parameter], piece.start, piece.stop) for piece in pieces]
-            copies, made = sliced(optimizers or [], cuts)
-            ends = list(itertools.accumulate(piece.numel() for piece in made))
-            spans = list(zip([0, *ends], ends, strict=False))
+        for number, shard in enumerate(self._shards):
+            copies, made = sliced(optimizers or [], self._parameters, shard)
             stepped = None if optimizers is None else copies
-            size = ends[-1] if ends else 0
             # Answered, so that it isn't lost with a server that dies now: its snapshot is written by then.
-            self._asked(number, Begin(settings, stepped, made, size, self._dtype, version, spans))
+            self._asked(number, Begin(settings, stepped, made, shard, self._dtype, version))
 
     def _say(self, number: int, message: Any) -> None:
         self._try(number, lambda boxes: boxes.link.send(message))
@@ -149,58 +151,121 @@ class Client:
     def _asked(self, number: int, message: Any) -> Any:
         """Return a server's answer."""
 
-        def ask(boxes: _Boxes) -> Any:
+        def ask(boxes: Boxes) -> Any:
             boxes.link.send(message)
             return boxes.link.recv()
 
         return self._try(number, ask)
 
+    def watch(self) -> Callable[[], None]:
+        """Let gradients go as soon as they are complete, while `hears`; returns what ends that."""
+        where: dict[int, list[tuple[int, int]]] = {}
+        for server, shard in enumerate(self._shards):
+            for number, piece in enumerate(shard.pieces):
+                where.setdefault(piece.parameter, []).append((server, number))
+        handles = [
+            self._parameters[number].register_post_accumulate_grad_hook(functools.partial(self._put, places))
+            for number, places in where.items()
+            if self._parameters[number].requires_grad and self._parameters[number].nbytes >= WORTH_A_CALL
+        ]
+
+        def end() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return end
+
+    def _put(self, places: Sequence[tuple[int, int]], parameter: Tensor) -> None:
+        if self.hears:
+            for server, number in places:
+                self._boxes[server].put(number, parameter)
+
     def push(
-        self, gradients: Sequence[Tensor | None], *, clock: int = 0, parts: int = 1, lease: int = 0,
+        self, gradients: Sequence[Tensor | None], *, clock: int = 0, parts: int = 1, leases: tuple[int, ...] = (0,),
         groups: Groups | None = None, hold: bool = False,
     ) -> None:  # fmt: skip
         """Bring gradients, by parameter; None for all of them is a lease without a gradient. Waits for nothing."""
         empty = all(gradient is None for gradient in gradients)
 
-        def send(boxes: _Boxes) -> None:
-            missing, size, scale = boxes.fill(gradients) if not empty else (frozenset[int](), 0, 1.0)
-            boxes.link.send(Push(clock, parts, lease, empty, missing, groups, hold, scale), vector=size)
+        def send(boxes: Boxes) -> None:
+            filled = Filled() if empty else boxes.fill(gradients)
+            push = Push(clock, parts, leases, empty, filled.missing, filled.rows, groups, hold, filled.scale)
+            boxes.link.send(push)
 
         for number in range(len(self._boxes)):
             self._try(number, send)
 
     def pull(
         self, targets: Sequence[Tensor], version: int = 0, *, to_train: bool = False, one_by_one: bool = False
-    ) -> int:
-        """Bring weights (or sums) into tensors, by parameter; returns the version that the first server's part has.
+    ) -> Reply:
+        """Bring weights into tensors, by parameter; returns the answer of the first server.
 
-        A gradient of them follows if `to_train`. Where that may have to wait for other workers, servers are asked
-        `one_by_one`: two workers that each wait at the other's server would wait for ever.
+        A gradient of them follows if `to_train`; then rows of tables are left for when it is known which. Where that
+        may have to wait for other workers, servers are asked `one_by_one`: two workers that each wait at the other's
+        server would wait for ever.
         """
-        begun = time.perf_counter()
-        versions = []
-        self.missing = set(range(len(self._parameters)))
-        asked: set[_Boxes] = set()  # links on which the answer is on its way
+        pull = Pull(version, to_train, rows={} if to_train else None)
 
-        def send(boxes: _Boxes) -> None:
-            boxes.link.send(Pull(version, to_train))
+        def give(boxes: Boxes, reply: Reply) -> None:
+            boxes.give_weights(targets, tables=not to_train)
+
+        return self._pulled(lambda boxes: pull, give, one_by_one=one_by_one)[0]
+
+    def pull_rows(self, ids: dict[int, Tensor]) -> None:
+        """Bring rows of tables into the parameters: their numbers, shape [k], each once, by parameter."""
+        counts: dict[Boxes, dict[int, int]] = {}
+
+        def wanted(boxes: Boxes) -> Pull:
+            counts[boxes] = boxes.want_rows(ids)
+            return Pull(dense=False, rows=counts[boxes])
+
+        self._pulled(wanted, lambda boxes, reply: boxes.give_rows(self._parameters, counts[boxes]))
+
+    def pull_sums(self, version: int) -> None:
+        """Let the parameters' gradients be the sums of all workers'; None where nobody had one."""
+        replies = self._pulled(lambda boxes: Pull(version), lambda boxes, reply: None)
+        present: set[int] = set()
+        rows: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for boxes, reply in zip(self._boxes, replies, strict=True):
+            missing, counts = reply.content
+            present |= boxes.present(missing)
+            boxes.give_sums(self._parameters, missing)
+            for number, found in boxes.rows_of_sums(counts).items():
+                rows.setdefault(number, []).append(found)
+        for number, parameter in enumerate(self._parameters):
+            if number in rows:
+                ids, values = (torch.cat(column) for column in zip(*rows[number], strict=True))
+                shape = (len(ids), *parameter.shape[1:])
+                parameter.grad = torch.sparse_coo_tensor(
+                    ids[None], values.view(shape).to(parameter), parameter.shape, check_invariants=False
+                )
+            elif number not in present:
+                parameter.grad = None
+
+    def _pulled(
+        self, message: Callable[[Boxes], Pull], give: Callable[[Boxes, Reply], None], *, one_by_one: bool = False
+    ) -> list[Reply]:  # fmt: skip
+        """Ask all servers, and do something with each answer; returns those."""
+        begun = time.perf_counter()
+        asked: set[Boxes] = set()  # on whose links the answer is on its way
+
+        def send(boxes: Boxes) -> None:
+            boxes.link.send(message(boxes))
             asked.add(boxes)
 
-        def bring(boxes: _Boxes) -> None:
+        def bring(boxes: Boxes) -> Reply:
             if boxes not in asked:
                 send(boxes)
             reply: Reply = boxes.link.recv()
-            versions.append(reply.version)
-            boxes.empty(targets)
-            self.missing -= boxes.present(reply.content)
+            give(boxes, reply)
+            return reply
 
         if not one_by_one:
             for number in range(len(self._boxes)):
                 self._try(number, send)
-        for number in range(len(self._boxes)):
-            self._try(number, bring)
+        replies = [self._try(number, bring) for number in range(len(self._boxes))]
         self.waited_s += time.perf_counter() - begun
-        return versions[0]
+        return replies
 
     def norm(self, clock: int, parameters: Sequence[Tensor]) -> float:
         """Return the 2-norm of some parameters' part of the gradient that is held for an update."""
@@ -224,8 +289,8 @@ class Client:
         """Return the numbers of the pieces of some parameters, by server."""
         wanted = {id(parameter) for parameter in parameters}
         return [
-            [n for n, piece in enumerate(pieces) if id(self._parameters[piece.parameter]) in wanted]
-            for pieces in self._pieces
+            [n for n, piece in enumerate(shard.pieces) if id(self._parameters[piece.parameter]) in wanted]
+            for shard in self._shards
         ]
 
     def open(self, section: int, leases: int, version: int) -> None:
@@ -249,8 +314,10 @@ class Client:
         """Return what each optimizer remembers of each parameter, whole."""
         found: list[list[list[dict[str, Any]]]]
         found = [self._asked(number, Tell("state")).content for number in range(len(self._boxes))]
+        parts = [shard.parts for shard in self._shards]
         return [
-            [self._joined(number, [(pieces, server[which]) for pieces, server in zip(self._pieces, found, strict=True)])
+            [self._joined(number, [pair for mine, server in zip(parts, found, strict=True)
+                                   for pair in zip(mine, server[which], strict=True)])
              for number in range(len(self._parameters))]
             for which in range(len(found[0]))
         ]  # fmt: skip
@@ -269,71 +336,22 @@ class Client:
         for link in self._links:
             link.close()
 
-    def _joined(self, number: int, servers: list[tuple[list[Piece], list[dict[str, Any]]]]) -> dict[str, Any]:
-        """Put together what servers remember of the pieces of one parameter."""
+    def _joined(self, number: int, parts: Sequence[tuple[Piece | Rows, dict[str, Any]]]) -> dict[str, Any]:
+        """Put together what servers remember of the parts of one parameter."""
         parameter = self._parameters[number]
-        states = [
-            (piece, state)
-            for pieces, mine in servers
-            for piece, state in zip(pieces, mine, strict=True)
-            if piece.parameter == number and state
-        ]
+        states = [(part, state) for part, state in parts if part.parameter == number and state]
         if not states:
             return {}
         joined: dict[str, Any] = {}
         for key, first in states[0][1].items():
-            if isinstance(first, Tensor) and first.numel() == states[0][0].stop - states[0][0].start and first.dim():
-                whole = torch.cat([state[key].reshape(-1) for _, state in states])
-                joined[key] = whole.view(parameter.shape).to(parameter.device)
-            else:
+            if not isinstance(first, Tensor) or first.numel() != states[0][0].size or not first.dim():
                 joined[key] = first
+                continue
+            whole = torch.zeros(parameter.shape, dtype=first.dtype)
+            for part, state in states:
+                if isinstance(part, Rows):
+                    part_of(whole, part).copy_(state[key])
+                else:
+                    whole.view(-1)[part.start : part.stop] = state[key].reshape(-1)
+            joined[key] = whole.to(parameter.device)
         return joined
-
-
-class _Boxes:
-    """A link's vectors, cut into views of the pieces."""
-
-    def __init__(self, link: Link, pieces: list[Piece], codec: Codec | None) -> None:
-        self.link, self._pieces, self._codec = link, pieces, codec
-        sizes = [piece.stop - piece.start for piece in pieces]
-        self._plain = link.outbox if codec is None else torch.zeros_like(link.outbox)
-        self._out = list(self._plain.split(sizes))
-        self._in = list(link.inbox.split(sizes))
-
-    def fill(self, gradients: Sequence[Tensor | None]) -> tuple[frozenset[int], int, float]:
-        """Bring gradients into the outbox; returns the pieces that have none, the bytes, and the scale."""
-        missing = []
-        targets, sources = [], []
-        for number, (piece, target) in enumerate(zip(self._pieces, self._out, strict=True)):
-            gradient = gradients[piece.parameter]
-            if gradient is None:
-                target.zero_()
-                missing.append(number)
-            else:
-                targets.append(target)
-                sources.append(gradient.detach().reshape(-1)[piece.start : piece.stop])
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        if self._codec is None:
-            return frozenset(missing), self._plain.nbytes, 1.0
-        scale = self._codec.encode(self._plain, self.link.outbox.view(torch.uint8))
-        return frozenset(missing), self._codec.bytes(len(self._plain)), scale
-
-    def present(self, missing: frozenset[int]) -> set[int]:
-        """Return the numbers of the parameters that have another piece here than those that are missing."""
-        return {piece.parameter for number, piece in enumerate(self._pieces) if number not in missing}
-
-    def empty(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the inbox into tensors."""
-        views, sources = [], []
-        for (number, start, stop), source in zip(self._pieces, self._in, strict=True):
-            tensor = tensors[number].detach()
-            if tensor.is_contiguous():
-                views.append(tensor.view(-1)[start:stop])
-                sources.append(source)
-            else:  # of another memory format: no view of it is a vector
-                flat = tensor.reshape(-1)
-                flat[start:stop] = source
-                tensor.copy_(flat.view(tensor.shape))
-        if views:
-            torch._foreach_copy_(views, sources)

@@ -34,12 +34,12 @@ class FakeWorker:
         lease = self._granted.lease
         if isinstance(answer, Granted):
             self._granted = answer
-            self.message = Pull(to_train=True)
+            self.message = Pull(to_train=True, rows={})
             return None if answer.lease is None else 0.0
         if isinstance(answer, Reply):
             assert lease is not None
             self.inbox.copy_(self._gradient(lease, self.outbox))
-            self.message = Push(self._granted.clock, self._granted.parts, lease)
+            self.message = Push(self._granted.clock, self._granted.parts, (lease,))
             return self._duration(self.number, lease)
         assert lease is not None
         self.trained.append(lease)
@@ -68,7 +68,7 @@ def simulate(
         server = Server(begin.settings.workers)
         server.handle(0, begin, torch.empty(0), torch.empty(0))
     server.handle(0, Open(0, leases), torch.empty(0), torch.empty(0))
-    workers = [FakeWorker(number, 0, begin.size, gradient, duration) for number in range(begin.settings.workers)]
+    workers = [FakeWorker(number, 0, begin.shard.size, gradient, duration) for number in range(begin.settings.workers)]
     arrivals = [(0.0, number, number) for number in range(len(workers))]
     arrivals += [(when, -1, who) for when, who in deaths]
     heapq.heapify(arrivals)

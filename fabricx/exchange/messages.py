@@ -1,14 +1,16 @@
-"""What workers and servers say to each other. Tensors travel beside a message, in a link's buffer."""
+"""What workers and servers say to each other. Vectors travel beside a message, on the same link."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from fabricx.exchange.layout import Shard
 
 Groups = list[list[dict[str, Any]]]  # the hyperparameters of each group of each optimizer
 
@@ -26,6 +28,8 @@ class Settings:
         compensation, dc_lambda, dc_momentum: of the delay (DC-ASGD).
         damp: divide a gradient by its staleness.
         compression, keep: of gradients; see `Codec`.
+        outer: what becomes of what a worker has moved in a round of its own; None where gradients are brought.
+        outer_lr, outer_momentum: of that.
         snapshot_every: updates between two snapshots from which a server that died is started again; 0 for none.
     """
 
@@ -40,6 +44,9 @@ class Settings:
     damp: bool = False
     compression: str | None = None
     keep: float = 0.01
+    outer: Literal["sum", "average", "nesterov", "elastic"] | None = None
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
     snapshot_every: int = 0
 
     @property
@@ -56,20 +63,18 @@ class Begin:
     Attributes:
         settings: see there.
         optimizers: the user's own, over `pieces`; None where servers only sum.
-        pieces: this server's part of the parameters, in the order of the buffers; each a vector.
-        spans: where each piece lies in the buffers.
-        size: elements of all pieces.
-        dtype: of the buffers.
+        pieces: this server's part of the parameters, in the order of `shard`.
+        shard: what they are, and where they lie in vectors.
+        dtype: of the vectors.
         version: updates that have been made already.
     """
 
     settings: Settings
     optimizers: list[Optimizer] | None
     pieces: list[Tensor]
-    size: int
+    shard: Shard
     dtype: torch.dtype
     version: int
-    spans: list[tuple[int, int]]
 
 
 @dataclass(slots=True)
@@ -98,22 +103,32 @@ class Close:
 
 @dataclass(slots=True)
 class Pull:
-    """Ask for the weights (or the sum) once `version` updates have been made; `to_train`, a gradient will follow."""
+    """Ask for weights (or the sum) once `version` updates have been made; they come in the link's vector.
+
+    Attributes:
+        version: see above.
+        to_train: a gradient will follow.
+        dense: ask for all pieces.
+        rows: how many rows of which table, whose numbers are in the vector of this message; None for all of all.
+    """
 
     version: int = 0
     to_train: bool = False
+    dense: bool = True
+    rows: Mapping[int, int] | None = None
 
 
 @dataclass(slots=True)
 class Push:
-    """Bring a gradient, in the link's buffer.
+    """Bring a gradient (or what was moved), in the link's vector.
 
     Attributes:
         clock: number of the update that it is a part of, where parts are aggregated.
         parts: how many parts that update has.
-        lease: of which it was computed; orders the parts.
+        leases: of which it was computed; the first orders the parts.
         empty: there is no gradient: the loss was skipped.
         missing: numbers of the pieces without a gradient.
+        rows: how many rows of which table it has.
         groups: hyperparameters as this worker has them now.
         hold: the update waits for an `Apply`.
         scale: of a compressed gradient.
@@ -121,9 +136,10 @@ class Push:
 
     clock: int
     parts: int
-    lease: int
+    leases: tuple[int, ...]
     empty: bool = False
     missing: frozenset[int] = frozenset()
+    rows: Mapping[int, int] = field(default_factory=dict)
     groups: Groups | None = None
     hold: bool = False
     scale: float = 1.0
@@ -139,7 +155,7 @@ class Norm:
 
 @dataclass(slots=True)
 class Apply:
-    """Make the update that is held; all workers say so, and the first does it.
+    """Make the update that is held; all workers say so, and the last does it: nobody looks at the weights any more.
 
     Attributes:
         clock: number of the update.
@@ -165,11 +181,15 @@ class Reply:
 
     Attributes:
         version: updates that it has made.
-        content: what was asked for, if it isn't in the buffer.
+        trained: leases that are in the weights.
+        content: what was asked for, if it isn't in the vector.
+        spans: the bytes of the vector that come with it.
     """
 
     version: int = 0
+    trained: int = 0
     content: Any = None
+    spans: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -27,16 +27,19 @@ from fabricx.exchange.messages import (
     Settings,
     Tell,
 )
-from fabricx.exchange.rules import Correction, Rule, Step, make_rule
+from fabricx.exchange.rules import Correction, Gradient, Rule, Step, Sum, joined, make_rule
+
+BLOCK: Final = 1 << 16  # elements that are summed at a time: they stay in the cache
 
 
 @dataclass(slots=True)
 class _Part:
-    """What one lease adds to an update, and with which version it was computed."""
+    """What one lease adds to an update, with which version it was computed, and where its worker wants the sum."""
 
-    gradient: Tensor
+    gradient: Gradient
     push: Push
     base: int
+    box: Tensor
 
 
 @final
@@ -48,22 +51,24 @@ class Server:
 
     Attributes:
         version: updates that were made.
+        trained: leases that are in the weights.
         counts: what was seen so far.
-        total: where sums are made; whoever pulls one has it before the next is made.
     """
 
     def __init__(self, workers: int, *, deals: bool = True) -> None:
-        self.version = 0
+        self.version = self.trained = 0
         self._deals = deals
         self._restored = False  # then updates may be missing, and are not waited for
         self.counts = Counts()
-        self.total = torch.empty(0)
         self._workers = set(range(workers))
         self._settings = Settings(workers)
         self._rule: Rule | None = None
         self._codec: Codec | None = None
         self._begun: Begin
-        self._sums: dict[int, Tensor] = {}  # held, by clock
+        self._total = torch.empty(0)
+        self._sums: dict[int, Gradient] = {}  # held, by clock
+        self._filled: set[int] = set()  # where the newest sum has been put already
+        self._applied: set[int] = set()  # workers that want the held update to be made
         self._correction = Correction(self._settings)
         self._leases = Leases(-1, 0, self._workers)
         self._bases: dict[int, int] = {}  # with which version a worker computes
@@ -107,18 +112,14 @@ class Server:
         Args:
             worker: whose it is.
             message: one that is `ready`.
-            inbox: the worker's gradient, flat, if it brings one.
-            outbox: what the worker was last sent; the weights, flat, for a `Pull`.
+            inbox: the worker's vector, if it sent one.
+            outbox: what the worker was last sent; the answer to a `Pull` is put there.
 
         Returns:
             the answer; None where there is none.
         """
         if isinstance(message, Pull):
-            if message.to_train:
-                self._bases[worker] = self.version
-            if outbox.data_ptr() != self.values.data_ptr():
-                outbox.copy_(self.values)
-            return Reply(self.version, self._rule.missing if self._rule is not None else None)
+            return self._pull(worker, message, inbox, outbox)
         if isinstance(message, Push):
             return self._push(worker, message, inbox, outbox)
         if isinstance(message, Ask):
@@ -128,13 +129,14 @@ class Server:
             self.counts.lead = max(self.counts.lead, self._leases.lead)
             return granted
         if isinstance(message, Norm):
-            held = self._held(message.clock)
-            return Reply(self.version, [float(held[a:b].square().sum()) for a, b in self._spans(message.pieces)])
+            held = self._held(message.clock).dense
+            squares = [float(held[a:b].square().sum()) for a, b in self._spans(message.pieces)]
+            return Reply(self.version, self.trained, squares)
         if isinstance(message, Apply):
-            return self._apply(message)
+            return self._apply(worker, message)
         if isinstance(message, Begin):
             self._begin(message)
-            return Reply(self.version)
+            return Reply(self.version, self.trained)
         if isinstance(message, Open):
             return self._open(message)
         if isinstance(message, Close):
@@ -142,7 +144,7 @@ class Server:
                 self._leases.close()
             return None
         if isinstance(message, Tell):
-            return Reply(self.version, self._told(message.what))
+            return Reply(self.version, self.trained, self._told(message.what))
         raise TypeError(f"a server knows nothing of {type(message).__name__}")
 
     def snapshot(self) -> dict[str, Any]:
@@ -150,6 +152,7 @@ class Server:
         return {
             "begun": self._begun,
             "version": self.version,
+            "trained": self.trained,
             "leases": self._leases,
             "parts": self._parts,
             "counts": self.counts,
@@ -158,7 +161,7 @@ class Server:
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Go on from a snapshot of a server that died: its later updates are lost, and their parts trained again."""
         self._begin(snapshot["begun"])
-        self.version, self._parts = snapshot["version"], snapshot["parts"]
+        self.version, self.trained, self._parts = snapshot["version"], snapshot["trained"], snapshot["parts"]
         self._leases, self.counts = snapshot["leases"], snapshot["counts"]
         self._leases.all_back()
         self._restored = True
@@ -180,8 +183,10 @@ class Server:
         self._codec = None if compression is None else Codec(compression, keep=begin.settings.keep, feedback=False)
         self._rule = make_rule(begin)
         self._correction = Correction(begin.settings)
-        self.version = begin.version
+        self.version = self.trained = begin.version
         self._parts.clear()
+        self._sums.clear()
+        self._applied.clear()
 
     def _open(self, message: Open) -> None:
         if message.section <= self._leases.section:
@@ -214,101 +219,172 @@ class Server:
                 return True
         return False
 
-    def _push(self, worker: int, push: Push, inbox: Tensor, outbox: Tensor) -> None:
+    def _pull(self, worker: int, pull: Pull, inbox: Tensor, outbox: Tensor) -> Reply:
+        if pull.to_train:
+            self._bases[worker] = self.version
+        if isinstance(self._rule, Sum):
+            return self._pull_sum(self._rule.newest, outbox)
+        values, shard = self.values, self._begun.shard
+        if pull.rows is None:
+            outbox[: len(values)].copy_(values)
+            return self._reply([(0, len(values))])
+        spans = []
+        if pull.dense:
+            outbox[: shard.dense].copy_(values[: shard.dense])
+            spans.append((0, shard.dense))
+        for number, count in pull.rows.items():
+            start, stop = shard.spans[len(shard.pieces) + number]
+            width = shard.rows[number].width
+            table, (ids, _) = values[start:stop].view(-1, width), shard.rows_in(inbox, number, count)
+            end = start + count * width
+            torch.index_select(table, 0, ids, out=outbox[start:end].view(count, width))
+            spans.append((start, end))
+        return self._reply(spans)
+
+    def _pull_sum(self, newest: Gradient, outbox: Tensor) -> Reply:
+        """Give a sum in the vector in which the worker's own gradient came; most often it is there already."""
+        shard = self._begun.shard
+        if shard.dense and outbox.data_ptr() not in self._filled:
+            outbox[: shard.dense].copy_(newest.dense)
+        spans = [(0, shard.dense)]
+        for number, (ids, values) in newest.rows.items():
+            own_ids, own_values = shard.rows_in(outbox, number, len(ids))
+            own_ids.copy_(ids)
+            own_values.copy_(values)
+            start = shard.rooms[len(shard.pieces) + number][0]
+            spans.append((start, start + own_ids.numel() + own_values.numel()))
+        rows = {number: len(ids) for number, (ids, _) in newest.rows.items()}
+        return self._reply(spans, (newest.missing, rows))
+
+    def _reply(self, spans: list[tuple[int, int]], content: Any = None) -> Reply:
+        size = self._begun.dtype.itemsize
+        return Reply(self.version, self.trained, content, [(start * size, stop * size) for start, stop in spans])
+
+    def _gradient(self, push: Push, inbox: Tensor) -> Gradient:
+        """Return what has come in a vector."""
+        dense = inbox[: self._begun.shard.dense]
         if self._codec is not None and not push.empty:
-            inbox = self._codec.decode(inbox.view(torch.uint8), len(inbox), push.scale, inbox.dtype)
+            dense = self._codec.decode(inbox.view(torch.uint8), len(dense), push.scale, inbox.dtype)
+        rows = {number: self._begun.shard.rows_in(inbox, number, count) for number, count in push.rows.items()}
+        return Gradient(dense, push.missing, rows)
+
+    def _push(self, worker: int, push: Push, inbox: Tensor, outbox: Tensor) -> None:
         base = self._bases.pop(worker, self.version)
-        if self._deals and self._leases.section >= 0 and not self._leases.given(push.lease):
+        given = [lease for lease in push.leases if self._leases.given(lease)]
+        if self._deals and self._leases.section >= 0 and not given:
             self.counts.dropped += 1  # dealt by a server that died since; it is, or will be, somebody's again
             return
+        gradient = self._gradient(push, inbox)
         if self._settings.aggregate:
-            self._add_part(push, inbox, base)
+            self._add_part(_Part(gradient, push, base, outbox if isinstance(self._rule, Sum) else torch.empty(0)))
             return
         staleness = self.version - base
         settings = self._settings
         too_old = settings.bound == "version" and staleness > (settings.max_staleness or 0)
         if too_old and settings.max_staleness is not None and settings.on_stale == "drop":
             self.counts.dropped += 1
-            self._leases.back(push.lease)
+            for lease in push.leases:
+                self._leases.back(lease)
             return
         if not push.empty:
             self._count(staleness)
-            corrected = self._correction(inbox, outbox, self.values, staleness)
-            self._update(corrected, push.missing, push.groups)
-        self._leases.done(push.lease)
+            corrected = self._correction(gradient, outbox, self.values, staleness)
+            self._update(corrected, push.groups)
+            self.trained += len(push.leases)
+        for lease in push.leases:
+            self._leases.done(lease)
 
-    def _add_part(self, push: Push, inbox: Tensor, base: int) -> None:
+    def _add_part(self, part: _Part) -> None:
         """Keep a part of a global batch's gradient, and make all updates that are complete, in their order."""
+        push = part.push
         leased = self._leases.section >= 0  # then this worker's next gradient may come before this one is used
-        part = _Part(inbox.clone() if leased and self._codec is None else inbox, push, base)
+        if leased and self._codec is None:
+            part.gradient = part.gradient.clone()
         parts = self._parts.setdefault(push.clock, {})
-        parts[push.lease] = part
+        parts[push.leases[0]] = part
         if self._restored and not self._deals and push.clock > self.version and len(parts) >= self._wanted(parts):
             self.version = push.clock  # what is missing before was lost with the server that this one was
         while (parts := self._parts.get(self.version, {})) and len(parts) >= self._wanted(parts) and not push.hold:
             self._sum_up(self._parts.pop(self.version))
         if leased:
-            self._leases.done(push.lease)
+            self._leases.done(push.leases[0])
 
     @staticmethod
     def _wanted(parts: dict[int, _Part]) -> int:
         return next(iter(parts.values())).push.parts
 
-    def _held(self, clock: int) -> Tensor:
+    def _held(self, clock: int) -> Gradient:
         """Return the sum of an update's parts, which stays until it is applied."""
         if clock not in self._sums:
-            self._sums = {clock: self._sum(self._full(self._parts[clock]))}
+            self._sums = {clock: self._sum(self._parts[clock])}
         return self._sums[clock]
 
-    def _apply(self, message: Apply) -> None:
+    def _apply(self, worker: int, message: Apply) -> None:
         if self.version > message.clock:
             return
+        self._applied.add(worker)
+        if len(self._applied) < self._wanted(self._parts[message.clock]):
+            return
+        self._applied.clear()
         total = self._held(message.clock)
         for pieces, factor in message.scales:
             for start, stop in self._spans(pieces):
-                total[start:stop].mul_(factor)
+                total.dense[start:stop].mul_(factor)
         for pieces, limit in message.limits:
             for start, stop in self._spans(pieces):
-                total[start:stop].clamp_(-limit, limit)
+                total.dense[start:stop].clamp_(-limit, limit)
         self._sum_up(self._parts.pop(message.clock), total)
+        self._sums.clear()
 
     def _spans(self, pieces: Sequence[int]) -> list[tuple[int, int]]:
-        return [self._begun.spans[number] for number in pieces]
+        return [self._begun.shard.rooms[number] for number in pieces]
 
     @staticmethod
     def _full(parts: dict[int, _Part]) -> list[_Part]:
         return [parts[lease] for lease in sorted(parts) if not parts[lease].push.empty]
 
-    def _sum(self, full: list[_Part]) -> Tensor:
-        """Return the sum of parts, added in the order of their leases."""
-        if self.total.numel() != self._begun.size:
-            self.total = torch.zeros(self._begun.size, dtype=self._begun.dtype)
-        total = self.total
-        if not full:
-            return total.zero_()
-        if len(full) == 1:
-            return total.copy_(full[0].gradient)
-        torch.add(full[0].gradient, full[1].gradient, out=total)
-        for part in full[2:]:
-            total.add_(part.gradient)
-        return total
+    def _sum(self, parts: dict[int, _Part]) -> Gradient:
+        """Return the sum of parts, added in the order of their leases.
 
-    def _sum_up(self, parts: dict[int, _Part], total: Tensor | None = None) -> None:
+        Where workers are given the sum, it is put at once where each wants it: by blocks, while they are in the cache.
+        """
+        dense = self._begun.shard.dense
+        if self._total.numel() != dense:
+            self._total = torch.zeros(dense, dtype=self._begun.dtype)
+        full = self._full(parts)
+        if not full:
+            return Gradient(self._total.zero_(), frozenset(range(len(self._begun.shard.pieces))))
+        copies = [part.box[:dense] for part in parts.values() if len(part.box)]
+        for start in range(0, dense, BLOCK):
+            total = self._total[start : start + BLOCK]
+            first, *others = (part.gradient.dense[start : start + BLOCK] for part in full)
+            if others:
+                torch.add(first, others[0], out=total)
+            else:
+                total.copy_(first)
+            for other in others[1:]:
+                total.add_(other)
+            for copy in copies:
+                copy[start : start + BLOCK].copy_(total)
+        self._filled = {copy.data_ptr() for copy in copies}
+        missing = frozenset.intersection(*(part.push.missing for part in full))
+        return Gradient(self._total, missing, joined([part.gradient.rows for part in full]))
+
+    def _sum_up(self, parts: dict[int, _Part], total: Gradient | None = None) -> None:
         """Make one update of all parts."""
         full = self._full(parts)
         for part in full:
             self._count(self.version - part.base)
-        if not full:
+            self.trained += len(part.push.leases)
+        if full or isinstance(self._rule, Sum):
+            groups = full[-1].push.groups if full else None
+            self._update(self._sum(parts) if total is None else total, groups)
+        else:
             self.version += 1
-            return
-        if total is None:
-            total = self._sum(full)
-        missing = frozenset.intersection(*(part.push.missing for part in full))
-        self._update(total, missing, full[-1].push.groups)
 
-    def _update(self, gradient: Tensor, missing: frozenset[int], groups: Groups | None) -> None:
+    def _update(self, gradient: Gradient, groups: Groups | None) -> None:
         assert self._rule is not None
-        self._rule.update(gradient, missing, groups)
+        self._rule.update(gradient, groups)
         self.version += 1
         self.counts.updates += 1
 

@@ -10,7 +10,7 @@ from typing import Any, Final, final
 import torch
 
 from fabricx.comm.links import LOST, Entrance, Hello, Link, Store, meet_over_gloo
-from fabricx.exchange.messages import Begin, Granted, Open, Pull
+from fabricx.exchange.messages import Begin, Granted, Open, Reply
 from fabricx.exchange.server import Server
 
 POLL_S: Final = 0.05  # how often a server looks for workers of other machines, until all are there
@@ -91,8 +91,9 @@ class _Serving:
         while not self._over.wait(POLL_S) and self._came < self._workers:
             for key, worker in [(key, worker) for key, worker in keys.items() if self._store.check([key])]:
                 del keys[key]
-                size, dtype = self._store.get(key).decode().split()
-                hello = Hello(worker, int(size), getattr(torch, dtype))
+                forth, size, dtype = self._store.get(key).decode().split()
+                back = None if size == "same" else int(size)
+                hello = Hello(worker, getattr(torch, dtype), int(forth), back)
                 self._in_thread(self._meet, f"{key}/link", hello)
 
     def _meet(self, name: str, hello: Hello) -> None:
@@ -105,13 +106,14 @@ class _Serving:
             self._came += 1
             self._present.add(worker)
             self._server.joined(worker)
-            if link.hello.same:
-                self._server.total = link.outbox
         try:
             while (message := link.recv()) is not None:
                 answer = self._answer(worker, message, link)
+                if isinstance(answer, Reply):
+                    for start, stop in answer.spans:
+                        link.post(start, stop)
                 if answer is not None:
-                    link.send(answer, vector=link.outbox.nbytes if isinstance(message, Pull) else 0)
+                    link.send(answer)
         except LOST:
             pass
         except BaseException as error:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fabricx.demo.digits import DigitsData
 from fabricx.exchange.compression import Codec
 from fabricx.exchange.fake import simulate
+from fabricx.exchange.layout import divide
 from fabricx.exchange.messages import Begin, Settings
 from fabricx.exchange.rules import sliced
 
@@ -57,10 +58,11 @@ class Task:
 def error(seed: int, epochs: int, workers: int, codec: tuple[str, bool] | None = None, **settings: Any) -> float:
     task = Task(seed, epochs)
     parameter = nn.Parameter(task.start.clone())
-    copies, pieces = sliced([torch.optim.SGD([parameter], lr=LR)], [(parameter, 0, parameter.numel())])
     size = parameter.numel()
+    [shard] = divide([[size]], 1)
+    copies, pieces = sliced([torch.optim.SGD([parameter], lr=LR)], [parameter], shard)
     told = Settings(workers, aggregate=False, **settings)
-    begin = Begin(told, copies, pieces, size, torch.float32, 0, [(0, size)])
+    begin = Begin(told, copies, pieces, shard, torch.float32, 0)
     rng = random.Random(seed)
     coders = {worker: Codec(codec[0], keep=0.01, feedback=codec[1]) for worker in range(workers)} if codec else {}
     room = torch.zeros(4 * size, dtype=torch.uint8)

@@ -260,13 +260,11 @@ def test_what_cant_work_is_refused(strategy: Any, module: Any, message: str) -> 
 
 
 class Pictures(Recorded):
-    """Has weights in another memory format, and a sparse or complex part if that is asked for."""
+    """Has weights in another memory format, and complex ones if that is asked for."""
 
     def __init__(self, more: str = "") -> None:
         super().__init__()
         self.picture = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if more == "sparse":
-            self.table = nn.Embedding(3, 2, sparse=True)
         if more == "complex":
             self.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
 
@@ -283,10 +281,122 @@ def test_any_memory_format_is_trained(servers: int) -> None:
         assert torch.allclose(a, b, atol=2e-6)
 
 
-@pytest.mark.parametrize("more", ["sparse", "complex"])
-def test_parameters_that_cant_travel_are_refused(more: str) -> None:
-    with pytest.raises(WorkerFailed, match="say sparse=False" if more == "sparse" else "view_as_real"):
-        train(ParameterServer(), module=Pictures(more))
+def test_complex_parameters_are_refused() -> None:
+    with pytest.raises(WorkerFailed, match="view_as_real"):
+        train(ParameterServer(), module=Pictures("complex"))
+
+
+ROWS, WIDTH = 1009, 6
+
+
+class LooksUp(Recorded):
+    """Adds a row of a large table to each input, another for each sample: a batch touches hardly any."""
+
+    def __init__(self, kind: str, *, sparse: bool = True, **options: Any) -> None:
+        super().__init__()
+        self.kind = kind
+        self.table = nn.Embedding(ROWS, WIDTH, sparse=sparse, **options)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.samples.append(batch[2].tolist())
+        rows = self.table((batch[2] * 97) % ROWS) + self.table(batch[2] % 5)  # some rows are in many samples
+        return super(Recorded, self).training_step([batch[0] + rows, batch[1]], batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        if self.kind == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=0.02)
+        if self.kind == "adagrad":
+            return torch.optim.Adagrad(self.parameters(), lr=0.02)
+        others = [parameter for parameter in self.parameters() if parameter is not self.table.weight]
+        return [torch.optim.AdamW(others, lr=0.01), torch.optim.SparseAdam([self.table.weight], lr=0.01)]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad makes sparse tensors without saying so
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [
+        (ParameterServer(servers=2), 2),
+        (ParameterServer(link="gloo"), 2),
+        (ParameterServer(optimizer="server", servers=2, link="gloo"), 2),
+        (ParameterServer(mode="bounded", max_staleness=0, servers=3), 2),
+        (AsyncSGD(servers=2), 1),
+    ],
+)
+def test_sparse_rows_are_trained_like_a_dense_table(strategy: Any, devices: int, kind: str, tmp_path: Path) -> None:
+    wanted, _ = train(Single(), 1, module=LooksUp(kind), batch=12)
+    saver = SavesAtEnd(tmp_path / "end.ckpt")
+    found, _ = train(strategy, devices, module=LooksUp(kind), batch=12 // devices, callbacks=[saver])
+    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+        exact = devices == 1 and kind != "sgd"  # SGD adds the gradients of a row one by one
+        assert torch.equal(a, b) if exact else torch.allclose(a, b, atol=2e-6)
+    again, _ = train(Single(), 1, module=LooksUp(kind), ckpt=tmp_path / "end.ckpt", max_epochs=3, batch=12 // devices)
+    whole, _ = train(Single(), 1, module=LooksUp(kind), max_epochs=3)
+    for a, b in zip(again.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=5e-6)
+    if kind != "adam":  # SparseAdam doesn't move rows that it has seen before, and has momentum where Adam has none
+        dense, _ = train(Single(), 1, module=LooksUp(kind, sparse=False), batch=12)
+        assert torch.allclose(found.table.weight, dense.table.weight, atol=2e-6)
+
+
+@pytest.mark.parametrize("strategy", [ParameterServer(servers=2), AsyncSGD(link="gloo")])
+def test_rows_that_nobody_touches_dont_travel(strategy: Any) -> None:
+    module, _ = train(strategy, 2, module=LooksUp("sgd"), batch=4, limit_val_batches=0, max_epochs=1)
+    dense = 4 * sum(parameter.numel() for name, parameter in module.named_parameters() if name != "table.weight")
+    touched = sum(
+        len({*(n * 97 % ROWS for n in batch), *(n % 5 for n in batch)}) for one in module.by_rank for batch in one
+    )
+    sent, received = (sum(column) for column in zip(*module.traffic, strict=True))
+    row = 4 * (WIDTH + 1)  # with its number
+    steps = sum(len(one) for one in module.by_rank)
+    if isinstance(strategy, ParameterServer):
+        assert sent == pytest.approx(steps * dense + touched * row, rel=0.02)
+        assert received < steps * dense + 2 * touched * row  # of both workers
+    else:  # the numbers of rows that it wants, and then those with their gradients
+        assert sent == pytest.approx(steps * dense + touched * (row + 4), rel=0.02)
+        meetings = 2 * 2 * (dense + 4 * ROWS * WIDTH)
+        assert received <= steps * dense + touched * 4 * WIDTH + meetings
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda: LooksUp("sgd"), {"gradient_clip_val": 1.0}, "torch clips no sparse gradients"),
+        (lambda: LooksUp("sgd", max_norm=1.0), {}, "table has max_norm"),
+    ],
+)
+def test_what_sparse_rows_cant_have_is_refused(make: Any, options: Any, message: str) -> None:
+    for strategy in (ParameterServer(optimizer="server"), AsyncSGD()):
+        with pytest.raises(WorkerFailed, match=message):
+            train(strategy, module=make(), **options)
+    with pytest.raises(WorkerFailed, match="compensation knows no sparse gradients"):
+        train(AsyncSGD(compensation="dc"), module=LooksUp("sgd"))
+
+
+class ByTensor(LayeredModule):
+    """Trained by optimizers that look at a whole matrix at a time."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self) -> Any:
+        if self.kind == "adafactor":
+            return torch.optim.Adafactor(self.parameters(), lr=0.02)
+        matrices = [parameter for parameter in self.parameters() if parameter.dim() == 2]
+        others = [parameter for parameter in self.parameters() if parameter.dim() != 2]
+        return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.02)]
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "muon"])
+def test_optimizers_of_whole_matrices_see_whole_matrices(kind: str, tmp_path: Path) -> None:
+    wanted, _ = train(Single(), 1, module=ByTensor(kind), batch=12)
+    saver = SavesAtEnd(tmp_path / "end.ckpt")
+    strategy = ParameterServer(optimizer="server", servers=2)
+    found, _ = train(strategy, 2, module=ByTensor(kind), batch=6, callbacks=[saver])
+    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=2e-3 if kind == "muon" else 1e-5), (a - b).abs().max()  # Muon has bfloat16
+    train(strategy, 2, module=ByTensor(kind), batch=6, ckpt=tmp_path / "end.ckpt", max_epochs=3)
 
 
 class Stream:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fabricx.exchange.fake import simulate
-from fabricx.exchange.layout import cut
+from fabricx.exchange.layout import divide
 from fabricx.exchange.messages import Begin, Settings
-from fabricx.exchange.rules import needs_whole_tensors, sliced
+from fabricx.exchange.rules import needs_whole_tensors, part_of, sliced
 from fabricx.exchange.server import Server
 
 SIZE = 5
@@ -30,8 +30,9 @@ def begin(optimizer: str = "sgd", **settings: Any) -> tuple[Begin, Tensor]:
     """Return what a server is given, and the weights that it begins with."""
     weights = torch.linspace(-1, 1, SIZE)
     parameter = nn.Parameter(weights.clone())
-    copies, pieces = sliced([OPTIMIZERS[optimizer]([parameter])], [(parameter, 0, SIZE)])
-    return Begin(Settings(**settings), copies, pieces, SIZE, torch.float32, 0, [(0, SIZE)]), weights
+    [shard] = divide([[SIZE]], 1)
+    copies, pieces = sliced([OPTIMIZERS[optimizer]([parameter])], [parameter], shard)
+    return Begin(Settings(**settings), copies, pieces, shard, torch.float32, 0), weights
 
 
 def gradient(lease: int, weights: Tensor) -> Tensor:
@@ -158,15 +159,14 @@ def test_pieces_step_as_the_whole(optimizer: str) -> None:
         chosen = OPTIMIZERS[optimizer](parameters)
         gradients = [torch.randn_like(parameter) for parameter in parameters]
         found = [parameter.detach().reshape(-1).clone() for parameter in parameters]
-        for mine in cut([parameter.numel() for parameter in parameters], pieces):
-            where = [(parameters[piece.parameter], piece.start, piece.stop) for piece in mine]
-            copies, made = sliced([chosen], where)
+        for shard in divide([parameter.shape for parameter in parameters], pieces):
+            copies, made = sliced([chosen], parameters, shard)
             for _ in range(3):
-                for part, piece in zip(made, mine, strict=True):
-                    part.grad = gradients[piece.parameter].reshape(-1)[piece.start : piece.stop]
+                for part, piece in zip(made, shard.pieces, strict=True):
+                    part.grad = part_of(gradients[piece.parameter], piece)
                 copies[0].step()
-            for part, piece in zip(made, mine, strict=True):
-                found[piece.parameter][piece.start : piece.stop] = part.detach()
+            for part, piece in zip(made, shard.pieces, strict=True):
+                found[piece.parameter][piece.start : piece.stop] = part.detach().reshape(-1)
         assert all(int(state.get("step", 0)) == 0 for state in chosen.state.values())  # the user's own stays as it is
         return found
 
@@ -193,13 +193,14 @@ def test_every_element_is_with_one_server() -> None:
     sizes = [3, 1, 20, 7, 1]
     for whole in (False, True):
         for servers in (1, 2, 3, 7):
-            pieces = [piece for mine in cut(sizes, servers, whole=whole) for piece in mine]
+            shards = divide([[size] for size in sizes], servers, whole=whole)
+            pieces = [piece for shard in shards for piece in shard.pieces]
             for number, size in enumerate(sizes):
                 covered = sorted((p.start, p.stop) for p in pieces if p.parameter == number)
                 assert covered[0][0] == 0
                 assert covered[-1][1] == size
                 assert all(a[1] == b[0] for a, b in itertools.pairwise(covered))
-    assert max(sum(p.stop - p.start for p in mine) for mine in cut(sizes, 4)) == 8
+    assert max(shard.dense for shard in divide([[size] for size in sizes], 4)) == 8
 
 
 @pytest.mark.parametrize("settings", [{"aggregate": False}, {"aggregate": True, "max_staleness": 2}])

@@ -1,0 +1,112 @@
+"""How workers go on that don't wait for each other: each takes the next part of the data when it is ready."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fabricx.comm.world import World
+from fabricx.exchange.client import Client
+from fabricx.exchange.messages import Granted, Settings
+from fabricx.exchange.pace import Pace
+
+
+class Apart(Pace):
+    """A worker takes a lease, brings the newest weights, computes, and pushes. It is also who deals the leases.
+
+    Attributes:
+        lease: what is being trained.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.lease: Granted | None = None
+        self._stale = True  # have the weights to be brought before the next step?
+        self._stepped = False
+        self._version = 0  # updates that it knows of
+        self._section = -1
+        self._workers: tuple[int, ...] = ()  # as the servers number them, by rank
+        self._present: tuple[int, ...] = ()  # of those, at the end of the newest section
+
+    def begin(self, world: World, client: Client, parameters: list[Tensor], optimizers: list[Optimizer]) -> None:
+        super().begin(world, client, parameters, optimizers)
+        self._workers = self._present = tuple(range(world.size))
+
+    def starts(self, step: int) -> None:
+        super().starts(step)
+        self._version = step
+        self._stale, self._section = True, -1
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        if self._stale:
+            settings = self.settings
+            reply = self.client.pull(
+                self._parameters, self._least_version(), to_train=True, one_by_one=settings.orders_updates
+            )
+            self._version = reply.version
+            self._stale = False
+
+    def _least_version(self) -> int:
+        """Return how new weights have to be for the lease: the server that dealt it may be ahead of the others."""
+        settings = self.settings
+        if self.lease is None or not settings.aggregate or settings.max_staleness is None:
+            return 0
+        return max(0, self.lease.clock - settings.max_staleness)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        self._stepped = True
+        return None
+
+    def updated(self, step: int) -> int:
+        stepped, self._stepped = self._stepped, False
+        lease, self.lease = self.lease, None
+        if lease is None or lease.lease is None:
+            return self._version
+        self.push(self.gradients() if stepped else [], clock=lease.clock, parts=lease.parts, leases=(lease.lease,))
+        self._version += stepped
+        self._stale = True
+        return self._version
+
+    def meet(self) -> None:
+        self.client.counts()  # all that this worker has pushed is in
+        self.world.barrier()
+        self._version = self.client.pull(self._parameters).version
+
+    # -- the data -----------------------------------------------------------------------------------------------
+
+    @property
+    def leases_per_update(self) -> int:
+        """Return how many workers' batches make an update."""
+        return self.world.size if self.settings.aggregate else 1
+
+    def open(self, leases: int) -> None:
+        """Begin a section of so many leases; all workers do."""
+        self._section += 1
+        self._present = self._workers
+        self.client.open(self._section, leases, self._version)
+
+    def ask(self, *, wait: bool) -> Granted:
+        """Return the next lease."""
+        granted = self.client.ask(self._section, wait=wait)
+        if granted.over:
+            self._present = granted.workers
+        return granted
+
+    def close_section(self) -> None:
+        """Let all workers meet as soon as they have done what they hold."""
+        self.client.close_section(self._section)
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Return the ranks that died since all met last."""
+        return tuple(rank for rank, worker in enumerate(self._workers) if worker not in self._present)
+
+    def world_changed(self, world: World) -> None:
+        """Go on with those that are left."""
+        self.world, self._workers = world, self._present
+        self.settings.workers = world.size

@@ -1,0 +1,220 @@
+"""The vectors between a worker and one server, and what is in them: parts of gradients, and of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fabricx.comm.links import Link
+from fabricx.exchange.compression import Codec
+from fabricx.exchange.layout import Rows, Shard
+from fabricx.exchange.rules import part_of
+
+
+@final
+@dataclass(slots=True)
+class Filled:
+    """What a worker has put into its vector: see `Push`."""
+
+    missing: frozenset[int] = frozenset()
+    rows: dict[int, int] = field(default_factory=dict)
+    scale: float = 1.0
+
+
+@final
+class Boxes:
+    """What one worker and one server have in common.
+
+    Args:
+        link: between them.
+        shard: what the server keeps.
+        parameters: all of the model's.
+        codec: of gradients.
+        views: gradients may stay in the link's vector: nobody keeps one until there is the next.
+    """
+
+    def __init__(
+        self, link: Link, shard: Shard, parameters: Sequence[Tensor], codec: Codec | None, *, views: bool
+    ) -> None:  # fmt: skip
+        self.link, self.shard = link, shard
+        self._codec = codec
+        self._plain = link.outbox[: shard.dense] if codec is None else torch.zeros(shard.dense, dtype=link.outbox.dtype)
+        rooms = shard.rooms[: len(shard.pieces)]
+        self._out = [self._plain[start:stop] for start, stop in rooms]
+        self._in = [link.inbox[start:stop] for start, stop in rooms]
+        self._early: set[int] = set()  # pieces that are on their way already
+        self._views: dict[int, Tensor] = {}  # of pieces that are a parameter's whole gradient
+        if views and codec is None:
+            for number, (piece, room) in enumerate(zip(shard.pieces, self._out, strict=True)):
+                parameter = parameters[piece.parameter]
+                alike = parameter.device.type == "cpu" and parameter.dtype == room.dtype and parameter.is_contiguous()
+                if alike and piece.size == parameter.numel():
+                    self._views[number] = room.view(parameter.shape)
+
+    # -- gradients, on their way there --------------------------------------------------------------------------
+
+    def put(self, number: int, parameter: Tensor) -> None:
+        """Let the gradient of a piece go at once: nothing will be added to it."""
+        gradient = parameter.grad
+        if self._codec is not None or gradient is None or gradient.is_sparse:
+            return
+        room, view = self._out[number], self._views.get(number)
+        if gradient.data_ptr() != room.data_ptr():
+            room.copy_(part_of(gradient, self.shard.pieces[number]).reshape(-1))
+            if view is not None:
+                parameter.grad = view
+        self._early.add(number)
+        self._post(*self.shard.rooms[number])
+
+    def fill(self, gradients: Sequence[Tensor | None]) -> Filled:
+        """Bring all gradients that aren't on their way, or have changed since."""
+        missing = []
+        targets, sources = [], []
+        going: list[tuple[int, int]] = []
+        early, self._early = self._early, set()
+        for number, (piece, room) in enumerate(zip(self.shard.pieces, self._out, strict=True)):
+            gradient = gradients[piece.parameter]
+            if gradient is None:
+                missing.append(number)
+                room.zero_()
+                going.append(self.shard.rooms[number])
+                continue
+            source = part_of(gradient, piece).reshape(-1)
+            there = source.data_ptr() == room.data_ptr()
+            if number in early and (there or torch.equal(source.to(room.dtype), room)):
+                continue
+            if not there:
+                targets.append(room)
+                sources.append(source)
+            going.append(self.shard.rooms[number])
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        filled = Filled(frozenset(missing))
+        if self._codec is None:
+            for start, stop in _together(going):
+                self._post(start, stop)
+        else:
+            filled.scale = self._codec.encode(self._plain, self.link.outbox.view(torch.uint8))
+            self.link.post(0, self._codec.bytes(len(self._plain)))
+        for number, rows in enumerate(self.shard.rows):
+            gradient = gradients[rows.parameter]
+            if gradient is not None:
+                filled.rows[number] = self._fill_rows(number, rows, gradient)
+        return filled
+
+    def _post(self, start: int, stop: int) -> None:
+        size = self.link.outbox.element_size()
+        self.link.post(start * size, stop * size)
+
+    def _fill_rows(self, number: int, rows: Rows, gradient: Tensor) -> int:
+        """Bring the rows of a gradient that are this server's; returns how many."""
+        sparse = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
+        ids, values = sparse.indices()[0], sparse.values().reshape(-1, rows.width)
+        own = ids % rows.step == rows.first
+        ids, values = ids[own], values[own]
+        numbers, room = self.shard.rows_in(self.link.outbox, number, len(ids))
+        numbers.copy_(ids // rows.step)
+        room.copy_(values)
+        start = self.shard.rooms[len(self.shard.pieces) + number][0]
+        self._post(start, start + len(ids) * (1 + rows.width))
+        return len(ids)
+
+    def present(self, missing: frozenset[int]) -> set[int]:
+        """Return the numbers of the parameters that have another piece here than those that are missing."""
+        return {piece.parameter for number, piece in enumerate(self.shard.pieces) if number not in missing}
+
+    # -- sums and weights, on their way back ---------------------------------------------------------------------
+
+    def give_sums(self, parameters: Sequence[Tensor], missing: frozenset[int]) -> None:
+        """Let the gradients of parameters be what has come; a parameter of which pieces are elsewhere has a tensor."""
+        for number, (piece, came) in enumerate(zip(self.shard.pieces, self._in, strict=True)):
+            parameter = parameters[piece.parameter]
+            if number in missing:
+                continue
+            view = self._views.get(number)
+            if view is not None and came.data_ptr() == view.data_ptr():
+                parameter.grad = view
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            _copy_part(parameter.grad, piece.start, piece.stop, came)
+
+    def rows_of_sums(self, rows: dict[int, int]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return the rows that have come, by parameter: their numbers in it, and their values."""
+        found = {}
+        for number, count in rows.items():
+            part = self.shard.rows[number]
+            ids, values = self.shard.rows_in(self.link.inbox, number, count)
+            found[part.parameter] = ids.long() * part.step + part.first, values.clone()
+        return found
+
+    def give_weights(self, targets: Sequence[Tensor], *, tables: bool) -> None:
+        """Copy weights into tensors, by parameter; with `tables`, whole ones too."""
+        views, sources = [], []
+        for (number, start, stop), source in zip(self.shard.pieces, self._in, strict=True):
+            tensor = targets[number].detach()
+            if tensor.is_contiguous():
+                views.append(tensor.view(-1)[start:stop])
+                sources.append(source)
+            else:  # of another memory format: no view of it is a vector
+                _copy_part(tensor, start, stop, source)
+        if views:
+            torch._foreach_copy_(views, sources)
+        if tables:
+            for rows, (start, stop) in zip(self.shard.rows, self.shard.spans[len(self.shard.pieces) :], strict=True):
+                table = part_of(targets[rows.parameter], rows)
+                table.copy_(self.link.inbox[start:stop].view(table.shape))
+
+    def want_rows(self, ids: dict[int, Tensor]) -> dict[int, int]:
+        """Write down the numbers of the rows that are wanted, by parameter; returns how many of which table."""
+        counts = {}
+        for number, rows in enumerate(self.shard.rows):
+            if rows.parameter not in ids:
+                continue
+            own = ids[rows.parameter]
+            own = own[own % rows.step == rows.first] // rows.step
+            numbers, _ = self.shard.rows_in(self.link.outbox, number, len(own))
+            numbers.copy_(own)
+            start = self.shard.rooms[len(self.shard.pieces) + number][0]
+            self._post(start, start + len(own))
+            counts[number] = len(own)
+        return counts
+
+    def give_rows(self, targets: Sequence[Tensor], counts: dict[int, int]) -> None:
+        """Copy the rows that were wanted into their tables."""
+        for number, count in counts.items():
+            rows = self.shard.rows[number]
+            ids, _ = self.shard.rows_in(self.link.outbox, number, count)
+            start = self.shard.spans[len(self.shard.pieces) + number][0]
+            values = self.link.inbox[start : start + count * rows.width].view(count, rows.width)
+            table = targets[rows.parameter].detach()
+            table[ids.long() * rows.step + rows.first] = values.view(count, *table.shape[1:]).to(table.dtype)
+
+
+def _together(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the same elements in as few spans as can be.
+
+    >>> _together([(0, 2), (2, 5), (6, 7)])
+    [(0, 5), (6, 7)]
+    """
+    found: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if found and found[-1][1] == start:
+            start = found.pop()[0]  # noqa: PLW2901
+        found.append((start, stop))
+    return found
+
+
+def _copy_part(tensor: Tensor, start: int, stop: int, source: Tensor) -> None:
+    """Copy a piece into a tensor of any memory format and device."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        tensor.view(-1)[start:stop].copy_(source)
+    else:
+        flat = tensor.reshape(-1)
+        flat[start:stop] = source.to(flat)
+        tensor.copy_(flat.view(tensor.shape))

@@ -1,0 +1,211 @@
+"""How a worker goes on between its batches: with all others, step by step."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fabricx.comm.world import World
+from fabricx.exchange.client import Client
+from fabricx.exchange.messages import Settings
+from fabricx.strategy import SPARSE_CLIPPED
+
+
+class Pace(ABC):
+    """What a worker does with its gradients, and when it looks for weights.
+
+    Attributes:
+        servers_step: the servers have the optimizers' moments, and nothing is left for the workers' to do.
+        computing: a gradient is being computed.
+    """
+
+    servers_step = True
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.computing = False
+        self.world = World()
+        self._client: Client | None = None
+        self._parameters: list[Tensor] = []
+        self._optimizers: list[Optimizer] = []
+
+    @property
+    def client(self) -> Client:
+        """Return who speaks to the servers."""
+        assert self._client is not None
+        return self._client
+
+    def begin(self, world: World, client: Client, parameters: list[Tensor], optimizers: list[Optimizer]) -> None:
+        """Get to know the others, before anything is trained."""
+        self.world, self._client = world, client
+        self._parameters, self._optimizers = parameters, optimizers
+
+    def starts(self, step: int) -> None:
+        """Begin to train, after so many updates."""
+        self.settings.workers = self.world.size
+        self.client.begin(self.settings, self._optimizers if self.servers_step else None, step)
+        if self.servers_step:  # they have it now
+            for optimizer in self._optimizers:
+                optimizer.state.clear()
+
+    def end(self) -> None:
+        """Train no more."""
+        self._client = None
+
+    @contextlib.contextmanager
+    def computes(self) -> Iterator[None]:
+        """Have the weights to compute a gradient with."""
+        self.before_step()
+        self.computing = True
+        try:
+            yield
+        finally:
+            self.computing = False
+
+    def before_step(self) -> None:
+        """See to it that the weights are those to compute with."""
+
+    def backward(self, loss: Tensor, *, closing: bool) -> None:
+        """Compute gradients; `closing`, the window's are complete then."""
+        loss.backward()  # type: ignore[no-untyped-call]
+        if closing:
+            self.complete()
+
+    def complete(self) -> bool:
+        """Bring this worker's gradient, or that it has none; returns whether all ranks have come this far."""
+        return False
+
+    @abstractmethod
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        """Take part in an update."""
+
+    @abstractmethod
+    def updated(self, step: int) -> int:
+        """Complete an update that is the `step`-th as far as this worker knows; returns which it is."""
+
+    def meet(self) -> None:
+        """See the same weights as all others: each calls it, and has brought all that it computed."""
+
+    def push(self, gradients: list[Tensor | None], **details: Any) -> None:
+        """Bring gradients, with the hyperparameters as they are now."""
+        groups = [
+            [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            for optimizer in self._optimizers
+        ]
+        self.client.push(gradients, groups=groups if self.servers_step else None, **details)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return what the parameters have now."""
+        return [parameter.grad for parameter in self._parameters]
+
+
+class _Together(Pace):
+    """Each update is of the gradient of a global batch, and all workers go step by step."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._clock = 0  # updates that this worker has been a part of
+
+    def starts(self, step: int) -> None:
+        super().starts(step)
+        self._clock = step
+
+    def _push_own(self, *, hold: bool) -> None:
+        rank = self.world.rank
+        self.push(self.gradients(), clock=self._clock, parts=self.world.size, leases=(rank,), hold=hold)
+
+
+@final
+class Summing(_Together):
+    """The servers sum gradients, and each worker steps with the sum, by itself.
+
+    Args:
+        settings: of the servers.
+        several: backwards of one window, each reaching other parameters.
+    """
+
+    servers_step = False
+
+    def __init__(self, settings: Settings, *, several: bool) -> None:
+        super().__init__(settings)
+        self._several = several
+
+    def backward(self, loss: Tensor, *, closing: bool) -> None:
+        earlier = self._set_aside() if self._several else []
+        super().backward(loss, closing=closing)
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def _set_aside(self) -> list[tuple[Tensor, Tensor]]:
+        """Take away what is the sum of all ranks already: only what a backward adds has to be summed."""
+        earlier = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return earlier
+
+    def complete(self) -> bool:
+        self._push_own(hold=False)
+        self._clock += 1
+        self.client.pull_sums(self._clock)
+        return True
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        return optimizer.step(closure) if closure is not None else optimizer.step()
+
+    def updated(self, step: int) -> int:
+        return step
+
+
+@final
+class Holding(_Together):
+    """The servers hold the sum until all workers have said what it is to be clipped by, and then step."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._scales: list[tuple[list[Tensor], float]] = []
+        self._limits: list[tuple[list[Tensor], float]] = []
+        self._pushed = False
+
+    def complete(self) -> bool:
+        self.world.barrier()  # whether there will be an update is known when all have come this far
+        return True
+
+    def _push(self) -> None:
+        """Bring this worker's part, once nobody will change it any more."""
+        if not self._pushed:
+            self._push_own(hold=True)
+        self._pushed = True
+
+    def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+        """Let the sum be scaled down to a norm; returns the one that it has."""
+        clipped = list(parameters)
+        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in clipped):
+            raise ValueError(SPARSE_CLIPPED)
+        self._push()
+        norm = self.client.norm(self._clock, clipped)
+        self._scales.append((clipped, min(1.0, max_norm / (norm + 1e-6))))  # as torch's clip_grad_norm_ does
+        return torch.tensor(norm)
+
+    def clip_value(self, parameters: Iterable[Tensor], limit: float) -> None:
+        """Let the sum's elements be cut."""
+        self._limits.append((list(parameters), limit))
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        return None
+
+    def updated(self, step: int) -> int:
+        self._push()
+        self.client.apply(self._clock, self._scales, self._limits)
+        self._scales, self._limits, self._pushed = [], [], False
+        self._clock += 1
+        self.client.pull(self._parameters, self._clock, to_train=True)
+        return step
+
+    def meet(self) -> None:
+        self.client.pull(self._parameters)
