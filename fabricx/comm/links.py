@@ -209,10 +209,10 @@ class Entrance:
         if self._closed:
             raise OSError("nobody is let in any more")
         hello: Hello = connection.recv()
-        inbox = _mapped(reduction.recv_handle(connection), hello.dtype, hello.forth)
+        inbox = mapped(reduction.recv_handle(connection), hello.dtype, hello.forth)
         outbox = inbox
         if hello.back is not None:
-            outbox = _mapped(reduction.recv_handle(connection), hello.dtype, hello.back)
+            outbox = mapped(reduction.recv_handle(connection), hello.dtype, hello.back)
         return SharedMemory(connection, hello, inbox, outbox)
 
     def close(self) -> None:
@@ -238,18 +238,24 @@ def connect(address: str, hello: Hello) -> Link | None:
 
 
 def _given(connection: Connection, dtype: torch.dtype, elements: int) -> Tensor:
-    """Return a vector that the other side sees too; it is gone when the last process closes it, and has no name."""
+    """Return a vector that the other side sees too."""
+    file = nameless(elements * dtype.itemsize)
+    reduction.send_handle(connection, file, 0)  # type: ignore[arg-type]
+    return mapped(file, dtype, elements)
+
+
+def nameless(size: int) -> int:
+    """Return a file in memory, of so many bytes; it has no name, and is gone when the last process closes it."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("fabricx", os.MFD_CLOEXEC)
     else:
         file, path = tempfile.mkstemp(prefix="fabricx-")
         os.unlink(path)
-    os.ftruncate(file, max(1, elements * dtype.itemsize))
-    reduction.send_handle(connection, file, 0)  # type: ignore[arg-type]
-    return _mapped(file, dtype, elements)
+    os.ftruncate(file, max(1, size))
+    return file
 
 
-def _mapped(file: int, dtype: torch.dtype, elements: int) -> Tensor:
+def mapped(file: int, dtype: torch.dtype, elements: int) -> Tensor:
     """Return a vector in a file, which is closed; the memory stays as long as the vector."""
     memory = mmap.mmap(file, max(1, elements * dtype.itemsize))
     os.close(file)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, Final, Generic, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor
 
-from fabricx.comm.links import Link
 from fabricx.exchange.compression import Codec
 from fabricx.exchange.layout import Rows, Shard
 from fabricx.exchange.rules import part_of
+
+WORTH_A_CALL: Final = 1 << 15  # bytes of a gradient that is sent by itself; smaller ones go all together
+
+
+class Vectors(Protocol):
+    """What a link is to those who only fill its vectors."""
+
+    inbox: Tensor
+    outbox: Tensor
+
+    def post(self, start: int, stop: int) -> None:
+        """Let some bytes of the outbox go."""
 
 
 @final
@@ -25,8 +37,11 @@ class Filled:
     scale: float = 1.0
 
 
+L = TypeVar("L", bound=Vectors)
+
+
 @final
-class Boxes:
+class Boxes(Generic[L]):
     """What one worker and one server have in common.
 
     Args:
@@ -38,7 +53,7 @@ class Boxes:
     """
 
     def __init__(
-        self, link: Link, shard: Shard, parameters: Sequence[Tensor], codec: Codec | None, *, views: bool
+        self, link: L, shard: Shard, parameters: Sequence[Tensor], codec: Codec | None, *, views: bool
     ) -> None:  # fmt: skip
         self.link, self.shard = link, shard
         self._codec = codec
@@ -193,6 +208,65 @@ class Boxes:
             values = self.link.inbox[start : start + count * rows.width].view(count, rows.width)
             table = targets[rows.parameter].detach()
             table[ids.long() * rows.step + rows.first] = values.view(count, *table.shape[1:]).to(table.dtype)
+
+
+def dtype_of(parameters: Sequence[Tensor]) -> torch.dtype:
+    """Return the type in which parameters travel: the widest."""
+    return torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
+
+
+def watch(
+    parameters: Sequence[Tensor], shards: Sequence[Shard], put: Callable[[int, int, Tensor], None]
+) -> Callable[[], None]:  # fmt: skip
+    """Call `put(server, number of the piece, parameter)` when a large gradient is there; returns what ends that."""
+    where: dict[int, list[tuple[int, int]]] = {}
+    for server, shard in enumerate(shards):
+        for number, piece in enumerate(shard.pieces):
+            where.setdefault(piece.parameter, []).append((server, number))
+
+    def put_all(places: list[tuple[int, int]], parameter: Tensor) -> None:
+        for server, number in places:
+            put(server, number, parameter)
+
+    handles = [
+        parameters[number].register_post_accumulate_grad_hook(functools.partial(put_all, places))
+        for number, places in where.items()
+        if parameters[number].requires_grad and parameters[number].nbytes >= WORTH_A_CALL
+    ]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
+
+
+def settle_sums(
+    parameters: Sequence[Tensor], boxes: Sequence[Boxes[Any]], missing: Sequence[frozenset[int]],
+    rows: Sequence[dict[int, tuple[Tensor, Tensor]]],
+) -> None:  # fmt: skip
+    """Let the gradients of parameters be the sums that have come; None where nobody had one.
+
+    Args:
+        parameters: all of them.
+        boxes: in which they came.
+        missing: numbers of the pieces without a gradient, in each.
+        rows: of tables in each, by parameter: numbers and values.
+    """
+    present: set[int] = set()
+    by_table: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for mine, nowhere, found in zip(boxes, missing, rows, strict=True):
+        present |= mine.present(nowhere)
+        mine.give_sums(parameters, nowhere)
+        for number, part in found.items():
+            by_table.setdefault(number, []).append(part)
+    for number, parameter in enumerate(parameters):
+        if number in by_table:
+            ids, values = (torch.cat(column) for column in zip(*by_table[number], strict=True))
+            shaped = values.view(len(ids), *parameter.shape[1:]).to(parameter)
+            parameter.grad = torch.sparse_coo_tensor(ids[None], shaped, parameter.shape, check_invariants=False)
+        elif number not in present:
+            parameter.grad = None
 
 
 def _together(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

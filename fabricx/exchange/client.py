@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 
 from fabricx.comm.links import LOST, Hello, Link, Store, connect, meet_over_gloo
 from fabricx.errors import ServerLost
-from fabricx.exchange.boxes import Boxes, Filled
+from fabricx.exchange.boxes import Boxes, Filled, dtype_of, settle_sums, watch
 from fabricx.exchange.compression import Codec
 from fabricx.exchange.layout import Piece, Rows, divide
 from fabricx.exchange.messages import (
@@ -40,7 +39,6 @@ from fabricx.exchange.rules import part_of, sliced
 T = TypeVar("T")
 START: Final = timedelta(minutes=5)  # how long a server may take to start
 RESTART_S: Final = 60.0  # and to be started again
-WORTH_A_CALL: Final = 1 << 15  # bytes of a gradient that is sent by itself; smaller ones go all together
 
 
 @final
@@ -56,7 +54,7 @@ class Client:
         whole: a parameter is with one server.
         over_gloo: even where a server is on this machine.
         sums: the servers send sums of gradients, and workers step.
-        views: gradients may stay in the links' vectors; see `Boxes`.
+        views: gradients may stay in the links' vectors; see `Boxes[Link]`.
         tables: numbers of the parameters of whose gradients only some rows are there.
         compression, keep: of gradients; see `Codec`.
     """
@@ -70,8 +68,7 @@ class Client:
         self._parameters = list(parameters)
         self.waited_s = 0.0  # for servers to answer
         self._shards = divide([parameter.shape for parameter in parameters], servers, whole=whole, by_row=tables)
-        double = any(parameter.dtype == torch.float64 for parameter in parameters)
-        self._dtype = torch.float64 if double else torch.float32
+        self._dtype = dtype_of(parameters)
         self._store, self._prefix, self._worker, self._over_gloo = store, prefix, worker, over_gloo
         self._codec = (compression, keep)
         self._restarts = False  # is a server that died started again?
@@ -84,7 +81,7 @@ class Client:
     def _links(self) -> list[Link]:
         return [boxes.link for boxes in self._boxes]
 
-    def _meet(self, number: int) -> Boxes:
+    def _meet(self, number: int) -> Boxes[Link]:
         """Return a new link to a server; waits until it has an address at which it wasn't lost already."""
         key, shard = f"{self._prefix}/server/{number}", self._shards[number]
         hello = Hello(self._worker, self._dtype, shard.room, None if self._sums else shard.size)
@@ -112,7 +109,7 @@ class Client:
         self._store.set(place, f"{hello.forth} {back} {str(hello.dtype).removeprefix('torch.')}")
         return meet_over_gloo(self._store, f"{place}/link", hello, server=False, timeout=timedelta(days=365))
 
-    def _try(self, number: int, action: Callable[[Boxes], T]) -> T:
+    def _try(self, number: int, action: Callable[[Boxes[Link]], T]) -> T:
         """Return what comes of talking to a server; once more, if it had to be started again.
 
         Raises:
@@ -151,7 +148,7 @@ class Client:
     def _asked(self, number: int, message: Any) -> Any:
         """Return a server's answer."""
 
-        def ask(boxes: Boxes) -> Any:
+        def ask(boxes: Boxes[Link]) -> Any:
             boxes.link.send(message)
             return boxes.link.recv()
 
@@ -159,26 +156,11 @@ class Client:
 
     def watch(self) -> Callable[[], None]:
         """Let gradients go as soon as they are complete, while `hears`; returns what ends that."""
-        where: dict[int, list[tuple[int, int]]] = {}
-        for server, shard in enumerate(self._shards):
-            for number, piece in enumerate(shard.pieces):
-                where.setdefault(piece.parameter, []).append((server, number))
-        handles = [
-            self._parameters[number].register_post_accumulate_grad_hook(functools.partial(self._put, places))
-            for number, places in where.items()
-            if self._parameters[number].requires_grad and self._parameters[number].nbytes >= WORTH_A_CALL
-        ]
+        return watch(self._parameters, self._shards, self._put)
 
-        def end() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return end
-
-    def _put(self, places: Sequence[tuple[int, int]], parameter: Tensor) -> None:
+    def _put(self, server: int, number: int, parameter: Tensor) -> None:
         if self.hears:
-            for server, number in places:
-                self._boxes[server].put(number, parameter)
+            self._boxes[server].put(number, parameter)
 
     def push(
         self, gradients: Sequence[Tensor | None], *, clock: int = 0, parts: int = 1, leases: tuple[int, ...] = (0,),
@@ -187,7 +169,7 @@ class Client:
         """Bring gradients, by parameter; None for all of them is a lease without a gradient. Waits for nothing."""
         empty = all(gradient is None for gradient in gradients)
 
-        def send(boxes: Boxes) -> None:
+        def send(boxes: Boxes[Link]) -> None:
             filled = Filled() if empty else boxes.fill(gradients)
             push = Push(clock, parts, leases, empty, filled.missing, filled.rows, groups, hold, filled.scale)
             boxes.link.send(push)
@@ -206,16 +188,16 @@ class Client:
         """
         pull = Pull(version, to_train, rows={} if to_train else None)
 
-        def give(boxes: Boxes, reply: Reply) -> None:
+        def give(boxes: Boxes[Link], reply: Reply) -> None:
             boxes.give_weights(targets, tables=not to_train)
 
         return self._pulled(lambda boxes: pull, give, one_by_one=one_by_one)[0]
 
     def pull_rows(self, ids: dict[int, Tensor]) -> None:
         """Bring rows of tables into the parameters: their numbers, shape [k], each once, by parameter."""
-        counts: dict[Boxes, dict[int, int]] = {}
+        counts: dict[Boxes[Link], dict[int, int]] = {}
 
-        def wanted(boxes: Boxes) -> Pull:
+        def wanted(boxes: Boxes[Link]) -> Pull:
             counts[boxes] = boxes.want_rows(ids)
             return Pull(dense=False, rows=counts[boxes])
 
@@ -224,36 +206,23 @@ class Client:
     def pull_sums(self, version: int) -> None:
         """Let the parameters' gradients be the sums of all workers'; None where nobody had one."""
         replies = self._pulled(lambda boxes: Pull(version), lambda boxes, reply: None)
-        present: set[int] = set()
-        rows: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        for boxes, reply in zip(self._boxes, replies, strict=True):
-            missing, counts = reply.content
-            present |= boxes.present(missing)
-            boxes.give_sums(self._parameters, missing)
-            for number, found in boxes.rows_of_sums(counts).items():
-                rows.setdefault(number, []).append(found)
-        for number, parameter in enumerate(self._parameters):
-            if number in rows:
-                ids, values = (torch.cat(column) for column in zip(*rows[number], strict=True))
-                shape = (len(ids), *parameter.shape[1:])
-                parameter.grad = torch.sparse_coo_tensor(
-                    ids[None], values.view(shape).to(parameter), parameter.shape, check_invariants=False
-                )
-            elif number not in present:
-                parameter.grad = None
+        missing, counts = zip(*(reply.content for reply in replies), strict=True)
+        rows = [boxes.rows_of_sums(mine) for boxes, mine in zip(self._boxes, counts, strict=True)]
+        settle_sums(self._parameters, self._boxes, missing, rows)
 
     def _pulled(
-        self, message: Callable[[Boxes], Pull], give: Callable[[Boxes, Reply], None], *, one_by_one: bool = False
+        self, message: Callable[[Boxes[Link]], Pull], give: Callable[[Boxes[Link], Reply], None],
+        *, one_by_one: bool = False,
     ) -> list[Reply]:  # fmt: skip
         """Ask all servers, and do something with each answer; returns those."""
         begun = time.perf_counter()
-        asked: set[Boxes] = set()  # on whose links the answer is on its way
+        asked: set[Boxes[Link]] = set()  # on whose links the answer is on its way
 
-        def send(boxes: Boxes) -> None:
+        def send(boxes: Boxes[Link]) -> None:
             boxes.link.send(message(boxes))
             asked.add(boxes)
 
-        def bring(boxes: Boxes) -> Reply:
+        def bring(boxes: Boxes[Link]) -> Reply:
             if boxes not in asked:
                 send(boxes)
             reply: Reply = boxes.link.recv()

@@ -21,6 +21,7 @@ _ELEMENTWISE: Final = {
     optim.RAdam, optim.ASGD, optim.Rprop, optim.SparseAdam,
 }  # fmt: skip
 _BY_TENSOR: Final = {"Adafactor", "Muon"}
+BLOCK: Final = 1 << 16  # elements
 
 
 def needs_whole_tensors(optimizers: Iterable[Optimizer]) -> bool:
@@ -79,6 +80,22 @@ def joined(parts: Sequence[Mapping[int, tuple[Tensor, Tensor]]]) -> dict[int, tu
         values = torch.cat([values for _, values in every])
         found[number] = ids, values.new_zeros(len(ids), values.shape[1]).index_add_(0, places, values)
     return found
+
+
+def add_up(parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    """Put the sum of vectors, added in their order, into others, which may be among them.
+
+    Block by block: each is read once, and still in the cache when it is written.
+    """
+    room = torch.empty(min(BLOCK, len(parts[0])), dtype=parts[0].dtype)
+    for start in range(0, len(parts[0]), BLOCK):
+        total, *others = (part[start : start + BLOCK] for part in parts)
+        if others:
+            total = torch.add(total, others[0], out=room[: len(total)])
+        for other in others[1:]:
+            total.add_(other)
+        for vector in into:
+            vector[start : start + BLOCK].copy_(total)
 
 
 class Rule(ABC):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -27,9 +27,7 @@ from fabricx.exchange.messages import (
     Settings,
     Tell,
 )
-from fabricx.exchange.rules import Correction, Gradient, Rule, Step, Sum, joined, make_rule
-
-BLOCK: Final = 1 << 16  # elements that are summed at a time: they stay in the cache
+from fabricx.exchange.rules import Correction, Gradient, Rule, Step, Sum, add_up, joined, make_rule
 
 
 @dataclass(slots=True)
@@ -67,7 +65,6 @@ class Server:
         self._begun: Begin
         self._total = torch.empty(0)
         self._sums: dict[int, Gradient] = {}  # held, by clock
-        self._filled: set[int] = set()  # where the newest sum has been put already
         self._applied: set[int] = set()  # workers that want the held update to be made
         self._correction = Correction(self._settings)
         self._leases = Leases(-1, 0, self._workers)
@@ -242,10 +239,8 @@ class Server:
         return self._reply(spans)
 
     def _pull_sum(self, newest: Gradient, outbox: Tensor) -> Reply:
-        """Give a sum in the vector in which the worker's own gradient came; most often it is there already."""
+        """Give a sum in the vector in which the worker's own gradient came; what is dense is there already."""
         shard = self._begun.shard
-        if shard.dense and outbox.data_ptr() not in self._filled:
-            outbox[: shard.dense].copy_(newest.dense)
         spans = [(0, shard.dense)]
         for number, (ids, values) in newest.rows.items():
             own_ids, own_values = shard.rows_in(outbox, number, len(ids))
@@ -344,31 +339,19 @@ class Server:
         return [parts[lease] for lease in sorted(parts) if not parts[lease].push.empty]
 
     def _sum(self, parts: dict[int, _Part]) -> Gradient:
-        """Return the sum of parts, added in the order of their leases.
-
-        Where workers are given the sum, it is put at once where each wants it: by blocks, while they are in the cache.
-        """
+        """Return the sum of parts, added in the order of their leases; it is put at once where workers want it."""
         dense = self._begun.shard.dense
-        if self._total.numel() != dense:
-            self._total = torch.zeros(dense, dtype=self._begun.dtype)
+        into = [part.box[:dense] for part in parts.values() if len(part.box)]
         full = self._full(parts)
         if not full:
-            return Gradient(self._total.zero_(), frozenset(range(len(self._begun.shard.pieces))))
-        copies = [part.box[:dense] for part in parts.values() if len(part.box)]
-        for start in range(0, dense, BLOCK):
-            total = self._total[start : start + BLOCK]
-            first, *others = (part.gradient.dense[start : start + BLOCK] for part in full)
-            if others:
-                torch.add(first, others[0], out=total)
-            else:
-                total.copy_(first)
-            for other in others[1:]:
-                total.add_(other)
-            for copy in copies:
-                copy[start : start + BLOCK].copy_(total)
-        self._filled = {copy.data_ptr() for copy in copies}
+            return Gradient(torch.zeros(dense), frozenset(range(len(self._begun.shard.pieces))))
+        if not into:
+            self._total = self._total if len(self._total) == dense else torch.zeros(dense, dtype=self._begun.dtype)
+            into = [self._total]
+        if dense:
+            add_up([part.gradient.dense for part in full], into)
         missing = frozenset.intersection(*(part.push.missing for part in full))
-        return Gradient(self._total, missing, joined([part.gradient.rows for part in full]))
+        return Gradient(into[0], missing, joined([part.gradient.rows for part in full]))
 
     def _sum_up(self, parts: dict[int, _Part], total: Gradient | None = None) -> None:
         """Make one update of all parts."""

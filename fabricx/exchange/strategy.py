@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,6 +18,7 @@ from fabricx.exchange.apart import Apart
 from fabricx.exchange.client import Client
 from fabricx.exchange.compression import KINDS
 from fabricx.exchange.messages import Counts, Settings
+from fabricx.exchange.neighbours import Neighbours
 from fabricx.exchange.pace import Holding, Pace, Summing
 from fabricx.exchange.rules import needs_whole_tensors
 from fabricx.strategy import Strategy, Traits
@@ -40,7 +41,7 @@ class ServedStrategy(Strategy):
     """Workers bring gradients to servers, and weights or sums from them.
 
     Args:
-        servers: processes beside the workers; each keeps a part of the parameters.
+        servers: processes beside the workers; each keeps a part of the parameters. 0: workers sum by themselves.
         apart: a worker takes the next part of the data whenever it is ready; else all go step by step.
         servers_step: the servers step the user's optimizers; else they sum, and workers step.
         settings: what servers are told, but for the number of workers.
@@ -53,8 +54,11 @@ class ServedStrategy(Strategy):
     ) -> None:  # fmt: skip
         super().__init__()
         name = type(self).__name__
-        if servers < 1:
-            raise ValueError(f"servers={servers}: 1 or more processes keep the parameters")
+        if servers < 0 or (servers == 0 and (servers_step or settings.compression is not None or link == "gloo")):
+            raise ValueError(
+                f"servers={servers}: 1 or more processes keep the parameters; without any, workers that step sum by "
+                "themselves (mode='sync', optimizer='worker', no compression, one machine)"
+            )
         check_choice(name, "link", link, ("auto", "gloo"))
         check_choice(name, "compression", settings.compression, (*KINDS, None))
         if not 0.0 < settings.keep <= 1.0:
@@ -102,22 +106,28 @@ class ServedStrategy(Strategy):
         whole = self.shard_by == "tensor"
         if self._servers_step and self.shard_by == "auto":
             whole = needs_whole_tensors(optimizers)
-        if self.world.store is None:
-            raise ValueError(f"{type(self).__name__} needs servers, which are started with the workers")
         pace = self._pace = self._apart or self._together()
         tables = _tables(self.module, self._parameters)
         if tables and self._settings.compensation is not None:
             raise ValueError("compensation knows no sparse gradients: say sparse=False, or leave compensation out")
-        self._client = Client(
-            self.world.store, self.world.key("exchange"), self.world.rank, self._parameters, self.servers,
-            whole=whole, over_gloo=self.link == "gloo", sums=not self._servers_step,
-            views=not self._several_backwards, tables=frozenset(tables.values()),
-            compression=self._settings.compression, keep=self._settings.keep,
-        )  # fmt: skip
+        self._client = self._meet(whole, frozenset(tables.values()))
         pace.begin(self.world, self._client, self._parameters, optimizers)
         self._undo.append(self._client.watch())
         if self._servers_step:
             self._undo += [self._look_up_before(part, number, pace) for part, number in tables.items()]
+
+    def _meet(self, whole: bool, tables: frozenset[int]) -> Client:
+        world, key, views = self.world, self.world.key("exchange"), not self._several_backwards
+        if not self.servers:
+            neighbours = Neighbours(world, key, self._parameters, views=views, tables=tables)
+            return cast(Client, neighbours)  # it does what is asked of a client where workers step
+        if world.store is None:
+            raise ValueError(f"{type(self).__name__} needs servers, which are started with the workers")
+        return Client(
+            world.store, key, world.rank, self._parameters, self.servers, whole=whole, views=views, tables=tables,
+            over_gloo=self.link == "gloo", sums=not self._servers_step,
+            compression=self._settings.compression, keep=self._settings.keep,
+        )  # fmt: skip
 
     def _look_up_before(self, part: nn.Module, number: int, pace: Pace) -> Callable[[], None]:
         """Bring the rows that a table is asked for, before each forward in training; returns what ends that."""
@@ -285,7 +295,7 @@ class _Totals:
         self.staleness = Counter[int]()
         for server in servers:
             self.staleness.update(server.staleness)
-        self.lead = max(server.lead for server in servers)
+        self.lead = max((server.lead for server in servers), default=0)
 
     def since(self, before: _Totals | None) -> dict[str, float]:
         """Return what has come since then, by the names that loggers see."""

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fabricx as fx
 from fabricx.exchange.client import Client
 from fabricx.exchange.messages import Settings
+from fabricx.exchange.pace import Summing
 from fabricx.exchange.serving import serve
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer
 from fabricx.testing import QUIET, run_ranks
@@ -89,12 +90,49 @@ class _Ones(torch.autograd.Function):
         return ctx.gradients
 
 
+def step_ms(strategy: Any, steps: int) -> float:
+    """Return what a whole step takes: batch, gradient, exchange, update."""
+    module = _trained(Wide(), strategy, steps)
+    return _median([b - a for a, b in zip(module.times, module.times[1:], strict=False)])
+
+
 def exchange_ms(strategy: Any, steps: int) -> float:
-    module = Wide()
+    """Return what an exchange and the update take, once all gradients are there, as they are for gloo."""
+    module = _trained(Exchanges(), strategy, steps)
+    return _median(module.exchanges)
+
+
+def _trained(module: Any, strategy: Any, steps: int) -> Any:
     trainer = fx.Trainer(devices=2, strategy=strategy, max_epochs=1, log_every_n_steps=0, **QUIET)
     trainer.fit(module, DataLoader(TensorDataset(torch.zeros(2 * steps, 1)), 1))
-    gaps = sorted(b - a for a, b in zip(module.times, module.times[1:], strict=False))
-    return gaps[len(gaps) // 2] * 1e3
+    return module
+
+
+def _median(seconds: list[float]) -> float:
+    return sorted(seconds)[len(seconds) // 2] * 1e3
+
+
+class Exchanges(Wide):
+    """Times each exchange, from the moment at which the last gradient has been computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exchanges: list[float] = []
+
+    def on_fit_start(self) -> None:
+        complete = Summing.complete
+
+        def timed(pace: Summing) -> bool:
+            self.begun = time.perf_counter()
+            return complete(pace)
+
+        Summing.complete = timed  # type: ignore[method-assign]  # in this process, which ends with the run
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.begun = 0.0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.exchanges.append(time.perf_counter() - self.begun)
 
 
 def plain_gloo_ms(steps: int) -> float:
@@ -157,14 +195,25 @@ def main() -> None:
     )
     rows = {
         "gloo's all_reduce and SGD": lambda: plain_gloo_ms(args.steps),
-        "parameter_server, shared memory": lambda: exchange_ms(ParameterServer(), args.steps),
-        "parameter_server, gloo": lambda: exchange_ms(ParameterServer(link="gloo"), args.steps),
-        "async_sgd": lambda: exchange_ms(AsyncSGD(), args.steps),
-        "ddp": lambda: exchange_ms(DDP(), args.steps),
+        "parameter_server, servers=0": lambda: exchange_ms(ParameterServer(servers=0), args.steps),
+        "parameter_server, servers=1": lambda: exchange_ms(ParameterServer(), args.steps),
+        "parameter_server, link=gloo": lambda: exchange_ms(ParameterServer(link="gloo"), args.steps),
     }
     found = interleaved(rows, args.rounds)
-    wanted = dict(zip(rows, (None, 0.25, None, None, None), strict=True))
-    show(f"{MIB} MiB exchanged by 2 workers, with a step", [Row(n, v, "ms", wanted[n]) for n, v in found.items()])
+    wanted = dict(zip(rows, (None, 0.25, None, None), strict=True))
+    show(
+        f"{MIB} MiB of gradients exchanged by 2 workers, and a step",
+        [Row(n, v, "ms", wanted[n]) for n, v in found.items()],
+    )
+    rows = {
+        "ddp": lambda: step_ms(DDP(), args.steps),
+        "parameter_server, servers=0": lambda: step_ms(ParameterServer(servers=0), args.steps),
+        "parameter_server, servers=1": lambda: step_ms(ParameterServer(), args.steps),
+        "parameter_server, optimizer=server": lambda: step_ms(ParameterServer(optimizer="server"), args.steps),
+        "async_sgd": lambda: step_ms(AsyncSGD(), args.steps),
+    }
+    found = interleaved(rows, args.rounds)
+    show(f"a whole step with {MIB} MiB of weights, 2 workers", [Row(n, v, "ms", None) for n, v in found.items()])
     found = interleaved({"a core": lambda: 1.0, "a server that nobody asks": idle_part_of_a_core}, args.rounds)
     wanted = dict(zip(found, (None, 0.02), strict=True))
     show("doing nothing", [Row(n, v, "cores", wanted[n]) for n, v in found.items()])

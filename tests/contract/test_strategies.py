@@ -27,6 +27,7 @@ WAYS: dict[str, tuple[Callable[[], fx.Strategy], int]] = {
     "fsdp, 2 groups of 2": (lambda: FSDP(replicas=2), 4),
     "local_sgd": (LocalSGD, 2),
     "parameter_server": (lambda: ParameterServer(servers=2), 2),
+    "parameter_server, no server": (lambda: ParameterServer(servers=0), 3),
     "parameter_server, over gloo": (lambda: ParameterServer(link="gloo"), 2),
     "parameter_server, servers step": (lambda: ParameterServer(servers=2, optimizer="server"), 2),
     "parameter_server, bounded": (lambda: ParameterServer(mode="bounded", max_staleness=0), 2),

@@ -317,6 +317,7 @@ class LooksUp(Recorded):
     ("strategy", "devices"),
     [
         (ParameterServer(servers=2), 2),
+        (ParameterServer(servers=0), 2),
         (ParameterServer(link="gloo"), 2),
         (ParameterServer(optimizer="server", servers=2, link="gloo"), 2),
         (ParameterServer(mode="bounded", max_staleness=0, servers=3), 2),
@@ -421,7 +422,9 @@ def test_streams_of_different_lengths_are_read_to_their_ends() -> None:
     ("make", "message"),
     [
         (lambda: ParameterServer(mode="asink"), "Did you mean 'async'"),
-        (lambda: ParameterServer(servers=0), "servers=0"),
+        (lambda: ParameterServer(servers=-1), "servers=-1"),
+        (lambda: ParameterServer(servers=0, mode="async"), "servers=0"),
+        (lambda: AsyncSGD(servers=0), "servers=0"),
         (lambda: AsyncSGD(max_staleness=-1), "max_staleness=-1"),
         (lambda: AsyncSGD(compensation="dc-adaptiv"), "Did you mean 'dc-adaptive'"),
         (lambda: AsyncSGD(on_stale="drop", servers=2), "servers=1"),
@@ -517,6 +520,11 @@ def test_a_server_that_was_killed_starts_again(strategy: Any, monkeypatch: pytes
     trained = [sample for rank in module.by_rank for batch in rank for sample in batch]
     assert set(trained) == set(range(SAMPLES))
     assert 2 * SAMPLES <= len(trained) <= 2 * SAMPLES + 2 * 3 + 2  # once more: updates since the snapshot, and in work
+
+
+def test_a_synchronous_run_without_servers_ends_with_a_worker() -> None:
+    with pytest.raises(WorkerFailed, match=r"rank 1 failed[\s\S]*SIGKILL"):
+        train(ParameterServer(servers=0), 2, module=Dies(1), batch=1)
 
 
 def test_a_synchronous_run_ends_with_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
