@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, final
 
+from fabricx.exchange.apart import Apart
 from fabricx.exchange.messages import Settings
+from fabricx.exchange.rounds import Rounds
 from fabricx.exchange.strategy import LinkKind, ServedStrategy, ShardBy, check_choice
 
 
@@ -16,7 +18,8 @@ class AsyncSGD(ServedStrategy):
     between. By default it is divided by that, so that the learning rate of ddp stays a stable one.
 
     Sources: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012; division by staleness: Zhang et al., IJCAI
-    2016; delay compensation: Zheng et al., "Asynchronous SGD with Delay Compensation", ICML 2017.
+    2016; delay compensation: Zheng et al., "Asynchronous SGD with Delay Compensation", ICML 2017; elastic averaging:
+    Zhang et al., NIPS 2015; asynchronous local SGD: Liu et al., arXiv 2401.09135.
 
     Args:
         max_staleness: the bound; None for no bound.
@@ -28,6 +31,12 @@ class AsyncSGD(ServedStrategy):
         dc_lambda: strength of the compensation; 0.04 for "dc" and 2.0 for "dc-adaptive" if not given.
         dc_momentum: of the mean square of "dc-adaptive".
         damp: divide gradients by their staleness; "auto" does without compensation.
+        every: steps that a worker makes by itself, with its own optimizer, before it brings what it has moved.
+        outer: what the servers do with that: "sum" (Downpour), "average" (that, divided by the number of workers),
+            "nesterov" (asynchronous DiLoCo, with the momentum delayed), or "elastic" (a worker keeps its own weights,
+            and draws them and the servers' towards each other). None, with every=1: gradients are brought.
+        outer_lr, outer_momentum: of "nesterov".
+        elastic_rate: of "elastic": which part of the difference; 0.9 divided by the number of workers if not given.
         servers: processes that keep the parameters.
         compression: of gradients, with what is lost added to the next: "bf16", "fp16" (half the bytes), "topk" (the
             largest `compression_keep` of the elements, 8 bytes each), or "sign" (a bit each).
@@ -48,6 +57,11 @@ class AsyncSGD(ServedStrategy):
         dc_lambda: float | None = None,
         dc_momentum: float = 0.95,
         damp: bool | Literal["auto"] = "auto",
+        every: int = 1,
+        outer: Literal["sum", "average", "nesterov", "elastic"] | None = None,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        elastic_rate: float | None = None,
         servers: int = 1,
         compression: Literal["bf16", "fp16", "topk", "sign"] | None = None,
         compression_keep: float = 0.01,
@@ -62,13 +76,27 @@ class AsyncSGD(ServedStrategy):
             raise ValueError(f"max_staleness={max_staleness}: 0 or more updates, or None for no bound")
         if on_stale == "drop" and servers > 1:
             raise ValueError("on_stale='drop' needs servers=1: each server would drop gradients of its own choice")
+        check_choice("async_sgd", "outer", outer, ("sum", "average", "nesterov", "elastic", None))
+        if every < 1:
+            raise ValueError(f"every={every}: a round has 1 step or more")
+        if every > 1 and outer is None:
+            raise ValueError(f"every={every} needs to know what becomes of a round: say outer='average', for example")
+        if outer is not None and (max_staleness is not None or compensation is not None or damp is True):
+            raise ValueError(
+                f"outer={outer!r}: what a worker has moved in a round isn't corrected; leave max_staleness, "
+                "compensation and damp out"
+            )
+        self.every = every
+        self.outer = outer
+        self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+        self.elastic_rate = elastic_rate
         self.max_staleness = max_staleness
         self.bound = bound
         self.on_stale = on_stale
         self.compensation = compensation
         self.dc_lambda = dc_lambda if dc_lambda is not None else 0.04 if compensation == "dc" else 2.0
         self.dc_momentum = dc_momentum
-        self.damp = compensation is None if damp == "auto" else bool(damp)
+        self.damp = compensation is None and outer is None if damp == "auto" else bool(damp)
         if snapshot_every < 0:
             raise ValueError(f"snapshot_every={snapshot_every}: a number of updates, or 0 for no snapshots")
         self.compression = compression
@@ -78,7 +106,9 @@ class AsyncSGD(ServedStrategy):
             workers=0, aggregate=False, max_staleness=max_staleness, bound=bound, on_stale=on_stale,
             compensation=compensation, dc_lambda=self.dc_lambda, dc_momentum=dc_momentum, damp=self.damp,
             compression=compression, keep=compression_keep, snapshot_every=snapshot_every,
+            outer=outer, outer_lr=outer_lr, outer_momentum=outer_momentum,
         )  # fmt: skip
+        pace = Apart(settings) if outer is None else Rounds(settings, every, elastic_rate)
         super().__init__(
-            servers=servers, apart=True, servers_step=True, settings=settings, link=link, shard_by=shard_by
+            pace, servers=servers, servers_step=outer is None, settings=settings, link=link, shard_by=shard_by
         )

@@ -27,6 +27,7 @@ class _Fragment:
         parameters: this rank's own.
         base: where all ranks were after the latest meeting, flat.
         velocity: the outer momentum, flat.
+        apart: have the ranks stepped since they were at one place?
         begun: at which step the meeting that is under way began; None while none is.
         moved: what this rank had moved by then, on its way to become the mean of all ranks.
         work: the collective that is under way.
@@ -36,6 +37,7 @@ class _Fragment:
     parameters: list[Tensor]
     base: Tensor
     velocity: Tensor
+    apart: bool = False
     begun: int | None = None
     moved: Tensor = field(default_factory=lambda: torch.empty(0))
     work: Any = None
@@ -112,7 +114,6 @@ class LocalSGD(Strategy):
         self.keep_local = keep_local
         self._fragments: list[_Fragment] = []
         self._own: list[Tensor] = []  # this rank's weights, by fragment, while the parameters hold the mean of all
-        self._apart = False  # have the ranks stepped since they all were at one place?
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         super().setup(module)
@@ -128,7 +129,7 @@ class LocalSGD(Strategy):
         ]
 
     def teardown(self) -> None:
-        self._fragments, self._own, self._apart = [], [], False
+        self._fragments, self._own = [], []
         super().teardown()
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,21 +148,21 @@ class LocalSGD(Strategy):
         return False  # a rank's backward is nobody else's affair
 
     def updated(self, step: int) -> int:
-        self._apart = True
         for fragment in self._fragments:
+            fragment.apart = True
             if fragment.begun is not None and step >= fragment.begun + self.overlap_steps:
-                self._end(fragment)
+                self._end(fragment, self.keep_local)
             if self._meets(fragment, step):
                 self._begin(fragment, step)
                 if not self.overlap_steps or step <= self.synchronous_steps:
-                    self._end(fragment)
+                    self._end(fragment, 0.0)
         return step
 
     def quiesce(self, copies: Mapping[str, Tensor] | None = None) -> None:
-        if self._apart and not self._own:
+        if not self._own and any(fragment.apart for fragment in self._fragments):
             for fragment in self._fragments:
                 if fragment.begun is not None:
-                    self._end(fragment)
+                    self._end(fragment, self.keep_local)
                 self._own.append(fragment.flat())
                 fragment.set(self.world.all_reduce(self._own[-1].clone()) / self.world.size)
         super().quiesce(copies)
@@ -173,14 +174,13 @@ class LocalSGD(Strategy):
         self._own = []
 
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
-        if self._apart:
-            self._go_on_alone()
-            for fragment in self._fragments:
+        self._go_on_alone()
+        for fragment in self._fragments:
+            if fragment.apart:
                 self._begin(fragment, 0)
-                self._end(fragment)
-            self._apart = False
+                self._end(fragment, 0.0)
         for optimizer in optimizers:
-            self._join_moments(optimizer)
+            self.world.join_moments(optimizer)
         state = super().state_dict(module, optimizers)
         velocity = {str(fragment.number): fragment.velocity for fragment in self._fragments}
         return {**state, "outer": velocity} if optimizers and self.outer == "nesterov" else state
@@ -205,8 +205,11 @@ class LocalSGD(Strategy):
         if self.world.size > 1:
             fragment.work = dist.all_reduce(fragment.moved, async_op=True)
 
-    def _end(self, fragment: _Fragment) -> None:
-        """Step from the base along the mean of what the ranks have moved (equation 1 of DiLoCo)."""
+    def _end(self, fragment: _Fragment, keep: float) -> None:
+        """Step from the base along the mean of what the ranks have moved (equation 1 of DiLoCo).
+
+        A rank keeps a part of where it has gone since, if it has.
+        """
         if fragment.work is not None:
             fragment.work.wait()
         gradient, velocity = fragment.moved.div_(self.world.size), fragment.velocity
@@ -215,16 +218,8 @@ class LocalSGD(Strategy):
         else:
             velocity.mul_(self.outer_momentum).add_(gradient)
             fragment.base.sub_(gradient.add_(velocity, alpha=self.outer_momentum), alpha=self.outer_lr)
-        late = self.overlap_steps and self.keep_local
-        fragment.set(fragment.base.lerp(fragment.flat(), self.keep_local) if late else fragment.base)
-        fragment.begun, fragment.work = None, None
-
-    def _join_moments(self, optimizer: Optimizer) -> None:
-        """Give all ranks the mean of what their optimizers remember."""
-        for values in optimizer.state.values():
-            for value in values.values():
-                if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
-                    self.world.all_reduce(value).div_(self.world.size)
+        fragment.set(fragment.base.lerp(fragment.flat(), keep) if keep else fragment.base)
+        fragment.begun, fragment.work, fragment.apart = None, None, keep > 0.0
 
 
 def _flat(parameters: list[Tensor]) -> Tensor:

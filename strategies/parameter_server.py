@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, final
 
+from fabricx.exchange.apart import Apart
 from fabricx.exchange.messages import Settings
 from fabricx.exchange.strategy import LinkKind, ServedStrategy, ShardBy, check_choice
 
@@ -17,7 +18,8 @@ class ParameterServer(ServedStrategy):
     takes fewer.
 
     Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; Ho et al., "More
-    Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013.
+    Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013; backup workers: Chen et al.,
+    "Revisiting Distributed Synchronous SGD", arXiv 1604.00981.
 
     Args:
         mode: "sync", "bounded" (at most `max_staleness` behind) or "async".
@@ -27,6 +29,9 @@ class ParameterServer(ServedStrategy):
         max_staleness: of "bounded": how many global batches a worker may be ahead of the oldest that isn't complete.
         apply: of "bounded": "aggregate" makes one update of each global batch; "arrival" one of each gradient, and then
             the bound is on how many batches a worker has done more than the slowest.
+        backup_workers: of "sync": an update takes the first gradients that come, of as many workers as there are but
+            for these, and the servers step. What comes late is dropped, and its data dealt again in the same epoch.
+            An update is of so many batches fewer, and a norm is clipped in each by itself.
         compression: of gradients, with what is lost added to the next: "bf16", "fp16" (half the bytes), "topk" (the
             largest `compression_keep` of the elements, 8 bytes each), or "sign" (a bit each).
         compression_keep: the part of the elements that "topk" sends.
@@ -44,6 +49,7 @@ class ParameterServer(ServedStrategy):
         optimizer: Literal["worker", "server"] = "worker",
         max_staleness: int = 2,
         apply: Literal["aggregate", "arrival"] = "aggregate",
+        backup_workers: int = 0,
         compression: Literal["bf16", "fp16", "topk", "sign"] | None = None,
         compression_keep: float = 0.01,
         snapshot_every: int = 100,
@@ -55,6 +61,13 @@ class ParameterServer(ServedStrategy):
         check_choice("parameter_server", "apply", apply, ("aggregate", "arrival"))
         if max_staleness < 0:
             raise ValueError(f"max_staleness={max_staleness}: 0 or more updates")
+        if backup_workers < 0 or (backup_workers and (mode != "sync" or servers != 1)):
+            raise ValueError(
+                f"backup_workers={backup_workers}: 0 or more workers, with mode='sync' and servers=1 (each server "
+                "would drop gradients of its own choice)"
+            )
+        self.backup_workers = backup_workers
+        apart = mode != "sync" or backup_workers > 0
         self.mode = mode
         self.optimizer = optimizer
         self.max_staleness = max_staleness
@@ -68,12 +81,13 @@ class ParameterServer(ServedStrategy):
             workers=0,
             compression=compression,
             keep=compression_keep,
-            snapshot_every=snapshot_every if mode != "sync" else 0,
+            snapshot_every=snapshot_every if apart else 0,
+            backup=backup_workers,
             aggregate=mode == "sync" or (mode == "bounded" and apply == "aggregate"),
             max_staleness=max_staleness if mode == "bounded" else None,
             damp=mode != "sync" and not (mode == "bounded" and apply == "aggregate"),
         )
         super().__init__(
-            servers=servers, apart=mode != "sync", servers_step=mode != "sync" or optimizer == "server",
-            settings=settings, link=link, shard_by=shard_by,
+            Apart(settings) if apart else None, servers=servers,
+            servers_step=apart or optimizer == "server", settings=settings, link=link, shard_by=shard_by,
         )  # fmt: skip

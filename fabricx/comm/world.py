@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 _CPU = torch.device("cpu")
 _CURRENT: list[World] = []  # the world that this process has joined, if any
@@ -87,6 +88,13 @@ class World:
             kinds = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
             dist.all_reduce(tensor, kinds[op])
         return tensor
+
+    def join_moments(self, optimizer: Optimizer) -> None:
+        """Give all ranks the mean of what their optimizers remember, where each has stepped by itself."""
+        for values in optimizer.state.values():
+            for value in values.values():
+                if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
+                    self.all_reduce(value).div_(self.size)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Take over the tensor of one rank, in place."""

@@ -84,6 +84,7 @@ class Deal:
         first = granted.lease - granted.lease % together
         window = self._begin + first * self._places
         window_end = min(window + together * self._places, self._items)
+        granted.share = (end - begin) / max(1, window_end - window)
         count = -(-(end - begin) // self._batch)
         for number in range(count):
             low = begin + number * self._batch

@@ -67,7 +67,13 @@ class Apart(Pace):
         lease, self.lease = self.lease, None
         if lease is None or lease.lease is None:
             return self._version
-        self.push(self.gradients() if stepped else [], clock=lease.clock, parts=lease.parts, leases=(lease.lease,))
+        self.push(
+            self.gradients() if stepped else [],
+            clock=lease.clock,
+            parts=lease.parts,
+            leases=(lease.lease,),
+            share=lease.share,
+        )
         self._version += stepped
         self._stale = True
         return self._version
@@ -82,7 +88,7 @@ class Apart(Pace):
     @property
     def leases_per_update(self) -> int:
         """Return how many workers' batches make an update."""
-        return self.world.size if self.settings.aggregate else 1
+        return self.settings.parts_of_update(self.world.size)
 
     def open(self, leases: int) -> None:
         """Begin a section of so many leases; all workers do."""
@@ -109,4 +115,3 @@ class Apart(Pace):
     def world_changed(self, world: World) -> None:
         """Go on with those that are left."""
         self.world, self._workers = world, self._present
-        self.settings.workers = world.size

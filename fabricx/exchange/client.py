@@ -131,7 +131,10 @@ class Client:
                     raise ServerLost(f"server {number} has gone, and what it kept can't be reached") from error
                 lost = True
 
-    def begin(self, settings: Settings, optimizers: Sequence[Optimizer] | None, version: int) -> None:
+    def begin(
+        self, settings: Settings, optimizers: Sequence[Optimizer] | None, version: int,
+        *, velocity: Sequence[Tensor] | None = None,
+    ) -> None:  # fmt: skip
         """Give the servers the weights and what steps them: the first worker does, and the others' messages wait."""
         self._restarts = bool(settings.snapshot_every)
         if self._worker:
@@ -140,7 +143,10 @@ class Client:
             copies, made = sliced(optimizers or [], self._parameters, shard)
             stepped = None if optimizers is None else copies
             # Answered, so that it isn't lost with a server that dies now: its snapshot is written by then.
-            self._asked(number, Begin(settings, stepped, made, shard, self._dtype, version))
+            moving = None
+            if velocity is not None:
+                moving = torch.cat([part_of(velocity[part.parameter], part).reshape(-1) for part in shard.parts])
+            self._asked(number, Begin(settings, stepped, made, shard, self._dtype, version, moving))
 
     def _say(self, number: int, message: Any) -> None:
         self._try(number, lambda boxes: boxes.link.send(message))
@@ -164,14 +170,14 @@ class Client:
 
     def push(
         self, gradients: Sequence[Tensor | None], *, clock: int = 0, parts: int = 1, leases: tuple[int, ...] = (0,),
-        groups: Groups | None = None, hold: bool = False,
+        groups: Groups | None = None, hold: bool = False, share: float = 1.0,
     ) -> None:  # fmt: skip
         """Bring gradients, by parameter; None for all of them is a lease without a gradient. Waits for nothing."""
         empty = all(gradient is None for gradient in gradients)
 
         def send(boxes: Boxes[Link]) -> None:
             filled = Filled() if empty else boxes.fill(gradients)
-            push = Push(clock, parts, leases, empty, filled.missing, filled.rows, groups, hold, filled.scale)
+            push = Push(clock, parts, leases, empty, filled.missing, filled.rows, groups, hold, filled.scale, share)
             boxes.link.send(push)
 
         for number in range(len(self._boxes)):
@@ -290,6 +296,15 @@ class Client:
              for number in range(len(self._parameters))]
             for which in range(len(found[0]))
         ]  # fmt: skip
+
+    def velocity(self) -> list[Tensor]:
+        """Return the velocity of the servers' outer optimizer, by parameter."""
+        found = [torch.zeros(parameter.shape, dtype=self._dtype) for parameter in self._parameters]
+        for number, shard in enumerate(self._shards):
+            told = self._asked(number, Tell("velocity")).content
+            for part, (start, stop) in zip(shard.parts, shard.spans, strict=True):
+                part_of(found[part.parameter], part).view(-1).copy_(told[start:stop])
+        return found
 
     def counts(self) -> list[Counts]:
         """Return what each server has seen."""

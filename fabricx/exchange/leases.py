@@ -25,17 +25,24 @@ class Leases:
         clock: number of the first global batch.
         bound: see above; None for no bound.
         each: count by worker.
+        parts: of a global batch; as many as workers if not given.
+        one: a worker has one at a time, and none while it rests.
+
+    Attributes:
+        resting: workers that have done their part of an update which others haven't.
     """
 
     def __init__(
         self, section: int, count: int, workers: Iterable[int], *,
-        clock: int = 0, bound: int | None = None, each: bool = False,
+        clock: int = 0, bound: int | None = None, each: bool = False, parts: int | None = None, one: bool = False,
     ) -> None:  # fmt: skip
         self.section = section
         self.count = count
         self.lead = 0
         self._done = dict.fromkeys(workers, 0)
-        self._workers = len(self._done)
+        self._parts = len(self._done) if parts is None else parts
+        self._one = one
+        self.resting: set[int] = set()
         self._each = each
         self._at_end: tuple[int, ...] = ()
         self._clock = clock
@@ -59,8 +66,16 @@ class Leases:
         for lease in list(self._with):
             self.back(lease)
 
+    def awaited(self) -> bool:
+        """Return whether somebody who doesn't rest has a part, or may have one."""
+        others = self._done.keys() - self.resting
+        left = bool(self._returned) or self._next < self.count
+        return bool(others) and (left or any(worker in others for worker in self._with.values()))
+
     def available(self, worker: int) -> bool:
         """Return whether a worker may begin a part now."""
+        if worker in self.resting or (self._one and worker in self._with.values()):
+            return False
         if self._returned:
             return True
         if self._next >= self.count:
@@ -77,8 +92,8 @@ class Leases:
             lease = heapq.heappop(self._returned)
         else:
             lease, self._next = self._next, self._next + 1
-        batch = lease // self._workers
-        parts = min(self._workers, self.count - batch * self._workers)
+        batch = lease // self._parts
+        parts = min(self._parts, self.count - batch * self._parts)
         self._open.setdefault(batch, parts)
         self.lead = max(self.lead, self._ahead(worker, batch))
         self._with[lease] = worker
@@ -91,7 +106,7 @@ class Leases:
         worker = self._with.pop(lease)
         if worker in self._done:
             self._done[worker] += 1
-        batch = lease // self._workers
+        batch = lease // self._parts
         self._open[batch] -= 1
         if not self._open[batch]:
             del self._open[batch]
@@ -113,15 +128,15 @@ class Leases:
 
     def close(self) -> None:
         """Give no new parts, so that the section is over when what was given is done; a batch is completed."""
-        given = -(-self._next // self._workers) * self._workers
+        given = -(-self._next // self._parts) * self._parts
         self.count = min(self.count, given)
 
     def _ahead(self, worker: int, batch: int | None = None) -> int:
         """Return by how many clocks a worker that begins a part is ahead."""
         if self._each:
             return self._done.get(worker, 0) - min(self._done.values(), default=0)
-        return (self._next // self._workers if batch is None else batch) - self._oldest()
+        return (self._next // self._parts if batch is None else batch) - self._oldest()
 
     def _oldest(self) -> int:
         """Return the first batch that isn't complete."""
-        return min(self._open, default=self._next // self._workers)
+        return min(self._open, default=self._next // self._parts)

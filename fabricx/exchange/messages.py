@@ -27,6 +27,7 @@ class Settings:
         on_stale: what happens at a bound by version.
         compensation, dc_lambda, dc_momentum: of the delay (DC-ASGD).
         damp: divide a gradient by its staleness.
+        backup: workers that an update doesn't wait for.
         compression, keep: of gradients; see `Codec`.
         outer: what becomes of what a worker has moved in a round of its own; None where gradients are brought.
         outer_lr, outer_momentum: of that.
@@ -42,12 +43,17 @@ class Settings:
     dc_lambda: float = 0.04
     dc_momentum: float = 0.95
     damp: bool = False
+    backup: int = 0
     compression: str | None = None
     keep: float = 0.01
     outer: Literal["sum", "average", "nesterov", "elastic"] | None = None
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     snapshot_every: int = 0
+
+    def parts_of_update(self, present: int) -> int:
+        """Return how many workers' gradients make an update, of those that are there."""
+        return min(self.workers - self.backup, present) if self.aggregate else 1
 
     @property
     def orders_updates(self) -> bool:
@@ -67,6 +73,7 @@ class Begin:
         shard: what they are, and where they lie in vectors.
         dtype: of the vectors.
         version: updates that have been made already.
+        velocity: of the outer optimizer, flat; None for none yet.
     """
 
     settings: Settings
@@ -75,6 +82,7 @@ class Begin:
     shard: Shard
     dtype: torch.dtype
     version: int
+    velocity: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -132,6 +140,7 @@ class Push:
         groups: hyperparameters as this worker has them now.
         hold: the update waits for an `Apply`.
         scale: of a compressed gradient.
+        share: what part of the samples of an update the gradient has been weighted with.
     """
 
     clock: int
@@ -143,6 +152,7 @@ class Push:
     groups: Groups | None = None
     hold: bool = False
     scale: float = 1.0
+    share: float = 1.0
 
 
 @dataclass(slots=True)
@@ -170,9 +180,9 @@ class Apply:
 
 @dataclass(slots=True)
 class Tell:
-    """Ask for something besides: "state" of the optimizers, or "counts"."""
+    """Ask for something besides: "state" of the optimizers, "velocity" of the outer one, or "counts"."""
 
-    what: Literal["state", "counts"]
+    what: Literal["state", "velocity", "counts"]
 
 
 @dataclass(slots=True)
@@ -201,6 +211,7 @@ class Granted:
         over: no lease of the section will come any more.
         count: how many it had in all.
         workers: those that were there at its end.
+        share: what part of the samples of its update it has; known to the worker.
     """
 
     lease: int | None
@@ -209,6 +220,7 @@ class Granted:
     over: bool = False
     count: int = 0
     workers: tuple[int, ...] = ()
+    share: float = 1.0
 
 
 @dataclass(slots=True)

@@ -53,6 +53,7 @@ class Pace(ABC):
         if self.servers_step:  # they have it now
             for optimizer in self._optimizers:
                 optimizer.state.clear()
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns that schedules come first
 
     def end(self) -> None:
         """Train no more."""
@@ -91,6 +92,20 @@ class Pace(ABC):
 
     def meet(self) -> None:
         """See the same weights as all others: each calls it, and has brought all that it computed."""
+
+    @contextlib.contextmanager
+    def whole_states(self, optimizers: list[Optimizer]) -> Iterator[None]:
+        """Let the optimizers have all that there is to be known of their parameters; all ranks are together."""
+        if not self.servers_step:
+            yield
+            return
+        for optimizer, states in zip(optimizers, self.client.optimizer_states(), strict=True):
+            for parameter, state in zip(self._parameters, states, strict=True):
+                if state:
+                    optimizer.state[parameter] = state
+        yield
+        for optimizer in optimizers:
+            optimizer.state.clear()
 
     def push(self, gradients: list[Tensor | None], **details: Any) -> None:
         """Bring gradients, with the hyperparameters as they are now."""

@@ -178,7 +178,7 @@ class Outer(_Weights):
     def __init__(self, begin: Begin) -> None:
         super().__init__(begin)
         self._settings = begin.settings
-        self.velocity = torch.zeros_like(self.values)
+        self.velocity = torch.zeros_like(self.values) if begin.velocity is None else begin.velocity.clone()
         self._gathered = torch.zeros_like(self.values)
         self._rounds = 0
 

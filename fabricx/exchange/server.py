@@ -27,7 +27,7 @@ from fabricx.exchange.messages import (
     Settings,
     Tell,
 )
-from fabricx.exchange.rules import Correction, Gradient, Rule, Step, Sum, add_up, joined, make_rule
+from fabricx.exchange.rules import Correction, Gradient, Outer, Rule, Step, Sum, add_up, joined, make_rule
 
 
 @dataclass(slots=True)
@@ -124,6 +124,7 @@ class Server:
                 return Granted(None, over=True)
             granted = self._leases.grant(worker)
             self.counts.lead = max(self.counts.lead, self._leases.lead)
+            self._go_on_without_late()
             return granted
         if isinstance(message, Norm):
             held = self._held(message.clock).dense
@@ -168,6 +169,7 @@ class Server:
         self._workers.discard(worker)
         self._bases.pop(worker, None)
         self._leases.left(worker)
+        self._go_on_without_late()
 
     def joined(self, worker: int) -> None:
         """Take a worker in."""
@@ -196,6 +198,7 @@ class Server:
         self._leases = Leases(
             message.section, message.count, self._workers,
             clock=self.version, bound=bounded, each=not settings.aggregate,
+            parts=settings.parts_of_update(len(self._workers)) if settings.backup else None, one=bool(settings.backup),
         )  # fmt: skip
 
     @property
@@ -266,10 +269,15 @@ class Server:
     def _push(self, worker: int, push: Push, inbox: Tensor, outbox: Tensor) -> None:
         base = self._bases.pop(worker, self.version)
         given = [lease for lease in push.leases if self._leases.given(lease)]
-        if self._deals and self._leases.section >= 0 and not given:
-            self.counts.dropped += 1  # dealt by a server that died since; it is, or will be, somebody's again
+        if self._deals and self._leases.section >= 0 and len(given) < len(push.leases):
+            self.counts.dropped += 1  # dealt by a server that died since: they are, or will be, somebody's again
+            for lease in given:
+                self._leases.back(lease)
             return
         gradient = self._gradient(push, inbox)
+        if self._settings.backup:
+            self._add_if_in_time(worker, _Part(gradient.clone(), push, base, torch.empty(0)))
+            return
         if self._settings.aggregate:
             self._add_part(_Part(gradient, push, base, outbox if isinstance(self._rule, Sum) else torch.empty(0)))
             return
@@ -303,6 +311,29 @@ class Server:
             self._sum_up(self._parts.pop(self.version))
         if leased:
             self._leases.done(push.leases[0])
+
+    def _add_if_in_time(self, worker: int, part: _Part) -> None:
+        """Keep a part of the next update; what comes after it was made is dropped, and its data trained later."""
+        lease = part.push.leases[0]
+        if part.base < self.version:
+            self.counts.dropped += 1
+            self._leases.back(lease)
+            return
+        self._parts.setdefault(self.version, {})[lease] = part
+        self._leases.done(lease)
+        self._leases.resting.add(worker)
+        self._go_on_without_late()
+
+    def _go_on_without_late(self) -> None:
+        """Make the next update if it has enough parts, or if nobody is left who could bring one."""
+        parts = self._parts.get(self.version)
+        if not self._settings.backup or not parts:
+            return
+        if len(parts) >= self._settings.parts_of_update(len(self._workers)) or not self._leases.awaited():
+            self._leases.resting.clear()
+            share = sum(part.push.share for part in parts.values() if not part.push.empty)
+            total = self._sum(parts)
+            self._sum_up(self._parts.pop(self.version), total if share == 1.0 else total / max(share, 1e-12))
 
     @staticmethod
     def _wanted(parts: dict[int, _Part]) -> int:
@@ -377,4 +408,6 @@ class Server:
     def _told(self, what: str) -> Any:
         if what == "counts":
             return self.counts
+        if what == "velocity":
+            return self._rule.velocity if isinstance(self._rule, Outer) else None
         return self._rule.state() if isinstance(self._rule, Step) else []

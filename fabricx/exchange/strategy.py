@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,6 +21,7 @@ from fabricx.exchange.compression import KINDS
 from fabricx.exchange.messages import Counts, Settings
 from fabricx.exchange.neighbours import Neighbours
 from fabricx.exchange.pace import Holding, Pace, Summing
+from fabricx.exchange.rounds import Rounds
 from fabricx.exchange.rules import needs_whole_tensors
 from fabricx.strategy import Strategy, Traits
 
@@ -41,8 +43,8 @@ class ServedStrategy(Strategy):
     """Workers bring gradients to servers, and weights or sums from them.
 
     Args:
+        pace: of workers that don't go together; None if they do.
         servers: processes beside the workers; each keeps a part of the parameters. 0: workers sum by themselves.
-        apart: a worker takes the next part of the data whenever it is ready; else all go step by step.
         servers_step: the servers step the user's optimizers; else they sum, and workers step.
         settings: what servers are told, but for the number of workers.
         link: "auto" is shared memory where a server is on the worker's machine, and gloo elsewhere; "gloo" is gloo.
@@ -50,7 +52,8 @@ class ServedStrategy(Strategy):
     """
 
     def __init__(
-        self, *, servers: int, apart: bool, servers_step: bool, settings: Settings, link: LinkKind, shard_by: ShardBy
+        self, pace: Apart | None, *, servers: int, servers_step: bool, settings: Settings, link: LinkKind,
+        shard_by: ShardBy,
     ) -> None:  # fmt: skip
         super().__init__()
         name = type(self).__name__
@@ -67,10 +70,10 @@ class ServedStrategy(Strategy):
         self.servers = servers
         self.link = link
         self.shard_by = shard_by
-        self.traits = Traits(synchronous=not apart, quiet_point=apart, elastic=apart)
+        self.traits = Traits(synchronous=pace is None, quiet_point=pace is not None, elastic=pace is not None)
         self._settings = settings
         self._servers_step = servers_step
-        self._apart = Apart(settings) if apart else None
+        self._apart = pace
         self._pace: Pace | None = self._apart
         self._client: Client | None = None
         self._several_backwards = False
@@ -84,7 +87,7 @@ class ServedStrategy(Strategy):
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         super().setup(module)
         self._several_backwards = several_backwards
-        if several_backwards and self._servers_step:
+        if several_backwards and (self._servers_step or self._apart is not None):
             raise ValueError(
                 "servers step once a batch, and a manually optimised module steps by itself: take "
                 "strategy=parameter_server with optimizer=worker, strategy=ddp, or automatic optimization"
@@ -107,17 +110,19 @@ class ServedStrategy(Strategy):
         if self._servers_step and self.shard_by == "auto":
             whole = needs_whole_tensors(optimizers)
         pace = self._pace = self._apart or self._together()
-        tables = _tables(self.module, self._parameters)
+        tables = _tables(self.module, self._parameters) if self._settings.outer is None else {}
         if tables and self._settings.compensation is not None:
             raise ValueError("compensation knows no sparse gradients: say sparse=False, or leave compensation out")
         self._client = self._meet(whole, frozenset(tables.values()))
         pace.begin(self.world, self._client, self._parameters, optimizers)
-        self._undo.append(self._client.watch())
+        if self._settings.outer is None:
+            self._undo.append(self._client.watch())
         if self._servers_step:
             self._undo += [self._look_up_before(part, number, pace) for part, number in tables.items()]
 
     def _meet(self, whole: bool, tables: frozenset[int]) -> Client:
-        world, key, views = self.world, self.world.key("exchange"), not self._several_backwards
+        world, key = self.world, self.world.key("exchange")
+        views = not self._several_backwards and self._settings.outer is None
         if not self.servers:
             neighbours = Neighbours(world, key, self._parameters, views=views, tables=tables)
             return cast(Client, neighbours)  # it does what is asked of a client where workers step
@@ -125,7 +130,7 @@ class ServedStrategy(Strategy):
             raise ValueError(f"{type(self).__name__} needs servers, which are started with the workers")
         return Client(
             world.store, key, world.rank, self._parameters, self.servers, whole=whole, views=views, tables=tables,
-            over_gloo=self.link == "gloo", sums=not self._servers_step,
+            over_gloo=self.link == "gloo", sums=self._apart is None and not self._servers_step,
             compression=self._settings.compression, keep=self._settings.keep,
         )  # fmt: skip
 
@@ -257,16 +262,30 @@ class ServedStrategy(Strategy):
         return self._client.traffic if self._client is not None else (0, 0)
 
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
-        if not self._servers_step or self._client is None or not optimizers:
+        if self._pace is None or self._client is None or not optimizers:
             return super().state_dict(module, optimizers)
-        for optimizer, states in zip(optimizers, self._client.optimizer_states(), strict=True):
-            for parameter, state in zip(self._parameters, states, strict=True):
-                if state:
-                    optimizer.state[parameter] = state
-        found = super().state_dict(module, optimizers)
-        for optimizer in optimizers:
-            optimizer.state.clear()
-        return found
+        with self._pace.whole_states(optimizers):
+            state = super().state_dict(module, optimizers)
+        if self._settings.outer != "nesterov":
+            return state
+        velocity = {id(p): moving for p, moving in zip(self._parameters, self._client.velocity(), strict=True)}
+        flat = [velocity[id(p)].reshape(-1) for p in module.parameters() if id(p) in velocity]
+        return {**state, "outer": {"0": torch.cat(flat)}}  # as `local_sgd` with one fragment has it
+
+    def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
+        super().load_state_dict(state, module, optimizers)
+        if isinstance(self._apart, Rounds):
+            self._apart.velocity = self._velocity(module, state.get("outer", {}).get("0"))
+
+    def _velocity(self, module: nn.Module, saved: Tensor | None) -> list[Tensor] | None:
+        """Return what a checkpoint has of the outer momentum, by parameter; None if it is of other parameters."""
+        mine = {id(parameter) for parameter in self._parameters}
+        ordered = [parameter for parameter in module.parameters() if id(parameter) in mine]
+        if saved is None or saved.numel() != sum(parameter.numel() for parameter in ordered):
+            return None
+        parts = saved.split([parameter.numel() for parameter in ordered])
+        found = {id(p): part.view(p.shape) for p, part in zip(ordered, parts, strict=True)}
+        return [found[id(parameter)] for parameter in self._parameters]
 
 
 def _tables(module: nn.Module | None, parameters: Sequence[Tensor]) -> dict[nn.Module, int]:

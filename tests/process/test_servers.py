@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,77 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx import checkpoint, dispatch
 from fabricx.callbacks import ModelCheckpoint
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer, Single
-from fabricx.testing import QUIET, LayeredModule, SavesAtEnd, assert_same_state, layered_data
-
-SAMPLES = 43
-
-
-class Numbered(Dataset[Any]):
-    """Pairs, with the number of each."""
-
-    def __init__(self, samples: int = SAMPLES) -> None:
-        self.data = layered_data(samples)
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> Any:
-        return (*self.data[index], index)
-
-
-class Recorded(LayeredModule):
-    """Notes which samples each rank has trained, and what the servers have seen."""
-
-    def __init__(self, optimizer: str = "adamw") -> None:
-        torch.manual_seed(2)
-        super().__init__()
-        self.optimizer = optimizer
-        self.samples: list[Any] = []
-        self.by_rank: list[Any] = []
-        self.counts: list[Any] = []
-        self.traffic: list[tuple[int, int]] = []
-        self.validated: list[int] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.samples.append(batch[2].tolist())
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        if batch_idx == 0 and not self.trainer.sanity_checking:
-            self.validated.append(self.trainer.global_step)
-
-    def on_train_epoch_end(self) -> None:
-        self.by_rank = self.trainer.world.gather_objects(self.samples)
-        strategy: Any = self.trainer.strategy
-        if isinstance(strategy, (AsyncSGD, ParameterServer)):
-            self.counts, self.traffic = strategy.counts(), self.trainer.world.gather_objects(strategy.traffic)
-
-    def configure_optimizers(self) -> Any:
-        if self.optimizer == "momentum":
-            return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.5)
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        if self.optimizer == "adamw":
-            return optimizer
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
-
-
-def train(
-    strategy: Any, devices: int = 2, *, module: Any = None, ckpt: Path | None = None, batch: int = 12, **options: Any
-) -> tuple[Any, fx.Trainer]:
-    torch.manual_seed(2)
-    module = module or Recorded()
-    trainer = fx.Trainer(devices=devices, strategy=strategy, **{"max_epochs": 2, **QUIET, **options})
-    loader: Any = DataLoader(Numbered(), batch, shuffle=True)
-    trainer.fit(module, loader, DataLoader(Numbered(5), 1), ckpt_path=ckpt)
-    return module, trainer
+from fabricx.testing import QUIET, LayeredModule, SavesAtEnd, assert_same_state
+from tests.process.served import SAMPLES, Dies, KillsServer, Numbered, Recorded, tells_its_pid, train
 
 
 def same(one: Any, other: Any) -> bool:
@@ -142,6 +79,47 @@ def test_bounds_hold_between_processes(strategy: Any, most: int | None) -> None:
     assert set(trained) == set(range(SAMPLES))
     assert most is None or all(max(counts.staleness) <= most for counts in module.counts)
     assert trainer.global_step == module.counts[0].updates == (8 if strategy._settings.aggregate else 22)
+
+
+class Slow(Recorded):
+    """The last rank takes its time."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == self.trainer.world_size - 1:
+            time.sleep(0.05)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_steps": 25, "max_epochs": -1}])
+def test_late_gradients_are_dropped_and_their_samples_trained_by_others(limit: Any) -> None:
+    strategy = ParameterServer(backup_workers=1)
+    module, trainer = train(strategy, 3, module=Slow(), batch=2, val_check_interval=4, **limit)
+    [counts] = module.counts
+    assert set(counts.staleness) == {0}
+    assert counts.dropped > 0
+    assert trainer.global_step == (33 if "max_steps" not in limit else 25)  # of two batches each
+    if "max_steps" not in limit:
+        assert counts.updates == 33
+        assert sum(counts.staleness.values()) == 3 * 22
+    assert float(trainer.callback_metrics["val"]) < 4.0  # 11 at the beginning
+
+
+def test_one_worker_beside_a_late_one_is_a_single_process() -> None:
+    """An update is one batch here, each of the newest weights, and all batches are the same."""
+    found, trainer = train(
+        ParameterServer(backup_workers=1), 2, module=Same(), batch=3, limit_train_batches=6, max_epochs=1
+    )
+    assert trainer.global_step == 12  # as many batches of each rank
+    wanted, _ = train(Single(), 1, module=Same(), batch=3, limit_train_batches=12, max_epochs=1)
+    assert same(found, wanted)
+
+
+class Same(Recorded):
+    """Its loss doesn't depend on the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.samples.append(batch[2].tolist())
+        return self(torch.ones(4, 6)).square().mean()
 
 
 def test_limits_validations_and_checkpoints_come_at_exact_updates(tmp_path: Path) -> None:
@@ -425,6 +403,8 @@ def test_streams_of_different_lengths_are_read_to_their_ends() -> None:
         (lambda: ParameterServer(servers=-1), "servers=-1"),
         (lambda: ParameterServer(servers=0, mode="async"), "servers=0"),
         (lambda: AsyncSGD(servers=0), "servers=0"),
+        (lambda: ParameterServer(backup_workers=1, servers=2), "backup_workers=1"),
+        (lambda: ParameterServer(backup_workers=1, mode="async"), "backup_workers=1"),
         (lambda: AsyncSGD(max_staleness=-1), "max_staleness=-1"),
         (lambda: AsyncSGD(compensation="dc-adaptiv"), "Did you mean 'dc-adaptive'"),
         (lambda: AsyncSGD(on_stale="drop", servers=2), "servers=1"),
@@ -433,20 +413,6 @@ def test_streams_of_different_lengths_are_read_to_their_ends() -> None:
 def test_wrong_options_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-
-
-class Dies(Recorded):
-    """One rank is killed in the middle of its fourth step."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        if self.global_rank == self.rank and len(self.samples) == 4 and not self.trainer.world.generation:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return loss
 
 
 @pytest.mark.parametrize(
@@ -484,24 +450,6 @@ def test_compressed_gradients_train_with_fewer_bytes(kind: Any, part: float, lin
     assert sent == pytest.approx(part * all_sent, rel=0.02)
     assert received == all_received
     assert float(trainer.callback_metrics["loss_epoch"]) < 2 * float(other.callback_metrics["loss_epoch"]) + 0.5
-
-
-class KillsServer(Recorded):
-    """Rank 0 kills the first server in its fourth step; it finds it by the socket that it listens at."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.global_rank == 0 and len(self.samples) == 3:
-            os.kill(int(self.trainer.world.store.get("server pid")), signal.SIGKILL)
-        return super().training_step(batch, batch_idx)
-
-
-def tells_its_pid(world: Any, number: int, folder: str | None) -> None:
-    if number == 0:
-        world.store.set("server pid", str(os.getpid()))
-    serve_as_usual(world, number, folder)
-
-
-serve_as_usual = dispatch._serve
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,36 @@ def test_too_old_gradients_are_dropped_and_their_data_trained_again() -> None:
     assert server.version == sum(server.counts.staleness.values()) == 60
 
 
+def test_an_update_takes_the_first_gradients_and_late_ones_are_trained_again() -> None:
+    slow = lambda worker, lease: 5.0 if worker == 0 else 1.0 + 0.01 * worker  # noqa: E731
+    start, _ = begin(workers=4, backup=1)
+    server, who, seconds = simulate(start, 60, gradient, slow)
+    assert server.version == 20  # of three gradients each
+    assert set(server.counts.staleness) == {0}
+    assert server.counts.dropped == len(who[0].trained) > 0  # whatever the slow one brings is late
+    assert sorted(lease for worker in who[1:] for lease in worker.trained) == list(range(60))
+    assert seconds < 25.0  # and all of it would be 100 with the slow one
+
+
+@pytest.mark.parametrize("count", [7, 8, 9, 10])
+def test_the_mean_is_right_where_the_end_has_fewer_parts(count: int) -> None:
+    start, weights = begin(workers=4, backup=1)
+    server, _, _ = simulate(start, count, gradient, uneven)
+    assert server.version == -(-count // 3)
+    assert sum(server.counts.staleness.values()) == count
+    same, weights = begin(workers=4, backup=1)
+    server, _, _ = simulate(same, count, lambda lease, now: torch.ones(SIZE), uneven)
+    assert torch.allclose(server.values, weights - 0.1 * server.version)
+
+
+@pytest.mark.parametrize("deaths", [[(5.05, 2)], [(3.3, 0), (7.7, 3)], [(2.5, 1), (2.6, 2), (9.0, 3)]])
+def test_updates_go_on_with_fewer_workers_than_they_take(deaths: list[tuple[float, int]]) -> None:
+    start, _ = begin(workers=4, backup=1)
+    server, who, _ = simulate(start, 40, gradient, uneven, deaths=deaths)
+    assert sum(server.counts.staleness.values()) == 40
+    assert {lease for worker in who for lease in worker.trained} == set(range(40))
+
+
 @pytest.mark.parametrize("settings", [{"aggregate": False}, {"aggregate": True, "max_staleness": 1}])
 def test_what_a_dead_worker_had_is_trained_by_another(settings: dict[str, Any]) -> None:
     start, _ = begin(workers=3, **settings)

@@ -1,0 +1,127 @@
+"""How workers go on that step by themselves, each at its own pace, and bring what they have moved every so often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fabricx.comm.world import World
+from fabricx.exchange.apart import Apart
+from fabricx.exchange.client import Client
+from fabricx.exchange.messages import Granted, Settings
+
+
+@final
+class Rounds(Apart):
+    """A worker takes the servers' weights, trains `every` leases with its own optimizer, and brings the difference.
+
+    With "elastic" it keeps its own weights, and each round draws them and the servers' towards each other.
+
+    Args:
+        settings: of the servers.
+        every: leases of a round.
+        rate: of "elastic": which part of the difference.
+    """
+
+    servers_step = False
+
+    def __init__(self, settings: Settings, every: int, rate: float | None) -> None:
+        super().__init__(settings)
+        self._every = every
+        self._rate = rate
+        self._base: list[Tensor] = []  # where this round began; for "elastic", room for the servers' weights
+        self._own: list[Tensor] = []  # this worker's weights, while the parameters hold the servers'
+        self._mine: list[int] = []  # leases of this round
+        self._trained = 0  # leases of all workers, as far as it knows
+        self.velocity: list[Tensor] | None = None  # of the servers, by parameter, when training starts
+
+    @property
+    def _elastic(self) -> bool:
+        return self.settings.outer == "elastic"
+
+    def begin(self, world: World, client: Client, parameters: list[Tensor], optimizers: list[Optimizer]) -> None:
+        super().begin(world, client, parameters, optimizers)
+        self._base = [torch.empty_like(parameter).detach() for parameter in parameters]
+
+    def starts(self, step: int) -> None:
+        self.settings.workers = self.world.size
+        self.client.begin(self.settings, None, step, velocity=self.velocity)
+        self._version = self._trained = step
+        self._stale, self._section = True, -1
+        self._own, self._mine = [], []
+
+    def end(self) -> None:
+        self._base, self._own = [], []
+        super().end()
+
+    def before_step(self) -> None:
+        if self._own:
+            _copy(self._own, self._parameters)
+            self._own = []
+        elif self._stale:
+            self._pull(self._parameters)
+            _copy(self._parameters, self._base)
+        self._stale = False
+
+    def _pull(self, targets: Sequence[Tensor], *, to_train: bool = True) -> None:
+        reply = self.client.pull(targets, to_train=to_train)
+        self._version, self._trained = reply.version, reply.trained
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        return optimizer.step(closure) if closure is not None else optimizer.step()
+
+    def updated(self, step: int) -> int:
+        lease, self.lease = self.lease, None
+        if lease is not None and lease.lease is not None:
+            self._mine.append(lease.lease)
+            if len(self._mine) >= self._every:
+                self._bring()
+        return self._trained + len(self._mine)
+
+    def _bring(self) -> None:
+        """End a round."""
+        if self._elastic:
+            self._pull(self._base)
+            rate = 0.9 / self.world.size if self._rate is None else self._rate
+            apart = torch._foreach_sub([parameter.detach() for parameter in self._parameters], self._base)
+            torch._foreach_mul_(apart, rate)
+            torch._foreach_sub_([parameter.detach() for parameter in self._parameters], apart)
+            moved = torch._foreach_neg(apart)
+        else:
+            moved = torch._foreach_sub(self._base, [parameter.detach() for parameter in self._parameters])
+            self._stale = True
+        self.push(list(moved), leases=tuple(self._mine))
+        self._trained += len(self._mine)
+        self._mine = []
+
+    def meet(self) -> None:
+        self.client.counts()  # all that this worker has pushed is in
+        self.world.barrier()
+        if self._elastic and not self._stale and not self._own:
+            self._own = [parameter.detach().clone() for parameter in self._parameters]
+        self._pull(self._parameters, to_train=False)
+        self._stale = True
+
+    @contextmanager
+    def whole_states(self, optimizers: list[Optimizer]) -> Iterator[None]:
+        """All workers go on from what the checkpoint has: the servers' weights, and the mean of the moments."""
+        self._own = []
+        for optimizer in optimizers:
+            self.world.join_moments(optimizer)
+        yield
+
+    def ask(self, *, wait: bool) -> Granted:
+        granted = super().ask(wait=wait and not self._mine)
+        if granted.lease is None and wait and self._mine:  # it holds the leases of its round: nobody else can end it
+            self._bring()
+            granted = super().ask(wait=True)
+        return granted
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    torch._foreach_copy_([target.detach() for target in targets], [source.detach() for source in sources])

@@ -1,0 +1,151 @@
+"""Workers that step by themselves, each at its own pace, and bring what they have moved to servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fabricx as fx
+from fabricx import checkpoint
+from fabricx.callbacks import ModelCheckpoint
+from fabricx.errors import WorkerFailed
+from fabricx.strategies import AsyncSGD, LocalSGD, Single
+from fabricx.testing import LayeredModule, SavesAtEnd
+from tests.process.served import SAMPLES, Dies, KillsServer, Recorded, tells_its_pid, train
+
+OUTERS = ("sum", "average", "nesterov", "elastic")
+
+
+def near(one: Any, other: Any, tolerance: float = 2e-6) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.allclose(a, b, atol=tolerance) for a, b in pairs)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_what_one_worker_has_moved_is_what_one_process_moves(every: int, servers: int) -> None:
+    options: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "batch": 3}
+    wanted, one = train(Single(), 1, module=Recorded("scheduled"), **options)
+    for outer in ("sum", "average"):
+        strategy = AsyncSGD(every=every, outer=outer, servers=servers)
+        found, trainer = train(strategy, 1, module=Recorded("scheduled"), **options)
+        assert near(found, wanted)
+        assert trainer.global_step == one.global_step
+        assert found.by_rank == wanted.by_rank
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_one_worker_with_momentum_is_diloco(every: int, tmp_path: Path) -> None:
+    """Its rounds end with the epoch, where those of `local_sgd` go on: there are as many batches as whole rounds."""
+    options: dict[str, Any] = {"batch": 8, "max_epochs": 2, "limit_train_batches": 6}
+    local = LocalSGD(every=every, outer="nesterov")
+    wanted, _ = train(local, 1, module=Recorded("momentum"), callbacks=[SavesAtEnd(tmp_path / "a")], **options)
+    strategy = AsyncSGD(every=every, outer="nesterov")
+    found, _ = train(strategy, 1, module=Recorded("momentum"), callbacks=[SavesAtEnd(tmp_path / "b")], **options)
+    assert near(found, wanted)
+    velocities = [checkpoint.load(tmp_path / name)["strategy"]["outer"]["0"] for name in "ab"]
+    assert torch.allclose(*velocities, atol=1e-6)
+    assert float(velocities[0].abs().max()) > 1e-4
+    again, _ = train(strategy, 1, module=Recorded("momentum"), ckpt=tmp_path / "a", **{**options, "max_epochs": 3})
+    whole, _ = train(local, 1, module=Recorded("momentum"), **{**options, "max_epochs": 3})
+    assert near(again, whole)
+
+
+def test_one_worker_and_the_servers_draw_each_other() -> None:
+    rate = 0.25
+    module, _ = train(
+        AsyncSGD(every=4, outer="elastic", elastic_rate=rate), 1, module=Recorded("momentum"), max_steps=4
+    )
+    alone, _ = train(Single(), 1, module=Recorded("momentum"), max_steps=4)
+    start = Recorded("momentum")
+    for found, moved, begun in zip(module.parameters(), alone.parameters(), start.parameters(), strict=True):
+        assert torch.allclose(found, begun + rate * (moved - begun), atol=1e-6)
+
+
+@pytest.mark.parametrize("outer", OUTERS)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_each_sample_is_trained_once_an_epoch_and_it_learns(outer: Any, workers: int) -> None:
+    strategy = AsyncSGD(every=3, outer=outer, outer_momentum=0.5, servers=workers - 1)
+    module, trainer = train(strategy, workers, batch=2, max_epochs=12)
+    assert trainer.global_step == 12 * 22
+    trained = [sample for rank in module.by_rank for batch in rank for sample in batch]
+    assert sorted(trained) == sorted(12 * list(range(SAMPLES)))
+    assert module.counts[0].updates <= 12 * (22 // 3 + 1 + workers)  # rounds, some of which an end of an epoch ended
+    assert float(trainer.callback_metrics["val"]) < 1.5  # 6 at the beginning
+
+
+@pytest.mark.parametrize("outer", ["average", "elastic"])
+def test_limits_validations_and_checkpoints_come_at_exact_steps(tmp_path: Path, outer: Any) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
+    options: dict[str, Any] = {"max_steps": 17, "max_epochs": -1, "val_check_interval": 2, "enable_checkpointing": True}
+    module, trainer = train(AsyncSGD(every=4, outer=outer), 2, batch=4, callbacks=[saver], **options)
+    assert trainer.global_step == 17
+    steps = sorted(checkpoint.read_manifest(path)["step"] for path in checkpoint.list_committed(tmp_path))
+    assert steps == [5, 10, 15]
+    assert module.validated == [4, 8, 11, 15]
+    path = checkpoint.list_committed(tmp_path)[0]
+    _, after = train(Single(), 1, ckpt=path, batch=4, max_epochs=4)
+    assert after.current_epoch == 4
+
+
+def test_a_killed_worker_loses_only_the_round_that_it_is_in() -> None:
+    module, trainer = train(AsyncSGD(every=3, outer="average"), 3, module=Dies(2), batch=1)
+    assert trainer.current_epoch == 2
+    assert trainer.global_step == 2 * SAMPLES
+    trained = [sample for rank in module.by_rank for batch in rank for sample in batch]
+    assert len(trained) == 2 * SAMPLES - 3  # a round of the dead one is in the weights; what came after, others trained
+
+
+def test_a_killed_server_goes_on_from_its_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fabricx import dispatch
+
+    monkeypatch.setattr(dispatch, "_serve", tells_its_pid)
+    module, trainer = train(AsyncSGD(every=3, outer="nesterov", snapshot_every=2), 2, module=KillsServer(), batch=1)
+    assert trainer.current_epoch == 2
+    assert trainer.global_step == 2 * SAMPLES
+    assert {sample for rank in module.by_rank for batch in rank for sample in batch} == set(range(SAMPLES))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AsyncSGD(every=2), "what becomes of a round"),
+        (lambda: AsyncSGD(every=0, outer="sum"), "every=0"),
+        (lambda: AsyncSGD(outer="avrage"), "Did you mean 'average'"),
+        (lambda: AsyncSGD(outer="sum", max_staleness=2), "leave max_staleness"),
+        (lambda: AsyncSGD(outer="sum", compensation="dc"), "leave max_staleness"),
+    ],
+)
+def test_wrong_options_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_module_that_steps_by_itself_is_refused() -> None:
+    with pytest.raises(WorkerFailed, match="a manually optimised module"):
+        train(AsyncSGD(outer="average"), module=LayeredModule(manual=True))
+
+
+class Table(fx.Module):
+    """A table whose gradients are sparse, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.by_rank: list[Any] = []
+        self.table = torch.nn.Embedding(SAMPLES, 6, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self.table(batch[2]) - batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def test_tables_with_sparse_gradients_move_too() -> None:
+    wanted, _ = train(Single(), 1, module=Table())
+    found, _ = train(AsyncSGD(every=2, outer="sum"), 1, module=Table())
+    assert near(found, wanted)
