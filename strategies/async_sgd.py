@@ -41,6 +41,7 @@ class AsyncSGD(ServedStrategy):
         compression: of gradients, with what is lost added to the next: "bf16", "fp16" (half the bytes), "topk" (the
             largest `compression_keep` of the elements, 8 bytes each), or "sign" (a bit each).
         compression_keep: the part of the elements that "topk" sends.
+        pull_compression: the same of the differences of weights that come back.
         snapshot_every: updates between two snapshots of each server, from which it is started again when it dies (the
             updates since are lost, and their data trained again); 0 for none. Not under torchrun.
         link: "auto" is shared memory on one machine and gloo between machines; "gloo" is gloo everywhere.
@@ -65,6 +66,7 @@ class AsyncSGD(ServedStrategy):
         servers: int = 1,
         compression: Literal["bf16", "fp16", "topk", "sign"] | None = None,
         compression_keep: float = 0.01,
+        pull_compression: Literal["bf16", "fp16", "topk", "sign"] | None = None,
         snapshot_every: int = 100,
         link: LinkKind = "auto",
         shard_by: ShardBy = "auto",
@@ -99,13 +101,15 @@ class AsyncSGD(ServedStrategy):
         self.damp = compensation is None and outer is None if damp == "auto" else bool(damp)
         if snapshot_every < 0:
             raise ValueError(f"snapshot_every={snapshot_every}: a number of updates, or 0 for no snapshots")
+        self.pull_compression = pull_compression
         self.compression = compression
         self.snapshot_every = snapshot_every
         self.compression_keep = compression_keep
         settings = Settings(
             workers=0, aggregate=False, max_staleness=max_staleness, bound=bound, on_stale=on_stale,
             compensation=compensation, dc_lambda=self.dc_lambda, dc_momentum=dc_momentum, damp=self.damp,
-            compression=compression, keep=compression_keep, snapshot_every=snapshot_every,
+            compression=compression, pull_compression=pull_compression, keep=compression_keep,
+            snapshot_every=snapshot_every,
             outer=outer, outer_lr=outer_lr, outer_momentum=outer_momentum,
         )  # fmt: skip
         pace = Apart(settings) if outer is None else Rounds(settings, every, elastic_rate)

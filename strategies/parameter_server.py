@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, final
 
 from fabricx.exchange.apart import Apart
+from fabricx.exchange.compression import KINDS
 from fabricx.exchange.messages import Settings
 from fabricx.exchange.strategy import LinkKind, ServedStrategy, ShardBy, check_choice
 
@@ -33,8 +34,11 @@ class ParameterServer(ServedStrategy):
             for these, and the servers step. What comes late is dropped, and its data dealt again in the same epoch.
             An update is of so many batches fewer, and a norm is clipped in each by itself.
         compression: of gradients, with what is lost added to the next: "bf16", "fp16" (half the bytes), "topk" (the
-            largest `compression_keep` of the elements, 8 bytes each), or "sign" (a bit each).
+            largest `compression_keep` of the elements, 8 bytes each), "sign" (a bit each), or, where workers step,
+            "powersgd" (two thin matrices for each large one).
         compression_keep: the part of the elements that "topk" sends.
+        powersgd_rank: columns of those matrices; more are closer and slower.
+        pull_compression: the same of what comes back, sums or differences of weights.
         snapshot_every: updates between two snapshots of each server, from which it is started again when it dies (the
             updates since are lost, and their data trained again); 0 for none. Not under torchrun.
         link: "auto" is shared memory on one machine and gloo between machines; "gloo" is gloo everywhere.
@@ -50,14 +54,17 @@ class ParameterServer(ServedStrategy):
         max_staleness: int = 2,
         apply: Literal["aggregate", "arrival"] = "aggregate",
         backup_workers: int = 0,
-        compression: Literal["bf16", "fp16", "topk", "sign"] | None = None,
+        compression: Literal["bf16", "fp16", "topk", "sign", "powersgd"] | None = None,
         compression_keep: float = 0.01,
+        powersgd_rank: int = 2,
+        pull_compression: Literal["bf16", "fp16", "topk", "sign"] | None = None,
         snapshot_every: int = 100,
         link: LinkKind = "auto",
         shard_by: ShardBy = "auto",
     ) -> None:
         check_choice("parameter_server", "mode", mode, ("sync", "bounded", "async"))
         check_choice("parameter_server", "optimizer", optimizer, ("worker", "server"))
+        check_choice("parameter_server", "compression", compression, (*KINDS, "powersgd", None))
         check_choice("parameter_server", "apply", apply, ("aggregate", "arrival"))
         if max_staleness < 0:
             raise ValueError(f"max_staleness={max_staleness}: 0 or more updates")
@@ -74,12 +81,20 @@ class ParameterServer(ServedStrategy):
         self.apply = apply
         if snapshot_every < 0:
             raise ValueError(f"snapshot_every={snapshot_every}: a number of updates, or 0 for no snapshots")
+        if powersgd_rank < 1:
+            raise ValueError(f"powersgd_rank={powersgd_rank}: 1 or more columns")
+        thin = compression == "powersgd"
+        if thin and (apart or optimizer == "server"):
+            raise ValueError("compression='powersgd' needs all workers in each update: mode='sync', optimizer='worker'")
+        self.powersgd_rank = powersgd_rank
+        self.pull_compression = pull_compression
         self.compression = compression
         self.snapshot_every = snapshot_every
         self.compression_keep = compression_keep
         settings = Settings(
             workers=0,
-            compression=compression,
+            compression=None if thin else compression,
+            pull_compression=pull_compression,
             keep=compression_keep,
             snapshot_every=snapshot_every if apart else 0,
             backup=backup_workers,
@@ -90,4 +105,5 @@ class ParameterServer(ServedStrategy):
         super().__init__(
             Apart(settings) if apart else None, servers=servers,
             servers_step=apart or optimizer == "server", settings=settings, link=link, shard_by=shard_by,
+            rank=powersgd_rank if thin else None,
         )  # fmt: skip

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fabricx.exchange.compression import Codec
-from fabricx.exchange.layout import Rows, Shard
+from fabricx.exchange.layout import Rows, Shard, together
+from fabricx.exchange.messages import Reply
 from fabricx.exchange.rules import part_of
 
 WORTH_A_CALL: Final = 1 << 15  # bytes of a gradient that is sent by itself; smaller ones go all together
@@ -49,21 +50,25 @@ class Boxes(Generic[L]):
         shard: what the server keeps.
         parameters: all of the model's.
         codec: of gradients.
+        back: of what comes back.
         views: gradients may stay in the link's vector: nobody keeps one until there is the next.
     """
 
     def __init__(
-        self, link: L, shard: Shard, parameters: Sequence[Tensor], codec: Codec | None, *, views: bool
+        self, link: L, shard: Shard, parameters: Sequence[Tensor], codec: Codec | None, *, views: bool,
+        back: Codec | None = None,
     ) -> None:  # fmt: skip
         self.link, self.shard = link, shard
         self._codec = codec
         self._plain = link.outbox[: shard.dense] if codec is None else torch.zeros(shard.dense, dtype=link.outbox.dtype)
         rooms = shard.rooms[: len(shard.pieces)]
         self._out = [self._plain[start:stop] for start, stop in rooms]
-        self._in = [link.inbox[start:stop] for start, stop in rooms]
+        self._back = back
+        self._came = link.inbox[: shard.dense] if back is None else torch.zeros(shard.dense, dtype=link.inbox.dtype)
+        self._in = [self._came[start:stop] for start, stop in rooms]
         self._early: set[int] = set()  # pieces that are on their way already
         self._views: dict[int, Tensor] = {}  # of pieces that are a parameter's whole gradient
-        if views and codec is None:
+        if views and codec is None and back is None:
             for number, (piece, room) in enumerate(zip(shard.pieces, self._out, strict=True)):
                 parameter = parameters[piece.parameter]
                 alike = parameter.device.type == "cpu" and parameter.dtype == room.dtype and parameter.is_contiguous()
@@ -95,8 +100,8 @@ class Boxes(Generic[L]):
             gradient = gradients[piece.parameter]
             if gradient is None:
                 missing.append(number)
-                room.zero_()
-                going.append(self.shard.rooms[number])
+                if self._codec is not None:
+                    room.zero_()
                 continue
             source = part_of(gradient, piece).reshape(-1)
             there = source.data_ptr() == room.data_ptr()
@@ -110,7 +115,7 @@ class Boxes(Generic[L]):
             torch._foreach_copy_(targets, sources)
         filled = Filled(frozenset(missing))
         if self._codec is None:
-            for start, stop in _together(going):
+            for start, stop in together(going):
                 self._post(start, stop)
         else:
             filled.scale = self._codec.encode(self._plain, self.link.outbox.view(torch.uint8))
@@ -143,6 +148,27 @@ class Boxes(Generic[L]):
         return {piece.parameter for number, piece in enumerate(self.shard.pieces) if number not in missing}
 
     # -- sums and weights, on their way back ---------------------------------------------------------------------
+
+    def unpack(self, reply: Reply, *, sums: bool) -> None:
+        """Decode what has come: sums as they are, and weights as their differences from what was here before."""
+        if self._back is None:
+            return
+        if reply.scale is None:
+            self._came.copy_(self.link.inbox[: self.shard.dense])
+            return
+        raw = self.link.inbox.view(torch.uint8)
+        decoded = self._back.decode(raw, len(self._came), reply.scale, self._came.dtype)
+        self._came.copy_(decoded) if sums else self._came.add_(decoded)
+
+    @property
+    def kept(self) -> Tensor:
+        """Return what compression has lost so far, and will add to the next gradient; none if it doesn't compress."""
+        return torch.empty(0) if self._codec is None else self._codec.lost
+
+    @kept.setter
+    def kept(self, lost: Tensor) -> None:
+        if self._codec is not None:
+            self._codec.lost = lost
 
     def give_sums(self, parameters: Sequence[Tensor], missing: frozenset[int]) -> None:
         """Let the gradients of parameters be what has come; a parameter of which pieces are elsewhere has a tensor."""
@@ -267,20 +293,6 @@ def settle_sums(
             parameter.grad = torch.sparse_coo_tensor(ids[None], shaped, parameter.shape, check_invariants=False)
         elif number not in present:
             parameter.grad = None
-
-
-def _together(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the same elements in as few spans as can be.
-
-    >>> _together([(0, 2), (2, 5), (6, 7)])
-    [(0, 5), (6, 7)]
-    """
-    found: list[tuple[int, int]] = []
-    for start, stop in spans:
-        if found and found[-1][1] == start:
-            start = found.pop()[0]  # noqa: PLW2901
-        found.append((start, stop))
-    return found
 
 
 def _copy_part(tensor: Tensor, start: int, stop: int, source: Tensor) -> None:

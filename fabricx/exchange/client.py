@@ -56,13 +56,14 @@ class Client:
         sums: the servers send sums of gradients, and workers step.
         views: gradients may stay in the links' vectors; see `Boxes[Link]`.
         tables: numbers of the parameters of whose gradients only some rows are there.
-        compression, keep: of gradients; see `Codec`.
+        compression, back, keep: of gradients, and of what comes back; see `Codec`.
     """
 
     def __init__(
         self, store: Store, prefix: str, worker: int, parameters: Sequence[Tensor], servers: int,
         *, whole: bool = False, over_gloo: bool = False, sums: bool = False, views: bool = False,
-        tables: frozenset[int] = frozenset(), compression: str | None = None, keep: float = 0.01,
+        tables: frozenset[int] = frozenset(), compression: str | None = None, back: str | None = None,
+        keep: float = 0.01,
     ) -> None:  # fmt: skip
         self._sums, self._views = sums, views
         self._parameters = list(parameters)
@@ -70,7 +71,9 @@ class Client:
         self._shards = divide([parameter.shape for parameter in parameters], servers, whole=whole, by_row=tables)
         self._dtype = dtype_of(parameters)
         self._store, self._prefix, self._worker, self._over_gloo = store, prefix, worker, over_gloo
-        self._codec = (compression, keep)
+        self._codecs = [(kind, feedback) for kind, feedback in ((compression, True), (back, False))]
+        self._keep = keep
+        self.partial = bool(tables) or back is not None  # may the weights here be less than those of the servers?
         self._restarts = False  # is a server that died started again?
         self.hears = True  # is the gradient that comes next complete?
         self._opened: Open | None = None
@@ -85,7 +88,6 @@ class Client:
         """Return a new link to a server; waits until it has an address at which it wasn't lost already."""
         key, shard = f"{self._prefix}/server/{number}", self._shards[number]
         hello = Hello(self._worker, self._dtype, shard.room, None if self._sums else shard.size)
-        compression, keep = self._codec
         self._store.wait([key], START)
         deadline = time.monotonic() + RESTART_S
         while time.monotonic() < deadline:
@@ -93,8 +95,11 @@ class Client:
                 self._addresses[number] = told
                 with contextlib.suppress(*LOST):  # it died just now
                     link = self._connect(key, told, hello)
-                    codec = Codec(compression, keep=keep) if compression else None
-                    return Boxes(link, shard, self._parameters, codec, views=self._views)
+                    codec, back = (
+                        Codec(kind, keep=self._keep, feedback=feedback) if kind else None
+                        for kind, feedback in self._codecs
+                    )
+                    return Boxes(link, shard, self._parameters, codec, views=self._views, back=back)
             time.sleep(0.02)
         raise ServerLost(f"server {number} has gone, and was not started again in {RESTART_S:.0f} s")
 
@@ -133,7 +138,7 @@ class Client:
 
     def begin(
         self, settings: Settings, optimizers: Sequence[Optimizer] | None, version: int,
-        *, velocity: Sequence[Tensor] | None = None,
+        *, velocity: Sequence[Tensor] | None = None, lost: Sequence[Tensor | None] = (),
     ) -> None:  # fmt: skip
         """Give the servers the weights and what steps them: the first worker does, and the others' messages wait."""
         self._restarts = bool(settings.snapshot_every)
@@ -146,7 +151,8 @@ class Client:
             moving = None
             if velocity is not None:
                 moving = torch.cat([part_of(velocity[part.parameter], part).reshape(-1) for part in shard.parts])
-            self._asked(number, Begin(settings, stepped, made, shard, self._dtype, version, moving))
+            before = lost[number] if lost else None
+            self._asked(number, Begin(settings, stepped, made, shard, self._dtype, version, moving, before))
 
     def _say(self, number: int, message: Any) -> None:
         self._try(number, lambda boxes: boxes.link.send(message))
@@ -222,16 +228,19 @@ class Client:
     ) -> list[Reply]:  # fmt: skip
         """Ask all servers, and do something with each answer; returns those."""
         begun = time.perf_counter()
-        asked: set[Boxes[Link]] = set()  # on whose links the answer is on its way
+        asked: dict[Boxes[Link], Pull] = {}  # on whose links the answer is on its way
 
         def send(boxes: Boxes[Link]) -> None:
-            boxes.link.send(message(boxes))
-            asked.add(boxes)
+            pull = message(boxes)
+            boxes.link.send(pull)
+            asked[boxes] = pull
 
         def bring(boxes: Boxes[Link]) -> Reply:
             if boxes not in asked:
                 send(boxes)
             reply: Reply = boxes.link.recv()
+            if asked[boxes].dense:
+                boxes.unpack(reply, sums=self._sums)
             give(boxes, reply)
             return reply
 
@@ -305,6 +314,20 @@ class Client:
             for part, (start, stop) in zip(shard.parts, shard.spans, strict=True):
                 part_of(found[part.parameter], part).view(-1).copy_(told[start:stop])
         return found
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """Return what compression will add to the next gradients of this worker, by server."""
+        return [boxes.kept for boxes in self._boxes]
+
+    @kept.setter
+    def kept(self, lost: Sequence[Tensor]) -> None:
+        for boxes, mine in zip(self._boxes, lost, strict=True):
+            boxes.kept = mine
+
+    def lost(self) -> list[Tensor | None]:
+        """Return what the servers will add to the next sums."""
+        return [self._asked(number, Tell("lost")).content for number in range(len(self._boxes))]
 
     def counts(self) -> list[Counts]:
         """Return what each server has seen."""

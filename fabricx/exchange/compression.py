@@ -27,6 +27,9 @@ class Codec:
         keep: the part of the elements that "topk" sends.
         feedback: whether to keep what is lost.
 
+    Attributes:
+        lost: what will be added to the next gradient.
+
     >>> Codec("sign").bytes(800), Codec("topk", keep=0.01).bytes(800), Codec("bf16").bytes(800)
     (100, 64, 1600)
     """
@@ -35,7 +38,7 @@ class Codec:
         self.kind = kind
         self.keep = keep
         self._feedback = feedback
-        self._lost = torch.empty(0)
+        self.lost = torch.empty(0)
 
     def bytes(self, size: int) -> int:
         """Return the bytes of a gradient of so many elements."""
@@ -46,8 +49,8 @@ class Codec:
     def encode(self, gradient: Tensor, room: Tensor) -> float:
         """Write a gradient's bytes to `room`, uint8; returns the scale that `decode` needs. Changes the gradient."""
         size = len(gradient)
-        if self._feedback and len(self._lost) == size:
-            gradient.add_(self._lost)
+        if self._feedback and len(self.lost) == size:
+            gradient.add_(self.lost)
         scale = 1.0
         raw = room[: self.bytes(size)]
         if self.kind == "bf16":
@@ -64,7 +67,7 @@ class Codec:
             places_room.copy_(places)
             values_room.view(torch.float32).copy_(gradient[places])
         if self._feedback:
-            self._lost = gradient - self.decode(raw, size, scale, gradient.dtype)
+            self.lost = gradient - self.decode(raw, size, scale, gradient.dtype)
         return scale
 
     def decode(self, room: Tensor, size: int, scale: float, dtype: torch.dtype) -> Tensor:

@@ -143,3 +143,17 @@ def _cut(sizes: Sequence[int], servers: int) -> list[list[Piece]]:
                 mine.append(Piece(number, first - begin, last - begin))
         begin += size
     return pieces
+
+
+def together(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the same elements in as few spans as can be.
+
+    >>> together([(0, 2), (2, 5), (6, 7)])
+    [(0, 5), (6, 7)]
+    """
+    found: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if found and found[-1][1] == start:
+            start = found.pop()[0]  # noqa: PLW2901
+        found.append((start, stop))
+    return found

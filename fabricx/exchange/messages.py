@@ -29,6 +29,7 @@ class Settings:
         damp: divide a gradient by its staleness.
         backup: workers that an update doesn't wait for.
         compression, keep: of gradients; see `Codec`.
+        pull_compression: of weights or sums on their way back.
         outer: what becomes of what a worker has moved in a round of its own; None where gradients are brought.
         outer_lr, outer_momentum: of that.
         snapshot_every: updates between two snapshots from which a server that died is started again; 0 for none.
@@ -46,6 +47,7 @@ class Settings:
     backup: int = 0
     compression: str | None = None
     keep: float = 0.01
+    pull_compression: str | None = None
     outer: Literal["sum", "average", "nesterov", "elastic"] | None = None
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
@@ -54,6 +56,11 @@ class Settings:
     def parts_of_update(self, present: int) -> int:
         """Return how many workers' gradients make an update, of those that are there."""
         return min(self.workers - self.backup, present) if self.aggregate else 1
+
+    @property
+    def compresses(self) -> bool:
+        """Return whether anything is compressed on its way."""
+        return self.compression is not None or self.pull_compression is not None
 
     @property
     def orders_updates(self) -> bool:
@@ -74,6 +81,7 @@ class Begin:
         dtype: of the vectors.
         version: updates that have been made already.
         velocity: of the outer optimizer, flat; None for none yet.
+        lost: by compressing sums before.
     """
 
     settings: Settings
@@ -83,6 +91,7 @@ class Begin:
     dtype: torch.dtype
     version: int
     velocity: Tensor | None = None
+    lost: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -180,9 +189,10 @@ class Apply:
 
 @dataclass(slots=True)
 class Tell:
-    """Ask for something besides: "state" of the optimizers, "velocity" of the outer one, or "counts"."""
+    """Ask for something besides: "state" of the optimizers, "velocity" of the outer one, what was "lost" by
+    compressing sums, or "counts"."""
 
-    what: Literal["state", "velocity", "counts"]
+    what: Literal["state", "velocity", "lost", "counts"]
 
 
 @dataclass(slots=True)
@@ -194,12 +204,14 @@ class Reply:
         trained: leases that are in the weights.
         content: what was asked for, if it isn't in the vector.
         spans: the bytes of the vector that come with it.
+        scale: of what is compressed; None if nothing is.
     """
 
     version: int = 0
     trained: int = 0
     content: Any = None
     spans: list[tuple[int, int]] = field(default_factory=list)
+    scale: float | None = None
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fabricx.comm.world import World
 from fabricx.exchange.client import Client
+from fabricx.exchange.lowrank import LowRank
 from fabricx.exchange.messages import Settings
 from fabricx.strategy import SPARSE_CLIPPED
 
@@ -23,6 +24,7 @@ class Pace(ABC):
     Attributes:
         servers_step: the servers have the optimizers' moments, and nothing is left for the workers' to do.
         computing: a gradient is being computed.
+        owed: what servers have to add to the next sums, when training starts.
     """
 
     servers_step = True
@@ -30,6 +32,7 @@ class Pace(ABC):
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.computing = False
+        self.owed: Sequence[Tensor | None] = ()
         self.world = World()
         self._client: Client | None = None
         self._parameters: list[Tensor] = []
@@ -49,7 +52,7 @@ class Pace(ABC):
     def starts(self, step: int) -> None:
         """Begin to train, after so many updates."""
         self.settings.workers = self.world.size
-        self.client.begin(self.settings, self._optimizers if self.servers_step else None, step)
+        self.client.begin(self.settings, self._optimizers if self.servers_step else None, step, lost=self.owed)
         if self.servers_step:  # they have it now
             for optimizer in self._optimizers:
                 optimizer.state.clear()
@@ -107,6 +110,14 @@ class Pace(ABC):
         for optimizer in optimizers:
             optimizer.state.clear()
 
+    def kept(self) -> Any:
+        """Return what compression has kept of this worker's gradients for later ones."""
+        return self.client.kept
+
+    def keep(self, kept: Any) -> None:
+        """Take over what `kept` has returned."""
+        self.client.kept = kept
+
     def push(self, gradients: list[Tensor | None], **details: Any) -> None:
         """Bring gradients, with the hyperparameters as they are now."""
         groups = [
@@ -143,13 +154,15 @@ class Summing(_Together):
     Args:
         settings: of the servers.
         several: backwards of one window, each reaching other parameters.
+        low_rank: what travels in the place of the parameters' gradients; None if those do.
     """
 
     servers_step = False
 
-    def __init__(self, settings: Settings, *, several: bool) -> None:
+    def __init__(self, settings: Settings, *, several: bool, low_rank: LowRank | None) -> None:
         super().__init__(settings)
         self._several = several
+        self._low_rank = low_rank
 
     def backward(self, loss: Tensor, *, closing: bool) -> None:
         earlier = self._set_aside() if self._several else []
@@ -165,10 +178,30 @@ class Summing(_Together):
         return earlier
 
     def complete(self) -> bool:
+        if self._low_rank is None:
+            self._exchange()
+        else:
+            self._low_rank.join(self._exchange)
+        return True
+
+    def _exchange(self) -> None:
         self._push_own(hold=False)
         self._clock += 1
         self.client.pull_sums(self._clock)
-        return True
+
+    def gradients(self) -> list[Tensor | None]:
+        if self._low_rank is None:
+            return super().gradients()
+        return [carrier.grad for carrier in self._low_rank.carriers]
+
+    def kept(self) -> Any:
+        return super().kept() if self._low_rank is None else self._low_rank.state()
+
+    def keep(self, kept: Any) -> None:
+        if self._low_rank is None:
+            super().keep(kept)
+        else:
+            self._low_rank.load(kept)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         return optimizer.step(closure) if closure is not None else optimizer.step()
@@ -223,4 +256,5 @@ class Holding(_Together):
         return step
 
     def meet(self) -> None:
-        self.client.pull(self._parameters)
+        if self.client.partial:
+            self.client.pull(self._parameters)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fabricx.exchange.compression import Codec
+from fabricx.exchange.layout import together
 from fabricx.exchange.leases import Leases
 from fabricx.exchange.messages import (
     Apply,
@@ -62,6 +63,9 @@ class Server:
         self._settings = Settings(workers)
         self._rule: Rule | None = None
         self._codec: Codec | None = None
+        self._back: Codec | None = None
+        self._seen: dict[int, Tensor] = {}  # which weights a worker has, where it is sent differences
+        self._scale: float | None = None  # of the newest sum
         self._begun: Begin
         self._total = torch.empty(0)
         self._sums: dict[int, Gradient] = {}  # held, by clock
@@ -167,6 +171,7 @@ class Server:
     def left(self, worker: int) -> None:
         """Go on without a worker: what it had not pushed is somebody else's now."""
         self._workers.discard(worker)
+        self._seen.pop(worker, None)
         self._bases.pop(worker, None)
         self._leases.left(worker)
         self._go_on_without_late()
@@ -180,6 +185,11 @@ class Server:
         self._settings, self._begun = begin.settings, begin
         compression = begin.settings.compression
         self._codec = None if compression is None else Codec(compression, keep=begin.settings.keep, feedback=False)
+        self._back = None
+        if (pulled := begin.settings.pull_compression) is not None:
+            self._back = Codec(pulled, keep=begin.settings.keep, feedback=begin.optimizers is None)
+            self._back.lost = torch.empty(0) if begin.lost is None else begin.lost
+        self._seen.clear()
         self._rule = make_rule(begin)
         self._correction = Correction(begin.settings)
         self.version = self.trained = begin.version
@@ -227,7 +237,11 @@ class Server:
         values, shard = self.values, self._begun.shard
         if pull.rows is None:
             outbox[: len(values)].copy_(values)
+            if self._back is not None:
+                self._seen[worker] = values[: shard.dense].clone()
             return self._reply([(0, len(values))])
+        if pull.dense and self._back is not None and worker in self._seen:
+            return self._pull_difference(self._back, self._seen[worker], outbox)
         spans = []
         if pull.dense:
             outbox[: shard.dense].copy_(values[: shard.dense])
@@ -241,10 +255,17 @@ class Server:
             spans.append((start, end))
         return self._reply(spans)
 
+    def _pull_difference(self, codec: Codec, seen: Tensor, outbox: Tensor) -> Reply:
+        """Send what the weights are more than what the worker has; what that loses is in the next difference."""
+        size = len(seen)
+        scale = codec.encode(self.values[:size] - seen, outbox.view(torch.uint8))
+        seen.add_(codec.decode(outbox.view(torch.uint8), size, scale, seen.dtype))
+        return Reply(self.version, self.trained, None, [(0, codec.bytes(size))], scale)
+
     def _pull_sum(self, newest: Gradient, outbox: Tensor) -> Reply:
         """Give a sum in the vector in which the worker's own gradient came; what is dense is there already."""
         shard = self._begun.shard
-        spans = [(0, shard.dense)]
+        spans = [room for number, room in enumerate(shard.rooms[: len(shard.pieces)]) if number not in newest.missing]
         for number, (ids, values) in newest.rows.items():
             own_ids, own_values = shard.rows_in(outbox, number, len(ids))
             own_ids.copy_(ids)
@@ -252,7 +273,13 @@ class Server:
             start = shard.rooms[len(shard.pieces) + number][0]
             spans.append((start, start + own_ids.numel() + own_values.numel()))
         rows = {number: len(ids) for number, (ids, _) in newest.rows.items()}
-        return self._reply(spans, (newest.missing, rows))
+        if self._scale is None:
+            return self._reply(together(spans), (newest.missing, rows))
+        reply = self._reply(spans[len(shard.pieces) - len(newest.missing) :], (newest.missing, rows))
+        assert self._back is not None
+        reply.spans.insert(0, (0, self._back.bytes(shard.dense)))
+        reply.scale = self._scale
+        return reply
 
     def _reply(self, spans: list[tuple[int, int]], content: Any = None) -> Reply:
         size = self._begun.dtype.itemsize
@@ -261,6 +288,9 @@ class Server:
     def _gradient(self, push: Push, inbox: Tensor) -> Gradient:
         """Return what has come in a vector."""
         dense = inbox[: self._begun.shard.dense]
+        for number in push.missing if self._codec is None else ():
+            start, stop = self._begun.shard.rooms[number]
+            dense[start:stop].zero_()  # it wasn't sent
         if self._codec is not None and not push.empty:
             dense = self._codec.decode(inbox.view(torch.uint8), len(dense), push.scale, inbox.dtype)
         rows = {number: self._begun.shard.rows_in(inbox, number, count) for number, count in push.rows.items()}
@@ -381,8 +411,19 @@ class Server:
             into = [self._total]
         if dense:
             add_up([part.gradient.dense for part in full], into)
+        self._compress_sum(into)
         missing = frozenset.intersection(*(part.push.missing for part in full))
         return Gradient(into[0], missing, joined([part.gradient.rows for part in full]))
+
+    def _compress_sum(self, boxes: list[Tensor]) -> None:
+        """Put the sum into few bytes, the same for all workers, where that is asked for."""
+        if self._back is None or not isinstance(self._rule, Sum):
+            self._scale = None
+            return
+        self._scale = self._back.encode(boxes[0].clone(), boxes[0].view(torch.uint8))
+        size = self._back.bytes(len(boxes[0]))
+        for box in boxes[1:]:
+            box.view(torch.uint8)[:size].copy_(boxes[0].view(torch.uint8)[:size])
 
     def _sum_up(self, parts: dict[int, _Part], total: Gradient | None = None) -> None:
         """Make one update of all parts."""
@@ -408,6 +449,8 @@ class Server:
     def _told(self, what: str) -> Any:
         if what == "counts":
             return self.counts
+        if what == "lost":
+            return None if self._back is None else self._back.lost
         if what == "velocity":
             return self._rule.velocity if isinstance(self._rule, Outer) else None
         return self._rule.state() if isinstance(self._rule, Step) else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ from fabricx.errors import did_you_mean
 from fabricx.exchange.apart import Apart
 from fabricx.exchange.client import Client
 from fabricx.exchange.compression import KINDS
+from fabricx.exchange.lowrank import LowRank
 from fabricx.exchange.messages import Counts, Settings
 from fabricx.exchange.neighbours import Neighbours
 from fabricx.exchange.pace import Holding, Pace, Summing
@@ -49,23 +51,25 @@ class ServedStrategy(Strategy):
         settings: what servers are told, but for the number of workers.
         link: "auto" is shared memory where a server is on the worker's machine, and gloo elsewhere; "gloo" is gloo.
         shard_by: "element" cuts parameters anywhere, "tensor" nowhere; "auto" looks at the optimizers.
+        rank: of the matrices that travel in the place of gradients (PowerSGD), where workers step; None for none.
     """
 
     def __init__(
         self, pace: Apart | None, *, servers: int, servers_step: bool, settings: Settings, link: LinkKind,
-        shard_by: ShardBy,
+        shard_by: ShardBy, rank: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         name = type(self).__name__
-        if servers < 0 or (servers == 0 and (servers_step or settings.compression is not None or link == "gloo")):
+        if servers < 0 or (servers == 0 and (servers_step or settings.compresses or rank or link == "gloo")):
             raise ValueError(
                 f"servers={servers}: 1 or more processes keep the parameters; without any, workers that step sum by "
                 "themselves (mode='sync', optimizer='worker', no compression, one machine)"
             )
         check_choice(name, "link", link, ("auto", "gloo"))
         check_choice(name, "compression", settings.compression, (*KINDS, None))
-        if not 0.0 < settings.keep <= 1.0:
-            raise ValueError(f"compression_keep={settings.keep}: a part of the elements, more than 0 and at most 1")
+        check_choice(name, "pull_compression", settings.pull_compression, (*KINDS, None))
+        if not 0.0 < settings.keep <= 0.5:
+            raise ValueError(f"compression_keep={settings.keep}: a part of the elements, more than 0 and at most 0.5")
         check_choice(name, "shard_by", shard_by, ("auto", "element", "tensor"))
         self.servers = servers
         self.link = link
@@ -79,6 +83,8 @@ class ServedStrategy(Strategy):
         self._several_backwards = False
         self._closing = True  # does the next backward end an accumulation window?
         self._parameters: list[Tensor] = []
+        self._rank = rank
+        self._kept: Any = None  # what compression has kept, as a checkpoint has it
         self._told: _Totals | None = None  # what was measured when it was asked for last
         self._undo: list[Callable[[], None]] = []
 
@@ -109,29 +115,32 @@ class ServedStrategy(Strategy):
         whole = self.shard_by == "tensor"
         if self._servers_step and self.shard_by == "auto":
             whole = needs_whole_tensors(optimizers)
-        pace = self._pace = self._apart or self._together()
+        low_rank = None if self._rank is None else LowRank(self._parameters, self._rank)
+        pace = self._pace = self._apart or self._together(low_rank)
         tables = _tables(self.module, self._parameters) if self._settings.outer is None else {}
-        if tables and self._settings.compensation is not None:
-            raise ValueError("compensation knows no sparse gradients: say sparse=False, or leave compensation out")
-        self._client = self._meet(whole, frozenset(tables.values()))
+        for option, value in (("compensation", self._settings.compensation), ("compression='powersgd'", self._rank)):
+            if tables and value is not None:
+                raise ValueError(f"{option} knows no sparse gradients: say sparse=False, or leave it out")
+        carriers = self._parameters if low_rank is None else low_rank.carriers
+        self._client = self._meet(carriers, whole, frozenset(tables.values()))
         pace.begin(self.world, self._client, self._parameters, optimizers)
         if self._settings.outer is None:
             self._undo.append(self._client.watch())
         if self._servers_step:
             self._undo += [self._look_up_before(part, number, pace) for part, number in tables.items()]
 
-    def _meet(self, whole: bool, tables: frozenset[int]) -> Client:
+    def _meet(self, parameters: list[Tensor], whole: bool, tables: frozenset[int]) -> Client:
         world, key = self.world, self.world.key("exchange")
-        views = not self._several_backwards and self._settings.outer is None
+        views = not self._several_backwards and self._settings.outer is None and self._rank is None
         if not self.servers:
-            neighbours = Neighbours(world, key, self._parameters, views=views, tables=tables)
+            neighbours = Neighbours(world, key, parameters, views=views, tables=tables)
             return cast(Client, neighbours)  # it does what is asked of a client where workers step
         if world.store is None:
             raise ValueError(f"{type(self).__name__} needs servers, which are started with the workers")
         return Client(
-            world.store, key, world.rank, self._parameters, self.servers, whole=whole, views=views, tables=tables,
+            world.store, key, world.rank, parameters, self.servers, whole=whole, views=views, tables=tables,
             over_gloo=self.link == "gloo", sums=self._apart is None and not self._servers_step,
-            compression=self._settings.compression, keep=self._settings.keep,
+            compression=self._settings.compression, back=self._settings.pull_compression, keep=self._settings.keep,
         )  # fmt: skip
 
     def _look_up_before(self, part: nn.Module, number: int, pace: Pace) -> Callable[[], None]:
@@ -143,13 +152,14 @@ class ServedStrategy(Strategy):
 
         return part.register_forward_pre_hook(bring).remove
 
-    def _together(self) -> Pace:
+    def _together(self, low_rank: LowRank | None) -> Pace:
         if self._servers_step:
             return Holding(self._settings)
-        return Summing(self._settings, several=self._several_backwards)
+        return Summing(self._settings, several=self._several_backwards, low_rank=low_rank)
 
     def starts(self, step: int) -> None:
         assert self._pace is not None
+        self._take_up_kept(self._pace)
         self._pace.starts(step)
         self._told = None
 
@@ -266,6 +276,12 @@ class ServedStrategy(Strategy):
             return super().state_dict(module, optimizers)
         with self._pace.whole_states(optimizers):
             state = super().state_dict(module, optimizers)
+        if (
+            self._rank is not None
+            or self._settings.compression is not None
+            or self._settings.pull_compression is not None
+        ):
+            state["kept"] = {"workers": self.world.gather_objects(self._pace.kept()), "servers": self._client.lost()}
         if self._settings.outer != "nesterov":
             return state
         velocity = {id(p): moving for p, moving in zip(self._parameters, self._client.velocity(), strict=True)}
@@ -274,8 +290,25 @@ class ServedStrategy(Strategy):
 
     def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
         super().load_state_dict(state, module, optimizers)
+        self._kept = state.get("kept")
         if isinstance(self._apart, Rounds):
             self._apart.velocity = self._velocity(module, state.get("outer", {}).get("0"))
+
+    def _take_up_kept(self, pace: Pace) -> None:
+        """Go on with what compression has kept, if as many have kept it as there are now."""
+        kept, self._kept, pace.owed = self._kept, None, ()
+        if kept is None:
+            return
+        if len(kept["workers"]) != self.world.size or len(kept["servers"]) != self.servers:
+            if self.world.main_rank:
+                warnings.warn(
+                    f"the checkpoint is of {len(kept['workers'])} workers and {len(kept['servers'])} servers: what "
+                    "compression had kept for later gradients is lost",
+                    stacklevel=2,
+                )
+            return
+        pace.keep(kept["workers"][self.world.rank])
+        pace.owed = kept["servers"]
 
     def _velocity(self, module: nn.Module, saved: Tensor | None) -> list[Tensor] | None:
         """Return what a checkpoint has of the outer momentum, by parameter; None if it is of other parameters."""

@@ -404,6 +404,9 @@ def test_streams_of_different_lengths_are_read_to_their_ends() -> None:
         (lambda: ParameterServer(servers=0, mode="async"), "servers=0"),
         (lambda: AsyncSGD(servers=0), "servers=0"),
         (lambda: ParameterServer(backup_workers=1, servers=2), "backup_workers=1"),
+        (lambda: ParameterServer(compression="powersdg"), "Did you mean 'powersgd'"),
+        (lambda: ParameterServer(compression="powersgd", optimizer="server"), "all workers in each update"),
+        (lambda: ParameterServer(compression="topk", compression_keep=0.6), "at most 0.5"),
         (lambda: ParameterServer(backup_workers=1, mode="async"), "backup_workers=1"),
         (lambda: AsyncSGD(max_staleness=-1), "max_staleness=-1"),
         (lambda: AsyncSGD(compensation="dc-adaptiv"), "Did you mean 'dc-adaptive'"),
@@ -450,6 +453,53 @@ def test_compressed_gradients_train_with_fewer_bytes(kind: Any, part: float, lin
     assert sent == pytest.approx(part * all_sent, rel=0.02)
     assert received == all_received
     assert float(trainer.callback_metrics["loss_epoch"]) < 2 * float(other.callback_metrics["loss_epoch"]) + 0.5
+
+
+@pytest.mark.parametrize(("kind", "part"), [("bf16", 1 / 2), ("topk", 0.2), ("sign", 1 / 32)])
+@pytest.mark.parametrize("optimizer", ["worker", "server"])
+def test_what_comes_back_is_compressed_too(kind: Any, part: float, optimizer: Any) -> None:
+    options: dict[str, Any] = {"batch": 3, "max_epochs": 8, "limit_val_batches": 2}
+    strategy = ParameterServer(pull_compression=kind, compression_keep=0.1, optimizer=optimizer, servers=2)
+    module, trainer = train(strategy, 2, **options)
+    plain, other = train(ParameterServer(optimizer=optimizer, servers=2), 2, **options)
+    (sent, received), (all_sent, all_received) = module.traffic[0], plain.traffic[0]
+    assert sent == all_sent
+    size = 4 * sum(parameter.numel() for parameter in module.parameters())
+    assert all_received == trainer.global_step * size
+    whole = 0 if optimizer == "worker" else 2 * 8 * size + size  # where ranks meet: before and after validations, first
+    assert received == pytest.approx(part * all_received + whole, rel=0.03)
+    assert float(trainer.callback_metrics["loss_epoch"]) < 2 * float(other.callback_metrics["loss_epoch"]) + 0.5
+
+
+def test_thin_matrices_travel_in_the_place_of_gradients() -> None:
+    options: dict[str, Any] = {"batch": 3, "max_epochs": 8, "limit_val_batches": 2}
+    exact, one = train(Single(), 1, **{**options, "batch": 6})
+    whole, _ = train(ParameterServer(compression="powersgd", powersgd_rank=3), 2, **options)
+    assert all(torch.allclose(a, b, atol=1e-1) for a, b in zip(whole.parameters(), exact.parameters(), strict=True))
+    module, trainer = train(ParameterServer(compression="powersgd", powersgd_rank=1, servers=2), 2, **options)
+    thin = sum(6 + 9 for name, p in module.named_parameters() if p.shape in ((6, 9), (9, 6)))
+    others = sum(p.numel() for p in module.parameters() if p.dim() == 1 or 1 in p.shape)
+    steps = trainer.global_step
+    assert module.traffic[0][0] == pytest.approx(4 * steps * (thin + others), rel=0.02)
+    assert float(trainer.callback_metrics["loss_epoch"]) < 2 * float(one.callback_metrics["loss_epoch"]) + 0.5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": "sign"}, {"compression": "topk", "pull_compression": "topk", "servers": 2},
+        {"compression": "powersgd", "powersgd_rank": 1}, {"compression": "sign", "optimizer": "server"},
+    ],
+)  # fmt: skip
+def test_what_compression_has_kept_is_in_a_checkpoint(tmp_path: Path, options: Any) -> None:
+    strategy = ParameterServer(**options)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
+    whole, _ = train(strategy, 2, callbacks=[saver], batch=6, enable_checkpointing=True)
+    path = sorted(checkpoint.list_committed(tmp_path), key=lambda one: checkpoint.read_manifest(one)["step"])[0]
+    again, _ = train(strategy, 2, ckpt=path, batch=6)
+    assert same(again, whole)
+    _, trainer = train(strategy, 1, ckpt=path, batch=6)  # of another number of workers: it is lost, and said so
+    assert trainer.current_epoch == 2
 
 
 @pytest.mark.parametrize(
