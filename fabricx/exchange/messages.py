@@ -243,9 +243,13 @@ class Counts:
         updates, dropped: of the weights; gradients that were too old.
         staleness: how many gradients had which staleness, in updates.
         lead: the most clocks that a worker was ahead of the slowest.
+        messages: that were handled.
+        queued: that waited beside each of those, summed.
     """
 
     updates: int = 0
     dropped: int = 0
     staleness: dict[int, int] = field(default_factory=dict)
     lead: int = 0
+    messages: int = 0
+    queued: int = 0

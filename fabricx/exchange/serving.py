@@ -48,6 +48,7 @@ class _Serving:
         self._changed = threading.Condition()
         self._present: set[int] = set()
         self._came = 0
+        self._queue = 0  # messages that wait
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
         self._error: BaseException | None = None
@@ -139,10 +140,16 @@ class _Serving:
 
     def _answer(self, worker: int, message: Any, link: Link) -> Any:
         with self._changed:
-            while not self._changed.wait_for(lambda: self._server.ready(worker, message), LOOK_S):
-                if link.gone():
-                    raise EOFError
+            self._queue += 1
             try:
+                while not self._changed.wait_for(lambda: self._server.ready(worker, message), LOOK_S):
+                    if link.gone():
+                        raise EOFError
+            finally:
+                self._queue -= 1
+            try:
+                self._server.counts.messages += 1
+                self._server.counts.queued += self._queue
                 answer = self._server.handle(worker, message, link.inbox, link.outbox)
                 self._keep(message, answer)
                 return answer

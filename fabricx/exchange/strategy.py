@@ -344,6 +344,10 @@ class _Totals:
         sent, received, waited = (sum(column) for column in zip(*workers, strict=True))
         self.totals = {"sent_mib": sent / 2**20, "received_mib": received / 2**20, "waited_s": waited}
         self.totals["dropped"] = float(sum(server.dropped for server in servers))
+        self.messages, self.queued = (
+            sum(server.messages for server in servers),
+            sum(server.queued for server in servers),
+        )
         self.staleness = Counter[int]()
         for server in servers:
             self.staleness.update(server.staleness)
@@ -358,6 +362,11 @@ class _Totals:
         if staleness:
             found["exchange/staleness_mean"] = sum(k * n for k, n in staleness.items()) / staleness.total()
             found["exchange/staleness_max"] = float(max(staleness))
+        messages, queued = self.messages, self.queued
+        if before is not None:
+            messages, queued = messages - before.messages, queued - before.queued
+        if messages > 0:
+            found["exchange/queue_mean"] = queued / messages
         return {**found, "exchange/clock_lead": float(self.lead)}
 
 

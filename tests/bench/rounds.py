@@ -1,0 +1,86 @@
+"""What the papers say of workers that step by themselves, tried: how often they have to meet, and what that costs."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fabricx as fx
+from fabricx.demo.charlm import CharData, CharGRU
+from fabricx.demo.digits import DigitsData
+from fabricx.strategies import DDP, AsyncSGD, LocalSGD
+from fabricx.testing import QUIET
+
+WORKERS = 4
+PERIODS = (1, 4, 16, 64)
+
+
+class Digits(fx.Module):
+    """One hidden layer, trained by plain gradient descent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("error", 100.0 * (self.net(batch[0]).argmax(1) != batch[1]).float().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def error(seed: int, strategy: Any, epochs: int) -> float:
+    """Return the part of the test images that are mistaken, in percent."""
+    fx.seed_everything(seed)
+    module, data = Digits(), DigitsData(batch_size=16)
+    fx.Trainer(devices=WORKERS, strategy=strategy, max_epochs=epochs, **QUIET).fit(module, datamodule=data)
+    [found] = fx.Trainer(devices=1, **QUIET).test(module, datamodule=data, verbose=False)
+    return found["error"]
+
+
+def bits(strategy: Any, epochs: int) -> float:
+    """Return the bits a character on text that wasn't seen, of a small model on two workers."""
+    fx.seed_everything(0)
+    trainer = fx.Trainer(devices=2, strategy=strategy, max_epochs=epochs, gradient_clip_val=1.0, **QUIET)
+    trainer.fit(CharGRU(width=64), datamodule=CharData(batch_size=16, length=64))
+    return float(trainer.callback_metrics["val_bits"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=25)
+    args = parser.parse_args()
+    print(f"\ntest error on digits, %, {WORKERS} workers that bring what they have moved every so many steps")
+    print(f"  {'steps of a round':<36}" + "".join(f"{every:>14}" for every in PERIODS))
+    rows = {"Downpour": "sum", "elastic averaging": "elastic", "averaging": "average"}
+    for name, outer in rows.items():
+        cells = []
+        for every in PERIODS:
+            found = [error(seed, AsyncSGD(every=every, outer=outer), args.epochs) for seed in range(args.seeds)]
+            spread = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
+            cells.append(f"{statistics.mean(found):6.2f} ({spread:.2f})")
+        print(f"  {name:<36}" + "".join(f"{cell:>14}" for cell in cells), flush=True)
+    ways = {
+        "ddp, which meets at each step": DDP(),
+        "every=25, outer=nesterov (DiLoCo)": LocalSGD(every=25, outer="nesterov"),
+        "every=25, outer=average": LocalSGD(every=25),
+    }
+    epochs = 12
+    print("\nbits a character on unseen text, 2 workers, 12 epochs (2448 steps, 97 rounds of 25)")
+    first = None
+    for name, strategy in ways.items():
+        found_bits = bits(strategy, epochs)
+        first = first or found_bits
+        print(f"  {name:<36}  {found_bits:6.3f}  {found_bits / first:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
