@@ -66,7 +66,6 @@ def main() -> None:
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--epochs", type=int, default=15)
     args = parser.parse_args()
-
     fx.seed_everything(0)
     data = ratings()
     train, val = random_split(data, [27_000, 3_000], torch.Generator().manual_seed(0))
