@@ -84,6 +84,19 @@ class Link(ABC):
         """Return whether the other side is known to have died, without waiting for a message."""
         return False
 
+    def pin(self) -> Callable[[], None]:
+        """Let CUDA copy between the vectors and a device while others compute; returns what ends that."""
+        cuda: Any = torch.cuda.cudart()
+        vectors = {vector.data_ptr(): vector.nbytes for vector in (self.inbox, self.outbox) if vector.nbytes}
+        for address, size in vectors.items():
+            cuda.cudaHostRegister(address, size, 0)
+
+        def unpin() -> None:
+            for address in vectors:
+                cuda.cudaHostUnregister(address)
+
+        return unpin
+
 
 @final
 class SharedMemory(Link):

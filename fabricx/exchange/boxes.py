@@ -80,8 +80,8 @@ class Boxes(Generic[L]):
     def put(self, number: int, parameter: Tensor) -> None:
         """Let the gradient of a piece go at once: nothing will be added to it."""
         gradient = parameter.grad
-        if self._codec is not None or gradient is None or gradient.is_sparse:
-            return
+        if self._codec is not None or gradient is None or gradient.is_sparse or gradient.is_cuda:
+            return  # from a device, all go together: whether one has changed since can't be seen from here
         room, view = self._out[number], self._views.get(number)
         if gradient.data_ptr() != room.data_ptr():
             room.copy_(part_of(gradient, self.shard.pieces[number]).reshape(-1))
@@ -111,8 +111,7 @@ class Boxes(Generic[L]):
                 targets.append(room)
                 sources.append(source)
             going.append(self.shard.rooms[number])
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        _copy_all(targets, sources)
         filled = Filled(frozenset(missing))
         if self._codec is None:
             for start, stop in together(going):
@@ -203,8 +202,7 @@ class Boxes(Generic[L]):
                 sources.append(source)
             else:  # of another memory format: no view of it is a vector
                 _copy_part(tensor, start, stop, source)
-        if views:
-            torch._foreach_copy_(views, sources)
+        _copy_all(views, sources)
         if tables:
             for rows, (start, stop) in zip(self.shard.rows, self.shard.spans[len(self.shard.pieces) :], strict=True):
                 table = part_of(targets[rows.parameter], rows)
@@ -293,6 +291,18 @@ def settle_sums(
             parameter.grad = torch.sparse_coo_tensor(ids[None], shaped, parameter.shape, check_invariants=False)
         elif number not in present:
             parameter.grad = None
+
+
+def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors; between pinned memory and a device all at once, and until they are there."""
+    if not targets:
+        return
+    if not any(tensor.is_cuda for tensor in (*targets, *sources)):
+        torch._foreach_copy_(list(targets), list(sources))
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
 
 
 def _copy_part(tensor: Tensor, start: int, stop: int, source: Tensor) -> None:

@@ -76,6 +76,7 @@ class Client:
         self.partial = bool(tables) or back is not None  # may the weights here be less than those of the servers?
         self._restarts = False  # is a server that died started again?
         self.hears = True  # is the gradient that comes next complete?
+        self._unpin: list[Callable[[], None]] = []
         self._opened: Open | None = None
         self._addresses = [""] * servers
         self._boxes = [self._meet(number) for number in range(servers)]
@@ -95,6 +96,8 @@ class Client:
                 self._addresses[number] = told
                 with contextlib.suppress(*LOST):  # it died just now
                     link = self._connect(key, told, hello)
+                    if any(parameter.is_cuda for parameter in self._parameters):
+                        self._unpin.append(link.pin())
                     codec, back = (
                         Codec(kind, keep=self._keep, feedback=feedback) if kind else None
                         for kind, feedback in self._codecs
@@ -340,6 +343,8 @@ class Client:
 
     def close(self) -> None:
         """Leave the servers."""
+        for unpin in self._unpin:
+            unpin()
         for link in self._links:
             link.close()
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fabricx as fx
+from fabricx.strategies import AsyncSGD, ParameterServer
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 GPUS = torch.cuda.device_count()
@@ -71,3 +72,12 @@ def test_two_gpus_over_nccl_compute_what_one_computes_also_with_synchronised_bat
     fx.Trainer(max_epochs=1, devices=2, strategy="ddp", sync_batchnorm=True, **ON_GPU).fit(together, tiny_loader(16, 4))
     for name, tensor in alone.state_dict().items():
         assert torch.allclose(together.state_dict()[name].cpu(), tensor.cpu(), atol=1e-5), name
+
+
+@one_gpu
+@pytest.mark.parametrize("make", [ParameterServer, lambda: ParameterServer(optimizer="server"), AsyncSGD])
+def test_a_worker_on_a_gpu_brings_its_gradients_to_servers_in_main_memory(make: Any) -> None:
+    alone, served = TinyModule(), TinyModule()
+    fx.Trainer(max_epochs=2, **ON_GPU).fit(alone, tiny_loader())
+    fx.Trainer(max_epochs=2, devices=1, strategy=make(), **ON_GPU).fit(served, tiny_loader())
+    assert torch.allclose(served.layer.weight.cpu(), alone.layer.weight.cpu(), atol=1e-6)
