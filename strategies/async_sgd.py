@@ -7,7 +7,7 @@ from typing import Literal, final
 from fabricx.exchange.apart import Apart
 from fabricx.exchange.messages import Settings
 from fabricx.exchange.rounds import Rounds
-from fabricx.exchange.strategy import LinkKind, ServedStrategy, ShardBy, check_choice
+from fabricx.exchange.strategy import LinkKind, Overlap, ServedStrategy, ShardBy, check_choice
 
 
 @final
@@ -46,6 +46,8 @@ class AsyncSGD(ServedStrategy):
             updates since are lost, and their data trained again); 0 for none. Not under torchrun.
         link: "auto" is shared memory on one machine and gloo between machines; "gloo" is gloo everywhere.
         shard_by: "element", "tensor", or "auto", which knows torch's optimizers.
+        overlap: gradients leave while "backward" goes on; with "forward", where servers step, weights come while the
+            next step has begun: layer after layer, as they are called. Callbacks between two steps see the old ones.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class AsyncSGD(ServedStrategy):
         snapshot_every: int = 100,
         link: LinkKind = "auto",
         shard_by: ShardBy = "auto",
+        overlap: Overlap = "backward",
     ) -> None:
         check_choice("async_sgd", "bound", bound, ("version", "clock"))
         check_choice("async_sgd", "on_stale", on_stale, ("wait", "drop", "damp"))
@@ -102,6 +105,7 @@ class AsyncSGD(ServedStrategy):
         if snapshot_every < 0:
             raise ValueError(f"snapshot_every={snapshot_every}: a number of updates, or 0 for no snapshots")
         self.pull_compression = pull_compression
+        self.overlap = overlap
         self.compression = compression
         self.snapshot_every = snapshot_every
         self.compression_keep = compression_keep
@@ -114,5 +118,11 @@ class AsyncSGD(ServedStrategy):
         )  # fmt: skip
         pace = Apart(settings) if outer is None else Rounds(settings, every, elastic_rate)
         super().__init__(
-            pace, servers=servers, servers_step=outer is None, settings=settings, link=link, shard_by=shard_by
+            pace,
+            servers=servers,
+            servers_step=outer is None,
+            settings=settings,
+            link=link,
+            shard_by=shard_by,
+            overlap=overlap,
         )

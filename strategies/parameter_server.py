@@ -7,7 +7,7 @@ from typing import Literal, final
 from fabricx.exchange.apart import Apart
 from fabricx.exchange.compression import KINDS
 from fabricx.exchange.messages import Settings
-from fabricx.exchange.strategy import LinkKind, ServedStrategy, ShardBy, check_choice
+from fabricx.exchange.strategy import LinkKind, Overlap, ServedStrategy, ShardBy, check_choice
 
 
 @final
@@ -43,6 +43,8 @@ class ParameterServer(ServedStrategy):
             updates since are lost, and their data trained again); 0 for none. Not under torchrun.
         link: "auto" is shared memory on one machine and gloo between machines; "gloo" is gloo everywhere.
         shard_by: "element", "tensor", or "auto", which knows torch's optimizers.
+        overlap: gradients leave while "backward" goes on; with "forward", where servers step, weights come while the
+            next step has begun: layer after layer, as they are called. Callbacks between two steps see the old ones.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class ParameterServer(ServedStrategy):
         snapshot_every: int = 100,
         link: LinkKind = "auto",
         shard_by: ShardBy = "auto",
+        overlap: Overlap = "backward",
     ) -> None:
         check_choice("parameter_server", "mode", mode, ("sync", "bounded", "async"))
         check_choice("parameter_server", "optimizer", optimizer, ("worker", "server"))
@@ -88,6 +91,7 @@ class ParameterServer(ServedStrategy):
             raise ValueError("compression='powersgd' needs all workers in each update: mode='sync', optimizer='worker'")
         self.powersgd_rank = powersgd_rank
         self.pull_compression = pull_compression
+        self.overlap = overlap
         self.compression = compression
         self.snapshot_every = snapshot_every
         self.compression_keep = compression_keep
@@ -105,5 +109,5 @@ class ParameterServer(ServedStrategy):
         super().__init__(
             Apart(settings) if apart else None, servers=servers,
             servers_step=apart or optimizer == "server", settings=settings, link=link, shard_by=shard_by,
-            rank=powersgd_rank if thin else None,
+            overlap=overlap, rank=powersgd_rank if thin else None,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from fabricx.comm.world import World
 from fabricx.exchange.client import Client
-from fabricx.exchange.messages import Granted, Settings
+from fabricx.exchange.messages import Granted, Reply, Settings
 from fabricx.exchange.pace import Pace
 
 
@@ -43,13 +43,19 @@ class Apart(Pace):
     # -- one step -----------------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        if self._stale:
-            settings = self.settings
-            reply = self.client.pull(
-                self._parameters, self._least_version(), to_train=True, one_by_one=settings.orders_updates
-            )
+        if not self._stale:
+            return
+        self._stale, one_by_one = False, self.settings.orders_updates
+        if self.lookout is not None and not one_by_one:
+            self.client.begin_pull(self._least_version())
+        else:
+            reply = self.client.pull(self._parameters, self._least_version(), to_train=True, one_by_one=one_by_one)
             self._version = reply.version
-            self._stale = False
+
+    def came(self, reply: Reply | None, late: set[int]) -> None:
+        super().came(reply, late)
+        if reply is not None:
+            self._version = reply.version
 
     def _least_version(self) -> int:
         """Return how new weights have to be for the lease: the server that dealt it may be ahead of the others."""

@@ -192,6 +192,17 @@ class Boxes(Generic[L]):
             found[part.parameter] = ids.long() * part.step + part.first, values.clone()
         return found
 
+    def needs(self, number: int) -> int:
+        """Return how many bytes have to come until a piece is there: all, where they are compressed."""
+        if self._back is not None:
+            return self.link.inbox.nbytes
+        return self.shard.rooms[number][1] * self.link.inbox.element_size()
+
+    def give_piece(self, number: int, targets: Sequence[Tensor]) -> None:
+        """Copy one piece into its tensor."""
+        piece = self.shard.pieces[number]
+        _copy_part(targets[piece.parameter], piece.start, piece.stop, self._in[number])
+
     def give_weights(self, targets: Sequence[Tensor], *, tables: bool) -> None:
         """Copy weights into tensors, by parameter; with `tables`, whole ones too."""
         views, sources = [], []
@@ -231,7 +242,7 @@ class Boxes(Generic[L]):
             start = self.shard.spans[len(self.shard.pieces) + number][0]
             values = self.link.inbox[start : start + count * rows.width].view(count, rows.width)
             table = targets[rows.parameter].detach()
-            table[ids.long() * rows.step + rows.first] = values.view(count, *table.shape[1:]).to(table.dtype)
+            table[ids.long().to(table.device) * rows.step + rows.first] = values.view(count, *table.shape[1:]).to(table)
 
 
 def dtype_of(parameters: Sequence[Tensor]) -> torch.dtype:
@@ -243,10 +254,7 @@ def watch(
     parameters: Sequence[Tensor], shards: Sequence[Shard], put: Callable[[int, int, Tensor], None]
 ) -> Callable[[], None]:  # fmt: skip
     """Call `put(server, number of the piece, parameter)` when a large gradient is there; returns what ends that."""
-    where: dict[int, list[tuple[int, int]]] = {}
-    for server, shard in enumerate(shards):
-        for number, piece in enumerate(shard.pieces):
-            where.setdefault(piece.parameter, []).append((server, number))
+    where = pieces_by_parameter(shards)
 
     def put_all(places: list[tuple[int, int]], parameter: Tensor) -> None:
         for server, number in places:
@@ -263,6 +271,15 @@ def watch(
             handle.remove()
 
     return end
+
+
+def pieces_by_parameter(shards: Sequence[Shard]) -> dict[int, list[tuple[int, int]]]:
+    """Return where the pieces of each parameter are: (server, number of the piece)."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for server, shard in enumerate(shards):
+        for number, piece in enumerate(shard.pieces):
+            found.setdefault(piece.parameter, []).append((server, number))
+    return found
 
 
 def settle_sums(

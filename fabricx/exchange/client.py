@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Final, TypeVar, final
 
@@ -15,7 +16,8 @@ from torch.optim import Optimizer
 
 from fabricx.comm.links import LOST, Hello, Link, Store, connect, meet_over_gloo
 from fabricx.errors import ServerLost
-from fabricx.exchange.boxes import Boxes, Filled, dtype_of, settle_sums, watch
+from fabricx.exchange.arrival import Arrival
+from fabricx.exchange.boxes import Boxes, Filled, dtype_of, pieces_by_parameter, settle_sums, watch
 from fabricx.exchange.compression import Codec
 from fabricx.exchange.layout import Piece, Rows, divide
 from fabricx.exchange.messages import (
@@ -76,6 +78,11 @@ class Client:
         self.partial = bool(tables) or back is not None  # may the weights here be less than those of the servers?
         self._restarts = False  # is a server that died started again?
         self.hears = True  # is the gradient that comes next complete?
+        self._threads: ThreadPoolExecutor | None = None
+        self._arrivals: list[Arrival] = []
+        self._coming: set[int] = set()  # parameters that are on their way
+        self._pull = Pull()
+        self._where = pieces_by_parameter(self._shards)
         self._unpin: list[Callable[[], None]] = []
         self._opened: Open | None = None
         self._addresses = [""] * servers
@@ -123,6 +130,8 @@ class Client:
         Raises:
             ServerLost: it has gone for good.
         """
+        if self._arrivals:
+            self.finish_pull()
         lost = False
         while True:
             try:
@@ -208,8 +217,53 @@ class Client:
 
         return self._pulled(lambda boxes: pull, give, one_by_one=one_by_one)[0]
 
+    def begin_pull(self, version: int = 0) -> None:
+        """Let the weights come, for a gradient, while something else is done; `bring` waits for some of them."""
+        self.finish_pull()
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(len(self._boxes), thread_name_prefix="fabricx-pull")
+        self._pull = Pull(version, to_train=True, rows={})
+        self._coming = set(range(len(self._parameters)))
+        try:
+            self._arrivals = [Arrival(boxes, self._pull, self._threads) for boxes in self._boxes]
+        except LOST:
+            self._pull_again()
+
+    def bring(self, numbers: set[int]) -> None:
+        """Wait for some parameters, by number, and bring them, if they are on their way."""
+        wanted = numbers & self._coming
+        if not wanted:
+            return
+        begun = time.perf_counter()
+        try:
+            for parameter in wanted:
+                for server, number in self._where.get(parameter, ()):
+                    self._arrivals[server].wait_for(number)
+                    self._boxes[server].give_piece(number, self._parameters)
+            self._coming -= wanted
+        except LOST:
+            self._pull_again()
+        self.waited_s += time.perf_counter() - begun
+
+    def finish_pull(self) -> tuple[Reply | None, set[int]]:
+        """Wait for all that is on its way; returns the first server's answer, and what `bring` wasn't asked for."""
+        left = set(self._coming)
+        self.bring(left)
+        arrivals, self._arrivals = self._arrivals, []
+        try:
+            replies = [arrival.reply() for arrival in arrivals]
+        except LOST:
+            replies = [self._pull_again()]
+        return (replies[0] if replies else None), left
+
+    def _pull_again(self) -> Reply:
+        """Bring everything, since a server has gone in the middle of it."""
+        self._coming, self._arrivals = set(), []
+        return self.pull(self._parameters, self._pull.version, to_train=True)
+
     def pull_rows(self, ids: dict[int, Tensor]) -> None:
         """Bring rows of tables into the parameters: their numbers, shape [k], each once, by parameter."""
+        self.bring(set(self._coming))
         counts: dict[Boxes[Link], dict[int, int]] = {}
 
         def wanted(boxes: Boxes[Link]) -> Pull:
@@ -343,6 +397,8 @@ class Client:
 
     def close(self) -> None:
         """Leave the servers."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
         for unpin in self._unpin:
             unpin()
         for link in self._links:

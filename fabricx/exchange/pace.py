@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricx.comm.world import World
+from fabricx.exchange.arrival import Lookout
 from fabricx.exchange.client import Client
 from fabricx.exchange.lowrank import LowRank
-from fabricx.exchange.messages import Settings
+from fabricx.exchange.messages import Reply, Settings
 from fabricx.strategy import SPARSE_CLIPPED
 
 
@@ -24,6 +25,7 @@ class Pace(ABC):
     Attributes:
         servers_step: the servers have the optimizers' moments, and nothing is left for the workers' to do.
         computing: a gradient is being computed.
+        lookout: for weights that come while a forward goes on; None where all have come before.
         owed: what servers have to add to the next sums, when training starts.
     """
 
@@ -32,6 +34,7 @@ class Pace(ABC):
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.computing = False
+        self.lookout: Lookout | None = None
         self.owed: Sequence[Tensor | None] = ()
         self.world = World()
         self._client: Client | None = None
@@ -67,17 +70,33 @@ class Pace(ABC):
         """Have the weights to compute a gradient with."""
         self.before_step()
         self.computing = True
+        if self.lookout is not None:
+            self.client.bring(self.lookout.own)
         try:
             yield
         finally:
             self.computing = False
+        if self.lookout is not None:
+            self.came(*self.client.finish_pull())
+
+    def came(self, reply: Reply | None, late: set[int]) -> None:
+        """Take note of weights that have come; those of some parameters after the forward."""
+        if self.lookout is not None:
+            self.lookout.missed = late
 
     def before_step(self) -> None:
         """See to it that the weights are those to compute with."""
 
     def backward(self, loss: Tensor, *, closing: bool) -> None:
         """Compute gradients; `closing`, the window's are complete then."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if self.lookout is not None and "inplace operation" in str(error):
+                raise self.lookout.complaint(self.lookout.missed) from error
+            raise
+        if self.lookout is not None:
+            self.lookout.missed = set()
         if closing:
             self.complete()
 
@@ -252,9 +271,13 @@ class Holding(_Together):
         self.client.apply(self._clock, self._scales, self._limits)
         self._scales, self._limits, self._pushed = [], [], False
         self._clock += 1
-        self.client.pull(self._parameters, self._clock, to_train=True)
+        if self.lookout is None:
+            self.client.pull(self._parameters, self._clock, to_train=True)
+        else:
+            self.client.begin_pull(self._clock)
         return step
 
     def meet(self) -> None:
+        self.client.finish_pull()
         if self.client.partial:
             self.client.pull(self._parameters)

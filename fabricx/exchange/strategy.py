@@ -17,6 +17,7 @@ from fabricx.comm.apart import apart
 from fabricx.comm.world import World
 from fabricx.errors import did_you_mean
 from fabricx.exchange.apart import Apart
+from fabricx.exchange.arrival import Lookout
 from fabricx.exchange.client import Client
 from fabricx.exchange.compression import KINDS
 from fabricx.exchange.lowrank import LowRank
@@ -29,6 +30,7 @@ from fabricx.strategy import Strategy, Traits
 
 LinkKind = Literal["auto", "gloo"]
 ShardBy = Literal["auto", "element", "tensor"]
+Overlap = Literal["backward", "forward"]
 
 
 def check_choice(strategy: str, option: str, value: object, known: Sequence[str | None]) -> None:
@@ -51,12 +53,14 @@ class ServedStrategy(Strategy):
         settings: what servers are told, but for the number of workers.
         link: "auto" is shared memory where a server is on the worker's machine, and gloo elsewhere; "gloo" is gloo.
         shard_by: "element" cuts parameters anywhere, "tensor" nowhere; "auto" looks at the optimizers.
+        overlap: what goes on while gradients and weights travel: "backward" (gradients leave as they are computed),
+            or "forward" too (weights come while the next step begins, where servers step).
         rank: of the matrices that travel in the place of gradients (PowerSGD), where workers step; None for none.
     """
 
     def __init__(
         self, pace: Apart | None, *, servers: int, servers_step: bool, settings: Settings, link: LinkKind,
-        shard_by: ShardBy, rank: int | None = None,
+        shard_by: ShardBy, overlap: Overlap = "backward", rank: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         name = type(self).__name__
@@ -83,6 +87,10 @@ class ServedStrategy(Strategy):
         self._several_backwards = False
         self._closing = True  # does the next backward end an accumulation window?
         self._parameters: list[Tensor] = []
+        check_choice(name, "overlap", overlap, ("backward", "forward"))
+        if overlap == "forward" and (not servers_step or settings.outer is not None):
+            raise ValueError("overlap='forward' needs servers that step: workers that do need the whole sum first")
+        self._overlap = overlap
         self._rank = rank
         self._kept: Any = None  # what compression has kept, as a checkpoint has it
         self._told: _Totals | None = None  # what was measured when it was asked for last
@@ -126,6 +134,9 @@ class ServedStrategy(Strategy):
         pace.begin(self.world, self._client, self._parameters, optimizers)
         if self._settings.outer is None:
             self._undo.append(self._client.watch())
+        if self._overlap == "forward" and self.module is not None:
+            pace.lookout = Lookout(self.module, self._parameters, self._client.bring)
+            self._undo.append(pace.lookout.end)
         if self._servers_step:
             self._undo += [self._look_up_before(part, number, pace) for part, number in tables.items()]
 
@@ -171,6 +182,7 @@ class ServedStrategy(Strategy):
             self._client.close()
         if self._pace is not None:
             self._pace.end()
+            self._pace.lookout = None
         for parameter in self._parameters:
             parameter.grad = None  # it may lie in memory that servers see too
         self._client, self._parameters = None, []

@@ -352,6 +352,59 @@ def test_what_sparse_rows_cant_have_is_refused(make: Any, options: Any, message:
         train(AsyncSGD(compensation="dc"), module=LooksUp("sgd"))
 
 
+class Direct(Recorded):
+    """Uses a layer's weights without calling the layer."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nn.functional.linear(self.body(inputs), self.head.weight, self.head.bias)
+
+
+class OnlyCalls(Recorded):
+    """Notes the weights that each step begins with, as callbacks see them before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = nn.Parameter(torch.ones(6))  # its own, without a layer
+        self.calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(inputs * self.free)
+
+
+@pytest.mark.parametrize("link", ["auto", "gloo"])
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "devices"),
+    [
+        (AsyncSGD, 1),
+        (lambda **options: ParameterServer(optimizer="server", **options), 2),
+        (lambda **options: ParameterServer(optimizer="server", pull_compression="bf16", **options), 2),
+    ],
+)
+def test_weights_may_come_while_the_next_step_has_begun(make: Any, devices: int, servers: int, link: Any) -> None:
+    options: dict[str, Any] = {"batch": 6, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    at_once, one = train(make(servers=servers, link=link), devices, module=OnlyCalls(), **options)
+    later, other = train(make(servers=servers, link=link, overlap="forward"), devices, module=OnlyCalls(), **options)
+    assert same(later, at_once)
+    assert other.global_step == one.global_step
+    assert float(other.callback_metrics["val"]) == float(one.callback_metrics["val"])
+    assert later.traffic == at_once.traffic
+
+
+def test_weights_that_are_used_before_they_have_come_are_an_error() -> None:
+    with pytest.raises(WorkerFailed, match=r"head\.weight.*: used without the module being called"):
+        train(AsyncSGD(overlap="forward"), module=Direct())
+    train(AsyncSGD(), module=Direct(), max_epochs=1)
+
+
+def test_a_server_that_dies_while_weights_come_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_serve", tells_its_pid)
+    strategy = AsyncSGD(snapshot_every=3, servers=2, overlap="forward")
+    _, trainer = train(strategy, 2, module=KillsServer(), batch=1)
+    assert trainer.global_step == 2 * SAMPLES
+
+
 class ByTensor(LayeredModule):
     """Trained by optimizers that look at a whole matrix at a time."""
 
@@ -404,6 +457,8 @@ def test_streams_of_different_lengths_are_read_to_their_ends() -> None:
         (lambda: ParameterServer(servers=0, mode="async"), "servers=0"),
         (lambda: AsyncSGD(servers=0), "servers=0"),
         (lambda: ParameterServer(backup_workers=1, servers=2), "backup_workers=1"),
+        (lambda: ParameterServer(overlap="forwards"), "Did you mean 'forward'"),
+        (lambda: ParameterServer(overlap="forward"), "needs servers that step"),
         (lambda: ParameterServer(compression="powersdg"), "Did you mean 'powersgd'"),
         (lambda: ParameterServer(compression="powersgd", optimizer="server"), "all workers in each update"),
         (lambda: ParameterServer(compression="topk", compression_keep=0.6), "at most 0.5"),
