@@ -139,6 +139,8 @@ def enter(trainer: Trainer, world: World) -> World:
     world = replace(world, device=device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if world.newcomer:  # it will be told when to join
+        return world
     world.join("nccl" if device.type == "cuda" else "gloo")
     return world
 

@@ -81,22 +81,6 @@ def execute(t: Trainer, job: Job, world: World) -> Outcome:
         _close(t, ending)
 
 
-def change_world(t: Trainer, world: World) -> None:
-    """Let everything that talks to other ranks know who they are now."""
-    t.world = world
-    t.strategy.world_changed(world)
-    for metrics in {t.logbook.metrics, t.train_logbook.metrics}:
-        metrics.world_changed(world.gather_objects, world.size)
-    if t.agreement is not None:
-        t.agreement.close()
-        t.agreement = StopAgreement(world)
-    if t.writer is not None:
-        t.writer.close()
-        t.writer = None
-    for feed in (t.train_feed, *t.val_feeds):
-        feed.world_changed(world)
-
-
 def _call(hook: tuple[Callable[..., Any], ...], *args: Any) -> None:
     for function in hook:
         function(*args)

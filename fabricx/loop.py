@@ -23,6 +23,7 @@ from fabricx.data import Microbatch
 from fabricx.errors import RanksDisagree
 from fabricx.evaluation import sanity_check, validate_in_fit
 from fabricx.hooks import Hook
+from fabricx.joining import arrive, await_invitation, change_members
 from fabricx.optimization import step_schedules
 from fabricx.publishing import log_measured, log_step, log_step_alone, publish_epoch, publish_step
 from fabricx.restart_point import BufferCopies, RestartPoint
@@ -43,9 +44,13 @@ def fit(t: Trainer, job: object = None) -> None:
     """Train from where `t.state` is until a limit is reached or somebody asks to stop."""
     call(t.hooks.on_fit_start)
     t.restart_point = None
-    t.restore()
+    if t.world.newcomer:
+        t.invitation = await_invitation(t)
+    else:
+        t.restore()
     t.strategy.starts(t.state.step)
-    sanity_check(t)
+    if t.invitation is None:
+        sanity_check(t)
     t.state.phase = Phase.TRAIN
     t.module.train()
     with _again(t.state.step):
@@ -143,10 +148,14 @@ def _train_batches(t: Trainer) -> bool:
 def _feed(t: Trainer) -> Iterator[Microbatch]:
     """Return the batches of the epoch from where this rank is: its own, or those that it is dealt."""
     state, dealer = t.state, t.strategy.dealer
+    if t.invitation is not None:
+        yield arrive(t, t.invitation)
+        t.invitation = None
     place: Any = {"accumulate": t.accumulate_grad_batches, "position": state.samples, "first": state.batch}
     if dealer is None:
-        return t.train_feed.epoch(state.epoch, **place)
-    return t.train_feed.leased(dealer, functools.partial(next_section, t), state.epoch, **place)
+        yield from t.train_feed.epoch(state.epoch, **place)
+    else:
+        yield from t.train_feed.leased(dealer, functools.partial(next_section, t), state.epoch, **place)
 
 
 def _go_on_apart(t: Trainer, micro: Microbatch) -> None:
@@ -161,8 +170,8 @@ def _go_on_apart(t: Trainer, micro: Microbatch) -> None:
 
 def _meet(t: Trainer, micro: Microbatch) -> None:
     """Bring ranks together that went at their own pace: all is done that was dealt."""
-    if t.strategy.dealer.lost:
-        t.go_on_without(t.strategy.dealer.lost)
+    if set(t.strategy.dealer.present) != set(t.strategy.dealer.workers):
+        change_members(t, micro)
     t.strategy.quiesce()
     _count_update(t, t.state.step)
     _advance(t, micro)

@@ -200,6 +200,7 @@ class Trainer:
         self.several_loaders = False
         self.stop_wanted = False
         self.published = Published()
+        self.invitation: Any = None  # where the others are, whom this rank comes to
         self.boundary = 0  # steps and epochs' ends that the ranks have passed in this run
         self.stopped = False  # all ranks have agreed to
         self.val_every: float = float("inf")
@@ -584,13 +585,6 @@ class Trainer:
             from fabricx.checkpointing import restore
 
             restore(self, self.overridden.ckpt_path, weights_only=weights_only)
-
-    def go_on_without(self, lost: tuple[int, ...]) -> None:
-        """Go on with the ranks that are left, where the strategy can; all of those call it."""
-        from fabricx.execution import change_world
-
-        self.print(f"rank {', '.join(map(str, lost))} died; {self.world.size - len(lost)} go on")
-        change_world(self, self.world.without(lost))
 
     def attach_log(self, logbook: Logbook | None) -> None:
         """Say where `self.log` goes from now on."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -31,6 +30,8 @@ class World:
         job: number of the run in this world; keys in the store carry it.
         store: where ranks find each other, hosted by none of them where fabricx started them.
         device: what this rank works on.
+        newcomer: others train already, and this rank isn't in their group yet: its rank is its number among all that
+            ever were, and its size 1.
     """
 
     rank: int = 0
@@ -42,6 +43,7 @@ class World:
     job: int = 0
     store: dist.Store | None = None
     device: torch.device = _CPU
+    newcomer: bool = False
 
     @property
     def main_rank(self) -> bool:
@@ -60,18 +62,12 @@ class World:
         )
         _CURRENT[:] = [self]
 
-    def without(self, lost: Collection[int]) -> World:
-        """Return this rank's place in a new group, of the ranks that are left; all of those call it."""
-        assert self.store is not None
-        ranks = [rank for rank in range(self.size) if rank not in lost]
-        dist.destroy_process_group()
-        local = sum(rank in ranks for rank in range(self.rank - self.local_rank, self.rank))
-        smaller = replace(
-            self, rank=ranks.index(self.rank), size=len(ranks), local_rank=local,
-            local_size=min(self.local_size, len(ranks)), generation=self.generation + 1,
-        )  # fmt: skip
-        smaller.join("nccl" if self.device.type == "cuda" else "gloo")
-        return smaller
+    def followed(self) -> World:
+        """Leave the group of the generation before, if any, and join this one; all its members do."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.join("nccl" if self.device.type == "cuda" else "gloo")
+        return self
 
     def key(self, name: str) -> str:
         """Return a key of the store that belongs to this run."""

@@ -14,14 +14,17 @@ class Dealer(Protocol):
 
     Attributes:
         lease: what this rank is training.
+        section: number of the newest one.
+        planned: workers that training began with.
+        workers: numbers of those that train, by rank.
+        present: of those that were there when all met last: some may have died, and others have come.
     """
 
     lease: Any
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        """Return the ranks that died since all met last."""
-        ...
+    section: int
+    planned: int
+    workers: tuple[int, ...]
+    present: tuple[int, ...]
 
     @property
     def leases_per_update(self) -> int:

@@ -19,6 +19,9 @@ class Apart(Pace):
 
     Attributes:
         lease: what is being trained.
+        section: number of the newest one.
+        workers: as the servers number them, by rank.
+        present: those that were there at the end of the newest section, by number.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -27,18 +30,18 @@ class Apart(Pace):
         self._stale = True  # have the weights to be brought before the next step?
         self._stepped = False
         self._version = 0  # updates that it knows of
-        self._section = -1
-        self._workers: tuple[int, ...] = ()  # as the servers number them, by rank
-        self._present: tuple[int, ...] = ()  # of those, at the end of the newest section
+        self.section = -1
+        self.workers: tuple[int, ...] = ()
+        self.present: tuple[int, ...] = ()
 
     def begin(self, world: World, client: Client, parameters: list[Tensor], optimizers: list[Optimizer]) -> None:
         super().begin(world, client, parameters, optimizers)
-        self._workers = self._present = tuple(range(world.size))
+        self.workers = self.present = tuple(range(world.size))
 
     def starts(self, step: int) -> None:
         super().starts(step)
         self._version = step
-        self._stale, self._section = True, -1
+        self._stale, self.section = True, -1
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -92,32 +95,36 @@ class Apart(Pace):
     # -- the data -----------------------------------------------------------------------------------------------
 
     @property
+    def planned(self) -> int:
+        """Return how many workers training began with."""
+        return self.settings.workers
+
+    @planned.setter
+    def planned(self, workers: int) -> None:
+        self.settings.workers = workers
+
+    @property
     def leases_per_update(self) -> int:
         """Return how many workers' batches make an update."""
         return self.settings.parts_of_update(self.world.size)
 
     def open(self, leases: int) -> None:
         """Begin a section of so many leases; all workers do."""
-        self._section += 1
-        self._present = self._workers
-        self.client.open(self._section, leases, self._version)
+        self.section += 1
+        self.present = self.workers
+        self.client.open(self.section, leases, self._version, self.workers)
 
     def ask(self, *, wait: bool) -> Granted:
         """Return the next lease."""
-        granted = self.client.ask(self._section, wait=wait)
+        granted = self.client.ask(self.section, wait=wait)
         if granted.over:
-            self._present = granted.workers
+            self.present = granted.workers
         return granted
 
     def close_section(self) -> None:
         """Let all workers meet as soon as they have done what they hold."""
-        self.client.close_section(self._section)
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        """Return the ranks that died since all met last."""
-        return tuple(rank for rank, worker in enumerate(self._workers) if worker not in self._present)
+        self.client.close_section(self.section)
 
     def world_changed(self, world: World) -> None:
-        """Go on with those that are left."""
-        self.world, self._workers = world, self._present
+        """Go on with those that are there now."""
+        self.world = world

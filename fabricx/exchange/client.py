@@ -77,6 +77,7 @@ class Client:
         self._keep = keep
         self.partial = bool(tables) or back is not None  # may the weights here be less than those of the servers?
         self._restarts = False  # is a server that died started again?
+        self.forgotten = 0  # how often the first server was started again: it knows of no lease that it had given
         self.hears = True  # is the gradient that comes next complete?
         self._threads: ThreadPoolExecutor | None = None
         self._arrivals: list[Arrival] = []
@@ -138,6 +139,7 @@ class Client:
                 if lost:
                     self._boxes[number].link.close()
                     self._boxes[number] = self._meet(number)
+                    self.forgotten += number == 0
                     if self._opened is not None:
                         self._boxes[number].link.send(self._opened)
                 return action(self._boxes[number])
@@ -334,9 +336,9 @@ class Client:
             for shard in self._shards
         ]
 
-    def open(self, section: int, leases: int, version: int) -> None:
-        """Begin a section of the data after so many updates; every worker says so."""
-        self._opened = Open(section, leases, version)
+    def open(self, section: int, leases: int, version: int, workers: tuple[int, ...]) -> None:
+        """Begin a section of the data after so many updates, for those workers; every one says so."""
+        self._opened = Open(section, leases, version, workers)
         for number in range(len(self._boxes)):
             self._say(number, self._opened)
 

@@ -96,11 +96,12 @@ class Begin:
 
 @dataclass(slots=True)
 class Open:
-    """Begin a section of the data: `count` leases, which all workers take one by one, after `version` updates."""
+    """Begin a section of the data: `count` leases, which these workers take one by one, after `version` updates."""
 
     section: int
     count: int
     version: int = 0
+    workers: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)

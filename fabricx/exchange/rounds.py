@@ -37,6 +37,7 @@ class Rounds(Apart):
         self._base: list[Tensor] = []  # where this round began; for "elastic", room for the servers' weights
         self._own: list[Tensor] = []  # this worker's weights, while the parameters hold the servers'
         self._mine: list[int] = []  # leases of this round
+        self._forgotten = 0  # as often as the client's when the round began
         self._trained = 0  # leases of all workers, as far as it knows
         self.velocity: list[Tensor] | None = None  # of the servers, by parameter, when training starts
 
@@ -52,7 +53,7 @@ class Rounds(Apart):
         self.settings.workers = self.world.size
         self.client.begin(self.settings, None, step, velocity=self.velocity)
         self._version = self._trained = step
-        self._stale, self._section = True, -1
+        self._stale, self.section = True, -1
         self._own, self._mine = [], []
 
     def end(self) -> None:
@@ -60,6 +61,7 @@ class Rounds(Apart):
         super().end()
 
     def before_step(self) -> None:
+        self._give_up_forgotten()
         if self._own:
             _copy(self._own, self._parameters)
             self._own = []
@@ -68,9 +70,16 @@ class Rounds(Apart):
             _copy(self._parameters, self._base)
         self._stale = False
 
+    def _give_up_forgotten(self) -> None:
+        """Begin anew if the server that dealt this round's leases was started again: it deals them to others."""
+        if self._mine and self.client.forgotten != self._forgotten:
+            self._mine, self._stale = [], True
+
     def _pull(self, targets: Sequence[Tensor], *, to_train: bool = True) -> None:
         reply = self.client.pull(targets, to_train=to_train)
         self._version, self._trained = reply.version, reply.trained
+        if not self._mine:
+            self._forgotten = self.client.forgotten
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         return optimizer.step(closure) if closure is not None else optimizer.step()
@@ -85,6 +94,9 @@ class Rounds(Apart):
 
     def _bring(self) -> None:
         """End a round."""
+        self._give_up_forgotten()
+        if not self._mine:
+            return
         if self._elastic:
             self._pull(self._base)
             rate = 0.9 / self.world.size if self._rate is None else self._rate

@@ -28,7 +28,7 @@ from fabricx.launch.worker import Failure, Place
 from fabricx.launch.worker import main as worker_main
 
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.optim", "fabricx.trainer", "fabricx.strategies"]
-RESTARTS = 3  # of each server
+RESTARTS = 3  # of each server, and of each worker's place
 GATHER_S = 1.0  # after the first failure, how long other ranks may still report theirs
 TERMINATE_S = 3.0  # how long a process may take to end when asked to
 
@@ -46,7 +46,8 @@ def run_workers(
         named: what to call the objects in the arguments when one of them can't be pickled.
         servers: processes beside those, which end when all of those have.
         serve: what each of them runs: `serve(world, number, folder)`.
-        elastic: the others go on when a worker other than rank 0 dies; its result is None. A server is started again.
+        elastic: the others go on when a worker other than rank 0 dies, and another joins them in its place; its result
+            is None. A server is started again.
 
     Raises:
         NotPicklable: an argument can't be sent; the message names the attribute.
@@ -77,6 +78,7 @@ class _Workers:
         self._size = size
         self._elastic = elastic
         self._dead: set[int] = set()  # the others go on without them
+        self._newcomers = 0
         self._results: dict[int, str] = {}
         self._failures: list[Failure] = []
         self._controls: dict[int, Connection] = {}
@@ -132,12 +134,29 @@ class _Workers:
                 process.join()
                 if rank in self._results or any(failure.rank == rank for failure in self._failures):
                     continue
-                if self._elastic and 0 < rank < self._size:
+                if self._elastic and self._works(rank):
                     self._dead.add(rank)
+                    self._replace()
                 elif self._elastic and rank >= self._size and self._places[rank].generation < RESTARTS:
                     self._start_again(rank)
                 elif not (rank >= self._size and process.exitcode == 0):  # a server ends when its workers have
                     self._failures.append(_death(rank, process.exitcode))
+
+    def _works(self, rank: int) -> bool:
+        """Return whether this is a worker that others can do without."""
+        return rank > 0 and self._places[rank].serve is None
+
+    def _replace(self) -> None:
+        """Start a worker that joins those that are left."""
+        if self._complete() or self._newcomers >= RESTARTS * self._size:
+            return
+        self._newcomers += 1
+        place = replace(self._places[0], rank=len(self._places), newcomer=True)
+        self._places.append(place)
+        self._start(place)
+
+    def _has_joined(self, rank: int) -> bool:
+        return self._store.check([f"job0/arrived/{rank}"])
 
     def _start_again(self, rank: int) -> None:
         """Start a server that was killed; it has left a snapshot of what it kept."""
@@ -155,6 +174,9 @@ class _Workers:
                 kind, content = control.recv()
                 if kind == "result":
                     self._results[rank] = content
+                elif self._places[rank].newcomer and not self._has_joined(rank):
+                    print(f"a worker could not join:\n{content.traceback}", file=sys.stderr)
+                    self._results[rank] = ""
                 else:
                     self._failures.append(content)
         except (EOFError, OSError):
@@ -170,7 +192,8 @@ class _Workers:
         first = min(self._failures, key=lambda failure: (_is_echo(failure), failure.at))
         others = sorted({failure.rank for failure in self._failures if failure.rank != first.rank})
         also = f"\n(rank {', '.join(map(str, others))} failed after that)" if others else ""
-        who = f"rank {first.rank}" if first.rank < self._size else f"server {first.rank - self._size}"
+        serves = self._places[first.rank].serve is not None
+        who = f"server {first.rank - self._size}" if serves else f"rank {first.rank}"
         message = f"{who} failed:\n\n{first.traceback.rstrip()}{also}"
         failed = WorkerFailed(message, rank=first.rank, traceback=first.traceback)
         failed.__cause__ = None if first.error is None else first.error.with_traceback(None)
@@ -179,8 +202,8 @@ class _Workers:
 
     def _end(self) -> None:
         """Leave no process behind."""
-        for process in self._processes.values():
-            if not self._complete():
+        for rank, process in self._processes.items():
+            if not self._complete() or (self._places[rank].newcomer and not self._has_joined(rank)):
                 process.kill()  # SIGTERM would ask it to stop at the next step, which may never come
         deadline = time.monotonic() + TERMINATE_S
         for process in self._processes.values():

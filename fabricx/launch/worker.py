@@ -31,6 +31,7 @@ class Place:
     sys_path: tuple[str, ...]
     cwd: str
     generation: int = 0
+    newcomer: bool = False
     serve: Callable[..., Any] | None = None  # what a server runs in the place of the job
 
 
@@ -72,13 +73,15 @@ def _run(place: Place) -> Any:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.size))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine; no name has to be looked up
     store = TCPStore("127.0.0.1", place.port, is_master=False, wait_for_workers=False, timeout=timedelta(minutes=5))
+    size = 1 if place.newcomer else place.size
     world = worlds.World(
         rank=place.rank,
-        size=place.size,
-        local_rank=place.rank,
-        local_size=place.size,
+        size=size,
+        local_rank=0 if place.newcomer else place.rank,
+        local_size=size,
         generation=place.generation,
         store=store,
+        newcomer=place.newcomer,
     )
     if place.serve is not None:
         return place.serve(world, place.rank - place.size, place.folder)
