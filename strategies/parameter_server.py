@@ -25,7 +25,9 @@ class ParameterServer(ServedStrategy):
     Args:
         mode: "sync", "bounded" (at most `max_staleness` behind) or "async".
         servers: how many; the parameters are divided among them. 0 in "sync", on one machine: no server, each worker
-            sums a part of the gradients in memory that all see, which is the fastest way there.
+            sums a part of the gradients in memory that all see, which is the fastest way there. With optimizer="server"
+            the weights are in that memory too, and each worker steps its part: code that changes weights between two
+            steps changes those of all.
         optimizer: who steps in "sync": "worker" (servers sum) or "server" (which has the only moments).
         max_staleness: of "bounded": how many global batches a worker may be ahead of the oldest that isn't complete.
         apply: of "bounded": "aggregate" makes one update of each global batch; "arrival" one of each gradient, and then

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import mmap
 import os
 import socket
 import tempfile
@@ -27,12 +30,16 @@ class Mesh:
         rank, size: which of how many.
         dtype, elements: of the vectors.
 
+    Attributes:
+        rank: see above.
+        vectors: by rank.
+
     Raises:
         ValueError: the ranks aren't all on one machine.
     """
 
     def __init__(self, store: Store | None, key: str, rank: int, size: int, dtype: torch.dtype, elements: int) -> None:
-        self._rank = rank
+        self.rank = rank
         self._others: dict[int, Connection] = {}
         vectors: dict[int, Tensor] = {}
         own = nameless(elements * dtype.itemsize)
@@ -47,14 +54,14 @@ class Mesh:
         """Get to know each other rank: a rank goes to those before it, and lets those after it in."""
         with tempfile.TemporaryDirectory(prefix="fabricx-") as folder:
             door = Listener(os.path.join(folder, "door"), "AF_UNIX", backlog=size)
-            store.set(f"{key}/{self._rank}", f"{socket.gethostname()}:{door.address}")
-            for other in range(self._rank):
+            store.set(f"{key}/{self.rank}", f"{socket.gethostname()}:{door.address}")
+            for other in range(self.rank):
                 connection: Any = Client(_path(store.get(f"{key}/{other}").decode(), other), "AF_UNIX")
-                connection.send(self._rank)
+                connection.send(self.rank)
                 self._others[other] = connection
                 reduction.send_handle(connection, own, 0)
                 vectors[other] = mapped(reduction.recv_handle(connection), dtype, elements)
-            for _ in range(self._rank + 1, size):
+            for _ in range(self.rank + 1, size):
                 connection = door.accept()
                 other = connection.recv()
                 self._others[other] = connection
@@ -75,10 +82,83 @@ class Mesh:
         """
         return {rank: connection.recv() for rank, connection in self._others.items()}
 
+    def give(self, file: int) -> int:
+        """Give all others the first rank's file; returns it."""
+        if not self._others:
+            return file
+        if self.rank:
+            os.close(file)
+            return int(reduction.recv_handle(self._others[0]))  # type: ignore[arg-type]
+        for connection in self._others.values():
+            reduction.send_handle(connection, file, 0)  # type: ignore[arg-type]
+        return file
+
     def close(self) -> None:
-        """Leave it."""
+        """Leave it; the vectors stay as long as somebody has them."""
         for connection in self._others.values():
             connection.close()
+
+
+@final
+class OneMemory:
+    """A vector that is one for all ranks, or each rank's own: at the same address, so that views of it stay views.
+
+    It is each rank's own at first.
+
+    Args:
+        mesh: of the ranks; all of them call this.
+        dtype, elements: of the vector.
+
+    Attributes:
+        vector: see above.
+    """
+
+    def __init__(self, mesh: Mesh, dtype: torch.dtype, elements: int) -> None:
+        self._mesh = mesh
+        self._size = max(1, elements * dtype.itemsize)
+        self._file = mesh.give(nameless(self._size))
+        self.vector = mapped(os.dup(self._file), dtype, elements)
+        self._map(mmap.MAP_PRIVATE)
+        self.apart = True
+
+    def come_together(self) -> None:
+        """Let all ranks have the same memory from now on, with what the first rank's has been; all call it."""
+        if self._mesh.rank == 0:
+            kept = self.vector.clone()
+            self._map(mmap.MAP_SHARED)
+            self.vector.copy_(kept)
+        self._mesh.tell(None)
+        self._mesh.hear()
+        if self._mesh.rank:
+            self._map(mmap.MAP_SHARED)
+        self.apart = False
+
+    def go_apart(self) -> None:
+        """Let this rank's be its own from now on, with what it was; nobody changes it before all come together."""
+        self._map(mmap.MAP_PRIVATE)
+        self.apart = True
+
+    def close(self) -> None:
+        """Share it no more; the vector stays."""
+        os.close(self._file)
+
+    def _map(self, how: int) -> None:
+        """Put the file into the place of what is at the vector's address."""
+        address, fixed = self.vector.data_ptr(), 0x10
+        if not len(self.vector):
+            return
+        found = _libc().mmap(address, self._size, mmap.PROT_READ | mmap.PROT_WRITE, how | fixed, self._file, 0)
+        if found != address:
+            raise OSError(ctypes.get_errno(), "memory couldn't be mapped again")
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    word, number = ctypes.c_void_p, ctypes.c_int
+    libc.mmap.argtypes = [word, ctypes.c_size_t, number, number, number, ctypes.c_long]
+    libc.mmap.restype = word
+    return libc
 
 
 def _path(address: str, rank: int) -> str:

@@ -19,7 +19,7 @@ from fabricx.errors import ServerLost
 from fabricx.exchange.arrival import Arrival
 from fabricx.exchange.boxes import Boxes, Filled, dtype_of, pieces_by_parameter, settle_sums, watch
 from fabricx.exchange.compression import Codec
-from fabricx.exchange.layout import Piece, Rows, divide
+from fabricx.exchange.layout import divide
 from fabricx.exchange.messages import (
     Apply,
     Ask,
@@ -36,7 +36,7 @@ from fabricx.exchange.messages import (
     Settings,
     Tell,
 )
-from fabricx.exchange.rules import part_of, sliced
+from fabricx.exchange.rules import join_states, part_of, sliced
 
 T = TypeVar("T")
 START: Final = timedelta(minutes=5)  # how long a server may take to start
@@ -71,7 +71,7 @@ class Client:
         self._parameters = list(parameters)
         self.waited_s = 0.0  # for servers to answer
         self._shards = divide([parameter.shape for parameter in parameters], servers, whole=whole, by_row=tables)
-        self._dtype = dtype_of(parameters)
+        self.dtype = dtype_of(parameters)
         self._store, self._prefix, self._worker, self._over_gloo = store, prefix, worker, over_gloo
         self._codecs = [(kind, feedback) for kind, feedback in ((compression, True), (back, False))]
         self._keep = keep
@@ -96,7 +96,7 @@ class Client:
     def _meet(self, number: int) -> Boxes[Link]:
         """Return a new link to a server; waits until it has an address at which it wasn't lost already."""
         key, shard = f"{self._prefix}/server/{number}", self._shards[number]
-        hello = Hello(self._worker, self._dtype, shard.room, None if self._sums else shard.size)
+        hello = Hello(self._worker, self.dtype, shard.room, None if self._sums else shard.size)
         self._store.wait([key], START)
         deadline = time.monotonic() + RESTART_S
         while time.monotonic() < deadline:
@@ -166,7 +166,7 @@ class Client:
             if velocity is not None:
                 moving = torch.cat([part_of(velocity[part.parameter], part).reshape(-1) for part in shard.parts])
             before = lost[number] if lost else None
-            self._asked(number, Begin(settings, stepped, made, shard, self._dtype, version, moving, before))
+            self._asked(number, Begin(settings, stepped, made, shard, self.dtype, version, moving, before))
 
     def _say(self, number: int, message: Any) -> None:
         self._try(number, lambda boxes: boxes.link.send(message))
@@ -359,15 +359,15 @@ class Client:
         found = [self._asked(number, Tell("state")).content for number in range(len(self._boxes))]
         parts = [shard.parts for shard in self._shards]
         return [
-            [self._joined(number, [pair for mine, server in zip(parts, found, strict=True)
-                                   for pair in zip(mine, server[which], strict=True)])
+            [join_states(self._parameters[number], [pair for mine, server in zip(parts, found, strict=True)
+                                   for pair in zip(mine, server[which], strict=True) if pair[0].parameter == number])
              for number in range(len(self._parameters))]
             for which in range(len(found[0]))
         ]  # fmt: skip
 
     def velocity(self) -> list[Tensor]:
         """Return the velocity of the servers' outer optimizer, by parameter."""
-        found = [torch.zeros(parameter.shape, dtype=self._dtype) for parameter in self._parameters]
+        found = [torch.zeros(parameter.shape, dtype=self.dtype) for parameter in self._parameters]
         for number, shard in enumerate(self._shards):
             told = self._asked(number, Tell("velocity")).content
             for part, (start, stop) in zip(shard.parts, shard.spans, strict=True):
@@ -405,23 +405,3 @@ class Client:
             unpin()
         for link in self._links:
             link.close()
-
-    def _joined(self, number: int, parts: Sequence[tuple[Piece | Rows, dict[str, Any]]]) -> dict[str, Any]:
-        """Put together what servers remember of the parts of one parameter."""
-        parameter = self._parameters[number]
-        states = [(part, state) for part, state in parts if part.parameter == number and state]
-        if not states:
-            return {}
-        joined: dict[str, Any] = {}
-        for key, first in states[0][1].items():
-            if not isinstance(first, Tensor) or first.numel() != states[0][0].size or not first.dim():
-                joined[key] = first
-                continue
-            whole = torch.zeros(parameter.shape, dtype=first.dtype)
-            for part, state in states:
-                if isinstance(part, Rows):
-                    part_of(whole, part).copy_(state[key])
-                else:
-                    whole.view(-1)[part.start : part.stop] = state[key].reshape(-1)
-            joined[key] = whole.to(parameter.device)
-        return joined

@@ -10,7 +10,7 @@ from typing import Any, final
 from torch import Tensor
 
 from fabricx.comm.links import LOST
-from fabricx.comm.mesh import Mesh
+from fabricx.comm.mesh import Mesh, OneMemory
 from fabricx.comm.world import World
 from fabricx.errors import ServerLost
 from fabricx.exchange.boxes import Boxes, Filled, dtype_of, settle_sums, watch
@@ -29,32 +29,37 @@ class Neighbours:
         parameters: the same on all workers, in the same order.
         views: gradients may stay in the shared memory.
         tables: numbers of the parameters of whose gradients only some rows are there.
+        weights: have memory for all weights too.
     """
 
     def __init__(
-        self, world: World, key: str, parameters: Sequence[Tensor], *, views: bool, tables: frozenset[int]
+        self, world: World, key: str, parameters: Sequence[Tensor], *, views: bool, tables: frozenset[int],
+        weights: bool = False,
     ) -> None:  # fmt: skip
         self.hears = True
         self.waited_s = 0.0
         rank, size = world.rank, world.size
         self._parameters, self._rank, self._size = list(parameters), rank, size
-        [self._shard] = divide([parameter.shape for parameter in parameters], 1, by_row=tables)
-        self._mesh = Mesh(world.store, key, rank, size, dtype_of(parameters), self._shard.room)
-        self._slot = Slot(self._mesh.vectors[rank])
-        self._boxes = Boxes(self._slot, self._shard, self._parameters, None, views=views)
+        [self.shard] = divide([parameter.shape for parameter in parameters], 1, by_row=tables)
+        self.dtype = dtype_of(parameters)
+        self._mesh = Mesh(world.store, key, rank, size, self.dtype, self.shard.room)
+        self.slots = self._mesh.vectors
+        self.weights = OneMemory(self._mesh, self.dtype, self.shard.size) if weights else None
+        self._slot = Slot(self.slots[rank])
+        self._boxes = Boxes(self._slot, self.shard, self._parameters, None, views=views)
         self._filled: dict[int, Filled | None] = {}
-        begin, end = (self._shard.dense * place // size for place in (rank, rank + 1))
-        self._own = [vector[begin:end] for vector in self._mesh.vectors]  # what this worker sums
+        begin, end = (self.shard.dense * place // size for place in (rank, rank + 1))
+        self._own = [slot[begin:end] for slot in self.slots]  # what this worker sums
 
     def watch(self) -> Callable[[], None]:
         """Let gradients go as soon as they are complete, while `hears`; returns what ends that."""
-        return watch(self._parameters, [self._shard], self._put)
+        return watch(self._parameters, [self.shard], self._put)
 
     def _put(self, server: int, number: int, parameter: Tensor) -> None:
         if self.hears:
             self._boxes.put(number, parameter)
 
-    def begin(self, *anything: Any) -> None:
+    def begin(self, *anything: Any, **more: Any) -> None:
         """Do nothing: there is nobody who would have to know the optimizers."""
 
     def push(self, gradients: Sequence[Tensor | None], **anything: Any) -> None:
@@ -63,6 +68,25 @@ class Neighbours:
         filled = self._filled[self._rank] = None if empty else self._boxes.fill(gradients)
         with _others_are_there():
             self._mesh.tell(filled)
+
+    def hear(self) -> list[Filled | None]:
+        """Wait for what all have pushed, by rank; None is of those without a gradient."""
+        with _others_are_there():
+            heard = {**self._mesh.hear(), self._rank: self._filled[self._rank]}
+        return [heard[rank] for rank in range(self._size)]
+
+    def gather(self, value: float) -> list[float]:
+        """Return a number of each worker, by rank."""
+        with _others_are_there():
+            self._mesh.tell(value)
+            heard = {**self._mesh.hear(), self._rank: value}
+        return [heard[rank] for rank in range(self._size)]
+
+    def meet(self) -> None:
+        """Wait for all workers."""
+        begun = time.perf_counter()
+        self.gather(0.0)
+        self.waited_s += time.perf_counter() - begun
 
     def pull_sums(self, version: int) -> None:
         """Let the parameters' gradients be the sums of all workers'; None where nobody had one."""
@@ -77,7 +101,7 @@ class Neighbours:
             self._mesh.hear()
         self.waited_s += time.perf_counter() - begun
         missing = [filled.missing for filled in self._filled.values() if filled is not None]
-        everything = frozenset(range(len(self._shard.pieces)))
+        everything = frozenset(range(len(self.shard.pieces)))
         nowhere = frozenset.intersection(*missing) if missing else everything
         settle_sums(self._parameters, [self._boxes], [nowhere], [rows])
 
@@ -86,8 +110,8 @@ class Neighbours:
         parts = []
         for rank, filled in sorted(self._filled.items()):
             rows = {} if filled is None else filled.rows
-            parts.append({n: self._shard.rows_in(self._mesh.vectors[rank], n, count) for n, count in rows.items()})
-        return {self._shard.rows[n].parameter: (ids.long(), values) for n, (ids, values) in joined(parts).items()}
+            parts.append({n: self.shard.rows_in(self.slots[rank], n, count) for n, count in rows.items()})
+        return {self.shard.rows[n].parameter: (ids.long(), values) for n, (ids, values) in joined(parts).items()}
 
     def counts(self) -> list[Counts]:
         """Return nothing: there are no servers."""
@@ -100,6 +124,8 @@ class Neighbours:
 
     def close(self) -> None:
         """Leave the others."""
+        if self.weights is not None:
+            self.weights.close()
         self._mesh.close()
 
 

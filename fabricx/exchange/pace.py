@@ -15,7 +15,7 @@ from fabricx.comm.world import World
 from fabricx.exchange.arrival import Lookout
 from fabricx.exchange.client import Client
 from fabricx.exchange.lowrank import LowRank
-from fabricx.exchange.messages import Reply, Settings
+from fabricx.exchange.messages import Groups, Reply, Settings
 from fabricx.strategy import SPARSE_CLIPPED
 
 
@@ -56,10 +56,14 @@ class Pace(ABC):
         """Begin to train, after so many updates."""
         self.settings.workers = self.world.size
         self.client.begin(self.settings, self._optimizers if self.servers_step else None, step, lost=self.owed)
-        if self.servers_step:  # they have it now
-            for optimizer in self._optimizers:
-                optimizer.state.clear()
-                optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns that schedules come first
+        if self.servers_step:
+            self.forget_moments()
+
+    def forget_moments(self) -> None:
+        """Give up what the optimizers remember: others step."""
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns that schedules come first
 
     def end(self) -> None:
         """Train no more."""
@@ -126,8 +130,7 @@ class Pace(ABC):
                 if state:
                     optimizer.state[parameter] = state
         yield
-        for optimizer in optimizers:
-            optimizer.state.clear()
+        self.forget_moments()
 
     def kept(self) -> Any:
         """Return what compression has kept of this worker's gradients for later ones."""
@@ -139,18 +142,21 @@ class Pace(ABC):
 
     def push(self, gradients: list[Tensor | None], **details: Any) -> None:
         """Bring gradients, with the hyperparameters as they are now."""
-        groups = [
+        self.client.push(gradients, groups=self.groups() if self.servers_step else None, **details)
+
+    def groups(self) -> Groups:
+        """Return the hyperparameters of each group of each optimizer."""
+        return [
             [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             for optimizer in self._optimizers
         ]
-        self.client.push(gradients, groups=groups if self.servers_step else None, **details)
 
     def gradients(self) -> list[Tensor | None]:
         """Return what the parameters have now."""
         return [parameter.grad for parameter in self._parameters]
 
 
-class _Together(Pace):
+class Together(Pace):
     """Each update is of the gradient of a global batch, and all workers go step by step."""
 
     def __init__(self, settings: Settings) -> None:
@@ -167,7 +173,7 @@ class _Together(Pace):
 
 
 @final
-class Summing(_Together):
+class Summing(Together):
     """The servers sum gradients, and each worker steps with the sum, by itself.
 
     Args:
@@ -230,7 +236,7 @@ class Summing(_Together):
 
 
 @final
-class Holding(_Together):
+class Holding(Together):
     """The servers hold the sum until all workers have said what it is to be clipped by, and then step."""
 
     def __init__(self, settings: Settings) -> None:

@@ -87,15 +87,20 @@ def add_up(parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
 
     Block by block: each is read once, and still in the cache when it is written.
     """
-    room = torch.empty(min(BLOCK, len(parts[0])), dtype=parts[0].dtype)
+    later = {part.data_ptr() for part in parts[2:]}
+    place = next((vector for vector in into if vector.data_ptr() not in later), None)
     for start in range(0, len(parts[0]), BLOCK):
-        total, *others = (part[start : start + BLOCK] for part in parts)
+        first, *others = (part[start : start + BLOCK] for part in parts)
+        total = torch.empty_like(first) if place is None else place[start : start + BLOCK]
         if others:
-            total = torch.add(total, others[0], out=room[: len(total)])
+            torch.add(first, others[0], out=total)
+        else:
+            total.copy_(first)
         for other in others[1:]:
             total.add_(other)
         for vector in into:
-            vector[start : start + BLOCK].copy_(total)
+            if vector is not place:
+                vector[start : start + BLOCK].copy_(total)
 
 
 class Rule(ABC):
@@ -292,3 +297,25 @@ def _state_of(value: object, whole: Tensor, part: Piece | Rows) -> object:
         return value
     found = part_of(value, part) if value.shape == whole.shape else value.detach()
     return found.cpu().clone()  # each piece counts its own steps
+
+
+def join_states(parameter: Tensor, parts: Sequence[tuple[Piece | Rows, dict[str, object]]]) -> dict[str, object]:
+    """Put together what optimizers remember of the parts of one parameter."""
+    states = [(part, state) for part, state in parts if state]
+    if not states:
+        return {}
+    joined: dict[str, object] = {}
+    for key, first in states[0][1].items():
+        if not isinstance(first, Tensor) or first.numel() != states[0][0].size or not first.dim():
+            joined[key] = first
+            continue
+        whole = torch.zeros(parameter.shape, dtype=first.dtype)
+        for part, state in states:
+            value = state[key]
+            assert isinstance(value, Tensor)
+            if isinstance(part, Rows):
+                part_of(whole, part).copy_(value)
+            else:
+                whole.view(-1)[part.start : part.stop] = value.reshape(-1)
+        joined[key] = whole.to(parameter.device)
+    return joined

@@ -26,6 +26,7 @@ from fabricx.exchange.neighbours import Neighbours
 from fabricx.exchange.pace import Holding, Pace, Summing
 from fabricx.exchange.rounds import Rounds
 from fabricx.exchange.rules import needs_whole_tensors
+from fabricx.exchange.sharing import Sharing
 from fabricx.strategy import Strategy, Traits
 
 LinkKind = Literal["auto", "gloo"]
@@ -64,10 +65,11 @@ class ServedStrategy(Strategy):
     ) -> None:  # fmt: skip
         super().__init__()
         name = type(self).__name__
-        if servers < 0 or (servers == 0 and (servers_step or settings.compresses or rank or link == "gloo")):
+        alone = pace is None and not settings.compresses and rank is None and link == "auto" and overlap == "backward"
+        if servers < 0 or (servers == 0 and not alone):
             raise ValueError(
-                f"servers={servers}: 1 or more processes keep the parameters; without any, workers that step sum by "
-                "themselves (mode='sync', optimizer='worker', no compression, one machine)"
+                f"servers={servers}: 1 or more processes keep the parameters; without any, workers of one machine do "
+                "it in memory that all see (mode='sync', link='auto', no compression, overlap='backward')"
             )
         check_choice(name, "link", link, ("auto", "gloo"))
         check_choice(name, "compression", settings.compression, (*KINDS, None))
@@ -124,7 +126,7 @@ class ServedStrategy(Strategy):
         if self._servers_step and self.shard_by == "auto":
             whole = needs_whole_tensors(optimizers)
         low_rank = None if self._rank is None else LowRank(self._parameters, self._rank)
-        pace = self._pace = self._apart or self._together(low_rank)
+        pace = self._pace = self._apart or self._together(low_rank, whole)
         tables = _tables(self.module, self._parameters) if self._settings.outer is None else {}
         for option, value in (("compensation", self._settings.compensation), ("compression='powersgd'", self._rank)):
             if tables and value is not None:
@@ -144,8 +146,10 @@ class ServedStrategy(Strategy):
         world, key = self.world, self.world.key("exchange")
         views = not self._several_backwards and self._settings.outer is None and self._rank is None
         if not self.servers:
-            neighbours = Neighbours(world, key, parameters, views=views, tables=tables)
-            return cast(Client, neighbours)  # it does what is asked of a client where workers step
+            if self._servers_step and tables:
+                raise ValueError("servers=0 with optimizer='server' knows no sparse gradients: say servers=1")
+            neighbours = Neighbours(world, key, parameters, views=views, tables=tables, weights=self._servers_step)
+            return cast(Client, neighbours)  # it does what is asked of a client where all go together
         if world.store is None:
             raise ValueError(f"{type(self).__name__} needs servers, which are started with the workers")
         return Client(
@@ -163,9 +167,9 @@ class ServedStrategy(Strategy):
 
         return part.register_forward_pre_hook(bring).remove
 
-    def _together(self, low_rank: LowRank | None) -> Pace:
+    def _together(self, low_rank: LowRank | None, whole: bool) -> Pace:
         if self._servers_step:
-            return Holding(self._settings)
+            return Holding(self._settings) if self.servers else Sharing(self._settings, whole=whole)
         return Summing(self._settings, several=self._several_backwards, low_rank=low_rank)
 
     def starts(self, step: int) -> None:
@@ -178,11 +182,10 @@ class ServedStrategy(Strategy):
         for undo in self._undo:
             undo()
         self._undo = []
-        if self._client is not None:
-            self._client.close()
-        if self._pace is not None:
+        if self._pace is not None and self._client is not None:
             self._pace.end()
             self._pace.lookout = None
+            self._client.close()
         for parameter in self._parameters:
             parameter.grad = None  # it may lie in memory that servers see too
         self._client, self._parameters = None, []
@@ -225,12 +228,12 @@ class ServedStrategy(Strategy):
         return self._pace.complete() if self._closing else True
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-        if isinstance(self._pace, Holding):
+        if isinstance(self._pace, (Holding, Sharing)):
             return self._pace.clip_norm(parameters, max_norm)
         return super().clip_norm(parameters, max_norm)
 
     def clip_value(self, parameters: Iterable[Tensor], limit: float) -> None:
-        if isinstance(self._pace, Holding):
+        if isinstance(self._pace, (Holding, Sharing)):
             self._pace.clip_value(parameters, limit)
         else:
             super().clip_value(parameters, limit)

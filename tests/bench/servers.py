@@ -20,6 +20,7 @@ from fabricx.exchange.client import Client
 from fabricx.exchange.messages import Settings
 from fabricx.exchange.pace import Summing
 from fabricx.exchange.serving import serve
+from fabricx.exchange.sharing import Sharing
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer
 from fabricx.testing import QUIET, run_ranks
 
@@ -120,13 +121,15 @@ class Exchanges(Wide):
         self.exchanges: list[float] = []
 
     def on_fit_start(self) -> None:
-        complete = Summing.complete
+        for pace in (Summing, Sharing):  # in this process, which ends with the run
+            pace.complete = self._timed(pace.complete)  # type: ignore[method-assign]
 
-        def timed(pace: Summing) -> bool:
+    def _timed(self, complete: Any) -> Any:
+        def timed(pace: Any) -> bool:
             self.begun = time.perf_counter()
             return complete(pace)
 
-        Summing.complete = timed  # type: ignore[method-assign]  # in this process, which ends with the run
+        return timed
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.begun = 0.0
@@ -195,12 +198,13 @@ def main() -> None:
     )
     rows = {
         "gloo's all_reduce and SGD": lambda: plain_gloo_ms(args.steps),
-        "parameter_server, servers=0": lambda: exchange_ms(ParameterServer(servers=0), args.steps),
+        "servers=0, optimizer=server": lambda: exchange_ms(ParameterServer(servers=0, optimizer="server"), args.steps),
+        "servers=0": lambda: exchange_ms(ParameterServer(servers=0), args.steps),
         "parameter_server, servers=1": lambda: exchange_ms(ParameterServer(), args.steps),
         "parameter_server, link=gloo": lambda: exchange_ms(ParameterServer(link="gloo"), args.steps),
     }
     found = interleaved(rows, args.rounds)
-    wanted = dict(zip(rows, (None, 0.25, None, None), strict=True))
+    wanted = dict(zip(rows, (None, 0.25, None, None, None), strict=True))
     show(
         f"{MIB} MiB of gradients exchanged by 2 workers, and a step",
         [Row(n, v, "ms", wanted[n]) for n, v in found.items()],

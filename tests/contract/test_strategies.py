@@ -28,6 +28,7 @@ WAYS: dict[str, tuple[Callable[[], fx.Strategy], int]] = {
     "local_sgd": (LocalSGD, 2),
     "parameter_server": (lambda: ParameterServer(servers=2), 2),
     "parameter_server, no server": (lambda: ParameterServer(servers=0), 3),
+    "parameter_server, no server, one memory": (lambda: ParameterServer(servers=0, optimizer="server"), 3),
     "parameter_server, over gloo": (lambda: ParameterServer(link="gloo"), 2),
     "parameter_server, servers step": (lambda: ParameterServer(servers=2, optimizer="server"), 2),
     "parameter_server, bounded": (lambda: ParameterServer(mode="bounded", max_staleness=0), 2),
@@ -65,7 +66,7 @@ TASKS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-REFUSED = {("parameter_server, servers step", "manual")}
+REFUSED = {("parameter_server, servers step", "manual"), ("parameter_server, no server, one memory", "manual")}
 
 
 @functools.cache
