@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from torch.distributed import Store
-
 from fabricx.comm.agree import StopAgreement
+from fabricx.comm.links import Store
 from fabricx.comm.world import World
 from fabricx.data import Microbatch
 

@@ -225,6 +225,7 @@ class Granted:
         count: how many it had in all.
         workers: those that were there at its end.
         share: what part of the samples of its update it has; known to the worker.
+        era: how often the server that gave it had been started again; known to the worker.
     """
 
     lease: int | None
@@ -234,6 +235,7 @@ class Granted:
     count: int = 0
     workers: tuple[int, ...] = ()
     share: float = 1.0
+    era: int = 0
 
 
 @dataclass(slots=True)

@@ -86,10 +86,14 @@ class Rounds(Apart):
 
     def updated(self, step: int) -> int:
         lease, self.lease = self.lease, None
-        if lease is not None and lease.lease is not None:
-            self._mine.append(lease.lease)
-            if len(self._mine) >= self._every:
-                self._bring()
+        if lease is None or lease.lease is None:
+            return self._trained + len(self._mine)
+        if lease.era != self.client.forgotten:  # it is dealt again
+            self._mine, self._stale = [], True
+            return self._trained
+        self._mine.append(lease.lease)
+        if len(self._mine) >= self._every:
+            self._bring()
         return self._trained + len(self._mine)
 
     def _bring(self) -> None:
@@ -132,6 +136,7 @@ class Rounds(Apart):
         if granted.lease is None and wait and self._mine:  # it holds the leases of its round: nobody else can end it
             self._bring()
             granted = super().ask(wait=True)
+        granted.era = self.client.forgotten
         return granted
 
 

@@ -21,7 +21,7 @@ from fabricx.exchange.messages import Settings
 from fabricx.exchange.pace import Summing
 from fabricx.exchange.serving import serve
 from fabricx.exchange.sharing import Sharing
-from fabricx.strategies import DDP, AsyncSGD, ParameterServer
+from fabricx.strategies import DDP, AsyncSGD, ParameterServer, Single
 from fabricx.testing import QUIET, run_ranks
 
 STEP_S, SLOWER = 0.02, 4
@@ -32,9 +32,10 @@ MIB = 25
 class Sleeps(fx.Module):
     """A step takes as long as it is told to: on rank 0 several times as long."""
 
-    def __init__(self) -> None:
+    def __init__(self, slow: bool = True) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 1)
+        self.slow = slow
         self.seconds = 0.0
 
     def on_train_epoch_start(self) -> None:
@@ -45,18 +46,24 @@ class Sleeps(fx.Module):
         self.seconds = time.perf_counter() - self.begun
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        time.sleep(STEP_S * (SLOWER if self.global_rank == 0 else 1))
+        time.sleep(STEP_S * (SLOWER if self.slow and self.global_rank == 0 else 1))
         return self.layer(batch[0]).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def ms_a_batch(strategy: Any, batches: int) -> float:
-    module = Sleeps()
-    trainer = fx.Trainer(devices=WORKERS, strategy=strategy, max_epochs=1, log_every_n_steps=0, **QUIET)
+def ms_a_batch(strategy: Any, batches: int, *, devices: int = WORKERS, slow: bool = True) -> float:
+    module = Sleeps(slow)
+    trainer = fx.Trainer(devices=devices, strategy=strategy, max_epochs=1, log_every_n_steps=0, **QUIET)
     trainer.fit(module, DataLoader(TensorDataset(torch.zeros(batches, 4)), 1))
     return module.seconds / batches * 1e3
+
+
+def all_speeds_together(batches: int) -> float:
+    """Return what a batch would take if no worker ever waited: from the speed of a fast and a slow one, each alone."""
+    slow, fast = (ms_a_batch(Single(), batches, devices=1, slow=slow) for slow in (True, False))
+    return 1 / (1 / slow + (WORKERS - 1) / fast)
 
 
 class Wide(fx.Module):
@@ -187,8 +194,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
     rows: dict[str, Any] = {
-        "all speeds together": lambda: STEP_S / (WORKERS - 1 + 1 / SLOWER) * 1e3,
-        "async_sgd": lambda: ms_a_batch(AsyncSGD(), 15 * args.steps),
+        "all speeds together": lambda: all_speeds_together(args.steps),
+        "async_sgd": lambda: ms_a_batch(AsyncSGD(), 20 * args.steps),
         "ddp, as fast as the slowest": lambda: ms_a_batch(DDP(), 2 * args.steps),
     }
     found = interleaved(rows, args.rounds)

@@ -134,7 +134,8 @@ def test_limits_validations_and_checkpoints_come_at_exact_updates(tmp_path: Path
 def test_checkpoints_go_from_strategy_to_strategy(tmp_path: Path) -> None:
     ways: list[tuple[Any, int]] = [
         (Single(), 1), (AsyncSGD(servers=2), 2), (DDP(), 2), (ParameterServer(), 2),
-        (ParameterServer(optimizer="server", servers=3), 2), (ParameterServer(mode="bounded"), 1), (Single(), 1),
+        (ParameterServer(optimizer="server", servers=3), 2), (ParameterServer(optimizer="server", servers=0), 3),
+        (ParameterServer(mode="bounded"), 1), (AsyncSGD(every=2, outer="average"), 2), (Single(), 1),
     ]  # fmt: skip
     before: Any = None
     path: Path | None = None
@@ -149,7 +150,16 @@ def test_checkpoints_go_from_strategy_to_strategy(tmp_path: Path) -> None:
         before = state
 
 
-@pytest.mark.parametrize("strategy", [ParameterServer(), ParameterServer(optimizer="server"), AsyncSGD()])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ParameterServer(),
+        ParameterServer(servers=0),
+        ParameterServer(servers=0, optimizer="server"),
+        ParameterServer(optimizer="server"),
+        AsyncSGD(),
+    ],
+)
 def test_a_run_goes_on_exactly(tmp_path: Path, strategy: Any) -> None:
     devices = 1 if isinstance(strategy, AsyncSGD) else 2
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
@@ -420,11 +430,12 @@ class ByTensor(LayeredModule):
         return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.02)]
 
 
+@pytest.mark.parametrize("servers", [0, 2])
 @pytest.mark.parametrize("kind", ["adafactor", "muon"])
-def test_optimizers_of_whole_matrices_see_whole_matrices(kind: str, tmp_path: Path) -> None:
+def test_optimizers_of_whole_matrices_see_whole_matrices(kind: str, servers: int, tmp_path: Path) -> None:
     wanted, _ = train(Single(), 1, module=ByTensor(kind), batch=12)
     saver = SavesAtEnd(tmp_path / "end.ckpt")
-    strategy = ParameterServer(optimizer="server", servers=2)
+    strategy = ParameterServer(optimizer="server", servers=servers)
     found, _ = train(strategy, 2, module=ByTensor(kind), batch=6, callbacks=[saver])
     for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
         assert torch.allclose(a, b, atol=2e-3 if kind == "muon" else 1e-5), (a - b).abs().max()  # Muon has bfloat16
@@ -612,9 +623,32 @@ def test_a_server_that_was_killed_starts_again(strategy: Any, monkeypatch: pytes
     assert 2 * SAMPLES <= len(trained) <= 2 * SAMPLES + 2 * 3 + 2  # once more: updates since the snapshot, and in work
 
 
-def test_a_synchronous_run_without_servers_ends_with_a_worker() -> None:
+@pytest.mark.parametrize("optimizer", ["worker", "server"])
+def test_a_synchronous_run_without_servers_ends_with_a_worker(optimizer: Any) -> None:
     with pytest.raises(WorkerFailed, match=r"rank 1 failed[\s\S]*SIGKILL"):
-        train(ParameterServer(servers=0), 2, module=Dies(1), batch=1)
+        train(ParameterServer(servers=0, optimizer=optimizer), 2, module=Dies(1), batch=1)
+
+
+class Meddles(Recorded):
+    """Has weights of its own for a moment, where all meet, another on each rank."""
+
+    def on_validation_start(self) -> None:
+        self.kept = [parameter.detach().clone() for parameter in self.parameters()]
+        for parameter in self.parameters():
+            parameter.data.add_(torch.full_like(parameter, 1.0 + self.global_rank))
+        self.means = self.trainer.world.gather_objects(float(self.head.bias))
+
+    def on_validation_end(self) -> None:
+        for parameter, kept in zip(self.parameters(), self.kept, strict=True):
+            parameter.data.copy_(kept)
+
+
+def test_weights_in_one_memory_are_each_ranks_own_where_all_meet() -> None:
+    wanted, _ = train(Single(), 1, module=Recorded(), batch=12)
+    found, _ = train(ParameterServer(servers=0, optimizer="server"), 3, module=Meddles(), batch=4)
+    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=2e-6)
+    assert found.means[2] - found.means[0] == pytest.approx(2.0, abs=1e-5)
 
 
 def test_a_synchronous_run_ends_with_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
