@@ -41,6 +41,7 @@ bench: $(INSTALLED)  ## measure against plain torch, side by side
 	$(BIN)/python tests/bench/sharding.py
 	$(BIN)/python tests/bench/servers.py
 	$(BIN)/python tests/bench/orderings.py
+	$(BIN)/python tests/bench/rounds.py
 
 clean:  ## remove the virtual environment and what tools leave behind
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
