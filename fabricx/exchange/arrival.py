@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import final
+from typing import cast, final
 
 import torch
 from torch import Tensor, nn
@@ -118,5 +118,4 @@ def _before(numbers: set[int], bring: Callable[[set[int]], None]) -> Callable[..
     def wait(part: nn.Module, args: object) -> None:
         bring(numbers)
 
-    waits: Callable[..., None] = torch.compiler.disable(wait)
-    return waits
+    return cast(Callable[..., None], torch.compiler.disable(wait))

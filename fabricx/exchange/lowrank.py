@@ -88,8 +88,9 @@ class _Matrix:
             return
         self._orthogonal, _ = torch.linalg.qr(summed)
         if self._given is not None:
-            self.right.grad = self._given.T @ self._orthogonal
-            self.lost = self._given - self._orthogonal @ self.right.grad.T
+            factor = self._given.T @ self._orthogonal
+            self.right.grad = factor
+            self.lost = self._given - self._orthogonal @ factor.T
 
     def settle(self) -> None:
         summed, self.right.grad, self._given = self.right.grad, None, None

@@ -125,6 +125,8 @@ class ServedStrategy(Strategy):
         whole = self.shard_by == "tensor"
         if self._servers_step and self.shard_by == "auto":
             whole = needs_whole_tensors(optimizers)
+        if self._apart is not None and self.world.size > 1 and self.world.main_rank:
+            _warn_of_momentum(optimizers, self._settings)
         low_rank = None if self._rank is None else LowRank(self._parameters, self._rank)
         pace = self._pace = self._apart or self._together(low_rank, whole)
         tables = _tables(self.module, self._parameters) if self._settings.outer is None else {}
@@ -334,6 +336,17 @@ class ServedStrategy(Strategy):
         parts = saved.split([parameter.numel() for parameter in ordered])
         found = {id(p): part.view(p.shape) for p, part in zip(ordered, parts, strict=True)}
         return [found[id(parameter)] for parameter in self._parameters]
+
+
+def _warn_of_momentum(optimizers: Sequence[Optimizer], settings: Settings) -> None:
+    """Warn if momentum adds to that of delays, which act like one (Mitliagkas et al., Allerton 2016)."""
+    strongest = max((group.get("momentum", 0.0) for one in optimizers for group in one.param_groups), default=0.0)
+    if strongest >= 0.5 and settings.outer is None and not settings.aggregate and not settings.damp:
+        warnings.warn(
+            f"momentum={strongest} with gradients that are applied as they come, at their whole size: delays act like "
+            "more momentum, and training may diverge. Say damp=true, a small max_staleness, or less momentum",
+            stacklevel=2,
+        )
 
 
 def _tables(module: nn.Module | None, parameters: Sequence[Tensor]) -> dict[nn.Module, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,39 @@ def test_one_rank_may_ask_all_to_stop() -> None:
     assert trainer.current_epoch < 50
     assert trainer.should_stop
     assert module.counts == [] or module.counts[0].updates == trainer.global_step
+
+
+class Momentum(Recorded):
+    """Has momentum, and fails if nobody warns of it, or somebody does."""
+
+    def __init__(self, warned: bool) -> None:
+        super().__init__("momentum")
+        self.warned = warned
+
+    def setup(self, stage: str) -> None:
+        self.caught = warnings.catch_warnings(record=True)
+        self.heard = self.caught.__enter__()
+        warnings.simplefilter("always")
+
+    def on_train_start(self) -> None:
+        self.caught.__exit__(None, None, None)
+        told = any("delays act like more momentum" in str(warning.message) for warning in self.heard)
+        assert told == (self.warned and self.global_rank == 0)
+        del self.caught, self.heard
+
+
+@pytest.mark.parametrize(
+    ("strategy", "warned"),
+    [
+        (AsyncSGD(damp=False), True),
+        (AsyncSGD(compensation="dc"), True),
+        (AsyncSGD(), False),
+        (AsyncSGD(outer="average"), False),
+        (ParameterServer(mode="bounded"), False),
+    ],
+)
+def test_momentum_beside_delays_is_warned_of(strategy: Any, warned: bool) -> None:
+    train(strategy, 2, module=Momentum(warned), max_epochs=1)
 
 
 @pytest.mark.parametrize(
