@@ -26,14 +26,12 @@ class Traits:
         synchronous: all ranks hold the same weights after a step.
         sharded: a rank holds only a part of the weights or of the optimizer's state.
         elastic: the world may change under it.
-        quiet_point: a snapshot or a validation has to wait until nothing is in flight.
         max_ranks: the most ranks it can run on; None for any number.
     """
 
     synchronous: bool = True
     sharded: bool = False
     elastic: bool = False
-    quiet_point: bool = False
     max_ranks: int | None = None
 
 

@@ -77,7 +77,7 @@ class LocalSGD(Strategy):
         keep_local: what part of a rank's own weights stays where a result comes late: 0 takes the result alone.
     """
 
-    traits = Traits(synchronous=False, quiet_point=True)
+    traits = Traits(synchronous=False)
 
     def __init__(
         self,

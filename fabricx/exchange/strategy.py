@@ -80,7 +80,7 @@ class ServedStrategy(Strategy):
         self.servers = servers
         self.link = link
         self.shard_by = shard_by
-        self.traits = Traits(synchronous=pace is None, quiet_point=pace is not None, elastic=pace is not None)
+        self.traits = Traits(synchronous=pace is None, elastic=pace is not None)
         self._settings = settings
         self._servers_step = servers_step
         self._apart = pace
