@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "EMA": "ema",
     "EarlyStopping": "early_stopping",
+    "FaultRecovery": "fault_recovery",
     "GradientAccumulation": "gradient_accumulation",
     "GradientAccumulationScheduler": "gradient_accumulation",
     "LearningRateMonitor": "learning_rate_monitor",
@@ -35,6 +36,7 @@ _HOMES = {
 __all__ = [
     "EMA",
     "EarlyStopping",
+    "FaultRecovery",
     "GradientAccumulation",
     "GradientAccumulationScheduler",
     "LearningRateMonitor",

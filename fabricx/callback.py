@@ -58,6 +58,13 @@ class Callback:
 
     # training
 
+    def restarts_after(self, error: Exception, step: int) -> bool:
+        """Return whether workers that failed are to be started again from a checkpoint of `step`.
+
+        Called in the process that supervises, which doesn't train.
+        """
+        return False
+
     def on_sanity_check_start(self, trainer: Trainer, module: Module) -> None:
         """Before the few validation batches that are run ahead of training."""
 

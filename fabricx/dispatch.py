@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 import torch
 
 from fabricx import provenance
-from fabricx.checkpoint import is_committed, list_committed, verify
+from fabricx.checkpoint import is_committed, list_committed, read_manifest, verify
 from fabricx.checkpoint.places import as_path
 from fabricx.comm import world as worlds
 from fabricx.comm.world import World
-from fabricx.errors import CheckpointError, did_you_mean
+from fabricx.errors import CheckpointError, WorkerFailed, did_you_mean
 from fabricx.execution import execute, next_job
 from fabricx.hooks import check_hooks
 from fabricx.launch import environment
@@ -164,12 +164,42 @@ def _in_workers(trainer: Trainer, job: Job) -> Any:
     named = {"module": job.module, "trainer": trainer, "train_dataloaders": job.train, "dataloaders": job.evaluate,
              "datamodule": job.datamodule}  # fmt: skip
     elastic = trainer.strategy.traits.elastic and job.stage == "fit"
-    outcome = run_workers(
-        _work, (trainer, job), size=len(trainer.device_ids), named=named, servers=_servers(trainer, job), serve=_serve,
-        elastic=elastic,
-    )[0]  # fmt: skip
-    outcome.absorb(trainer, job)
-    return outcome.results
+    trainer.failures = []
+    while True:
+        try:
+            outcome = run_workers(
+                _work, (trainer, job), size=len(trainer.device_ids), named=named, servers=_servers(trainer, job),
+                serve=_serve, elastic=elastic,
+            )[0]  # fmt: skip
+        except WorkerFailed as error:
+            if job.stage != "fit" or not _starts_again(trainer, job, error):
+                raise
+        else:
+            outcome.absorb(trainer, job)
+            return outcome.results
+
+
+def _starts_again(trainer: Trainer, job: Job, error: WorkerFailed) -> bool:
+    """Let the job begin with the newest checkpoint of its own run, if a callback wants to go on after an error."""
+    assert trainer.run_dir is not None
+    found = []
+    for path in (one for name in ("recovery", "checkpoints") for one in list_committed(trainer.run_dir / name)):
+        manifest = read_manifest(path)
+        if not manifest["weights_only"]:
+            found.append((manifest["step"], path))
+    if not found:
+        return False
+    path = newest_whole([path for _, path in sorted(found)])
+    step = read_manifest(path)["step"]
+    if not any(callback.restarts_after(error, step) for callback in trainer.callbacks):
+        return False
+    lines = [line for line in str(error).splitlines() if line]
+    last = [line for line in error.traceback.splitlines() if line][-1]
+    what = f"{lines[0]} {last}"[:300]
+    trainer.failures.append(what)
+    print(f"{what}\nall workers start again from step {step}", file=sys.stderr, flush=True)
+    job.ckpt_path = path
+    return True
 
 
 def _servers(trainer: Trainer, job: Job) -> int:

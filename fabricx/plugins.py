@@ -23,6 +23,7 @@ _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
     "callbacks": {
         "early_stopping": "fabricx.callbacks.early_stopping:EarlyStopping",
         "ema": "fabricx.callbacks.ema:EMA",
+        "fault_recovery": "fabricx.callbacks.fault_recovery:FaultRecovery",
         "gradient_accumulation": "fabricx.callbacks.gradient_accumulation:GradientAccumulation",
         "learning_rate_monitor": "fabricx.callbacks.learning_rate_monitor:LearningRateMonitor",
         "model_checkpoint": "fabricx.callbacks.model_checkpoint:ModelCheckpoint",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -170,3 +172,104 @@ def assert_same_state(one: Any, other: Any) -> None:
             assert_same_state(a, b)
     else:
         assert one == other
+
+
+class Ledger(Module):
+    """Counts in its own weights how often each sample was trained: a lost or repeated one shows.
+
+    With a global batch of `batch` samples that divides `samples`, each entry is minus the number of epochs.
+
+    Args:
+        samples: of the data; a batch is (inputs of shape [6], targets, numbers of the samples).
+        batch: samples of a global batch.
+    """
+
+    def __init__(self, samples: int, batch: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.batch = batch
+        self.layer = nn.Linear(6, 1)
+        self.entries = nn.Parameter(torch.zeros(samples))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return a loss, and one more for each sample that is there."""
+        loss = nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss + self.batch * self.entries[batch[2]].mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the mean squared error."""
+        self.log("val", nn.functional.mse_loss(self.layer(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return plain gradient descent with momentum for the layer alone."""
+        groups: Any = [{"params": self.layer.parameters(), "momentum": 0.9, "lr": 0.01}, {"params": [self.entries]}]
+        return torch.optim.SGD(groups, lr=1.0)
+
+
+class Fault(Callback):
+    """What happens to one rank at one moment of a run; see `kill` and `fail`."""
+
+    def __init__(self, rank: int, error: str | None = None) -> None:
+        self.rank, self.error = rank, error
+        self.moment, self.step, self.attempt = "", 0, 0
+
+    def during(self, moment: str, step: int = 0, attempt: int | None = 0) -> Fault:
+        """Let it happen once, at the first such moment after so many steps.
+
+        Args:
+            moment: "start", "forward", "backward", "optimizer", "batch end", "validation" or "checkpoint".
+            step: weight updates before.
+            attempt: in which start of the run, from 0; None for each.
+        """
+        self.moment, self.step, self.attempt = moment, step, -1 if attempt is None else attempt
+        return self
+
+    def _now(self, trainer: Any, moment: str) -> None:
+        due = moment == self.moment and trainer.world.rank == self.rank and trainer.global_step >= self.step
+        if not due or self.attempt not in (-1, len(trainer.failures)):
+            return
+        if self.error is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError(self.error)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Be the moment "start"."""
+        self._now(trainer, "start")
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """Be the moment "forward"."""
+        self._now(trainer, "forward")
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        """Be the moment "backward"."""
+        self._now(trainer, "backward")
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        """Be the moment "optimizer"."""
+        self._now(trainer, "optimizer")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Be the moment "batch end"."""
+        self._now(trainer, "batch end")
+
+    def on_validation_batch_start(
+        self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Be the moment "validation"."""
+        if not trainer.sanity_checking:
+            self._now(trainer, "validation")
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        """Be the moment "checkpoint"."""
+        self._now(trainer, "checkpoint")
+
+
+def kill(rank: int) -> Fault:
+    """Return a `kill -9` of one rank: `kill(rank=1).during("backward", step=7)`."""
+    return Fault(rank)
+
+
+def fail(rank: int, error: str) -> Fault:
+    """Return an exception on one rank: `fail(rank=1, error="no memory").during("forward", step=7)`."""
+    return Fault(rank, error)

@@ -200,6 +200,7 @@ class Trainer:
         self.several_loaders = False
         self.stop_wanted = False
         self.published = Published()
+        self.failures: list[str] = []  # after which this run was started again
         self.invitation: Any = None  # where the others are, whom this rank comes to
         self.boundary = 0  # steps and epochs' ends that the ranks have passed in this run
         self.stopped = False  # all ranks have agreed to

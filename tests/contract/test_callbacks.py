@@ -14,6 +14,7 @@ from fabricx.callback import Callback
 from fabricx.callbacks import (
     EMA,
     EarlyStopping,
+    FaultRecovery,
     GradientAccumulation,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -26,6 +27,7 @@ from fabricx.hooks import check_hooks
 CALLBACKS: dict[str, Callable[[], Callback]] = {
     "EMA": EMA,
     "EarlyStopping": lambda: EarlyStopping("val_loss"),
+    "FaultRecovery": FaultRecovery,
     "GradientAccumulation": lambda: GradientAccumulation({2: 4}),
     "LearningRateMonitor": LearningRateMonitor,
     "ModelCheckpoint": lambda: ModelCheckpoint(monitor="val_loss", save_last=True, train_time_interval="10m"),

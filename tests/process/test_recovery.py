@@ -1,0 +1,151 @@
+"""Runs whose processes are killed or fail: they go on, and each sample is in the weights as often as it has to be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader, Dataset
+
+import fabricx as fx
+from fabricx import checkpoint
+from fabricx.callbacks import FaultRecovery, ModelCheckpoint
+from fabricx.errors import WorkerFailed
+from fabricx.loggers import JSONLogger, TensorBoardLogger
+from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
+from fabricx.testing import QUIET, Fault, Ledger, fail, kill, layered_data
+
+SAMPLES, BATCH, EPOCHS = 48, 12, 3
+STEPS = EPOCHS * SAMPLES // BATCH
+
+
+class Numbered(Dataset[Any]):
+    """Pairs, with the number of each."""
+
+    def __init__(self) -> None:
+        self.data = layered_data(SAMPLES)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return (*self.data[index], index)
+
+
+def train(
+    strategy: Any, faults: list[Fault], tmp_path: Path, *, recovery: Any = None, devices: int = 2, **options: Any
+) -> tuple[Ledger, fx.Trainer]:
+    torch.manual_seed(3)
+    module = Ledger(SAMPLES, BATCH)
+    recovery = recovery or FaultRecovery(every_n_train_steps=2)
+    trainer = fx.Trainer(
+        devices=devices, strategy=strategy, max_epochs=EPOCHS, default_root_dir=tmp_path,
+        callbacks=[*faults, recovery], **{**QUIET, **options},
+    )  # fmt: skip
+    loader: Any = DataLoader(Numbered(), BATCH // devices, shuffle=True)
+    trainer.fit(module, loader, DataLoader(Numbered(), 16))
+    return module, trainer
+
+
+def exact(module: Ledger, times: float = EPOCHS) -> bool:
+    """Return whether each sample was trained just so often; 1e-4 is a hundred roundings, and a sample is 1."""
+    return bool((module.entries.detach() + times).abs().max() < 1e-4)
+
+
+STORM = [
+    kill(rank=1).during("backward", step=3),
+    kill(rank=0).during("optimizer", step=5, attempt=1),
+    kill(rank=0).during("validation", step=8, attempt=2),
+    kill(rank=1).during("checkpoint", step=8, attempt=3),
+    kill(rank=0).during("start", attempt=4),
+    kill(rank=1).during("batch end", step=11, attempt=5),
+]
+WAYS: dict[str, Any] = {
+    "ddp": DDP,
+    "fsdp": FSDP,
+    "local_sgd": lambda: LocalSGD(every=2),
+    "parameter_server": lambda: ParameterServer(servers=2),
+    "no server, one memory": lambda: ParameterServer(servers=0, optimizer="server"),
+    "servers step": lambda: ParameterServer(optimizer="server"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_was_killed_often_is_one_that_never_was(way: str, tmp_path: Path) -> None:
+    wanted, one = train(WAYS[way](), [], tmp_path / "a")
+    found, trainer = train(WAYS[way](), STORM, tmp_path / "b")
+    assert len(trainer.failures) == len(STORM)
+    assert trainer.global_step == one.global_step == STEPS
+    # local_sgd: the lost run had ended rounds at snapshots, and so does the other
+    assert exact(found)
+    assert exact(wanted)
+    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert float(trainer.callback_metrics["loss"]) == float(one.callback_metrics["loss"])
+    assert float(trainer.callback_metrics["val"]) == float(one.callback_metrics["val"])
+    assert not list(tmp_path.glob("*/runs/*/recovery"))
+
+
+@pytest.mark.parametrize("strategy", [AsyncSGD(), AsyncSGD(every=3, outer="sum"), ParameterServer(mode="bounded")])
+def test_where_nobody_waits_even_the_main_rank_may_die(strategy: Any, tmp_path: Path) -> None:
+    faults = [
+        kill(rank=0).during("backward", step=3),
+        kill(rank=1).during("validation", step=4, attempt=1),  # where all meet
+        kill(rank=0).during("forward", step=10, attempt=2),
+    ]
+    module, trainer = train(strategy, faults, tmp_path)
+    assert len(trainer.failures) == 3
+    assert trainer.current_epoch == EPOCHS
+    # each gradient is the mean of a worker's own batch, which is half of what the ledger reckons with
+    each = 2.0 if not strategy._settings.aggregate else 1.0
+    assert exact(module, EPOCHS * each)
+
+
+def test_rows_and_checkpoints_are_those_of_one_run(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"enable_checkpointing": True, "log_every_n_steps": 1}
+    saver = ModelCheckpoint(every_n_train_steps=3, save_top_k=-1)
+    faults = [kill(rank=1).during("forward", step=7), saver]
+    loggers = [JSONLogger(), TensorBoardLogger()]
+    _, trainer = train(DDP(), faults, tmp_path, logger=loggers, **options)  # type: ignore[arg-type]
+    [folder] = tmp_path.glob("runs/*")
+    steps = sorted(checkpoint.read_manifest(path)["step"] for path in checkpoint.list_committed(folder / "checkpoints"))
+    assert steps == [3, 6, 9, 12]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row and "val" not in row] == list(range(1, STEPS + 1))
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    [event] = events.Tensors("events/recovery/text_summary")
+    assert b"started again from step 6: rank 1 failed:" in event.tensor_proto.string_val[0]
+    assert trainer.failures
+
+
+def test_an_error_that_comes_again_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="out of luck") as error:
+        train(DDP(), [fail(rank=1, error="out of luck").during("forward", step=5, attempt=None)], tmp_path)
+    assert error.value.rank == 1
+    assert "RuntimeError: out of luck" in error.value.traceback
+    assert list(tmp_path.glob("runs/*/recovery/step=4"))  # to go on from by hand
+
+
+def test_an_error_that_passes_is_tried_again(tmp_path: Path) -> None:
+    module, trainer = train(DDP(), [fail(rank=0, error="a hiccup").during("optimizer", step=5)], tmp_path)
+    assert exact(module)
+    assert len(trainer.failures) == 1
+    assert "a hiccup" in trainer.failures[0]
+
+
+def test_tries_without_getting_further_are_counted(tmp_path: Path) -> None:
+    recovery = FaultRecovery(max_restarts=1, every_n_train_steps=100)
+    faults = [kill(rank=1).during("forward", step=5), kill(rank=1).during("forward", step=6, attempt=1)]
+    with pytest.raises(WorkerFailed, match="SIGKILL"):
+        train(DDP(), faults, tmp_path, recovery=recovery)
+
+
+@pytest.mark.parametrize("options", [{"max_restarts": -1}, {"every_n_train_steps": 0}])
+def test_wrong_options_are_refused(options: Any) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        FaultRecovery(**options)
