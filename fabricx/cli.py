@@ -86,9 +86,9 @@ def _run(command: str, arguments: list[str]) -> None:
 
 def _resume(arguments: list[str]) -> int:
     """Go on with a run in its own folder, from its newest checkpoint."""
-    from fabricx.checkpoint import list_committed
     from fabricx.config import configuration_of
-    from fabricx.dispatch import newest_whole
+    from fabricx.dispatch import checkpoints_of, newest_whole
+    from fabricx.launch.lock import only_here
 
     if not arguments or arguments[0].startswith("-"):
         print(
@@ -99,8 +99,10 @@ def _resume(arguments: list[str]) -> int:
     sys.path.insert(0, os.getcwd())
     try:
         given = configuration_of(run_dir, arguments[1:])
+        with only_here(run_dir):  # else what is found may be gone a moment later
+            pass
         kept = ((given.get("callbacks") or {}).get("model_checkpoint") or {}).get("dirpath")
-        found = list_committed(kept or run_dir / "checkpoints")
+        found = checkpoints_of(run_dir, kept)
         if not found:
             raise ValueError(f"{run_dir} has no complete checkpoint to go on from")
         stopped, _ = run("fit", {**given, "ckpt_path": str(newest_whole(found))}, run_dir)

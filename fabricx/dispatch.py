@@ -27,6 +27,7 @@ from fabricx.errors import CheckpointError, WorkerFailed, did_you_mean
 from fabricx.execution import execute, next_job
 from fabricx.hooks import check_hooks
 from fabricx.launch import environment
+from fabricx.launch.lock import only_here
 from fabricx.module import Module
 from fabricx.outcome import Outcome
 
@@ -80,9 +81,25 @@ def _run(trainer: Trainer, job: Job) -> Any:
     if (place := _server_of_cluster(trainer)) is not None:
         return _serve_in_cluster(trainer, job, place)
     here = worlds.current() or _join_cluster(trainer)
-    job.ckpt_path = _agreed(here, lambda: resolve_checkpoint(trainer, job.ckpt_path))
-    if trainer.run_dir is None:
-        trainer.run_dir = new_run_dir(Path(trainer.default_root_dir))
+    earlier = trainer.run_dir is not None  # then another process may be in it; a new folder isn't made for nothing
+    with _alone(trainer, job, here) if earlier else contextlib.nullcontext():
+        job.ckpt_path = _agreed(here, lambda: resolve_checkpoint(trainer, job.ckpt_path))
+        if trainer.run_dir is None:
+            trainer.run_dir = new_run_dir(Path(trainer.default_root_dir))
+        with contextlib.nullcontext() if earlier else _alone(trainer, job, here):
+            return _run_there(trainer, job, here)
+
+
+def _alone(trainer: Trainer, job: Job, here: World | None) -> contextlib.AbstractContextManager[None]:
+    """Return what keeps other runs out of this one's folder, if there will be one."""
+    writes = job.stage == "fit" and not trainer.fast_dev_run and (trainer.loggers or trainer.checkpoint_callback)
+    if not writes or (here is not None and not here.main_rank):
+        return contextlib.nullcontext()
+    assert trainer.run_dir is not None
+    return only_here(trainer.run_dir)
+
+
+def _run_there(trainer: Trainer, job: Job, here: World | None) -> Any:
     if here is not None and here.size > 1:
         with _interruptible(trainer, (signal.SIGINT, *_notices())):
             return execute(trainer, job, here).results
@@ -182,14 +199,10 @@ def _in_workers(trainer: Trainer, job: Job) -> Any:
 def _starts_again(trainer: Trainer, job: Job, error: WorkerFailed) -> bool:
     """Let the job begin with the newest checkpoint of its own run, if a callback wants to go on after an error."""
     assert trainer.run_dir is not None
-    found = []
-    for path in (one for name in ("recovery", "checkpoints") for one in list_committed(trainer.run_dir / name)):
-        manifest = read_manifest(path)
-        if not manifest["weights_only"]:
-            found.append((manifest["step"], path))
+    found = checkpoints_of(trainer.run_dir)
     if not found:
         return False
-    path = newest_whole([path for _, path in sorted(found)])
+    path = newest_whole(found)
     step = read_manifest(path)["step"]
     if not any(callback.restarts_after(error, step) for callback in trainer.callbacks):
         return False
@@ -276,6 +289,22 @@ def resolve_checkpoint(trainer: Trainer, path: str | Path | None) -> Path | None
         raise ValueError(f"ckpt_path={str(path)!r}: there is no complete checkpoint.{hint}{there}")
     verify(given)
     return given.resolve()
+
+
+def checkpoints_of(run_dir: Path, folder: str | Path | None = None) -> list[Path]:
+    """Return what a run can go on from, the furthest last: its checkpoints, and its snapshots for recovery.
+
+    Args:
+        run_dir: the run's folder.
+        folder: of its checkpoints, if that is another one.
+    """
+    placed = []
+    for place in (folder or run_dir / "checkpoints", run_dir / "recovery"):
+        for number, path in enumerate(list_committed(place)):
+            manifest = read_manifest(path)
+            if not manifest["weights_only"]:
+                placed.append((manifest["step"], number, path))
+    return [path for _, _, path in sorted(placed, key=lambda entry: entry[:2])]
 
 
 def newest_whole(checkpoints: list[Path]) -> Path:

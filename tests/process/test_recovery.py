@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -149,3 +154,37 @@ def test_tries_without_getting_further_are_counted(tmp_path: Path) -> None:
 def test_wrong_options_are_refused(options: Any) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         FaultRecovery(**options)
+
+
+def test_a_run_whose_supervisor_was_killed_is_resumed_from_its_snapshot(own_folder: Path) -> None:
+    command = [sys.executable, "-m", "fabricx"]
+    options: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    given = ["callbacks=fault_recovery", "callbacks.fault_recovery.every_n_train_steps=5", "trainer.devices=2"]
+    first = subprocess.Popen([*command, "fit", "experiment=digits", *given, "trainer.max_epochs=1000"], **options)
+    with first:
+        wait_for(lambda: snapshots(own_folder) and snapshots(own_folder)[-1] >= 5)
+        [run] = own_folder.glob("runs/*")
+        again = subprocess.run([*command, "resume", str(run)], **options, timeout=100, check=False)
+        assert again.returncode == 1
+        assert f"process {first.pid} is training in" in again.stdout
+        workers = psutil.Process(first.pid).children(recursive=True)
+        first.kill()
+    assert not psutil.wait_procs(workers, timeout=10)[1]
+    steps = snapshots(own_folder)[-1] + 7
+    more = ["trainer.max_epochs=-1", f"trainer.max_steps={steps}"]
+    done = subprocess.run([*command, "resume", str(run), *more], **options, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout
+    assert f"{steps} steps" in done.stdout
+
+
+def snapshots(folder: Path) -> list[int]:
+    """Return the steps of the complete snapshots of all runs."""
+    found = [path for place in folder.glob("runs/*/recovery") for path in checkpoint.list_committed(place)]
+    return sorted(int(path.name.partition("=")[2]) for path in found)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
