@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from fabricx.callback import Callback
+from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
     from fabricx.module import Module
@@ -28,18 +35,36 @@ class FaultRecovery(Callback):
     Args:
         max_restarts: how often in a row, without getting any further.
         every_n_train_steps: weight updates between two snapshots.
+        bad_gradients: what becomes of an update whose gradient has NaN or infinity on any rank: None looks at none,
+            "raise" ends (and so begins again) the run with the names of the parameters, "skip" leaves the weights as
+            they are. All ranks decide the same, at the cost of a small collective each step.
+        compare_every_n_steps: weight updates between two comparisons of what should be the same weights on all ranks,
+            by a sum over their bits; 0 for none. A rank that differs is named, and all begin again from the snapshot.
     """
 
     watches_metrics: ClassVar[bool] = True  # a snapshot holds the position after the batch
 
-    def __init__(self, max_restarts: int = 3, every_n_train_steps: int = 200) -> None:
+    def __init__(
+        self,
+        max_restarts: int = 3,
+        every_n_train_steps: int = 200,
+        bad_gradients: Literal["raise", "skip"] | None = None,
+        compare_every_n_steps: int = 0,
+    ) -> None:
         if max_restarts < 0:
             raise ValueError(f"FaultRecovery(max_restarts={max_restarts}): 0 or more")
         if every_n_train_steps < 1:
             raise ValueError(f"FaultRecovery(every_n_train_steps={every_n_train_steps}): 1 or more weight updates")
+        if bad_gradients not in (None, "raise", "skip"):
+            near = did_you_mean(str(bad_gradients), ["raise", "skip"])
+            raise ValueError(f"FaultRecovery(bad_gradients={bad_gradients!r}): raise, skip, or None.{near}")
+        if compare_every_n_steps < 0:
+            raise ValueError(f"FaultRecovery(compare_every_n_steps={compare_every_n_steps}): 0 or more weight updates")
+        self.bad_gradients = bad_gradients
+        self.compare_every_n_steps = compare_every_n_steps
         self.max_restarts = max_restarts
         self.every_n_train_steps = every_n_train_steps
-        self._step_saved = -1
+        self._step_saved = self._step_compared = -1
         self._step_reached = -1  # from where it was started again last
         self._tries = 0  # from there
 
@@ -62,8 +87,30 @@ class FaultRecovery(Callback):
         else:
             self._save(trainer)
 
+    def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
+        if self.bad_gradients is None:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        bad = [parameter for parameter in parameters if not bool(parameter.grad.isfinite().all())]
+        found = torch.tensor([float(bool(bad))], device=trainer.world.device)
+        if trainer.strategy.traits.synchronous:  # else each rank's update is its own
+            trainer.world.all_reduce(found, "max")
+        if not bool(found):
+            return
+        if self.bad_gradients == "raise":
+            names = [name for name, parameter in module.named_parameters() if any(parameter is one for one in bad)]
+            where = ", ".join(names) or "another rank"
+            raise FloatingPointError(f"step {trainer.global_step}: the gradient isn't finite in {where}")
+        trainer.scribe.event("bad gradient", "not finite: the update was skipped", trainer.global_step)
+        for parameter in parameters:
+            parameter.grad = None
+
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step % self.every_n_train_steps == 0:
+        step, every = trainer.global_step, self.compare_every_n_steps
+        if every and step % every == 0 and step != self._step_compared:
+            self._step_compared = step
+            _compare(trainer, module)
+        if step % self.every_n_train_steps == 0:
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
@@ -95,3 +142,28 @@ class FaultRecovery(Callback):
         for path in checkpoint.list_committed(kept.parent):
             if path != kept.absolute():
                 checkpoint.remove(path)
+
+
+def _compare(trainer: Trainer, module: Module) -> None:
+    """Raise an error that names the ranks whose weights aren't those of most."""
+    traits, world = trainer.strategy.traits, trainer.world
+    if world.size == 1 or traits.sharded or not traits.synchronous:
+        return
+    sums = world.gather_objects(_bits(module.parameters()))
+    counts = Counter(sums)
+    [(usual, many), *_] = counts.most_common(1)
+    if many == world.size:
+        return
+    others = [rank for rank, one in enumerate(sums) if one != usual]
+    who = f"rank {', '.join(map(str, others))}" if many > world.size / 2 else "all ranks"
+    raise RuntimeError(f"step {trainer.global_step}: the weights of {who} differ, and should be the same everywhere")
+
+
+def _bits(tensors: Iterable[Tensor]) -> int:
+    """Return a number that any changed bit changes."""
+    found = 0
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for tensor in tensors:
+        raw = tensor.detach().contiguous().view(-1)
+        found = (found * 1_000_003 + int(raw.view(integers[raw.element_size()]).sum(dtype=torch.int64))) % 2**61
+    return found

@@ -42,10 +42,17 @@ class Numbered(Dataset[Any]):
 
 
 def train(
-    strategy: Any, faults: list[Fault], tmp_path: Path, *, recovery: Any = None, devices: int = 2, **options: Any
+    strategy: Any,
+    faults: list[Fault],
+    tmp_path: Path,
+    *,
+    recovery: Any = None,
+    devices: int = 2,
+    module: Any = None,
+    **options: Any,
 ) -> tuple[Ledger, fx.Trainer]:
     torch.manual_seed(3)
-    module = Ledger(SAMPLES, BATCH)
+    module = module or Ledger(SAMPLES, BATCH)
     recovery = recovery or FaultRecovery(every_n_train_steps=2)
     trainer = fx.Trainer(
         devices=devices, strategy=strategy, max_epochs=EPOCHS, default_root_dir=tmp_path,
@@ -143,6 +150,52 @@ def test_an_error_that_passes_is_tried_again(tmp_path: Path) -> None:
     assert "a hiccup" in trainer.failures[0]
 
 
+class Breaks(Ledger):
+    """A rank's loss isn't finite at one step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if self.trainer.global_step == 4 and self.global_rank == 1 else loss
+
+
+WITH_GRADIENTS = {"ddp": DDP, "fsdp": FSDP, "parameter_server": ParameterServer,
+                  "one memory": lambda: ParameterServer(servers=0, optimizer="server")}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WITH_GRADIENTS)
+def test_all_ranks_skip_an_update_that_isnt_finite(way: str, tmp_path: Path) -> None:
+    recovery = FaultRecovery(bad_gradients="skip")
+    module, trainer = train(WITH_GRADIENTS[way](), [], tmp_path, recovery=recovery, module=Breaks(SAMPLES, BATCH))
+    missing = module.entries.detach() + EPOCHS
+    assert int((missing > 0.5).sum()) == BATCH  # one batch of all was left out
+    assert bool(torch.isfinite(module.layer.weight).all())
+    assert trainer.global_step == STEPS
+
+
+def test_an_update_that_isnt_finite_is_named(tmp_path: Path) -> None:
+    recovery = FaultRecovery(bad_gradients="raise", max_restarts=0)
+    with pytest.raises(WorkerFailed, match=r"step 4: the gradient isn't finite in entries, layer\.weight"):
+        train(DDP(), [], tmp_path, recovery=recovery, module=Breaks(SAMPLES, BATCH))
+
+
+class Flips(fx.Callback):
+    """Changes one bit of a weight on one rank, in the first start of a run."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 5 and trainer.world.rank == 1 and not trainer.failures:
+            module.layer.weight.data.view(torch.int32)[0, 3] ^= 1 << 20
+
+
+def test_a_rank_whose_weights_differ_is_named_and_all_begin_again(tmp_path: Path) -> None:
+    wanted, _ = train(DDP(), [], tmp_path / "a", devices=3)
+    recovery = FaultRecovery(every_n_train_steps=2, compare_every_n_steps=1)
+    found, trainer = train(DDP(), [Flips()], tmp_path / "b", recovery=recovery, devices=3)  # type: ignore[list-item]
+    [failure] = trainer.failures
+    assert "step 6: the weights of rank 1 differ" in failure
+    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_tries_without_getting_further_are_counted(tmp_path: Path) -> None:
     recovery = FaultRecovery(max_restarts=1, every_n_train_steps=100)
     faults = [kill(rank=1).during("forward", step=5), kill(rank=1).during("forward", step=6, attempt=1)]
@@ -150,7 +203,10 @@ def test_tries_without_getting_further_are_counted(tmp_path: Path) -> None:
         train(DDP(), faults, tmp_path, recovery=recovery)
 
 
-@pytest.mark.parametrize("options", [{"max_restarts": -1}, {"every_n_train_steps": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [{"max_restarts": -1}, {"every_n_train_steps": 0}, {"bad_gradients": "skipp"}, {"compare_every_n_steps": -1}],
+)
 def test_wrong_options_are_refused(options: Any) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         FaultRecovery(**options)
