@@ -43,7 +43,10 @@ bench: $(INSTALLED)  ## measure against plain torch, side by side
 	$(BIN)/python tests/bench/orderings.py
 	$(BIN)/python tests/bench/rounds.py
 
+chaos: $(INSTALLED)  ## kill workers all the time, and see what is lost
+	$(BIN)/python tests/bench/chaos.py
+
 clean:  ## remove the virtual environment and what tools leave behind
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
-.PHONY: help install demo test lint bench clean
+.PHONY: help install demo test lint bench chaos clean

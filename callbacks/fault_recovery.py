@@ -38,6 +38,10 @@ class FaultRecovery(Callback):
         bad_gradients: what becomes of an update whose gradient has NaN or infinity on any rank: None looks at none,
             "raise" ends (and so begins again) the run with the names of the parameters, "skip" leaves the weights as
             they are. All ranks decide the same, at the cost of a small collective each step.
+        frozen_after: seconds without a sign of life after which a process is ended: it was stopped, or something in it
+            holds the interpreter's lock.
+        stuck_after: seconds without a further batch after which a process is ended, such as one in an endless loop, and
+            those that wait for it; more than a batch, a compilation or a checkpoint can take. None for never.
         compare_every_n_steps: weight updates between two comparisons of what should be the same weights on all ranks,
             by a sum over their bits; 0 for none. A rank that differs is named, and all begin again from the snapshot.
     """
@@ -50,6 +54,8 @@ class FaultRecovery(Callback):
         every_n_train_steps: int = 200,
         bad_gradients: Literal["raise", "skip"] | None = None,
         compare_every_n_steps: int = 0,
+        frozen_after: float = 10.0,
+        stuck_after: float | None = None,
     ) -> None:
         if max_restarts < 0:
             raise ValueError(f"FaultRecovery(max_restarts={max_restarts}): 0 or more")
@@ -60,6 +66,12 @@ class FaultRecovery(Callback):
             raise ValueError(f"FaultRecovery(bad_gradients={bad_gradients!r}): raise, skip, or None.{near}")
         if compare_every_n_steps < 0:
             raise ValueError(f"FaultRecovery(compare_every_n_steps={compare_every_n_steps}): 0 or more weight updates")
+        for name, seconds in (("frozen_after", frozen_after), ("stuck_after", stuck_after)):
+            if seconds is not None and seconds < 1.0:
+                raise ValueError(
+                    f"FaultRecovery({name}={seconds}): 1 second or more; a sign of life comes twice in one"
+                )
+        self.frozen_after, self.stuck_after = frozen_after, stuck_after
         self.bad_gradients = bad_gradients
         self.compare_every_n_steps = compare_every_n_steps
         self.max_restarts = max_restarts

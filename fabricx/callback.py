@@ -20,6 +20,8 @@ class Callback:
     """
 
     watches_metrics: ClassVar[bool] = False
+    frozen_after: float | None = None  # seconds after which the supervisor ends a worker without a sign of life
+    stuck_after: float | None = None  # and one that has come no batch further
 
     @property
     def state_key(self) -> str:

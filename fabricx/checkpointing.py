@@ -24,6 +24,8 @@ def save_checkpoint(
     """Begin to write a checkpoint of the run, with all ranks; `t.writer` knows when it is there."""
     if t.module is None:
         raise ValueError("save_checkpoint: the trainer has run nothing yet, so there is nothing to save")
+    if t.world.newcomer:  # those that it comes to have saved, or will
+        return
     point = t.restart_point or RestartPoint(t)
     t.strategy.quiesce(point.buffers)
     state: dict[str, Any] = {

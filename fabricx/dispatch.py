@@ -186,7 +186,7 @@ def _in_workers(trainer: Trainer, job: Job) -> Any:
         try:
             outcome = run_workers(
                 _work, (trainer, job), size=len(trainer.device_ids), named=named, servers=_servers(trainer, job),
-                serve=_serve, elastic=elastic,
+                serve=_serve, elastic=elastic, **_limits(trainer),
             )[0]  # fmt: skip
         except WorkerFailed as error:
             if job.stage != "fit" or not _starts_again(trainer, job, error):
@@ -194,6 +194,16 @@ def _in_workers(trainer: Trainer, job: Job) -> Any:
         else:
             outcome.absorb(trainer, job)
             return outcome.results
+
+
+def _limits(trainer: Trainer) -> dict[str, float]:
+    """Return how long the supervisor is to wait for workers, where callbacks say so."""
+    found = {}
+    for name in ("frozen_after", "stuck_after"):
+        wanted = [getattr(callback, name) for callback in trainer.callbacks if getattr(callback, name) is not None]
+        if wanted:
+            found[name] = min(wanted)
+    return found
 
 
 def _starts_again(trainer: Trainer, job: Job, error: WorkerFailed) -> bool:

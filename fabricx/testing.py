@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -208,10 +209,10 @@ class Ledger(Module):
 
 
 class Fault(Callback):
-    """What happens to one rank at one moment of a run; see `kill` and `fail`."""
+    """What happens to one rank at one moment of a run; see `kill`, `freeze`, `hang` and `fail`."""
 
-    def __init__(self, rank: int, error: str | None = None) -> None:
-        self.rank, self.error = rank, error
+    def __init__(self, rank: int, kind: Literal["kill", "freeze", "hang", "fail"], error: str = "") -> None:
+        self.rank, self.kind, self.error = rank, kind, error
         self.moment, self.step, self.attempt = "", 0, 0
 
     def during(self, moment: str, step: int = 0, attempt: int | None = 0) -> Fault:
@@ -229,9 +230,12 @@ class Fault(Callback):
         due = moment == self.moment and trainer.world.rank == self.rank and trainer.global_step >= self.step
         if not due or self.attempt not in (-1, len(trainer.failures)):
             return
-        if self.error is None:
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise RuntimeError(self.error)
+        if self.kind == "fail":
+            raise RuntimeError(self.error)
+        if self.kind != "hang":
+            os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
+        while self.kind == "hang":
+            time.sleep(1.0)
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Be the moment "start"."""
@@ -267,9 +271,19 @@ class Fault(Callback):
 
 def kill(rank: int) -> Fault:
     """Return a `kill -9` of one rank: `kill(rank=1).during("backward", step=7)`."""
-    return Fault(rank)
+    return Fault(rank, "kill")
+
+
+def freeze(rank: int) -> Fault:
+    """Return a SIGSTOP of one rank: its process is there, and does nothing."""
+    return Fault(rank, "freeze")
+
+
+def hang(rank: int) -> Fault:
+    """Return an endless loop on one rank: `hang(rank=1).during("forward", step=7)`."""
+    return Fault(rank, "hang")
 
 
 def fail(rank: int, error: str) -> Fault:
     """Return an exception on one rank: `fail(rank=1, error="no memory").during("forward", step=7)`."""
-    return Fault(rank, error)
+    return Fault(rank, "fail", error)

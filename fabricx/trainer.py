@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from fabricx import plugins
 from fabricx.callback import Callback
+from fabricx.comm import pulse
 from fabricx.comm.world import World
 from fabricx.data import Feed
 from fabricx.datamodule import DataModule
@@ -517,6 +518,7 @@ class Trainer:
 
     def to_device(self, batch: Any, loader: int) -> Any:
         """Bring a batch to the device, with the transfer hooks."""
+        pulse.advance()
         return batch if self.bring is None else self.bring(batch, loader)
 
     def backward(self, loss: Tensor) -> None:

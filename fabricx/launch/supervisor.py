@@ -24,10 +24,12 @@ from torch.distributed import TCPStore
 from fabricx.comm.agree import EVERYBODY
 from fabricx.errors import WorkerFailed
 from fabricx.launch.pickling import check_picklable
+from fabricx.launch.watch import Watch
 from fabricx.launch.worker import Failure, Place
 from fabricx.launch.worker import main as worker_main
 
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.optim", "fabricx.trainer", "fabricx.strategies"]
+FROZEN_S = 60.0  # without a sign of life
 RESTARTS = 3  # of each server, and of each worker's place
 GATHER_S = 1.0  # after the first failure, how long other ranks may still report theirs
 TERMINATE_S = 3.0  # how long a process may take to end when asked to
@@ -36,6 +38,7 @@ TERMINATE_S = 3.0  # how long a process may take to end when asked to
 def run_workers(
     function: Callable[..., Any], arguments: tuple[Any, ...], *, size: int, named: Mapping[str, object] | None = None,
     servers: int = 0, serve: Callable[..., Any] | None = None, elastic: bool = False,
+    frozen_after: float = FROZEN_S, stuck_after: float | None = None,
 ) -> list[Any]:  # fmt: skip
     """Run `function(world, *arguments)` in `size` processes, and return what each of them returned, by rank.
 
@@ -48,6 +51,9 @@ def run_workers(
         serve: what each of them runs: `serve(world, number, folder)`.
         elastic: the others go on when a worker other than rank 0 dies, and another joins them in its place; its result
             is None. A server is started again.
+        frozen_after: seconds after which a process is ended that gives no sign of life: it was stopped, or something in
+            it holds the interpreter's lock.
+        stuck_after: seconds after which one is ended that has come no batch further; None for never.
 
     Raises:
         NotPicklable: an argument can't be sent; the message names the attribute.
@@ -56,7 +62,8 @@ def run_workers(
     """
     with tempfile.TemporaryDirectory(prefix="fabricx-") as folder:
         _write_job(Path(folder), function, arguments, named or {})
-        return _Workers(folder, size, servers, serve, elastic=elastic).supervise()
+        watch = Watch(frozen_after, stuck_after)
+        return _Workers(folder, size, servers, serve, watch, elastic=elastic).supervise()
 
 
 def _write_job(folder: Path, function: Any, arguments: tuple[Any, ...], named: Mapping[str, object]) -> None:
@@ -72,8 +79,10 @@ class _Workers:
     """The processes of one run, and what is known of them."""
 
     def __init__(
-        self, folder: str, size: int, servers: int, serve: Callable[..., Any] | None, *, elastic: bool
+        self, folder: str, size: int, servers: int, serve: Callable[..., Any] | None, watch: Watch, *, elastic: bool
     ) -> None:  # fmt: skip
+        self._watch = watch
+        self._ended: dict[int, str] = {}  # those that the supervisor has ended, and why
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the system chooses the port
         self._size = size
         self._elastic = elastic
@@ -97,8 +106,10 @@ class _Workers:
                     self._start(place)
                 while not self._complete():
                     self._look(timeout=1.0)
+                    self._end_the_silent()
                     if self._failures:
-                        self._gather()
+                        if not any(failure.kind == "killed" for failure in self._failures):
+                            self._gather()
                         raise self._primary()
                 return [
                     None if rank in self._dead else pickle.loads(Path(self._results[rank]).read_bytes())
@@ -132,6 +143,7 @@ class _Workers:
                 self._receive(rank, self._controls.get(rank))  # its last words, said just before
                 process = self._processes.pop(rank)
                 process.join()
+                self._watch.over(rank)
                 if rank in self._results or any(failure.rank == rank for failure in self._failures):
                     continue
                 if self._elastic and self._works(rank):
@@ -140,7 +152,15 @@ class _Workers:
                 elif self._elastic and rank >= self._size and self._places[rank].generation < RESTARTS:
                     self._start_again(rank)
                 elif not (rank >= self._size and process.exitcode == 0):  # a server ends when its workers have
-                    self._failures.append(_death(rank, process.exitcode))
+                    self._failures.append(_death(rank, process.exitcode, self._ended.get(rank)))
+
+    def _end_the_silent(self) -> None:
+        """End processes that give no sign of life, or come no further: others would wait for them for ever."""
+        for rank, why in self._watch.silent().items():
+            self._ended[rank] = why
+            self._watch.over(rank)
+            if rank in self._processes:
+                self._processes[rank].kill()  # works on one that was stopped, too
 
     def _works(self, rank: int) -> bool:
         """Return whether this is a worker that others can do without."""
@@ -172,8 +192,11 @@ class _Workers:
         try:
             while control.poll():
                 kind, content = control.recv()
-                if kind == "result":
+                if kind == "beat":
+                    self._watch.heard(rank, content)
+                elif kind == "result":
                     self._results[rank] = content
+                    self._watch.over(rank)
                 elif self._places[rank].newcomer and not self._has_joined(rank):
                     print(f"a worker could not join:\n{content.traceback}", file=sys.stderr)
                     self._results[rank] = ""
@@ -256,11 +279,14 @@ def _is_echo(failure: Failure) -> bool:
     return any(sign in failure.traceback for sign in signs)
 
 
-def _death(rank: int, code: int | None) -> Failure:
+def _death(rank: int, code: int | None, why: str | None) -> Failure:
+    if why is not None:
+        return Failure(rank, time.monotonic(), "killed", why, None)
+    kind = "killed" if code == -signal.SIGKILL else "death"  # from outside: whatever the others say comes of it
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         hint = " (was the machine out of memory?)" if name == "SIGKILL" else ""
         text = f"its process was killed by {name}{hint}; it left no traceback"
     else:
         text = f"its process ended with exit code {code} and left no traceback"
-    return Failure(rank, time.monotonic(), "death", text, None)
+    return Failure(rank, time.monotonic(), kind, text, None)

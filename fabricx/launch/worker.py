@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -16,6 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from fabricx.comm import pulse
+
+BEAT_S = 0.5  # between two signs of life
 FAILED = 1
 ORPHANED = 70
 
@@ -50,17 +54,38 @@ def main(place: Place, control: Connection) -> None:
     """Run the function that the supervisor has left in the folder, and leave the result there."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the supervisor decides
     threading.Thread(target=_die_with, args=(control,), daemon=True).start()
+    report = _Report(control)
+    threading.Thread(target=report.beat, daemon=True).start()
     sys.path[:] = [*place.sys_path, *(entry for entry in sys.path if entry not in place.sys_path)]
     os.chdir(place.cwd)
     try:
         result = _run(place)
         target = Path(place.folder) / f"result-{place.rank}"
         target.write_bytes(pickle.dumps(result))
-        control.send(("result", str(target)))
+        report.send("result", str(target))
     except BaseException as error:
-        control.send(("failure", _failure(place.rank, error)))
+        report.send("failure", _failure(place.rank, error))
         _exit(FAILED)
     _exit(0)
+
+
+class _Report:
+    """What the supervisor is told, by the main thread and by one that shows that this process is alive."""
+
+    def __init__(self, control: Connection) -> None:
+        self._control = control
+        self._lock = threading.Lock()
+
+    def send(self, kind: str, content: Any) -> None:
+        with self._lock:
+            self._control.send((kind, content))
+
+    def beat(self) -> None:
+        """Say again and again how far the main thread has come."""
+        with contextlib.suppress(OSError):  # the supervisor has gone, and so will this process
+            while True:
+                self.send("beat", pulse.reached())
+                time.sleep(BEAT_S)
 
 
 def _run(place: Place) -> Any:

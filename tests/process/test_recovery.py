@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,7 +24,7 @@ from fabricx.callbacks import FaultRecovery, ModelCheckpoint
 from fabricx.errors import WorkerFailed
 from fabricx.loggers import JSONLogger, TensorBoardLogger
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
-from fabricx.testing import QUIET, Fault, Ledger, fail, kill, layered_data
+from fabricx.testing import QUIET, Fault, Ledger, fail, freeze, hang, kill, layered_data
 
 SAMPLES, BATCH, EPOCHS = 48, 12, 3
 STEPS = EPOCHS * SAMPLES // BATCH
@@ -102,7 +104,9 @@ def test_a_run_that_was_killed_often_is_one_that_never_was(way: str, tmp_path: P
     assert not list(tmp_path.glob("*/runs/*/recovery"))
 
 
-@pytest.mark.parametrize("strategy", [AsyncSGD(), AsyncSGD(every=3, outer="sum"), ParameterServer(mode="bounded")])
+@pytest.mark.parametrize(
+    "strategy", [AsyncSGD(damp=False), AsyncSGD(every=3, outer="sum"), ParameterServer(mode="bounded")]
+)
 def test_where_nobody_waits_even_the_main_rank_may_die(strategy: Any, tmp_path: Path) -> None:
     faults = [
         kill(rank=0).during("backward", step=3),
@@ -148,6 +152,41 @@ def test_an_error_that_passes_is_tried_again(tmp_path: Path) -> None:
     assert exact(module)
     assert len(trainer.failures) == 1
     assert "a hiccup" in trainer.failures[0]
+
+
+@pytest.mark.parametrize("strategy", [DDP(), FSDP(), ParameterServer(), AsyncSGD(damp=False)])
+def test_a_rank_that_freezes_is_ended_and_the_run_goes_on(strategy: Any, tmp_path: Path) -> None:
+    recovery = FaultRecovery(every_n_train_steps=2, frozen_after=1.5)
+    module, trainer = train(strategy, [freeze(rank=1).during("forward", step=5)], tmp_path, recovery=recovery)
+    assert exact(module, EPOCHS * (2.0 if isinstance(strategy, AsyncSGD) else 1.0))
+    if not isinstance(strategy, AsyncSGD):  # there, the others go on, and another takes its place
+        [failure] = trainer.failures
+        assert failure.startswith("rank 1 failed: it gave no sign of life")
+
+
+def test_ranks_that_come_no_further_are_ended_and_the_run_goes_on(tmp_path: Path) -> None:
+    recovery = FaultRecovery(every_n_train_steps=2, stuck_after=3.0)
+    module, trainer = train(DDP(), [hang(rank=1).during("optimizer", step=5)], tmp_path, recovery=recovery)
+    assert exact(module)
+    [failure] = trainer.failures
+    assert "it came no batch further" in failure
+
+
+class Pauses(Ledger):
+    """Rank 1 stands still for a moment, and is woken by somebody else."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 4 and self.global_rank == 1:
+            subprocess.Popen(["/bin/sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_pause_that_is_short_enough_changes_nothing(tmp_path: Path) -> None:
+    recovery = FaultRecovery(frozen_after=8.0)
+    module, trainer = train(DDP(), [], tmp_path, recovery=recovery, module=Pauses(SAMPLES, BATCH))
+    assert trainer.failures == []
+    assert exact(module)
 
 
 class Breaks(Ledger):
@@ -205,7 +244,14 @@ def test_tries_without_getting_further_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_restarts": -1}, {"every_n_train_steps": 0}, {"bad_gradients": "skipp"}, {"compare_every_n_steps": -1}],
+    [
+        {"max_restarts": -1},
+        {"every_n_train_steps": 0},
+        {"bad_gradients": "skipp"},
+        {"compare_every_n_steps": -1},
+        {"frozen_after": 0.1},
+        {"stuck_after": 0.5},
+    ],
 )
 def test_wrong_options_are_refused(options: Any) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

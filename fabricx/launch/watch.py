@@ -1,0 +1,72 @@
+"""When a process is given up: it gives no sign of life, or comes no further."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, final
+
+ASLEEP_S: Final = 5.0  # if nobody has looked for so long, it was the supervisor that was stopped
+
+
+@dataclass
+class _Life:
+    """When something was heard of a process, how far it was, and since when."""
+
+    heard: float
+    reached: int
+    since: float
+
+
+@final
+class Watch:
+    """Keeps the signs of life of several processes.
+
+    Args:
+        frozen_after: seconds without a sign of life.
+        stuck_after: seconds without having come further, once the first batch is done; None for any number.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, frozen_after: float, stuck_after: float | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:  # fmt: skip
+        self._frozen_after, self._stuck_after, self._clock = frozen_after, stuck_after, clock
+        self._lives: dict[int, _Life] = {}
+        self._looked = clock()
+
+    def heard(self, rank: int, reached: int) -> None:
+        """Note a sign of life: how many batches the main thread has seen."""
+        now = self._clock()
+        life = self._lives.setdefault(rank, _Life(now, reached, now))
+        life.heard = now
+        if reached != life.reached:
+            life.reached, life.since = reached, now
+
+    def over(self, rank: int) -> None:
+        """Expect nothing of a process any more."""
+        self._lives.pop(rank, None)
+
+    def silent(self) -> dict[int, str]:
+        """Return which processes are to be given up, and why."""
+        now = self._clock()
+        asleep = now - self._looked
+        self._looked = now
+        if asleep > ASLEEP_S:  # nothing was read meanwhile
+            for life in self._lives.values():
+                life.heard += asleep
+                life.since += asleep
+        found = {}
+        for rank, life in self._lives.items():
+            if now - life.heard > self._frozen_after:
+                found[rank] = (
+                    f"it gave no sign of life for {now - life.heard:.0f} s and was ended: the process was stopped, or "
+                    "something in it held the interpreter's lock"
+                )
+            elif self._stuck_after is not None and life.reached and now - life.since > self._stuck_after:
+                found[rank] = (
+                    f"it came no batch further for {now - life.since:.0f} s and was ended (stuck_after="
+                    f"{self._stuck_after:g})"
+                )
+        return found

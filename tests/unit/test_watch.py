@@ -1,0 +1,65 @@
+"""When a process is given up, under a clock that only counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from fabricx.launch.watch import Watch
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def run(watch: Watch, clock: Clock, seconds: float, beats: dict[int, int]) -> dict[int, str]:
+    """Let time go by, with two signs of life a second of those that give any; returns what was given up."""
+    found: dict[int, str] = {}
+    for _ in range(int(seconds * 2)):
+        clock.now += 0.5
+        for rank, reached in beats.items():
+            watch.heard(rank, reached)
+        found |= watch.silent()
+    return found
+
+
+def test_one_that_is_silent_is_given_up_and_the_others_are_not(clock: Clock) -> None:
+    watch = Watch(10.0, None, clock)
+    assert run(watch, clock, 5, {0: 1, 1: 1}) == {}
+    assert run(watch, clock, 9, {0: 2}) == {}
+    found = run(watch, clock, 2, {0: 3})
+    assert list(found) == [1]
+    assert "no sign of life" in found[1]
+    watch.over(1)
+    assert run(watch, clock, 60, {0: 3}) == {}  # alive, and nobody has said how long a batch may take
+
+
+def test_one_that_has_not_begun_is_not_waited_for(clock: Clock) -> None:
+    watch = Watch(1.0, 1.0, clock)
+    assert run(watch, clock, 60, {}) == {}
+    assert run(watch, clock, 60, {0: 0}) == {}  # setting up takes as long as it takes
+
+
+def test_one_that_comes_no_further_is_given_up(clock: Clock) -> None:
+    watch = Watch(10.0, 20.0, clock)
+    assert run(watch, clock, 15, {0: 1, 1: 1}) == {}
+    assert run(watch, clock, 15, {0: 2, 1: 2}) == {}
+    found = run(watch, clock, 10, {0: 3, 1: 2})
+    assert list(found) == [1]
+    assert "came no batch further" in found[1]
+
+
+def test_a_supervisor_that_was_stopped_itself_gives_nobody_up(clock: Clock) -> None:
+    watch = Watch(10.0, 20.0, clock)
+    assert run(watch, clock, 5, {0: 1}) == {}
+    clock.now += 3600.0  # Ctrl-Z, and fg
+    assert watch.silent() == {}
+    assert run(watch, clock, 5, {0: 1}) == {}
