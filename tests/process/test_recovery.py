@@ -51,6 +51,8 @@ def train(
     recovery: Any = None,
     devices: int = 2,
     module: Any = None,
+    data: Any = None,
+    num_workers: int = 0,
     **options: Any,
 ) -> tuple[Ledger, fx.Trainer]:
     torch.manual_seed(3)
@@ -60,7 +62,7 @@ def train(
         devices=devices, strategy=strategy, max_epochs=EPOCHS, default_root_dir=tmp_path,
         callbacks=[*faults, recovery], **{**QUIET, **options},
     )  # fmt: skip
-    loader: Any = DataLoader(Numbered(), BATCH // devices, shuffle=True)
+    loader: Any = DataLoader(data or Numbered(), BATCH // devices, shuffle=True, num_workers=num_workers)
     trainer.fit(module, loader, DataLoader(Numbered(), 16))
     return module, trainer
 
@@ -170,6 +172,29 @@ def test_ranks_that_come_no_further_are_ended_and_the_run_goes_on(tmp_path: Path
     assert exact(module)
     [failure] = trainer.failures
     assert "it came no batch further" in failure
+
+
+class DiesOnce(Numbered):
+    """Kills the process that loads a certain sample, the first time."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__()
+        self.mark = mark
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 17 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_process_that_loads_data_may_die(tmp_path: Path) -> None:
+    recovery = FaultRecovery(every_n_train_steps=2)
+    data = DiesOnce(tmp_path / "died")
+    module, trainer = train(DDP(), [], tmp_path, recovery=recovery, data=data, num_workers=1)
+    assert exact(module)
+    assert "DataLoader worker" in trainer.failures[0]
+    assert len(trainer.failures) == 1
 
 
 class Pauses(Ledger):
