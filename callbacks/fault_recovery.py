@@ -30,7 +30,8 @@ class FaultRecovery(Callback):
     and the same random numbers: the weights are those of a run in which nothing has happened. A failure that comes
     again before there is a newer snapshot isn't tried for ever.
 
-    Works where fabricx starts the workers (several devices, or servers, from one script).
+    Where fabricx starts the workers it starts them again; under torchrun that does, with `--max-restarts`, and the
+    script goes on with the run that it was training.
 
     Args:
         max_restarts: how often in a row, without getting any further.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import secrets
 import signal
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 import torch
 
 from fabricx import provenance
+from fabricx.callback import Callback
 from fabricx.checkpoint import is_committed, list_committed, read_manifest, verify
 from fabricx.checkpoint.places import as_path
 from fabricx.comm import world as worlds
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+_FITS: Final = itertools.count()  # calls of `fit` in this process
 TERMINATED: Final = 128 + signal.SIGTERM  # exit code, as shells and schedulers know it
 
 
@@ -81,13 +84,43 @@ def _run(trainer: Trainer, job: Job) -> Any:
     if (place := _server_of_cluster(trainer)) is not None:
         return _serve_in_cluster(trainer, job, place)
     here = worlds.current() or _join_cluster(trainer)
+    if job.stage == "fit" and here is not None:
+        _take_up_launch(trainer, job, here)
     earlier = trainer.run_dir is not None  # then another process may be in it; a new folder isn't made for nothing
     with _alone(trainer, job, here) if earlier else contextlib.nullcontext():
         job.ckpt_path = _agreed(here, lambda: resolve_checkpoint(trainer, job.ckpt_path))
         if trainer.run_dir is None:
-            trainer.run_dir = new_run_dir(Path(trainer.default_root_dir))
+            trainer.run_dir = _agreed(here, lambda: new_run_dir(Path(trainer.default_root_dir)))
         with contextlib.nullcontext() if earlier else _alone(trainer, job, here):
             return _run_there(trainer, job, here)
+
+
+def _take_up_launch(trainer: Trainer, job: Job, here: World) -> None:
+    """Go on with the run that torchrun's processes were training when it ended them and started these.
+
+    A mark in the run's folder says which launch, and which call of `fit` in the script, it belongs to.
+    """
+    launch, number = environment.launch(), next(_FITS)
+    if launch is None or not any(type(one).restarts_after is not Callback.restarts_after for one in trainer.callbacks):
+        return
+    identity, restarts = launch
+    mark = f"launch-{identity}-{number}"
+
+    def look() -> tuple[Path, Path | None]:
+        root = Path(trainer.default_root_dir)
+        for place in sorted(root.glob(f"runs/*/recovery/{mark}"), reverse=True) if restarts else ():
+            if found := checkpoints_of(place.parent.parent):
+                return place.parent.parent, newest_whole(found)
+        run_dir = trainer.run_dir or new_run_dir(root)
+        (run_dir / "recovery").mkdir(parents=True, exist_ok=True)
+        (run_dir / "recovery" / mark).touch()
+        return run_dir, None
+
+    trainer.run_dir, newest = _agreed(here, look)
+    trainer.failures = []
+    if newest is not None:
+        job.ckpt_path = newest
+        trainer.failures = ["torchrun has started all processes again"] * restarts
 
 
 def _alone(trainer: Trainer, job: Job, here: World | None) -> contextlib.AbstractContextManager[None]:

@@ -44,6 +44,18 @@ def detect(environ: Mapping[str, str] | None = None) -> World | None:
     return None
 
 
+def launch(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
+    """Return torchrun's name for this launch, and how often it has started all processes again; None without torchrun.
+
+    >>> launch({"TORCHELASTIC_RUN_ID": "a1b2", "TORCHELASTIC_RESTART_COUNT": "2"})
+    ('a1b2', 2)
+    """
+    env = os.environ if environ is None else environ
+    if "TORCHELASTIC_RUN_ID" not in env:
+        return None
+    return env["TORCHELASTIC_RUN_ID"], int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def address(environ: Mapping[str, str]) -> tuple[str, int]:
     """Return host and port of the store: torchrun names both; under SLURM they follow from the job.
 

@@ -304,6 +304,40 @@ def test_a_run_whose_supervisor_was_killed_is_resumed_from_its_snapshot(own_fold
     assert f"{steps} steps" in done.stdout
 
 
+SCRIPT = """
+import sys, torch
+import fabricx as fx
+from torch.utils.data import DataLoader
+from fabricx.callbacks import FaultRecovery
+from fabricx.testing import QUIET, Ledger, kill
+from tests.process.test_recovery import BATCH, EPOCHS, SAMPLES, Numbered, exact
+
+if __name__ == "__main__":
+    for number in range(2):
+        torch.manual_seed(3)
+        module = Ledger(SAMPLES, BATCH)
+        faults = [kill(rank=1).during("backward", step=5), kill(rank=0).during("forward", step=9, attempt=1)]
+        trainer = fx.Trainer(strategy=sys.argv[1], max_epochs=EPOCHS, **QUIET,
+                             callbacks=[*(faults if number else []), FaultRecovery(every_n_train_steps=2)])
+        trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
+        if trainer.is_global_zero:
+            print("fit", number, trainer.global_step, exact(module), len(trainer.failures), flush=True)
+"""
+
+
+def test_torchrun_starts_again_and_the_run_goes_on(own_folder: Path) -> None:
+    (own_folder / "script.py").write_text(SCRIPT)
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               "--max-restarts", "3", "script.py", "ddp"]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    said = [line for line in done.stdout.splitlines() if line.startswith("fit")]
+    assert said[-1] == f"fit 1 {STEPS} True 2", done.stdout + done.stderr[-3000:]
+    assert said[:-1] == [f"fit 0 {STEPS} True 0"] * 3  # a script begins from its first line each time
+    assert not list(own_folder.glob("runs/*/recovery"))
+
+
 def snapshots(folder: Path) -> list[int]:
     """Return the steps of the complete snapshots of all runs."""
     found = [path for place in folder.glob("runs/*/recovery") for path in checkpoint.list_committed(place)]
