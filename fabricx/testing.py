@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -209,9 +211,9 @@ class Ledger(Module):
 
 
 class Fault(Callback):
-    """What happens to one rank at one moment of a run; see `kill`, `freeze`, `hang` and `fail`."""
+    """What happens to one rank at one moment of a run; see `kill`, `freeze`, `hang`, `cut` and `fail`."""
 
-    def __init__(self, rank: int, kind: Literal["kill", "freeze", "hang", "fail"], error: str = "") -> None:
+    def __init__(self, rank: int, kind: Literal["kill", "freeze", "hang", "cut", "fail"], error: str = "") -> None:
         self.rank, self.kind, self.error = rank, kind, error
         self.moment, self.step, self.attempt = "", 0, 0
 
@@ -232,7 +234,9 @@ class Fault(Callback):
             return
         if self.kind == "fail":
             raise RuntimeError(self.error)
-        if self.kind != "hang":
+        if self.kind == "cut":
+            _cut_links()
+        elif self.kind != "hang":
             os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
         while self.kind == "hang":
             time.sleep(1.0)
@@ -282,6 +286,19 @@ def freeze(rank: int) -> Fault:
 def hang(rank: int) -> Fault:
     """Return an endless loop on one rank: `hang(rank=1).during("forward", step=7)`."""
     return Fault(rank, "hang")
+
+
+def cut(rank: int) -> Fault:
+    """Return the loss of all network links of one rank, whose process stays."""
+    return Fault(rank, "cut")
+
+
+def _cut_links() -> None:
+    for name in os.listdir("/proc/self/fd"):
+        # An error: no socket, or one that isn't connected.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as link:
+            if link.family in (socket.AF_INET, socket.AF_INET6) and link.getpeername():
+                link.shutdown(socket.SHUT_RDWR)
 
 
 def fail(rank: int, error: str) -> Fault:

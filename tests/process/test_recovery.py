@@ -24,7 +24,7 @@ from fabricx.callbacks import FaultRecovery, ModelCheckpoint
 from fabricx.errors import WorkerFailed
 from fabricx.loggers import JSONLogger, TensorBoardLogger
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
-from fabricx.testing import QUIET, Fault, Ledger, fail, freeze, hang, kill, layered_data
+from fabricx.testing import QUIET, Fault, Ledger, cut, fail, freeze, hang, kill, layered_data
 
 SAMPLES, BATCH, EPOCHS = 48, 12, 3
 STEPS = EPOCHS * SAMPLES // BATCH
@@ -121,6 +121,19 @@ def test_where_nobody_waits_even_the_main_rank_may_die(strategy: Any, tmp_path: 
     # each gradient is the mean of a worker's own batch, which is half of what the ledger reckons with
     each = 2.0 if not strategy._settings.aggregate else 1.0
     assert exact(module, EPOCHS * each)
+
+
+@pytest.mark.parametrize("strategy", [DDP(), FSDP(), ParameterServer(), AsyncSGD(damp=False)])
+def test_all_may_die_at_once_and_links_may_be_cut(strategy: Any, tmp_path: Path) -> None:
+    faults = [
+        *(kill(rank).during("batch end", step=5) for rank in range(2)),
+        cut(rank=1).during("backward", step=7, attempt=1),
+        cut(rank=0).during("optimizer", step=9, attempt=2),
+    ]
+    module, trainer = train(strategy, faults, tmp_path)
+    assert exact(module, EPOCHS * (2.0 if isinstance(strategy, AsyncSGD) else 1.0))
+    assert len(trainer.failures) >= 2
+    assert trainer.current_epoch == EPOCHS
 
 
 def test_rows_and_checkpoints_are_those_of_one_run(tmp_path: Path) -> None:
