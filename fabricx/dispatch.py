@@ -86,13 +86,27 @@ def _run(trainer: Trainer, job: Job) -> Any:
     here = worlds.current() or _join_cluster(trainer)
     if job.stage == "fit" and here is not None:
         _take_up_launch(trainer, job, here)
+    with contextlib.ExitStack() as stack:
+        _settle_down(trainer, job, here, stack)
+        if here is not None and here.size > 1:
+            stack.enter_context(_interruptible(trainer, (signal.SIGINT, *_notices())))
+            return execute(trainer, job, here).results
+        if len(trainer.device_ids) * trainer.num_nodes > 1 or _servers(trainer, job):
+            return _in_workers(trainer, job)
+        device = trainer.strategy.device(trainer.device_ids[0], trainer.accelerator)
+        stack.enter_context(_interruptible(trainer, (signal.SIGINT, *_notices())))
+        return execute(trainer, job, World(device=device)).results
+
+
+def _settle_down(trainer: Trainer, job: Job, here: World | None, stack: contextlib.ExitStack) -> None:
+    """Find the run's folder, keep others out of it, and choose the checkpoint to start from."""
     earlier = trainer.run_dir is not None  # then another process may be in it; a new folder isn't made for nothing
-    with _alone(trainer, job, here) if earlier else contextlib.nullcontext():
-        job.ckpt_path = _agreed(here, lambda: resolve_checkpoint(trainer, job.ckpt_path))
-        if trainer.run_dir is None:
-            trainer.run_dir = _agreed(here, lambda: new_run_dir(Path(trainer.default_root_dir)))
-        with contextlib.nullcontext() if earlier else _alone(trainer, job, here):
-            return _run_there(trainer, job, here)
+    if earlier:
+        stack.enter_context(_alone(trainer, job, here))
+    job.ckpt_path = _agreed(here, lambda: resolve_checkpoint(trainer, job.ckpt_path))
+    if not earlier:
+        trainer.run_dir = _agreed(here, lambda: new_run_dir(Path(trainer.default_root_dir)))
+        stack.enter_context(_alone(trainer, job, here))
 
 
 def _take_up_launch(trainer: Trainer, job: Job, here: World) -> None:
@@ -130,17 +144,6 @@ def _alone(trainer: Trainer, job: Job, here: World | None) -> contextlib.Abstrac
         return contextlib.nullcontext()
     assert trainer.run_dir is not None
     return only_here(trainer.run_dir)
-
-
-def _run_there(trainer: Trainer, job: Job, here: World | None) -> Any:
-    if here is not None and here.size > 1:
-        with _interruptible(trainer, (signal.SIGINT, *_notices())):
-            return execute(trainer, job, here).results
-    if len(trainer.device_ids) * trainer.num_nodes > 1 or _servers(trainer, job):
-        return _in_workers(trainer, job)
-    device = trainer.strategy.device(trainer.device_ids[0], trainer.accelerator)
-    with _interruptible(trainer, (signal.SIGINT, *_notices())):
-        return execute(trainer, job, World(device=device)).results
 
 
 def _agreed(here: World | None, decide: Callable[[], T]) -> T:
