@@ -62,7 +62,7 @@ class Watch:
             if now - life.heard > self._frozen_after:
                 found[rank] = (
                     f"it gave no sign of life for {now - life.heard:.0f} s and was ended: the process was stopped, or "
-                    "something in it held the interpreter's lock"
+                    "something in it held the interpreter's lock (FaultRecovery(frozen_after=...) waits longer)"
                 )
             elif self._stuck_after is not None and life.reached and now - life.since > self._stuck_after:
                 found[rank] = (
