@@ -27,7 +27,6 @@ class Invitation:
 
     Attributes:
         generation: of the group that it will be in.
-        kept: ranks that are in it already.
         section: number of the section of the data that ended with the meeting.
         planned: workers that updates were planned for.
         meeting: where the others are.
@@ -35,7 +34,6 @@ class Invitation:
     """
 
     generation: int
-    kept: tuple[int, ...]
     section: int
     planned: int
     meeting: Microbatch
@@ -49,7 +47,7 @@ def change_members(t: Trainer, meeting: Microbatch) -> None:
     newcomers = tuple(worker for worker in dealer.present if worker not in dealer.workers)
     generation = world.generation + 1
     if world.main_rank:
-        invitation = Invitation(generation, kept, dealer.section, dealer.planned, meeting, _run_of(t))
+        invitation = Invitation(generation, dealer.section, dealer.planned, meeting, _run_of(t))
         for worker in newcomers:
             _tell(t, f"invitation/{worker}", invitation)
         arrived = [worker for worker in newcomers if _has_arrived(t, worker)]

@@ -81,16 +81,7 @@ class AsyncSGD(ServedStrategy):
             raise ValueError(f"max_staleness={max_staleness}: 0 or more updates, or None for no bound")
         if on_stale == "drop" and servers > 1:
             raise ValueError("on_stale='drop' needs servers=1: each server would drop gradients of its own choice")
-        check_choice("async_sgd", "outer", outer, ("sum", "average", "nesterov", "elastic", None))
-        if every < 1:
-            raise ValueError(f"every={every}: a round has 1 step or more")
-        if every > 1 and outer is None:
-            raise ValueError(f"every={every} needs to know what becomes of a round: say outer='average', for example")
-        if outer is not None and (max_staleness is not None or compensation is not None or damp is True):
-            raise ValueError(
-                f"outer={outer!r}: what a worker has moved in a round isn't corrected; leave max_staleness, "
-                "compensation and damp out"
-            )
+        _check_rounds(every, outer, corrects=max_staleness is not None or compensation is not None or damp is True)
         self.every = every
         self.outer = outer
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
@@ -102,8 +93,6 @@ class AsyncSGD(ServedStrategy):
         self.dc_lambda = dc_lambda if dc_lambda is not None else 0.04 if compensation == "dc" else 2.0
         self.dc_momentum = dc_momentum
         self.damp = compensation is None and outer is None if damp == "auto" else bool(damp)
-        if snapshot_every < 0:
-            raise ValueError(f"snapshot_every={snapshot_every}: a number of updates, or 0 for no snapshots")
         self.pull_compression = pull_compression
         self.overlap = overlap
         self.compression = compression
@@ -125,4 +114,17 @@ class AsyncSGD(ServedStrategy):
             link=link,
             shard_by=shard_by,
             overlap=overlap,
+        )
+
+
+def _check_rounds(every: int, outer: str | None, *, corrects: bool) -> None:
+    check_choice("async_sgd", "outer", outer, ("sum", "average", "nesterov", "elastic", None))
+    if every < 1:
+        raise ValueError(f"every={every}: a round has 1 step or more")
+    if every > 1 and outer is None:
+        raise ValueError(f"every={every} needs to know what becomes of a round: say outer='average', for example")
+    if outer is not None and corrects:
+        raise ValueError(
+            f"outer={outer!r}: what a worker has moved in a round isn't corrected; leave max_staleness, compensation "
+            "and damp out"
         )

@@ -84,8 +84,6 @@ class ParameterServer(ServedStrategy):
         self.optimizer = optimizer
         self.max_staleness = max_staleness
         self.apply = apply
-        if snapshot_every < 0:
-            raise ValueError(f"snapshot_every={snapshot_every}: a number of updates, or 0 for no snapshots")
         if powersgd_rank < 1:
             raise ValueError(f"powersgd_rank={powersgd_rank}: 1 or more columns")
         thin = compression == "powersgd"
@@ -102,7 +100,7 @@ class ParameterServer(ServedStrategy):
             compression=None if thin else compression,
             pull_compression=pull_compression,
             keep=compression_keep,
-            snapshot_every=snapshot_every if apart else 0,
+            snapshot_every=snapshot_every if apart else min(snapshot_every, 0),
             backup=backup_workers,
             aggregate=mode == "sync" or (mode == "bounded" and apply == "aggregate"),
             max_staleness=max_staleness if mode == "bounded" else None,

@@ -108,6 +108,14 @@ class Pace(ABC):
         """Bring this worker's gradient, or that it has none; returns whether all ranks have come this far."""
         return False
 
+    def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor | None:
+        """Scale the sum of all workers' gradients down to a norm, and return its own; None if that isn't elsewhere."""
+        return None
+
+    def clip_value(self, parameters: Iterable[Tensor], limit: float) -> bool:
+        """Cut the elements of that sum; returns False if it isn't elsewhere."""
+        return False
+
     @abstractmethod
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Take part in an update."""
@@ -256,7 +264,6 @@ class Holding(Together):
         self._pushed = True
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-        """Let the sum be scaled down to a norm; returns the one that it has."""
         clipped = list(parameters)
         if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in clipped):
             raise ValueError(SPARSE_CLIPPED)
@@ -265,9 +272,9 @@ class Holding(Together):
         self._scales.append((clipped, min(1.0, max_norm / (norm + 1e-6))))  # as torch's clip_grad_norm_ does
         return torch.tensor(norm)
 
-    def clip_value(self, parameters: Iterable[Tensor], limit: float) -> None:
-        """Let the sum's elements be cut."""
+    def clip_value(self, parameters: Iterable[Tensor], limit: float) -> bool:
         self._limits.append((list(parameters), limit))
+        return True
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         return None

@@ -123,7 +123,6 @@ class Sharing(Together):
         self._summed = True
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-        """Scale the sum down to a norm; returns the one that it had."""
         own = self._gradients_of(parameters)
         squares = self._neighbours.gather(sum(float(gradient.square().sum()) for gradient in own))
         norm = sum(squares) ** 0.5
@@ -131,10 +130,10 @@ class Sharing(Together):
             torch._foreach_mul_(own, max_norm / (norm + 1e-6))
         return torch.tensor(norm)
 
-    def clip_value(self, parameters: Iterable[Tensor], limit: float) -> None:
-        """Cut the sum's elements."""
+    def clip_value(self, parameters: Iterable[Tensor], limit: float) -> bool:
         for gradient in self._gradients_of(parameters):
             gradient.clamp_(-limit, limit)
+        return True
 
     def _gradients_of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         clipped = list(parameters)

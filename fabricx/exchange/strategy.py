@@ -77,6 +77,8 @@ class ServedStrategy(Strategy):
         if not 0.0 < settings.keep <= 0.5:
             raise ValueError(f"compression_keep={settings.keep}: a part of the elements, more than 0 and at most 0.5")
         check_choice(name, "shard_by", shard_by, ("auto", "element", "tensor"))
+        if settings.snapshot_every < 0:
+            raise ValueError(f"snapshot_every={settings.snapshot_every}: a number of updates, or 0 for no snapshots")
         self.servers = servers
         self.link = link
         self.shard_by = shard_by
@@ -230,15 +232,16 @@ class ServedStrategy(Strategy):
         return self._pace.complete() if self._closing else True
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-        if isinstance(self._pace, (Holding, Sharing)):
-            return self._pace.clip_norm(parameters, max_norm)
-        return super().clip_norm(parameters, max_norm)
+        assert self._pace is not None
+        clipped = list(parameters)
+        norm = self._pace.clip_norm(clipped, max_norm)
+        return super().clip_norm(clipped, max_norm) if norm is None else norm
 
     def clip_value(self, parameters: Iterable[Tensor], limit: float) -> None:
-        if isinstance(self._pace, (Holding, Sharing)):
-            self._pace.clip_value(parameters, limit)
-        else:
-            super().clip_value(parameters, limit)
+        assert self._pace is not None
+        clipped = list(parameters)
+        if not self._pace.clip_value(clipped, limit):
+            super().clip_value(clipped, limit)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         assert self._pace is not None

@@ -162,6 +162,35 @@ def test_torchrun_makes_the_script_a_worker(own_folder: Path, strategy: str, nam
     assert lines[0].split(":", 1)[1] == lines[1].split(":", 1)[1]
 
 
+SERVED = """
+import sys
+import fabricx as fx
+from fabricx.strategies import AsyncSGD, ParameterServer
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+if __name__ == "__main__":
+    strategy = {"sync": lambda: ParameterServer(servers=2), "async": AsyncSGD}[sys.argv[1]]()
+    trainer = fx.Trainer(strategy=strategy, max_epochs=1, **QUIET)
+    trainer.fit(TinyModule(), tiny_loader(32, 4))
+    steps = trainer.global_step if "loss" in trainer.callback_metrics else "serves"
+    print(f"rank {trainer.global_rank}: {steps}\\n", end="")
+"""
+
+
+@pytest.mark.parametrize(("mode", "said"), [
+    ("sync", ["rank 0: 4", "rank 1: 4", "rank 2: serves", "rank 3: serves"]),
+    ("async", ["rank 0: 8", "rank 1: 8", "rank 2: serves"]),
+])  # fmt: skip
+def test_the_last_ranks_of_torchrun_serve(own_folder: Path, mode: str, said: list[str]) -> None:
+    (own_folder / "script.py").write_text(SERVED)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(said)),
+         "script.py", mode],
+        capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert sorted(line for line in done.stdout.splitlines() if line) == said, done.stdout + done.stderr[-3000:]
+
+
 def test_without_a_fork_server_workers_are_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
     assert run_ranks(_sum_of_ranks, 2) == [3.0, 3.0]

@@ -1,0 +1,224 @@
+"""What travels between workers and servers: all of it, or rows, or fewer bytes, and when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fabricx import checkpoint
+from fabricx.callbacks import ModelCheckpoint
+from fabricx.errors import WorkerFailed
+from fabricx.strategies import AsyncSGD, ParameterServer, Single
+from fabricx.testing import SavesAtEnd
+from tests.process.served import Recorded, train
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_what_travels_is_each_gradient_and_the_weights_once() -> None:
+    module, trainer = train(ParameterServer(servers=2), 2, batch=6, limit_val_batches=0)
+    size = 4 * sum(parameter.numel() for parameter in module.parameters())
+    assert module.traffic == [(8 * size, 8 * size)] * 2
+    module, trainer = train(AsyncSGD(servers=2), 2, batch=4, limit_val_batches=0, max_epochs=1)
+    assert sum(sent for sent, _ in module.traffic) == trainer.global_step * size
+    quiet = 2 * 2  # each worker brings the weights where all meet: at the end of the epoch, and after it
+    assert sum(received for _, received in module.traffic) <= (trainer.global_step + quiet) * size
+
+
+ROWS, WIDTH = 1009, 6
+
+
+class LooksUp(Recorded):
+    """Adds a row of a large table to each input, another for each sample: a batch touches hardly any."""
+
+    def __init__(self, kind: str, *, sparse: bool = True, **options: Any) -> None:
+        super().__init__()
+        self.kind = kind
+        self.table = nn.Embedding(ROWS, WIDTH, sparse=sparse, **options)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.samples.append(batch[2].tolist())
+        rows = self.table((batch[2] * 97) % ROWS) + self.table(batch[2] % 5)  # some rows are in many samples
+        return super(Recorded, self).training_step([batch[0] + rows, batch[1]], batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        if self.kind == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=0.02)
+        if self.kind == "adagrad":
+            return torch.optim.Adagrad(self.parameters(), lr=0.02)
+        others = [parameter for parameter in self.parameters() if parameter is not self.table.weight]
+        return [torch.optim.AdamW(others, lr=0.01), torch.optim.SparseAdam([self.table.weight], lr=0.01)]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad makes sparse tensors without saying so
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [
+        (ParameterServer(servers=2), 2),
+        (ParameterServer(servers=0), 2),
+        (ParameterServer(link="gloo"), 2),
+        (ParameterServer(optimizer="server", servers=2, link="gloo"), 2),
+        (ParameterServer(mode="bounded", max_staleness=0, servers=3), 2),
+        (AsyncSGD(servers=2), 1),
+    ],
+)
+def test_sparse_rows_are_trained_like_a_dense_table(strategy: Any, devices: int, kind: str, tmp_path: Path) -> None:
+    wanted, _ = train(Single(), 1, module=LooksUp(kind), batch=12)
+    saver = SavesAtEnd(tmp_path / "end.ckpt")
+    found, _ = train(strategy, devices, module=LooksUp(kind), batch=12 // devices, callbacks=[saver])
+    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+        exact = devices == 1 and kind != "sgd"  # SGD adds the gradients of a row one by one
+        assert torch.equal(a, b) if exact else torch.allclose(a, b, atol=2e-6)
+    again, _ = train(Single(), 1, module=LooksUp(kind), ckpt=tmp_path / "end.ckpt", max_epochs=3, batch=12 // devices)
+    whole, _ = train(Single(), 1, module=LooksUp(kind), max_epochs=3)
+    for a, b in zip(again.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=5e-6)
+    if kind != "adam":  # SparseAdam doesn't move rows that it has seen before, and has momentum where Adam has none
+        dense, _ = train(Single(), 1, module=LooksUp(kind, sparse=False), batch=12)
+        assert torch.allclose(found.table.weight, dense.table.weight, atol=2e-6)
+
+
+@pytest.mark.parametrize("strategy", [ParameterServer(servers=2), AsyncSGD(link="gloo")])
+def test_rows_that_nobody_touches_dont_travel(strategy: Any) -> None:
+    module, _ = train(strategy, 2, module=LooksUp("sgd"), batch=4, limit_val_batches=0, max_epochs=1)
+    dense = 4 * sum(parameter.numel() for name, parameter in module.named_parameters() if name != "table.weight")
+    touched = sum(
+        len({*(n * 97 % ROWS for n in batch), *(n % 5 for n in batch)}) for one in module.by_rank for batch in one
+    )
+    sent, received = (sum(column) for column in zip(*module.traffic, strict=True))
+    row = 4 * (WIDTH + 1)  # with its number
+    steps = sum(len(one) for one in module.by_rank)
+    if isinstance(strategy, ParameterServer):
+        assert sent == pytest.approx(steps * dense + touched * row, rel=0.02)
+        assert received < steps * dense + 2 * touched * row  # of both workers
+    else:  # the numbers of rows that it wants, and then those with their gradients
+        assert sent == pytest.approx(steps * dense + touched * (row + 4), rel=0.02)
+        meetings = 2 * 2 * (dense + 4 * ROWS * WIDTH)
+        assert received <= steps * dense + touched * 4 * WIDTH + meetings
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda: LooksUp("sgd"), {"gradient_clip_val": 1.0}, "torch clips no sparse gradients"),
+        (lambda: LooksUp("sgd", max_norm=1.0), {}, "table has max_norm"),
+    ],
+)
+def test_what_sparse_rows_cant_have_is_refused(make: Any, options: Any, message: str) -> None:
+    for strategy in (ParameterServer(optimizer="server"), AsyncSGD()):
+        with pytest.raises(WorkerFailed, match=message):
+            train(strategy, module=make(), **options)
+    with pytest.raises(WorkerFailed, match="compensation knows no sparse gradients"):
+        train(AsyncSGD(compensation="dc"), module=LooksUp("sgd"))
+
+
+class Direct(Recorded):
+    """Uses a layer's weights without calling the layer."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nn.functional.linear(self.body(inputs), self.head.weight, self.head.bias)
+
+
+class OnlyCalls(Recorded):
+    """Notes the weights that each step begins with, as callbacks see them before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = nn.Parameter(torch.ones(6))  # its own, without a layer
+        self.calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(inputs * self.free)
+
+
+@pytest.mark.parametrize("link", ["auto", "gloo"])
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "devices"),
+    [
+        (AsyncSGD, 1),
+        (lambda **options: ParameterServer(optimizer="server", **options), 2),
+        (lambda **options: ParameterServer(optimizer="server", pull_compression="bf16", **options), 2),
+    ],
+)
+def test_weights_may_come_while_the_next_step_has_begun(make: Any, devices: int, servers: int, link: Any) -> None:
+    options: dict[str, Any] = {"batch": 6, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    at_once, one = train(make(servers=servers, link=link), devices, module=OnlyCalls(), **options)
+    later, other = train(make(servers=servers, link=link, overlap="forward"), devices, module=OnlyCalls(), **options)
+    assert same(later, at_once)
+    assert other.global_step == one.global_step
+    assert float(other.callback_metrics["val"]) == float(one.callback_metrics["val"])
+    assert later.traffic == at_once.traffic
+
+
+def test_weights_that_are_used_before_they_have_come_are_an_error() -> None:
+    with pytest.raises(WorkerFailed, match=r"head\.weight.*: used without the module being called"):
+        train(AsyncSGD(overlap="forward"), module=Direct())
+    train(AsyncSGD(), module=Direct(), max_epochs=1)
+
+
+@pytest.mark.parametrize(("kind", "part"), [("bf16", 1 / 2), ("topk", 0.2), ("sign", 1 / 32)])
+@pytest.mark.parametrize("link", ["auto", "gloo"])
+def test_compressed_gradients_train_with_fewer_bytes(kind: Any, part: float, link: Any) -> None:
+    strategy = ParameterServer(compression=kind, compression_keep=0.1, link=link)
+    module, trainer = train(strategy, 2, batch=3, max_epochs=8, limit_val_batches=2)
+    plain, other = train(ParameterServer(link=link), 2, batch=3, max_epochs=8, limit_val_batches=2)
+    (sent, received), (all_sent, all_received) = module.traffic[0], plain.traffic[0]
+    assert sent == pytest.approx(part * all_sent, rel=0.02)
+    assert received == all_received
+    assert float(trainer.callback_metrics["loss_epoch"]) < 2 * float(other.callback_metrics["loss_epoch"]) + 0.5
+
+
+@pytest.mark.parametrize(("kind", "part"), [("bf16", 1 / 2), ("topk", 0.2), ("sign", 1 / 32)])
+@pytest.mark.parametrize("optimizer", ["worker", "server"])
+def test_what_comes_back_is_compressed_too(kind: Any, part: float, optimizer: Any) -> None:
+    options: dict[str, Any] = {"batch": 3, "max_epochs": 8, "limit_val_batches": 2}
+    strategy = ParameterServer(pull_compression=kind, compression_keep=0.1, optimizer=optimizer, servers=2)
+    module, trainer = train(strategy, 2, **options)
+    plain, other = train(ParameterServer(optimizer=optimizer, servers=2), 2, **options)
+    (sent, received), (all_sent, all_received) = module.traffic[0], plain.traffic[0]
+    assert sent == all_sent
+    size = 4 * sum(parameter.numel() for parameter in module.parameters())
+    assert all_received == trainer.global_step * size
+    whole = 0 if optimizer == "worker" else 2 * 8 * size + size  # where ranks meet: before and after validations, first
+    assert received == pytest.approx(part * all_received + whole, rel=0.03)
+    assert float(trainer.callback_metrics["loss_epoch"]) < 2 * float(other.callback_metrics["loss_epoch"]) + 0.5
+
+
+def test_thin_matrices_travel_in_the_place_of_gradients() -> None:
+    options: dict[str, Any] = {"batch": 3, "max_epochs": 8, "limit_val_batches": 2}
+    exact, one = train(Single(), 1, **{**options, "batch": 6})
+    whole, _ = train(ParameterServer(compression="powersgd", powersgd_rank=3), 2, **options)
+    assert all(torch.allclose(a, b, atol=1e-1) for a, b in zip(whole.parameters(), exact.parameters(), strict=True))
+    module, trainer = train(ParameterServer(compression="powersgd", powersgd_rank=1, servers=2), 2, **options)
+    thin = sum(6 + 9 for name, p in module.named_parameters() if p.shape in ((6, 9), (9, 6)))
+    others = sum(p.numel() for p in module.parameters() if p.dim() == 1 or 1 in p.shape)
+    steps = trainer.global_step
+    assert module.traffic[0][0] == pytest.approx(4 * steps * (thin + others), rel=0.02)
+    assert float(trainer.callback_metrics["loss_epoch"]) < 2 * float(one.callback_metrics["loss_epoch"]) + 0.5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": "sign"}, {"compression": "topk", "pull_compression": "topk", "servers": 2},
+        {"compression": "powersgd", "powersgd_rank": 1}, {"compression": "sign", "optimizer": "server"},
+    ],
+)  # fmt: skip
+def test_what_compression_has_kept_is_in_a_checkpoint(tmp_path: Path, options: Any) -> None:
+    strategy = ParameterServer(**options)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
+    whole, _ = train(strategy, 2, callbacks=[saver], batch=6, enable_checkpointing=True)
+    path = sorted(checkpoint.list_committed(tmp_path), key=lambda one: checkpoint.read_manifest(one)["step"])[0]
+    again, _ = train(strategy, 2, ckpt=path, batch=6)
+    assert same(again, whole)
+    _, trainer = train(strategy, 1, ckpt=path, batch=6)  # of another number of workers: it is lost, and said so
+    assert trainer.current_epoch == 2
