@@ -57,6 +57,8 @@ class FaultRecovery(Callback):
         compare_every_n_steps: int = 0,
         frozen_after: float = 10.0,
         stuck_after: float | None = None,
+        patience: float = 10.0,
+        min_ranks: int = 1,
     ) -> None:
         if max_restarts < 0:
             raise ValueError(f"FaultRecovery(max_restarts={max_restarts}): 0 or more")
@@ -72,7 +74,12 @@ class FaultRecovery(Callback):
                 raise ValueError(
                     f"FaultRecovery({name}={seconds}): 1 second or more; a sign of life comes twice in one"
                 )
+        if patience < 0.0:
+            raise ValueError(f"FaultRecovery(patience={patience}): 0 seconds or more")
+        if min_ranks < 1:
+            raise ValueError(f"FaultRecovery(min_ranks={min_ranks}): 1 rank or more")
         self.frozen_after, self.stuck_after = frozen_after, stuck_after
+        self.patience, self.min_ranks = patience, min_ranks
         self.bad_gradients = bad_gradients
         self.compare_every_n_steps = compare_every_n_steps
         self.max_restarts = max_restarts
@@ -90,6 +97,12 @@ class FaultRecovery(Callback):
         return self._tries <= self.max_restarts
 
     # -- in the workers ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"saved": self._step_saved, "compared": self._step_compared}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._step_saved, self._step_compared = state_dict["saved"], state_dict["compared"]
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._step_saved = -1
@@ -121,8 +134,8 @@ class FaultRecovery(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         step, every = trainer.global_step, self.compare_every_n_steps
         if every and step % every == 0 and step != self._step_compared:
-            self._step_compared = step
             _compare(trainer, module)
+            self._step_compared = step
         if step % self.every_n_train_steps == 0:
             self._save(trainer)
 
@@ -140,9 +153,9 @@ class FaultRecovery(Callback):
         step = trainer.global_step
         if step == self._step_saved or trainer.fast_dev_run:
             return
-        self._step_saved = step
         path = self._folder(trainer) / f"step={step}"
         trainer.save_checkpoint(path, wait=False, after=functools.partial(self._drop_others, path))
+        self._step_saved = step
 
     @staticmethod
     def _folder(trainer: Trainer) -> Path:

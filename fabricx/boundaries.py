@@ -83,7 +83,8 @@ def _batches_before(t: Trainer) -> int:
 
 def _leases_per_batch(t: Trainer) -> float:
     """Return how many leases are one batch of each rank."""
-    return t.world.size / t.accumulate_grad_batches
+    workers: int = t.strategy.dealer.planned
+    return workers / t.accumulate_grad_batches
 
 
 def validation_due_at_end(t: Trainer, complete: bool) -> bool:

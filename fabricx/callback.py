@@ -22,6 +22,9 @@ class Callback:
     watches_metrics: ClassVar[bool] = False
     frozen_after: float | None = None  # seconds after which the supervisor ends a worker without a sign of life
     stuck_after: float | None = None  # and one that has come no batch further
+    patience: float | None = None  # seconds that workers wait for who takes a dead one's place; None: all start again
+    min_ranks: int = 1  # the fewest that go on
+    max_restarts: int = 0  # how often in a row, without getting any further
 
     @property
     def state_key(self) -> str:

@@ -35,14 +35,7 @@ def save_checkpoint(
     }
     state["strategy"]["module"].update(point.buffers)
     if not weights_only:
-        state |= {
-            "schedules": [schedule.scheduler.state_dict() for schedule in t.lr_schedulers],
-            "metrics": dict(t.published.metrics),  # a schedule that waits for the epoch's end may look at one
-            "precision": t.precision_plugin.state_dict(),
-            "callbacks": {callback.state_key: callback.state_dict() for callback in t.callbacks},
-            "datamodule": t.datamodule.state_dict() if t.datamodule is not None else {},
-            "ranks": t.world.gather_objects(point.state_dict()),
-        }
+        state |= {**run_state(t), "ranks": t.world.gather_objects(point.state_dict())}
     for hook in t.hooks.on_save_checkpoint if t.hooks is not None else ():
         hook(state)
     own = next(one for one in type(t.module).__mro__ if not hasattr(one, "reshard"))  # fully_shard makes a class
@@ -68,6 +61,18 @@ def save_checkpoint(
     t.writer.begin(path, state, manifest, after, full)
 
 
+def run_state(t: Trainer) -> dict[str, Any]:
+    """Return what all ranks go on from beside the weights, as plain data and tensors."""
+    return {
+        "state": t.state.state_dict(),
+        "schedules": [schedule.scheduler.state_dict() for schedule in t.lr_schedulers],
+        "metrics": dict(t.published.metrics),  # a schedule that waits for the epoch's end may look at one
+        "precision": t.precision_plugin.state_dict(),
+        "callbacks": {callback.state_key: callback.state_dict() for callback in t.callbacks},
+        "datamodule": t.datamodule.state_dict() if t.datamodule is not None else {},
+    }
+
+
 def restore(t: Trainer, path: Path, *, weights_only: bool) -> None:
     """Take up a checkpoint: all of it to train on, the weights alone to evaluate.
 
@@ -84,18 +89,29 @@ def restore(t: Trainer, path: Path, *, weights_only: bool) -> None:
     if "schedules" not in state:
         raise CheckpointError(f"{path} holds weights only: it can be evaluated, but training can't go on from it")
     t.strategy.load_state_dict(state["strategy"], t.module, t.optimizers)
+    state["state"]["attempt"] = state["state"].get("attempt", 0) + 1
+    take_up(t, state, same=len(state["ranks"]) == t.world.size)
+    t.scribe.each(lambda logger: logger.rewind(t.state.step))
+
+
+def take_up(t: Trainer, state: dict[str, Any], *, same: bool) -> None:
+    """Go on from a state of all ranks, the weights aside.
+
+    Args:
+        t: the trainer.
+        state: `run_state`, and what each rank knows by itself as "ranks".
+        same: each rank has its own again; else the ranks have changed, and sums that belong together are joined.
+    """
     for optimizer in t.optimizers:  # else torch warns of a schedule that steps first, at the end of an epoch
         vars(optimizer)["_opt_called"] = bool(state["state"]["step"])
     for schedule, saved in zip(t.lr_schedulers, state["schedules"], strict=True):
         schedule.scheduler.load_state_dict(saved)
     t.published.metrics.update(state["metrics"])
     t.precision_plugin.load_state_dict(state["precision"])
-    attempt = state["state"].get("attempt", 0) + 1
-    t.state.load_state_dict({**state["state"], "attempt": attempt})
-    t.scribe.each(lambda logger: logger.rewind(t.state.step))
+    t.state.load_state_dict(state["state"])
     rebuild_feeds(t)
-    go_on_from(t, state["ranks"])
-    if len(state["ranks"]) != t.world.size:
+    go_on_from(t, state["ranks"], same=same)
+    if not same:
         _take_up_with_other_ranks(t, len(state["ranks"]))
     elif state["ranks"][t.world.rank]["position"] is None and not t.train_feed.exact_position:
         _take_up_by_reading(t)
@@ -104,7 +120,7 @@ def restore(t: Trainer, path: Path, *, weights_only: bool) -> None:
             callback.load_state_dict(state["callbacks"][callback.state_key])
     if t.datamodule is not None and state["datamodule"]:
         t.datamodule.load_state_dict(state["datamodule"])
-    if t.world.rank < len(state["ranks"]):
+    if same or t.world.rank < len(state["ranks"]):
         RandomState.of(state["ranks"][t.world.rank]["random"]).restore()
 
 

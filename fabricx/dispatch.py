@@ -29,6 +29,7 @@ from fabricx.errors import CheckpointError, WorkerFailed, did_you_mean
 from fabricx.execution import execute, next_job
 from fabricx.hooks import check_hooks
 from fabricx.launch import environment
+from fabricx.launch.changes import Elastic
 from fabricx.launch.lock import only_here
 from fabricx.module import Module
 from fabricx.outcome import Outcome
@@ -204,7 +205,7 @@ def _work(world: World, trainer: Trainer, job: Job) -> Outcome | None:
     with _interruptible(trainer, _notices()):  # the supervisor cares for Ctrl-C, but anybody may signal one rank
         outcome = execute(trainer, job, world)
     weights = trainer.strategy.whole_weights(trainer.module)
-    return outcome.portable(trainer, weights) if world.rank == 0 else None
+    return outcome.portable(trainer, weights) if trainer.world.main_rank else None
 
 
 def _in_workers(trainer: Trainer, job: Job) -> Any:
@@ -216,13 +217,12 @@ def _in_workers(trainer: Trainer, job: Job) -> Any:
         provenance.write(trainer.run_dir, None)  # here is the command that the user gave
     named = {"module": job.module, "trainer": trainer, "train_dataloaders": job.train, "dataloaders": job.evaluate,
              "datamodule": job.datamodule}  # fmt: skip
-    elastic = trainer.strategy.traits.elastic and job.stage == "fit"
     trainer.failures = []
     while True:
         try:
             outcome = run_workers(
                 _work, (trainer, job), size=len(trainer.device_ids), named=named, servers=_servers(trainer, job),
-                serve=_serve, elastic=elastic, **_limits(trainer),
+                serve=_serve, elastic=_elastic(trainer, job), failures=trainer.failures, **_limits(trainer),
             )[0]  # fmt: skip
         except WorkerFailed as error:
             if job.stage != "fit" or not _starts_again(trainer, job, error):
@@ -230,6 +230,18 @@ def _in_workers(trainer: Trainer, job: Job) -> Any:
         else:
             outcome.absorb(trainer, job)
             return outcome.results
+
+
+def _elastic(trainer: Trainer, job: Job) -> Elastic | None:
+    """Return how workers go on when some die; None where they can't, or where nobody wants it."""
+    if job.stage != "fit" or not trainer.strategy.traits.elastic:
+        return None
+    if trainer.strategy.dealer is not None:  # nobody waits for anybody
+        return Elastic()
+    for one in trainer.callbacks:
+        if one.patience is not None:
+            return Elastic(one.patience, one.min_ranks, one.max_restarts)
+    return None
 
 
 def _limits(trainer: Trainer) -> dict[str, float]:

@@ -18,6 +18,8 @@ from torch import nn
 from fabricx import evaluation, loop, provenance
 from fabricx.checkpoint.places import as_path
 from fabricx.comm.agree import StopAgreement
+from fabricx.comm.generations import membership
+from fabricx.comm.slots import Slot
 from fabricx.comm.world import World
 from fabricx.data import to_device
 from fabricx.datamodule import DataModule
@@ -131,7 +133,7 @@ def _set_up(t: Trainer, job: Job, world: World) -> None:
     if t.stop_wanted and job.stage == "fit":
         t.stop_wanted = t.stopped = False
     _open_loggers(t, job)
-    if world.local_rank == 0:
+    if world.local_rank == 0 and not world.newcomer:
         _if_any(t.datamodule, "prepare_data")
         t.module.prepare_data()
     world.barrier()
@@ -217,6 +219,9 @@ def _set_up_model(t: Trainer, job: Job) -> None:
         _wrap_steps(t)
         t.attach_log(None)
         return
+    t.members = members = membership() if membership().changes else None
+    if members is not None and t.strategy.dealer is None and t.world.device.type == "cpu":
+        t.slot = Slot(members.folder, members.worker)  # another device would have to be waited for in each step
     t.strategy.setup(module, several_backwards=not module.automatic_optimization)
     _wrap_steps(t)
     t.logbook = t.train_logbook = Logbook(t.strategy, training=True)
@@ -283,6 +288,7 @@ def _wrap_steps(t: Trainer) -> None:
     if callable(getattr(t.module, "training_step", None)):
         step = t.module.training_step
         t.training_step = _fitting(t.precision_plugin.wrap_step(step), accepts(step, 2), 2)
+        t.steps["training"] = t.training_step
 
 
 def _fitting(step: Callable[..., Any], takes: int, given: int) -> Callable[..., Any]:

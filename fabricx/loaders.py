@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,8 +88,11 @@ def _feed(t: Trainer, source: Any, limit: int | float, began_with: int = 0) -> F
         raise ValueError("train on one loader: several training loaders have to be joined into one that yields both")
     if not hasattr(source, "__iter__"):
         raise ValueError(f"{type(source).__name__} is not something to iterate over: give a DataLoader or batches")
+    world = t.world
+    if world.newcomer:  # until it is one of the group: as many batches as the others count
+        world = replace(world, rank=0, size=world.local_size)
     return make_feed(
-        source, t.world, seed=t.state.seed, limit=limit, shard=t.use_distributed_sampler, began_with=began_with,
+        source, world, seed=t.state.seed, limit=limit, shard=t.use_distributed_sampler, began_with=began_with,
         company=t.strategy.traits.sharded,
     )  # fmt: skip
 

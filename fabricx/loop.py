@@ -19,16 +19,17 @@ from fabricx.boundaries import (
     validation_due,
     validation_due_at_end,
 )
+from fabricx.comm.generations import membership
 from fabricx.data import Microbatch
 from fabricx.errors import RanksDisagree
 from fabricx.evaluation import sanity_check, validate_in_fit
 from fabricx.hooks import Hook
-from fabricx.joining import arrive, await_invitation, change_members
 from fabricx.optimization import step_schedules
 from fabricx.publishing import log_measured, log_step, log_step_alone, publish_epoch, publish_step
+from fabricx.recovery import arrive, leave_word, recover
 from fabricx.restart_point import BufferCopies, RestartPoint
 from fabricx.seed import random_kept
-from fabricx.state import Phase
+from fabricx.state import Phase, Stage
 
 if TYPE_CHECKING:
     from fabricx.trainer import Trainer
@@ -43,30 +44,37 @@ def call(hook: Hook, *args: Any) -> None:
 def fit(t: Trainer, job: object = None) -> None:
     """Train from where `t.state` is until a limit is reached or somebody asks to stop."""
     call(t.hooks.on_fit_start)
-    t.restart_point = None
-    if t.world.newcomer:
-        t.invitation = await_invitation(t)
-    else:
+    t.restart_point, t.stage, t.meeting = None, Stage.BETWEEN, None
+    if not t.world.newcomer:
         t.restore()
-    t.strategy.starts(t.state.step)
-    if t.invitation is None:
+        t.strategy.starts(t.state.step)
         sanity_check(t)
     t.state.phase = Phase.TRAIN
     t.module.train()
-    with _again(t.state.step):
+    with _again(t.state.step or t.world.newcomer):
         call(t.hooks.on_train_start)
-    while not limit_reached(t) or t.state.validating:
-        train_epoch(t)
-    t.strategy.quiesce()  # whoever looks at the weights from now on sees those of all ranks
-    call(t.hooks.on_train_end)
-    t.finish_checkpoint()
+    if t.world.newcomer:
+        arrive(t)
+    leave_word(t)
+    membership().say("inside")
+    while True:
+        try:
+            while not limit_reached(t) or t.state.validating or Stage.EPOCH_ENDS <= t.stage < Stage.EPOCH_OVER:
+                train_epoch(t)
+            t.strategy.quiesce()  # whoever looks at the weights from now on sees those of all ranks
+            call(t.hooks.on_train_end)
+            t.finish_checkpoint()
+            break
+        except Exception as error:
+            recover(t, error)
+    membership().say("outside")
     call(t.hooks.on_fit_end)
 
 
 def train_epoch(t: Trainer) -> None:
     """Train one epoch, or what is left of it: a checkpoint may have been taken at each of its stages."""
     state = t.state
-    if not state.drained:
+    if not state.drained and t.stage < Stage.EPOCH_ENDS:
         state.drained = _train_batches(t)
         state.validating = validation_due_at_end(t, state.drained)
         # Where the epoch isn't complete, what the end of this run does to its sums isn't part of it.
@@ -74,14 +82,24 @@ def train_epoch(t: Trainer) -> None:
     if t.interrupted and not state.drained:  # another run will complete the epoch
         publish_step(t)
         return
-    if not state.closing:
+    if not state.closing and t.stage < Stage.EPOCH_TOLD:
+        t.stage = Stage.EPOCH_ENDS
+        leave_word(t)
         _end_epoch(t)
+        t.state.closing = t.state.drained
+        t.stage = Stage.EPOCH_TOLD
+        leave_word(t)
+    if t.stage is Stage.EPOCH_TOLD:
+        call(t.hooks.train_epoch_end_watching)
+        t.stage = Stage.EPOCH_OVER
     if not state.drained:
         return
     step_schedules(t, "epoch")
     state.epoch += 1
     state.batch = state.samples = 0
     state.drained = state.closing = False
+    t.stage = Stage.BETWEEN
+    leave_word(t)
     agree_at_boundary(t)
 
 
@@ -93,8 +111,6 @@ def _end_epoch(t: Trainer) -> None:
     log_measured(t)
     call(t.hooks.train_epoch_end_others)
     publish_epoch(t)  # what the hooks have logged
-    t.state.closing = t.state.drained
-    call(t.hooks.train_epoch_end_watching)
 
 
 def _train_batches(t: Trainer) -> bool:
@@ -102,12 +118,14 @@ def _train_batches(t: Trainer) -> bool:
     t.begin_epoch()
     with _again(t.state.batch):
         call(t.hooks.on_train_epoch_start)
+    if t.stage is Stage.BATCH_TOLD:  # by a group that somebody has left since
+        _tell_last(t, t.state.batch - 1)
     if t.state.validating:  # of the batch before, which an earlier run has trained
         validate_in_fit(t)
         if limit_reached(t):
             return False
-    accumulate = t.accumulate_grad_batches
-    buffers = BufferCopies(t.module) if accumulate > 1 and t.strategy.dealer is None else None
+    begun_again = t.accumulate_grad_batches > 1 or t.slot is not None
+    buffers = BufferCopies(t.module) if begun_again and t.strategy.dealer is None else None
     feed = _feed(t)
     if buffers is not None:
         t.restart_point = RestartPoint(t, buffers.take())
@@ -128,29 +146,37 @@ def _train_batches(t: Trainer) -> bool:
         if micro.apart:
             _go_on_apart(t, micro)
             continue
-        if micro.closes:
-            if t.window.over:
-                return True
-            log_step(t)
-        for hook in t.hooks.train_batch_end_watching:  # a checkpoint has to hold the position after this batch
-            hook(t.window.outputs, t.window.batch, micro.index)
+        if micro.closes and t.window.over:
+            return True
+        _tell_last(t, micro.index, closes=micro.closes)
         if t.writer is not None:
             t.writer.poll()
         if t.state.validating if micro.closes else validation_due(t, micro):
             validate_in_fit(t)
         if micro.closes and (agree_at_boundary(t) or limit_reached(t)):
             return micro.last
+        if micro.closes and t.members is not None:
+            t.check_members()
         if micro.closes and buffers is not None:
             t.restart_point = RestartPoint(t, buffers.take())
     return True
 
 
+def _tell_last(t: Trainer, index: int, *, closes: bool = True) -> None:
+    """Give a batch to those that come last: a checkpoint has to hold the position after it."""
+    if closes:
+        log_step(t)
+    for hook in t.hooks.train_batch_end_watching:
+        hook(t.window.outputs, t.window.batch, index)
+    if closes:
+        t.stage = Stage.BETWEEN
+
+
 def _feed(t: Trainer) -> Iterator[Microbatch]:
     """Return the batches of the epoch from where this rank is: its own, or those that it is dealt."""
     state, dealer = t.state, t.strategy.dealer
-    if t.invitation is not None:
-        yield arrive(t, t.invitation)
-        t.invitation = None
+    if t.meeting is not None:  # it has begun, in a group that somebody has left since
+        yield t.meeting
     place: Any = {"accumulate": t.accumulate_grad_batches, "position": state.samples, "first": state.batch}
     if dealer is None:
         yield from t.train_feed.epoch(state.epoch, **place)
@@ -162,7 +188,7 @@ def _go_on_apart(t: Trainer, micro: Microbatch) -> None:
     """Between two batches of a rank that goes at its own pace: nothing that others would have to take part in."""
     if micro.closes:
         log_step_alone(t)
-        if t.agreement is not None and t.agreement.reason is not None:
+        if (t.agreement is not None and t.agreement.reason is not None) or t.outdated:
             t.strategy.dealer.close_section()
     if t.writer is not None:
         t.writer.poll()
@@ -170,10 +196,11 @@ def _go_on_apart(t: Trainer, micro: Microbatch) -> None:
 
 def _meet(t: Trainer, micro: Microbatch) -> None:
     """Bring ranks together that went at their own pace: all is done that was dealt."""
-    if set(t.strategy.dealer.present) != set(t.strategy.dealer.workers):
-        change_members(t, micro)
+    t.meeting = micro
+    t.check_members()
     t.strategy.quiesce()
     _count_update(t, t.state.step)
+    t.meeting = None
     _advance(t, micro)
     t.window.outputs = t.window.batch = None
 
@@ -226,7 +253,9 @@ def _advance(t: Trainer, micro: Microbatch) -> None:
     """Let a checkpoint that is written from now on begin with the next batch."""
     t.state.batch, t.state.samples = micro.index + 1, micro.position
     t.state.validating = validation_due(t, micro)
-    t.restart_point = None
+    t.restart_point, t.torn, t.stage = None, False, Stage.BATCH_TOLD
+    if t.slot is not None:
+        leave_word(t)
 
 
 def _manual(t: Trainer, micro: Microbatch, batch: Any) -> Any:
@@ -270,12 +299,15 @@ def _zero_grad(t: Trainer, micro: Microbatch) -> None:
 
 def _update(t: Trainer, micro: Microbatch, batch: Any) -> None:
     """Update the weights with the gradient of a whole window; several optimizers step together."""
+    if t.slot is not None:
+        leave_word(t, after=micro)
     for optimizer in t.optimizers:
         t.precision_plugin.unscale(optimizer)
         for hook in t.hooks.on_before_optimizer_step:
             hook(optimizer)
         if t.gradient_clip_val is not None or t.overridden.configure_gradient_clipping:
             t.module.configure_gradient_clipping(optimizer, t.gradient_clip_val, t.gradient_clip_algorithm)
+        t.torn = t.strategy.dealer is None
         if t.overridden.optimizer_step or t.closures:
             _update_with_closure(t, micro, batch, optimizer)
         else:

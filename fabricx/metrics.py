@@ -215,6 +215,22 @@ class Metrics:
             if series.on_epoch and series.total is not None
         }
 
+    def latest(self) -> dict[str, Any]:
+        """Return this rank's values of the newest step."""
+        return {
+            name: [list(series.kind()), series.step, series.value, series.weight]
+            for name, series in self.series.items()
+            if series.on_step
+        }
+
+    def set_latest(self, latest: dict[str, Any]) -> None:
+        """Take over what `latest` returned, here or on another rank."""
+        for series in self.series.values():
+            series.step, series.value, series.weight = -1, None, 0.0
+        for name, (kind, step, value, weight) in latest.items():
+            series = self.series.setdefault(name, Series.of_kind(tuple(kind)))
+            series.step, series.value, series.weight = step, value, weight
+
     def add_sums(self, sums: dict[str, Any]) -> None:
         """Add what `sums` returned, here or on another rank."""
         for name, (kind, added, weights) in sums.items():

@@ -50,11 +50,11 @@ def log_step(t: Trainer) -> None:
     step = t.state.step
     if not t.log_every_n_steps or step % t.log_every_n_steps or step == t.published.step:
         return
-    t.published.step = step
     if t.loggers or t.world.size > 1:
         values = t.logbook.step_values(_step_of_values(t))
         t.published.take(values, t.logbook, epoch=False)
         _to_loggers(t, values, epoch=False)
+    t.published.step = step
 
 
 def log_step_alone(t: Trainer) -> None:

@@ -35,6 +35,26 @@ class RestartPoint:
         self._objects = {name: _states(metric) for name, metric in objects.items()}
         self._logged = _logged_objects(t, objects) if objects else {}
         self._position = t.train_feed.state_dict()
+        self._latest = t.train_logbook.metrics.latest()
+
+    def put_back_buffers(self, module: nn.Module) -> None:
+        """Let the module's buffers be what they were when a window began."""
+        live = dict(module.named_buffers())
+        for name, copy in self.buffers.items():
+            live[name].copy_(copy)
+
+    def word(self) -> dict[str, Any]:
+        """Return what `of_word` needs: in a form that is pickled quickly, with the values of the newest step."""
+        return {
+            "random": self._random.packed(),
+            "sums": {name: [kind, _plain(total), weights] for name, (kind, total, weights) in self._sums.items()},
+            "latest": {
+                name: [kind, step, _plain(value), weight] for name, (kind, step, value, weight) in self._latest.items()
+            },
+            "objects": self._objects,
+            "logged": self._logged,
+            "position": self._position,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data and tensors."""
@@ -47,18 +67,32 @@ class RestartPoint:
         }
 
 
-def go_on_from(t: Trainer, ranks: list[dict[str, Any]]) -> None:
-    """Take over what the ranks of an earlier run have saved; the random numbers aside.
+def of_word(word: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a `word`, with the values of the newest step."""
+    return {**word, "random": RandomState.unpacked(word["random"]).state_dict()}
 
-    With as many ranks each has its own again. With another number, sums that belong together go to the main rank, and
+
+def _plain(value: Any) -> Any:
+    """Return a number as Python's own; a tensor of one element is pickled a hundred times as slowly."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def go_on_from(t: Trainer, ranks: list[dict[str, Any]], *, same: bool) -> None:
+    """Take over what ranks have left; the random numbers aside.
+
+    If they are the `same`, each has its own again. With others, sums that belong together go to the main rank, and
     places in streams are lost.
     """
-    same = len(ranks) == t.world.size
     mine = [ranks[t.world.rank]] if same else ranks if t.world.main_rank else []
     sums = t.train_logbook.metrics
+    sums.forget_epoch()
     for saved in mine:
         sums.add_sums(saved["sums"])
+        if same:
+            sums.set_latest(saved.get("latest", {}))
     objects = _metric_objects(t.module)
+    for metric in objects.values():
+        metric.reset()
     for name, (attribute, kind) in ranks[0]["logged"].items():
         if attribute in objects:
             sums.series[name] = Series.of_kind(tuple(kind))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any
 
 
@@ -17,6 +17,16 @@ class Phase(StrEnum):
     VALIDATE = "validate"
     TEST = "test"
     PREDICT = "predict"
+
+
+class Stage(IntEnum):
+    """What comes next on this rank, in the order of an epoch; those that are begun are begun again after a fault."""
+
+    BATCH_TOLD = 0  # whoever is told last of a batch is being told
+    BETWEEN = 1
+    EPOCH_ENDS = 2  # the end of an epoch is being made known
+    EPOCH_TOLD = 3  # whoever is told last of an epoch is being told
+    EPOCH_OVER = 4
 
 
 @dataclass

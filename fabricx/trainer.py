@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from fabricx import plugins
 from fabricx.callback import Callback
 from fabricx.comm import pulse
+from fabricx.comm.generations import Broken, Membership
+from fabricx.comm.slots import Slot
 from fabricx.comm.world import World
 from fabricx.data import Feed
 from fabricx.datamodule import DataModule
@@ -29,7 +31,7 @@ from fabricx.publishing import Published, newest_metrics, shown_in_bar
 from fabricx.restart_point import RestartPoint
 from fabricx.scribe import Scribe
 from fabricx.settings import check_accelerator, check_count, check_devices, check_limit, check_max_time, check_root
-from fabricx.state import Phase, RunState
+from fabricx.state import Phase, RunState, Stage
 from fabricx.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ _RUNTIME = (
     "hooks", "logbook", "train_logbook", "restart_point", "train_feed", "val_feeds",
     "optimizers", "lr_schedulers", "optimizer_handles", "training_step",
     "steps", "window", "world", "agreement", "precision_plugin", "overridden", "bring", "scribe", "datamodule",
-    "module", "writer", "train_dataloader", "val_dataloaders",
+    "module", "writer", "train_dataloader", "val_dataloaders", "slot", "members",
 )  # fmt: skip
 
 
@@ -202,7 +204,9 @@ class Trainer:
         self.stop_wanted = False
         self.published = Published()
         self.failures: list[str] = []  # after which this run was started again
-        self.invitation: Any = None  # where the others are, whom this rank comes to
+        self.meeting: Any = None  # of ranks that were apart, begun and not done
+        self.stage = Stage.BETWEEN
+        self.torn = False  # in the middle of an update, after which this batch can't be begun again
         self.boundary = 0  # steps and epochs' ends that the ranks have passed in this run
         self.stopped = False  # all ranks have agreed to
         self.val_every: float = float("inf")
@@ -234,6 +238,8 @@ class Trainer:
         self.closures = False
         self.bring: Callable[[Any, int], Any] | None = None
         self.scribe = Scribe()  # writes to the loggers, on the main rank
+        self.members: Membership | None = None  # of this rank's group, where they may change
+        self.slot: Slot | None = None  # for what only this rank knows, where others may go on without it
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _RUNTIME}
@@ -516,6 +522,16 @@ class Trainer:
 
     # -- what the loop needs ------------------------------------------------------------------------------------
 
+    @property
+    def outdated(self) -> bool:
+        """Return whether somebody has left this rank's group, or wants to come."""
+        return self.members is not None and self.members.outdated(self.world.generation)
+
+    def check_members(self) -> None:
+        """Raise an error between two batches that ends this rank's part in its group, if that is outdated."""
+        if self.outdated:
+            raise Broken("others are gone, or have come")
+
     def to_device(self, batch: Any, loader: int) -> Any:
         """Bring a batch to the device, with the transfer hooks."""
         pulse.advance()
@@ -537,6 +553,7 @@ class Trainer:
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         """Step one optimizer on behalf of the module: in a manual loop, or in its own `optimizer_step`."""
+        self.torn = self.strategy.dealer is None
         if self.module.automatic_optimization:
             passed = closure if id(optimizer) in self.overridden.closures else None
             self.precision_plugin.step(optimizer, self.strategy.step, passed)

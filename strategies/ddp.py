@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fabricx.comm.world import World
 from fabricx.errors import did_you_mean
 from fabricx.strategy import Strategy, Traits
 
@@ -36,7 +37,7 @@ class DDP(Strategy):
         broadcast_buffers: give all ranks the buffers of rank 0 at each forward, as batch normalisation wants it.
     """
 
-    traits = Traits()
+    traits = Traits(elastic=True)
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class DDP(Strategy):
         if several_backwards and self.static_graph:
             raise ValueError("static_graph=True needs one backward per step; a manually optimised module has several")
         self._step = _Step(module)
-        buffers: dict[str, Any] = {_BUFFERS_ARGUMENT: self.broadcast_buffers}
+        more: dict[str, Any] = {_BUFFERS_ARGUMENT: self.broadcast_buffers}
         self._ddp = nn.parallel.DistributedDataParallel(
             self._step,
             bucket_cap_mb=self.bucket_mib,
@@ -82,7 +83,8 @@ class DDP(Strategy):
             # One backward of several reaches only a part of the parameters: the others have to be found.
             find_unused_parameters=self.find_unused_parameters or several_backwards,
             gradient_as_bucket_view=True,
-            **buffers,
+            init_sync=self.world.generation == 0,  # else all have the same weights already
+            **more,
         )
         if self.compression:
             _compress(self._ddp, self.compression, self.powersgd_rank)
@@ -93,14 +95,24 @@ class DDP(Strategy):
         self._step.step = step
         return self._forward_unprepared if self._several_backwards else self._ddp.forward
 
+    def world_changed(self, world: World) -> None:
+        module = self.module
+        assert module is not None
+        self._leave_buckets()
+        self.world = world
+        self.setup(module, several_backwards=self._several_backwards)
+
     def teardown(self) -> None:
+        self._leave_buckets()
+        super().teardown()
+
+    def _leave_buckets(self) -> None:
         if self._ddp is not None and self.module is not None:
             for parameter in self.module.parameters():
                 if parameter.grad is not None:  # a view into buckets that go away
                     parameter.grad = None
         self._ddp = None
         self._step = None
-        super().teardown()
 
     def quiesce(self, copies: Mapping[str, Tensor] | None = None) -> None:
         if self.broadcast_buffers:

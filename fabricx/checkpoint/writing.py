@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import queue
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
@@ -31,6 +31,8 @@ class _Snapshot:
     manifest: Mapping[str, Any]
     copied: Any  # an event on a GPU, after which the copies are there
 
+
+PARTS_S: Final = 3600.0  # how long the slowest rank may write
 
 _Task = tuple[_Snapshot, Callable[[], None] | None, threading.Event]
 
@@ -53,7 +55,7 @@ class Writer:
         self._error: BaseException | None = None
         self._path = Path()
         self._room: dict[str, torch.Tensor] = {}  # of the newest snapshot, for the next one
-        self._warned = False
+        self._warned = self._abandoned = False
         self._failed: Callable[[], None] | None = None
 
     def begin(
@@ -132,6 +134,11 @@ class Writer:
             self._tasks.put(None)
             thread.join(timeout=30.0 if self._world.size == 1 else 1.0)
 
+    def abandon(self) -> None:
+        """Wait for nothing: another rank is gone, and what is being written may never be complete."""
+        self._thread, self._abandoned = None, True
+        self._tasks.put(None)
+
     def _raise_unless_full(self, error: BaseException) -> None:
         if not is_full(error):
             raise CheckpointError(f"the checkpoint {self._path} could not be written: {error}") from error
@@ -181,18 +188,26 @@ class Writer:
         if self._error is not None:
             discard(snapshot.work)
 
+    def _wait(self, store: Any, keys: list[str]) -> None:
+        """Wait until all ranks have said that their parts are written; others use the store meanwhile."""
+        deadline = time.monotonic() + PARTS_S
+        while not store.check(keys):
+            if self._abandoned or time.monotonic() > deadline:
+                raise TimeoutError("the other ranks haven't written their parts")
+            time.sleep(0.005)
+
     def _gather(self, snapshot: _Snapshot, written: dict[str, Any]) -> dict[str, Any]:
         """Bring the ranks' sizes and checksums to the main rank, or their errors."""
         if self._world.size == 1 or self._world.store is None:
             return written
-        store = self._world.store.clone()  # type: ignore[attr-defined]  # a connection of its own
+        store = self._world.for_threads()
         keys = [self._world.key(f"checkpoint/{snapshot.work.name}/{rank}") for rank in range(self._world.size)]
         error = self._error
         told = {"written": written} if error is None else {"error": _told(error)}
         store.set(keys[self._world.rank], json.dumps(told))
         everything: dict[str, Any] = {}
         if self._world.main_rank:
-            store.wait(keys, timedelta(hours=1))
+            self._wait(store, keys)
             for rank, found in enumerate(json.loads(store.get(key)) for key in keys):
                 if "error" in found:
                     number, text = found["error"]

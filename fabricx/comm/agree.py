@@ -6,6 +6,7 @@ import threading
 import time
 from typing import final
 
+from fabricx.comm.generations import membership
 from fabricx.comm.world import World
 
 POLL_S = 0.05  # how often a rank looks whether somebody wants to stop
@@ -56,6 +57,7 @@ class StopAgreement:
             if any(self._store.check([key]) and int(self._store.get(key)) >= index for key in others):
                 self._passed = index
                 return False
+            membership().check(self._world.generation)
             time.sleep(0.002)
         return True
 
@@ -67,10 +69,10 @@ class StopAgreement:
             self._watcher = None
 
     def _key(self, name: str) -> str:
-        return self._world.key(f"stop/{name}")
+        return self._world.key(f"stop/{self._world.generation}/{name}")
 
     def _watch(self) -> None:
-        store = self._store.clone()  # type: ignore[attr-defined]  # a connection of its own: a blocked main thread doesn't hold it up
+        store = self._world.for_threads()  # a blocked main thread doesn't hold it up
         told = -1
         try:
             while not self._closed.wait(POLL_S if self.reason is None else ANSWER_S):

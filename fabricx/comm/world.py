@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fabricx.comm.generations import membership
+
 _CPU = torch.device("cpu")
 _CURRENT: list[World] = []  # the world that this process has joined, if any
+MEET: Final = timedelta(seconds=4)  # how long members of a later generation may take to find each other
+OPERATION: Final = timedelta(minutes=30)  # how long a collective may take
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,12 @@ class World:
         generation: number of this membership, counted from 0.
         job: number of the run in this world; keys in the store carry it.
         store: where ranks find each other, hosted by none of them where fabricx started them.
+        second: another connection to it, for threads. Each connection may take seconds to open: torch asks for the
+            name of its address (a look-up of ::ffff:127.0.0.1, which is in no hosts file), and a name server may be
+            slow. So there are no more of them than needed.
         device: what this rank works on.
         newcomer: others train already, and this rank isn't in their group yet: its rank is its number among all that
-            ever were, and its size 1.
+            ever were, its size 1, and its local size that of the group to be.
     """
 
     rank: int = 0
@@ -42,6 +49,7 @@ class World:
     generation: int = 0
     job: int = 0
     store: dist.Store | None = None
+    second: dist.Store | None = None
     device: torch.device = _CPU
     newcomer: bool = False
 
@@ -50,9 +58,12 @@ class World:
         """Return whether this is the rank that writes files and speaks to people."""
         return self.rank == 0
 
-    def join(self, backend: str, timeout: timedelta = timedelta(minutes=30)) -> None:
+    def join(self, backend: str, timeout: timedelta = OPERATION) -> None:
         """Build the process group of this generation, and wait until all its members have."""
         assert self.store is not None
+        own = membership()
+        if own.changes:
+            own.building(self.generation, getattr(self.store, "port", None))
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(f"gen{self.generation}", self.store),
@@ -60,13 +71,36 @@ class World:
             world_size=self.size,
             timeout=timeout,
         )
+        if own.changes:
+            own.built()
         _CURRENT[:] = [self]
 
-    def followed(self) -> World:
-        """Leave the group of the generation before, if any, and join this one; all its members do."""
+    def follow(self) -> None:
+        """Leave the group of the generation before, if any, and join this one; all its members do.
+
+        Raises:
+            RuntimeError: one of them didn't come.
+        """
         if dist.is_initialized():
             dist.destroy_process_group()
-        self.join("nccl" if self.device.type == "cuda" else "gloo")
+        # A peer that dies meanwhile is waited for; gloo takes five times as long as it is told.
+        self.join("nccl" if self.device.type == "cuda" else "gloo", MEET)
+        dist.distributed_c10d._set_pg_timeout(OPERATION)  # type: ignore[attr-defined]
+
+    def for_threads(self) -> dist.Store:
+        """Return a connection to the store at which the main thread never waits."""
+        assert self.store is not None
+        return self.second or self.store.clone()  # type: ignore[attr-defined]
+
+    def reconnected(self) -> World:
+        """Return the same with connections to the store that work, should these be lost."""
+        try:
+            assert self.store is not None
+            self.store.check([""])
+            self.for_threads().check([""])
+        except RuntimeError:
+            store: Any = self.store
+            return replace(self, store=store.clone(), second=store.clone())
         return self
 
     def key(self, name: str) -> str:
@@ -86,11 +120,35 @@ class World:
         return tensor
 
     def join_moments(self, optimizer: Optimizer) -> None:
-        """Give all ranks the mean of what their optimizers remember, where each has stepped by itself."""
-        for values in optimizer.state.values():
-            for value in values.values():
-                if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
-                    self.all_reduce(value).div_(self.size)
+        """Give all ranks the mean of what their optimizers remember, where each has stepped by itself.
+
+        A rank that has not stepped yet remembers nothing, and takes over what the others do.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        joined = {
+            (number, name): value
+            for number, parameter in enumerate(parameters)
+            for name, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dim()
+        }
+        rest = {
+            (number, name): value
+            for number, parameter in enumerate(parameters)
+            for name, value in optimizer.state.get(parameter, {}).items()
+            if (number, name) not in joined
+        }
+        told = self.gather_objects(({key: (v.shape, v.dtype) for key, v in joined.items()}, rest))
+        for number, name in sorted(set().union(*(rests for _, rests in told)) - rest.keys()):
+            found = next(rests[number, name] for _, rests in told if (number, name) in rests)
+            optimizer.state[parameters[number]][name] = found
+        kinds = {key: kind for moments, _ in told for key, kind in moments.items()}
+        for key in sorted(kinds):
+            shape, dtype = kinds[key]
+            own = joined.get(key)
+            if own is None:
+                own = torch.zeros(shape, dtype=dtype, device=parameters[key[0]].device)
+                optimizer.state[parameters[key[0]]][key[1]] = own
+            self.all_reduce(own).div_(sum(key in moments for moments, _ in told))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Take over the tensor of one rank, in place."""

@@ -17,14 +17,12 @@ class Dealer(Protocol):
         section: number of the newest one.
         planned: workers that training began with.
         workers: numbers of those that train, by rank.
-        present: of those that were there when all met last: some may have died, and others have come.
     """
 
     lease: Any
     section: int
     planned: int
     workers: tuple[int, ...]
-    present: tuple[int, ...]
 
     @property
     def leases_per_update(self) -> int:

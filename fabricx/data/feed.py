@@ -200,11 +200,11 @@ class OrderedFeed(Feed):
                 for share, data in deal.taken(self._data(epoch, fetches)):
                     size, whole = sizes(share.begin, share.end), sizes(share.window_begin, share.window_end)
                     yield Microbatch(
-                        data, share.begin // (batch * self._world.size), size, size / whole,
+                        data, share.begin // (batch * dealer.planned), size, size / whole,
                         share.opens, share.closes, False, share.planned, apart=True,
                     )  # fmt: skip
             position = deal.end
-            index = -(-position // (batch * self._world.size)) - 1
+            index = -(-position // (batch * dealer.planned)) - 1
             yield Microbatch(
                 None, index, 0, 0.0, True, True, position >= items, 1,
                 empty=True, position=position, meets=True, done=-(-position // (batch * accumulate)),

@@ -21,7 +21,6 @@ class Apart(Pace):
         lease: what is being trained.
         section: number of the newest one.
         workers: as the servers number them, by rank.
-        present: those that were there at the end of the newest section, by number.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -32,11 +31,10 @@ class Apart(Pace):
         self._version = 0  # updates that it knows of
         self.section = -1
         self.workers: tuple[int, ...] = ()
-        self.present: tuple[int, ...] = ()
 
     def begin(self, world: World, client: Client, parameters: list[Tensor], optimizers: list[Optimizer]) -> None:
         super().begin(world, client, parameters, optimizers)
-        self.workers = self.present = tuple(range(world.size))
+        self.workers = tuple(range(world.size))
 
     def starts(self, step: int) -> None:
         super().starts(step)
@@ -111,19 +109,21 @@ class Apart(Pace):
     def open(self, leases: int) -> None:
         """Begin a section of so many leases; all workers do."""
         self.section += 1
-        self.present = self.workers
         self.client.open(self.section, leases, self._version, self.workers)
 
     def ask(self, *, wait: bool) -> Granted:
         """Return the next lease."""
-        granted = self.client.ask(self.section, wait=wait)
-        if granted.over:
-            self.present = granted.workers
-        return granted
+        return self.client.ask(self.section, wait=wait)
 
     def close_section(self) -> None:
         """Let all workers meet as soon as they have done what they hold."""
         self.client.close_section(self.section)
+
+    def let_all_meet(self) -> None:
+        """Let others meet this worker, who may have begun another section since."""
+        self.lease = None
+        for section in (self.section, self.section + 1):
+            self.client.close_section(section)
 
     def world_changed(self, world: World) -> None:
         """Go on with those that are there now."""

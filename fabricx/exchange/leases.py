@@ -30,8 +30,6 @@ class Leases:
 
     Attributes:
         resting: workers that have done their part of an update which others haven't.
-        newcomers: workers that are there, and take parts from the next section on.
-        at_end: all that were there when the section was over.
     """
 
     def __init__(
@@ -46,8 +44,6 @@ class Leases:
         self._one = one
         self.resting: set[int] = set()
         self._each = each
-        self.newcomers: set[int] = set()
-        self.at_end: tuple[int, ...] = ()
         self._clock = clock
         self._bound = bound
         self._next = 0
@@ -88,9 +84,7 @@ class Leases:
     def grant(self, worker: int) -> Granted:
         """Give a worker the next part, if one may be begun."""
         if not self.available(worker):
-            if self.over and not self.at_end:
-                self.at_end = tuple(sorted({*self._done, *self.newcomers}))  # all are told the same, whoever dies now
-            return Granted(None, over=self.over, count=self.count, workers=self.at_end)
+            return Granted(None, over=self.over, count=self.count)
         if self._returned:
             lease = heapq.heappop(self._returned)
         else:

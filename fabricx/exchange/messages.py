@@ -54,8 +54,13 @@ class Settings:
     snapshot_every: int = 0
 
     def parts_of_update(self, present: int) -> int:
-        """Return how many workers' gradients make an update, of those that are there."""
-        return min(self.workers - self.backup, present) if self.aggregate else 1
+        """Return how many leases make an update: those of a global batch, however many workers are left to do them.
+
+        With backup workers each does one at most, so that it can't be more than there are.
+        """
+        if not self.aggregate:
+            return 1
+        return min(self.workers - self.backup, present) if self.backup else self.workers
 
     @property
     def compresses(self) -> bool:
@@ -223,7 +228,6 @@ class Granted:
         lease, clock, parts: see `Push`.
         over: no lease of the section will come any more.
         count: how many it had in all.
-        workers: those that were there at its end.
         share: what part of the samples of its update it has; known to the worker.
         era: how often the server that gave it had been started again; known to the worker.
     """
@@ -233,7 +237,6 @@ class Granted:
     parts: int = 1
     over: bool = False
     count: int = 0
-    workers: tuple[int, ...] = ()
     share: float = 1.0
     era: int = 0
 

@@ -60,7 +60,6 @@ class Server:
         self._restored = False  # then updates may be missing, and are not waited for
         self.counts = Counts()
         self._workers = set(range(workers))
-        self._new: set[int] = set()  # workers that haven't met the others yet
         self._gone: set[int] = set()  # those that have left
         self._settings = Settings(workers)
         self._rule: Rule | None = None
@@ -176,19 +175,14 @@ class Server:
         """Go on without a worker: what it had not pushed is somebody else's now."""
         self._workers.discard(worker)
         self._gone.add(worker)
-        self._new.discard(worker)
-        self._leases.newcomers.discard(worker)
         self._seen.pop(worker, None)
         self._bases.pop(worker, None)
         self._leases.left(worker)
         self._go_on_without_late()
 
     def joined(self, worker: int) -> None:
-        """Take a worker in: at once if training hasn't begun or it was there before, else when all meet next."""
+        """Take a worker in: at once if training hasn't begun or it was there before, else with the next section."""
         if self._deals and self._leases.section >= 0 and worker not in self._workers:
-            self._new.add(worker)
-            self._leases.newcomers.add(worker)
-            self._leases.close()
             return
         self._gone.discard(worker)
         self._workers.add(worker)
@@ -218,17 +212,13 @@ class Server:
             self._parts.clear()
         if message.workers is not None:
             self._workers = set(message.workers) - self._gone
-            self._new -= self._workers
         settings = self._settings
         bounded = settings.max_staleness if settings.bound == "clock" else None
+        parts = settings.parts_of_update(len(self._workers)) if settings.aggregate else None
         self._leases = Leases(
             message.section, message.count, self._workers,
-            clock=self.version, bound=bounded, each=not settings.aggregate,
-            parts=settings.parts_of_update(len(self._workers)) if settings.backup else None, one=bool(settings.backup),
+            clock=self.version, bound=bounded, each=not settings.aggregate, parts=parts, one=bool(settings.backup),
         )  # fmt: skip
-        if self._new:  # they came while the others met: those meet at once again
-            self._leases.newcomers |= self._new
-            self._leases.close()
 
     @property
     def _bound(self) -> int:

@@ -82,4 +82,5 @@ def connect(world: World, environ: Mapping[str, str] | None = None) -> World:
 
     # torchrun shares its store between attempts: keys of a dead one must not be read.
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return replace(world, store=PrefixStore(f"fabricx/attempt{attempt}", store))
+    prefix = f"fabricx/attempt{attempt}"
+    return replace(world, store=PrefixStore(prefix, store), second=PrefixStore(prefix, store.clone()))  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -23,6 +23,7 @@ from torch.distributed import TCPStore
 
 from fabricx.comm.agree import EVERYBODY
 from fabricx.errors import WorkerFailed
+from fabricx.launch.changes import Changes, Elastic
 from fabricx.launch.pickling import check_picklable
 from fabricx.launch.watch import Watch
 from fabricx.launch.worker import Failure, Place
@@ -30,15 +31,15 @@ from fabricx.launch.worker import main as worker_main
 
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.optim", "fabricx.trainer", "fabricx.strategies"]
 FROZEN_S = 60.0  # without a sign of life
-RESTARTS = 3  # of each server, and of each worker's place
+RESTARTS = 3  # of each server
 GATHER_S = 1.0  # after the first failure, how long other ranks may still report theirs
 TERMINATE_S = 3.0  # how long a process may take to end when asked to
 
 
 def run_workers(
     function: Callable[..., Any], arguments: tuple[Any, ...], *, size: int, named: Mapping[str, object] | None = None,
-    servers: int = 0, serve: Callable[..., Any] | None = None, elastic: bool = False,
-    frozen_after: float = FROZEN_S, stuck_after: float | None = None,
+    servers: int = 0, serve: Callable[..., Any] | None = None, elastic: Elastic | None = None,
+    frozen_after: float = FROZEN_S, stuck_after: float | None = None, failures: list[str] | None = None,
 ) -> list[Any]:  # fmt: skip
     """Run `function(world, *arguments)` in `size` processes, and return what each of them returned, by rank.
 
@@ -49,11 +50,15 @@ def run_workers(
         named: what to call the objects in the arguments when one of them can't be pickled.
         servers: processes beside those, which end when all of those have.
         serve: what each of them runs: `serve(world, number, folder)`.
-        elastic: the others go on when a worker other than rank 0 dies, and another joins them in its place; its result
-            is None. A server is started again.
+        elastic: how the others go on when a worker dies, and who comes in its place; None if they can't. A server is
+            started again.
         frozen_after: seconds after which a process is ended that gives no sign of life: it was stopped, or something in
             it holds the interpreter's lock.
         stuck_after: seconds after which one is ended that has come no batch further; None for never.
+        failures: where each death is noted that the others have survived.
+
+    Returns:
+        what the workers returned that were there at the end, by rank.
 
     Raises:
         NotPicklable: an argument can't be sent; the message names the attribute.
@@ -63,7 +68,8 @@ def run_workers(
     with tempfile.TemporaryDirectory(prefix="fabricx-") as folder:
         _write_job(Path(folder), function, arguments, named or {})
         watch = Watch(frozen_after, stuck_after)
-        return _Workers(folder, size, servers, serve, watch, elastic=elastic).supervise()
+        failures = [] if failures is None else failures
+        return _Workers(folder, size, servers, serve, watch, elastic, failures).supervise()
 
 
 def _write_job(folder: Path, function: Any, arguments: tuple[Any, ...], named: Mapping[str, object]) -> None:
@@ -79,24 +85,26 @@ class _Workers:
     """The processes of one run, and what is known of them."""
 
     def __init__(
-        self, folder: str, size: int, servers: int, serve: Callable[..., Any] | None, watch: Watch, *, elastic: bool
+        self, folder: str, size: int, servers: int, serve: Callable[..., Any] | None, watch: Watch,
+        elastic: Elastic | None, failures: list[str],
     ) -> None:  # fmt: skip
         self._watch = watch
         self._ended: dict[int, str] = {}  # those that the supervisor has ended, and why
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the system chooses the port
         self._size = size
-        self._elastic = elastic
-        self._dead: set[int] = set()  # the others go on without them
-        self._newcomers = 0
+        self._changes = None if elastic is None else Changes(elastic, size, failures)
         self._results: dict[int, str] = {}
         self._failures: list[Failure] = []
         self._controls: dict[int, Connection] = {}
         self._processes: dict[int, BaseProcess] = {}
         path = tuple(entry or os.path.abspath(entry) for entry in sys.path)
         self._places = [
-            Place(rank, size, self._store.port, folder, path, os.getcwd(), serve=serve if rank >= size else None)
+            Place(
+                rank, size, self._store.port, folder, path, os.getcwd(), changes=elastic is not None and rank < size,
+                serve=serve if rank >= size else None,
+            )
             for rank in range(size + servers)
-        ]
+        ]  # fmt: skip
 
     def supervise(self) -> list[Any]:
         """Start all workers, and wait for their ends."""
@@ -105,22 +113,24 @@ class _Workers:
                 for place in self._places:
                     self._start(place)
                 while not self._complete():
-                    self._look(timeout=1.0)
+                    self._look(timeout=1.0 if self._changes is None else self._changes.due())
                     self._end_the_silent()
+                    self._change_members()
                     if self._failures:
                         if not any(failure.kind == "killed" for failure in self._failures):
                             self._gather()
                         raise self._primary()
-                return [
-                    None if rank in self._dead else pickle.loads(Path(self._results[rank]).read_bytes())
-                    for rank in range(self._size)
-                ]
+                return [pickle.loads(Path(self._results[rank]).read_bytes()) for rank in self._members()]
             finally:
                 self._end()
 
     def _complete(self) -> bool:
         """Return whether all workers have left their results; a server has none to give."""
-        return all(rank in self._results or rank in self._dead for rank in range(self._size))
+        return all(rank in self._results for rank in self._members())
+
+    def _members(self) -> Sequence[int]:
+        """Return the workers that train together, by rank."""
+        return range(self._size) if self._changes is None else self._changes.workers
 
     def _start(self, place: Place) -> None:
         context = _context()
@@ -146,13 +156,14 @@ class _Workers:
                 self._watch.over(rank)
                 if rank in self._results or any(failure.rank == rank for failure in self._failures):
                     continue
-                if self._elastic and self._works(rank):
-                    self._dead.add(rank)
-                    self._replace()
-                elif self._elastic and rank >= self._size and self._places[rank].generation < RESTARTS:
+                serves = self._places[rank].serve is not None
+                death = _death(rank, process.exitcode, self._ended.get(rank))
+                if serves and self._changes is not None and self._places[rank].generation < RESTARTS:
                     self._start_again(rank)
-                elif not (rank >= self._size and process.exitcode == 0):  # a server ends when its workers have
-                    self._failures.append(_death(rank, process.exitcode, self._ended.get(rank)))
+                elif serves and process.exitcode == 0:  # it ends when its workers have
+                    continue
+                elif serves or self._changes is None or not self._changes.died(rank, death.traceback):
+                    self._failures.append(death)
 
     def _end_the_silent(self) -> None:
         """End processes that give no sign of life, or come no further: others would wait for them for ever."""
@@ -162,21 +173,19 @@ class _Workers:
             if rank in self._processes:
                 self._processes[rank].kill()  # works on one that was stopped, too
 
-    def _works(self, rank: int) -> bool:
-        """Return whether this is a worker that others can do without."""
-        return rank > 0 and self._places[rank].serve is None
-
-    def _replace(self) -> None:
-        """Start a worker that joins those that are left."""
-        if self._complete() or self._newcomers >= RESTARTS * self._size:
+    def _change_members(self) -> None:
+        """Start who is to come, and tell all workers who is gone and who goes on."""
+        if self._changes is None or self._complete():
             return
-        self._newcomers += 1
-        place = replace(self._places[0], rank=len(self._places), newcomer=True)
-        self._places.append(place)
-        self._start(place)
-
-    def _has_joined(self, rank: int) -> bool:
-        return self._store.check([f"job0/arrived/{rank}"])
+        while self._changes.wanted():
+            place = replace(self._places[0], rank=len(self._places), newcomer=True)
+            self._places.append(place)
+            self._changes.started(place.rank)
+            self._start(place)
+        for ranks, kind, content in self._changes.news():
+            for rank in ranks:
+                with contextlib.suppress(OSError, KeyError):  # it has just died
+                    self._controls[rank].send((kind, content))
 
     def _start_again(self, rank: int) -> None:
         """Start a server that was killed; it has left a snapshot of what it kept."""
@@ -193,14 +202,14 @@ class _Workers:
             while control.poll():
                 kind, content = control.recv()
                 if kind == "beat":
-                    self._watch.heard(rank, content)
+                    self._watch.heard(rank, *content)
                 elif kind == "result":
                     self._results[rank] = content
                     self._watch.over(rank)
-                elif self._places[rank].newcomer and not self._has_joined(rank):
-                    print(f"a worker could not join:\n{content.traceback}", file=sys.stderr)
-                    self._results[rank] = ""
-                else:
+                elif kind != "failure":
+                    assert self._changes is not None
+                    self._changes.told(rank, kind, content)
+                elif self._changes is None or not self._changes.could_not_join(rank, content.traceback):
                     self._failures.append(content)
         except (EOFError, OSError):
             self._controls.pop(rank).close()
@@ -226,7 +235,8 @@ class _Workers:
     def _end(self) -> None:
         """Leave no process behind."""
         for rank, process in self._processes.items():
-            if not self._complete() or (self._places[rank].newcomer and not self._has_joined(rank)):
+            works = self._places[rank].serve is None
+            if not self._complete() or (works and rank not in self._results):
                 process.kill()  # SIGTERM would ask it to stop at the next step, which may never come
         deadline = time.monotonic() + TERMINATE_S
         for process in self._processes.values():

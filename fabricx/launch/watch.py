@@ -17,6 +17,7 @@ class _Life:
     heard: float
     reached: int
     since: float
+    waits: bool = False
 
 
 @final
@@ -36,17 +37,19 @@ class Watch:
         self._lives: dict[int, _Life] = {}
         self._looked = clock()
 
-    def heard(self, rank: int, reached: int) -> None:
-        """Note a sign of life: how many batches the main thread has seen."""
+    def heard(self, rank: int, reached: int, waits: bool = False) -> None:
+        """Note a sign of life: how many batches the main thread has seen, and whether it seems to wait for others."""
         now = self._clock()
         life = self._lives.setdefault(rank, _Life(now, reached, now))
-        life.heard = now
+        life.heard, life.waits = now, waits
         if reached != life.reached:
             life.reached, life.since = reached, now
 
     def over(self, rank: int) -> None:
         """Expect nothing of a process any more."""
         self._lives.pop(rank, None)
+        for life in self._lives.values():  # they may have waited for it
+            life.since = self._clock()
 
     def silent(self) -> dict[int, str]:
         """Return which processes are to be given up, and why."""
@@ -58,15 +61,24 @@ class Watch:
                 life.heard += asleep
                 life.since += asleep
         found = {}
+        holding_up = self._holding_up()
         for rank, life in self._lives.items():
             if now - life.heard > self._frozen_after:
                 found[rank] = (
                     f"it gave no sign of life for {now - life.heard:.0f} s and was ended: the process was stopped, or "
                     "something in it held the interpreter's lock (FaultRecovery(frozen_after=...) waits longer)"
                 )
-            elif self._stuck_after is not None and life.reached and now - life.since > self._stuck_after:
+            elif self._stuck_after is not None and rank in holding_up and now - life.since > self._stuck_after:
                 found[rank] = (
                     f"it came no batch further for {now - life.since:.0f} s and was ended (stuck_after="
                     f"{self._stuck_after:g})"
                 )
         return found
+
+    def _holding_up(self) -> set[int]:
+        """Return those for whom the others may wait: of those that have come least far, who isn't waiting itself."""
+        begun = {rank: life for rank, life in self._lives.items() if life.reached}
+        least = min((life.reached for life in begun.values()), default=0)
+        last = {rank for rank, life in begun.items() if life.reached == least}
+        busy = {rank for rank in last if not begun[rank].waits}
+        return busy or last

@@ -17,9 +17,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fabricx.comm import pulse
+from fabricx.comm import generations, pulse
 
 BEAT_S = 0.5  # between two signs of life
+SHUT_S = 0.02  # between two looks for links of a broken group, while its worker is still busy with it
 FAILED = 1
 ORPHANED = 70
 
@@ -36,6 +37,7 @@ class Place:
     cwd: str
     generation: int = 0
     newcomer: bool = False
+    changes: bool = False  # may others come and go?
     serve: Callable[..., Any] | None = None  # what a server runs in the place of the job
 
 
@@ -53,8 +55,10 @@ class Failure:
 def main(place: Place, control: Connection) -> None:
     """Run the function that the supervisor has left in the folder, and leave the result there."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the supervisor decides
-    threading.Thread(target=_die_with, args=(control,), daemon=True).start()
     report = _Report(control)
+    say = report.send if place.changes else None
+    generations.enter(generations.Membership(place.rank, place.folder, say))
+    threading.Thread(target=_listen, args=(control,), daemon=True).start()
     threading.Thread(target=report.beat, daemon=True).start()
     sys.path[:] = [*place.sys_path, *(entry for entry in sys.path if entry not in place.sys_path)]
     os.chdir(place.cwd)
@@ -84,7 +88,7 @@ class _Report:
         """Say again and again how far the main thread has come."""
         with contextlib.suppress(OSError):  # the supervisor has gone, and so will this process
             while True:
-                self.send("beat", pulse.reached())
+                self.send("beat", (pulse.reached(), pulse.waits()))
                 time.sleep(BEAT_S)
 
 
@@ -98,14 +102,14 @@ def _run(place: Place) -> Any:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.size))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine; no name has to be looked up
     store = TCPStore("127.0.0.1", place.port, is_master=False, wait_for_workers=False, timeout=timedelta(minutes=5))
-    size = 1 if place.newcomer else place.size
     world = worlds.World(
         rank=place.rank,
-        size=size,
+        size=1 if place.newcomer else place.size,
         local_rank=0 if place.newcomer else place.rank,
-        local_size=size,
+        local_size=place.size,
         generation=place.generation,
         store=store,
+        second=store.clone(),  # type: ignore[attr-defined]
         newcomer=place.newcomer,
     )
     if place.serve is not None:
@@ -129,11 +133,15 @@ def _failure(rank: int, error: BaseException) -> Failure:
     return Failure(rank, time.monotonic(), type(error).__name__, text, sent)
 
 
-def _die_with(control: Connection) -> None:
-    """End this process when the supervisor's end of the pipe closes: it has died."""
+def _listen(control: Connection) -> None:
+    """Hear what the supervisor says; end this process when its end of the pipe closes: it has died."""
+    membership = generations.membership()
+    busy = False
     try:
-        control.poll(None)
-        control.recv_bytes()
+        while True:
+            if control.poll(SHUT_S if busy else None):
+                membership.heard(*control.recv())
+            busy = membership.shut_broken()
     except (EOFError, OSError):
         os._exit(ORPHANED)
 

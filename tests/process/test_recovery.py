@@ -82,6 +82,14 @@ STORM = [
     kill(rank=0).during("start", attempt=4),
     kill(rank=1).during("batch end", step=11, attempt=5),
 ]
+IN_PLACE = [  # those that are left go on where they are; who is to take the place of the first that died dies, too
+    kill(rank=1).during("backward", step=3),
+    kill(rank=2).during("start"),
+    kill(rank=0).during("optimizer", step=5, attempt=1),
+    kill(rank=0).during("validation", step=8, attempt=2),
+    kill(rank=1).during("checkpoint", step=8, attempt=3),
+    kill(rank=1).during("batch end", step=11, attempt=4),
+]
 WAYS: dict[str, Any] = {
     "ddp": DDP,
     "fsdp": FSDP,
@@ -95,8 +103,9 @@ WAYS: dict[str, Any] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_that_was_killed_often_is_one_that_never_was(way: str, tmp_path: Path) -> None:
     wanted, one = train(WAYS[way](), [], tmp_path / "a")
-    found, trainer = train(WAYS[way](), STORM, tmp_path / "b")
-    assert len(trainer.failures) == len(STORM)
+    in_place = way == "ddp"
+    found, trainer = train(WAYS[way](), IN_PLACE if in_place else STORM, tmp_path / "b")
+    assert len(trainer.failures) == len(STORM) - in_place
     assert trainer.global_step == one.global_step == STEPS
     # local_sgd: the lost run had ended rounds at snapshots, and so does the other
     assert exact(found)
@@ -115,13 +124,12 @@ def test_where_nobody_waits_even_the_main_rank_may_die(strategy: Any, tmp_path: 
     faults = [
         kill(rank=0).during("backward", step=3),
         kill(rank=1).during("validation", step=4, attempt=1),  # where all meet
-        kill(rank=0).during("forward", step=10, attempt=2),
     ]
-    module, trainer = train(strategy, faults, tmp_path)
-    assert len(trainer.failures) == 3
+    module, trainer = train(strategy, faults, tmp_path, devices=3)
+    assert len(trainer.failures) == 2
     assert trainer.current_epoch == EPOCHS
-    # each gradient is the mean of a worker's own batch, which is half of what the ledger reckons with
-    each = 2.0 if not strategy._settings.aggregate else 1.0
+    # each gradient is the mean of a worker's own batch, which is a third of what the ledger reckons with
+    each = 3.0 if not strategy._settings.aggregate else 1.0
     assert exact(module, EPOCHS * each)
 
 
@@ -152,7 +160,7 @@ def test_rows_and_checkpoints_are_those_of_one_run(tmp_path: Path) -> None:
     events = EventAccumulator(str(folder))
     events.Reload()
     [event] = events.Tensors("events/recovery/text_summary")
-    assert re.search(rb"started again from step [46]: rank 1 failed:", event.tensor_proto.string_val[0])
+    assert re.search(rb"rank 1 failed: .*; 2 workers go on from step 7 after", event.tensor_proto.string_val[0])
     assert trainer.failures
 
 
@@ -278,7 +286,7 @@ def test_a_rank_whose_weights_differ_is_named_and_all_begin_again(tmp_path: Path
 
 def test_tries_without_getting_further_are_counted(tmp_path: Path) -> None:
     recovery = FaultRecovery(max_restarts=1, every_n_train_steps=100)
-    faults = [kill(rank=1).during("forward", step=5), kill(rank=1).during("forward", step=6, attempt=1)]
+    faults = [kill(rank=1).during("forward", step=5, attempt=None)]
     with pytest.raises(WorkerFailed, match="SIGKILL"):
         train(DDP(), faults, tmp_path, recovery=recovery)
 

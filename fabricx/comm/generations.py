@@ -1,0 +1,188 @@
+"""Who trains together now, as the supervisor has said last, and the end of a group of which somebody is gone.
+
+A group of processes that lost a member can't be used any more, and gloo lets those that are left wait for the one that
+is gone. The supervisor sees each death; it tells the others, whose links are then shut here, so that whatever waits
+fails at once. It names the next generation when that is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, final
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Those that train together.
+
+    Attributes:
+        number: counted from 0.
+        workers: by rank; a worker keeps its number whatever its rank.
+        heirs: who has taken the place of whom, among those that weren't in the generation before.
+        gone: members of the generation before whose places nobody has taken.
+        failures: what has happened in the run so far.
+    """
+
+    number: int
+    workers: tuple[int, ...]
+    heirs: dict[int, int] = field(default_factory=dict)
+    gone: tuple[int, ...] = ()
+    failures: tuple[str, ...] = ()
+
+
+class Broken(RuntimeError):
+    """Somebody of the group is gone."""
+
+
+@final
+class _Sockets:
+    """The connections that a process group opens: what there is after it was built and wasn't before.
+
+    Args:
+        store: port of the store; connections to it aren't the group's.
+    """
+
+    def __init__(self, store: int | None) -> None:
+        self._store = store
+        self._before = set(_open_sockets())
+        self._own: set[str] | None = None
+
+    def seal(self) -> None:
+        """Let sockets that are opened from now on be others'."""
+        self._own = set(_open_sockets()) - self._before
+
+    def shut(self) -> None:
+        """End all connections; never a socket that listens, at which gloo would end the process."""
+        for name, number in _open_sockets().items():
+            if name in self._before or (self._own is not None and name not in self._own):
+                continue
+            try:
+                with socket.socket(fileno=os.dup(number)) as link:
+                    internet = link.family in (socket.AF_INET, socket.AF_INET6)
+                    if internet and link.getpeername()[1] != self._store:
+                        link.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue  # it isn't connected, or is closed by now
+
+
+def _open_sockets() -> dict[str, int]:
+    """Return this process's sockets, by a name that no other socket of the machine has; Linux only, else none."""
+    found = {}
+    for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        try:
+            name = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:
+            continue
+        if name.startswith("socket:"):
+            found[name] = int(number)
+    return found
+
+
+@final
+class Membership:
+    """What this worker knows of its generation; the thread that hears the supervisor tells it.
+
+    Attributes:
+        worker: this worker's number.
+        folder: where workers leave what others need if they die.
+    """
+
+    def __init__(
+        self, worker: int = 0, folder: str = "", say: Callable[[str, Any], None] | None = None
+    ) -> None:  # fmt: skip
+        self.worker, self.folder = worker, folder
+        self._say = say
+        self._newest: Generation | None = None
+        self._broken = -1
+        self._sockets: _Sockets | None = None
+        self._current = -1  # whose sockets those are
+        self._news = threading.Condition()
+
+    @property
+    def changes(self) -> bool:
+        """Return whether there is a supervisor that lets others go on when one dies."""
+        return self._say is not None
+
+    # -- what the main thread asks ----------------------------------------------------------------------------------
+
+    def say(self, kind: str, content: Any = None) -> None:
+        """Tell the supervisor something, if there is one that listens."""
+        if self._say is not None:
+            self._say(kind, content)
+
+    def building(self, number: int, store: int | None) -> None:
+        """Note that the group of a generation is about to be built."""
+        self._sockets, self._current = _Sockets(store), number
+
+    def built(self) -> None:
+        """Note that it is there."""
+        assert self._sockets is not None
+        self._sockets.seal()
+
+    def shut(self) -> None:
+        """Shut the links of this worker's group: it has done with it, and the others have to notice."""
+        sockets, self._sockets = self._sockets, None
+        if sockets is not None:
+            sockets.shut()
+
+    def outdated(self, number: int) -> bool:
+        """Return whether there is, or will be, a newer generation than this one."""
+        return self._broken >= number or (self._newest is not None and self._newest.number > number)
+
+    def check(self, number: int) -> None:
+        """Raise an error if a generation has lost somebody."""
+        if self._broken >= number:
+            raise Broken("another worker is gone")
+
+    def becomes_outdated(self, number: int, timeout: float) -> bool:
+        """Wait so many seconds for the news that there is a newer generation, or will be; returns whether it came."""
+        with self._news:
+            return self._news.wait_for(lambda: self.outdated(number), timeout)
+
+    def newer_than(self, number: int, timeout: float) -> Generation:
+        """Wait for the next generation.
+
+        Raises:
+            Broken: there is none after so many seconds.
+        """
+        with self._news:
+            self._news.wait_for(lambda: self._newest is not None and self._newest.number > number, timeout)
+            if self._newest is None or self._newest.number <= number:
+                raise Broken(f"no new generation after {timeout:g} s")
+            return self._newest
+
+    # -- what the listening thread does -----------------------------------------------------------------------------
+
+    def heard(self, kind: str, content: Any) -> None:
+        """Take news from the supervisor."""
+        with self._news:
+            if kind == "broken":
+                self._broken = max(self._broken, content)
+            elif kind == "generation":
+                self._newest = content
+            self._news.notify_all()
+
+    def shut_broken(self) -> bool:
+        """Shut the links of a group that has lost somebody; returns whether more of them may be opened."""
+        sockets = self._sockets
+        if sockets is None or self._broken < self._current:
+            return False
+        sockets.shut()
+        return True
+
+
+_CURRENT = [Membership()]
+
+
+def membership() -> Membership:
+    """Return what this process knows of its generation."""
+    return _CURRENT[0]
+
+
+def enter(membership: Membership) -> None:
+    """Let a membership be this process's."""
+    _CURRENT[0] = membership

@@ -1,0 +1,177 @@
+"""Who trains together, as the supervisor reckons: who died, who comes, and when those that are left go on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from fabricx.comm.generations import Generation
+
+SETTLE_S: Final = 0.05  # after links broke without a death, how long to wait for one
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """How a run goes on when workers die.
+
+    Attributes:
+        waits: seconds for which those that are left wait for who comes in a dead one's place; then, and with 0 at once,
+            they go on without it, and it joins them later.
+        least: the fewest workers that go on.
+        tries: how many deaths in a row, without a step in between, are survived.
+    """
+
+    waits: float = 0.0
+    least: int = 1
+    tries: int = 10
+
+
+@final
+class Changes:
+    """The members of a run and its generations. No process and no pipe: it is told, and says what is to be told.
+
+    Args:
+        elastic: how the run goes on.
+        size: workers that it began with.
+        failures: where each death is noted that was survived.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, elastic: Elastic, size: int, failures: list[str], clock: Callable[[], float] = time.monotonic
+    ) -> None:  # fmt: skip
+        self._seats = list(range(size))  # members of this generation, by rank
+        self._dead: set[int] = set()  # those of them
+        self._elastic, self._size, self._failures, self._clock = elastic, size, failures, clock
+        self._number = 0
+        self._inside: set[int] = set()  # those that can go on in another generation
+        self._holding: set[int] = set()  # those that know how far the run is
+        self._ended: set[int] = set()  # those that have done with training
+        self._coming: set[int] = set()  # those that were started to take them
+        self._ready: list[int] = []  # in which order they came
+        self._since = 0.0  # the first of what isn't settled yet
+        self._broken = False  # has this generation to be followed by another one?
+        self._to_tell: list[tuple[tuple[int, ...], str, Any]] = []
+        self._step, self._tries = -1, 0
+
+    # -- what has happened --------------------------------------------------------------------------------------
+
+    def told(self, worker: int, kind: str, content: Any) -> None:
+        """Take a message of a worker.
+
+        Args:
+            worker: whose.
+            kind: "inside", "outside" (it can or can't go on in another generation from now on), "ready" (it is to be
+                let in), "cut" (it has lost its links, in the generation `content`), or "step" (how far it is).
+        """
+        if kind == "inside":
+            self._inside.add(worker)
+            self._holding.add(worker)
+        elif kind == "outside":
+            self._inside.discard(worker)
+            self._ended.add(worker)
+        elif kind == "ready":
+            self._coming.discard(worker)
+            self._ready.append(worker)
+        elif kind == "cut" and content == self._number and not self._broken:
+            self._failures.append(f"rank {self._seats.index(worker)} lost its links")
+            self._break()
+        elif kind == "step":
+            self._holding.add(worker)
+            if content > self._step:
+                self._step, self._tries = content, 0
+
+    def died(self, worker: int, why: str) -> bool:
+        """Note a death; returns whether the others can go on."""
+        if self._gone_early(worker):
+            return True
+        left = tuple(other for other in self.workers if other != worker)
+        if worker in self._ended and worker != self._seats[0]:  # it had nothing left to do
+            self._dead.add(worker)
+            return True
+        self._tries += 1
+        able = self._inside.issuperset(left) and not self._holding.isdisjoint(left)
+        if not able or len(left) < self._elastic.least or self._tries > self._elastic.tries:
+            return False
+        self._failures.append(f"rank {self._seats.index(worker)} failed: {why}")
+        self._inside.discard(worker)
+        self._dead.add(worker)
+        self._break()
+        return True
+
+    def could_not_join(self, worker: int, why: str) -> bool:
+        """Note an error of a worker that others don't know yet; returns whether it was one."""
+        if not self._gone_early(worker):
+            return False
+        print(f"a worker could not join:\n{why}", file=sys.stderr)
+        return True
+
+    def _gone_early(self, worker: int) -> bool:
+        early = worker in self._coming or worker in self._ready
+        self._coming.discard(worker)
+        if worker in self._ready:
+            self._ready.remove(worker)
+        self._tries += early
+        return early
+
+    def _break(self) -> None:
+        if not self._broken:
+            self._since = self._clock()
+        self._broken = True
+        self._to_tell.append((self.workers, "broken", self._number))
+
+    # -- what comes of it ---------------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Return the members that are alive, by rank."""
+        return tuple(worker for worker in self._seats if worker not in self._dead)
+
+    def wanted(self) -> bool:
+        """Return whether another worker is to be started."""
+        missing = self._size - len(self.workers)
+        return not self._ended and self._tries <= self._elastic.tries and len(self._coming) + len(self._ready) < missing
+
+    def started(self, worker: int) -> None:
+        """Note that it was."""
+        self._coming.add(worker)
+
+    def due(self) -> float:
+        """Return in how many seconds there may be news though nothing happens, 1 at most."""
+        return min(1.0, max(0.0, self._since + self._patience() - self._clock())) if self._broken else 1.0
+
+    def news(self) -> Iterator[tuple[tuple[int, ...], str, Any]]:
+        """Yield what is to be told now: to whom, and a message."""
+        complete = bool(self._dead) and len(self.workers) + len(self._ready) >= self._size
+        settled = complete or self._clock() - self._since >= self._patience()
+        if settled if self._broken else self._ready:
+            self._go_on()
+        yield from self._to_tell
+        self._to_tell.clear()
+
+    def _patience(self) -> float:
+        return self._elastic.waits if self._dead else SETTLE_S
+
+    def _go_on(self) -> None:
+        """Begin the next generation; whoever comes takes the place of one that died, while there are such."""
+        seats, heirs, gone = [], {}, []
+        for worker in self._seats:
+            if worker not in self._dead:
+                seats.append(worker)
+            elif self._ready:
+                heir = self._ready.pop(0)
+                heirs[heir] = worker
+                seats.append(heir)
+            else:
+                gone.append(worker)
+        self._inside.update(heirs, self._ready)
+        self._seats = [*seats, *self._ready]
+        self._dead.clear()
+        self._ready.clear()
+        self._broken = False
+        self._number += 1
+        generation = Generation(self._number, self.workers, heirs, tuple(gone), tuple(self._failures))
+        self._to_tell.append((self.workers, "generation", generation))

@@ -1,0 +1,284 @@
+"""Going on when somebody of the group is gone, in the processes that are left, from the batch that was interrupted.
+
+Those that are left, and those that come, join the next generation; all go on from where the furthest of them is. Ranks
+are at most one collective apart, and what was complete on one of them has in it what all had given, also those that
+are gone. Whoever was there keeps its weights; who comes gets them from another, and what only the lost one knew (its
+random numbers, the sums that it had logged) from the slot that it left.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from fabricx.checkpoint import tree
+from fabricx.checkpointing import run_state, take_up
+from fabricx.comm import pulse, slots
+from fabricx.comm.agree import StopAgreement
+from fabricx.comm.generations import Broken, Generation, membership
+from fabricx.comm.world import World
+from fabricx.data import Microbatch
+from fabricx.restart_point import RestartPoint, of_word
+from fabricx.scribe import Scribe
+from fabricx.seed import seed_everything
+from fabricx.state import Phase, Stage
+
+if TYPE_CHECKING:
+    from fabricx.trainer import Trainer
+
+NOTICE_S: Final = 1.0  # from an error until the supervisor has said that somebody is gone
+ANSWER_S: Final = 5.0  # from saying that links are cut until it has answered
+NEWCOMER_S: Final = 600.0  # until there is a next generation
+SIGNS: Final = ("onnection closed", "onnection reset", "roken pipe", "ocket")  # of links that are cut
+
+
+@dataclass
+class _Told:
+    """What a member tells the others of itself.
+
+    Attributes:
+        progress: how far it is; nothing, if it has just come.
+        points: what only it knows, or the one whose place it takes, by progress.
+        now: the same at this moment, if it was there.
+        gone: `points` of those whose places nobody takes.
+    """
+
+    progress: tuple[Any, ...] = ()
+    points: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    now: dict[str, Any] | None = None
+    gone: list[list[tuple[Any, dict[str, Any]]]] = field(default_factory=list)
+
+    def known(self, progress: tuple[Any, ...]) -> dict[str, Any] | None:
+        """Return what is to be gone on from where the others are that far."""
+        return _fitting(self.points, progress) or self.now or (self.points[-1][1] if self.points else None)
+
+
+def _fitting(points: list[tuple[Any, dict[str, Any]]], progress: tuple[Any, ...]) -> dict[str, Any] | None:
+    return next((point for key, point in points if key == progress), None)
+
+
+def progress(t: Trainer) -> tuple[Any, ...]:
+    """Return how far this rank is: greater than before after whatever all ranks do together."""
+    state, told = t.state, t.stage > Stage.BATCH_TOLD
+    return (
+        state.epoch, state.batch, state.samples, t.meeting is not None, state.drained, int(t.stage),
+        told and not state.validating, state.closing,
+    )  # fmt: skip
+
+
+def leave_word(t: Trainer, after: Microbatch | None = None) -> None:
+    """Leave what only this rank knows where it outlives the process.
+
+    Args:
+        t: the trainer.
+        after: a batch that the others may have counted before this rank has.
+    """
+    if t.slot is None:
+        return
+    key = progress(t)
+    if after is not None:
+        key = (t.state.epoch, after.index + 1, after.position, False, False, int(Stage.BATCH_TOLD), False, False)
+    t.slot.write(key, RestartPoint(t).word())
+
+
+def recover(t: Trainer, error: Exception) -> None:
+    """Go on in the next generation; raises the error if it isn't that somebody is gone, or if that can't be done."""
+    if not membership().changes or t.torn or t.world.newcomer or not _lost_somebody(t.world.generation, error):
+        raise error
+    _join_others(t, holds=True)
+
+
+def arrive(t: Trainer) -> None:
+    """Join the others, who train already."""
+    membership().say("ready")
+    _join_others(t, holds=False)
+
+
+def _lost_somebody(generation: int, error: Exception) -> bool:
+    """Return whether an error comes of somebody's being gone, or of links that were cut."""
+    own = membership()
+    if not isinstance(error, (RuntimeError, OSError)):
+        return False
+    if own.becomes_outdated(generation, NOTICE_S):
+        return True
+    if not any(sign in str(error) for sign in SIGNS):
+        return False
+    own.say("cut", generation)
+    return own.becomes_outdated(generation, ANSWER_S)
+
+
+def _join_others(t: Trainer, *, holds: bool) -> None:
+    own, began, known = membership(), time.monotonic(), len(t.failures)
+    if holds:
+        _let_go(t)
+    number = t.world.generation
+    point = (t.restart_point or RestartPoint(t)) if holds else None
+    while True:
+        generation = own.newer_than(number, NEWCOMER_S)
+        number = generation.number
+        try:
+            _join(t, generation)
+            _agree(t, generation, point)
+            point = RestartPoint(t)  # should what comes now fail, too
+            _go_on(t, generation)
+            break
+        except (RuntimeError, OSError) as error:
+            own.shut()
+            if not _lost_somebody(number, error):
+                raise
+    own.say("step", t.state.step)
+    if holds:
+        seconds = time.monotonic() - began
+        what = "; ".join(t.failures[known:]) or "others have come"
+        workers = f"{t.world.size} workers go on" if t.world.size > 1 else "1 worker goes on"
+        text = f"{what}; {workers} from step {t.state.step} after {seconds:.2f} s"
+        t.scribe.event("recovery", text, t.state.step)
+        t.print(text)
+
+
+def _let_go(t: Trainer) -> None:
+    """Give up what the interrupted batch was doing."""
+    membership().shut()
+    if t.agreement is not None:
+        t.agreement.close()
+    if t.writer is not None:
+        t.writer.abandon()
+        t.writer = None
+    if (dealer := t.strategy.dealer) is not None:  # others may train on, and come when their section is over
+        dealer.let_all_meet()
+    t.logbook = t.train_logbook
+    t.logbook.end_batch()
+    t.attach_log(t.logbook)
+    t.state.phase = Phase.TRAIN
+    t.module.train()
+
+
+def _join(t: Trainer, generation: Generation) -> None:
+    """Join the group; all its members do."""
+    own, world = membership(), t.world
+    rank, size = generation.workers.index(own.worker), len(generation.workers)
+    joined = replace(
+        world.reconnected(), rank=rank, size=size, local_rank=rank, local_size=size, generation=generation.number,
+        newcomer=False,
+    )  # fmt: skip  # all are on one machine
+    _wait_for_all(joined, generation)
+    joined.follow()
+    t.world = joined
+
+
+def _wait_for_all(world: World, generation: Generation) -> None:
+    """Wait until all members are there; unlike the group's own waiting this ends when one of them dies."""
+    store = world.store
+    assert store is not None
+    store.set(world.key(f"here/{generation.number}/{membership().worker}"), "")
+    keys = [world.key(f"here/{generation.number}/{worker}") for worker in generation.workers]
+    while not store.check(keys):
+        membership().check(generation.number)
+        time.sleep(0.002)
+
+
+def _agree(t: Trainer, generation: Generation, point: RestartPoint | None) -> None:
+    """Bring all members to where the furthest is. Nothing is changed until all that is needed has come."""
+    own, world = membership(), t.world
+    mine = _Told()
+    if point is not None:
+        mine = _Told(progress(t), [(progress(t), point.word())])
+        mine.now = RestartPoint(t).word()
+    elif own.worker in generation.heirs:
+        mine.points = slots.read(own.folder, generation.heirs[own.worker])
+    if world.main_rank:
+        mine.gone = [slots.read(own.folder, worker) for worker in generation.gone]
+    told: list[_Told] = world.gather_objects(mine)
+    furthest = max(one.progress for one in told)
+    if not furthest:
+        raise RuntimeError("no member of the group knows how far the run is")
+    holder = [one.progress for one in told].index(furthest)
+    state = world.broadcast_object(_state(t) if world.rank == holder else None, holder)
+    weights = None
+    if any(one.progress != furthest for one in told) and t.strategy.dealer is None:  # else the servers have them
+        weights = _given(t, point, holder)
+    words, whole = _of_all(told, furthest)
+    state["ranks"] = [of_word(word) for word in words]
+    if mine.progress != furthest:
+        if weights is not None:
+            t.strategy.load_state_dict(weights, t.module, t.optimizers)
+    elif point is not None and point.of_window:
+        point.put_back_buffers(t.module)
+    if not mine.progress:
+        seed_everything((state["state"]["seed"] + own.worker) % 2**32)  # unless it takes the place of another
+    take_up(t, state, same=whole)
+    pulse.set_reached(state["reached"])
+    t.torn = False
+    t.boundary, t.stage, t.meeting = state["boundary"], state["stage"], state["meeting"]
+    t.published.step, t.published.open = state["published"]
+    t.logbook.batches = state["batches"]
+    dealer = t.strategy.dealer
+    if dealer is not None:
+        if not mine.progress:
+            t.strategy.starts(t.state.step)
+        dealer.section, dealer.planned = state["dealt"]
+
+
+def _state(t: Trainer) -> dict[str, Any]:
+    """Return what all go on from, but for the weights."""
+    dealer = t.strategy.dealer
+    return {
+        **run_state(t),
+        "reached": pulse.reached(),
+        "boundary": t.boundary,
+        "stage": t.stage,
+        "meeting": t.meeting,
+        "batches": t.logbook.batches,
+        "published": (t.published.step, t.published.open),
+        "dealt": None if dealer is None else (dealer.section, dealer.planned),
+    }
+
+
+def _of_all(told: list[_Told], furthest: tuple[Any, ...]) -> tuple[list[dict[str, Any]], bool]:
+    """Return what the ranks know by themselves, and whether each has its own; else the main rank keeps all sums."""
+    known = [one.known(furthest) for one in told]
+    gone = [_fitting(points, furthest) for one in told for points in one.gone]
+    found = [one for one in (*known, *gone) if one is not None]
+    return found, all(one is not None for one in known) and not gone
+
+
+def _given(t: Trainer, point: RestartPoint | None, holder: int) -> Any:
+    """Return the weights and the optimizers' states of one rank, on all."""
+    world = t.world
+    mine: tuple[Any, dict[str, torch.Tensor]] = (None, {})
+    if world.rank == holder:
+        state = t.strategy.state_dict(t.module, t.optimizers)
+        state["module"].update(point.buffers if point is not None else {})
+        mine = tree.split(state)
+    rest, kinds = world.broadcast_object((mine[0], {k: (v.shape, v.dtype) for k, v in mine[1].items()}), holder)
+    tensors = {}
+    for name, (shape, dtype) in kinds.items():
+        own = mine[1].get(name)
+        tensor = torch.empty(shape, dtype=dtype, device=world.device) if own is None else own.to(world.device)
+        tensors[name] = world.broadcast(tensor, holder)
+    return tree.join(rest, tensors)
+
+
+def _go_on(t: Trainer, generation: Generation) -> None:
+    """Let everything that talks to other ranks know who they are now."""
+    world, dealer = t.world, t.strategy.dealer
+    if dealer is not None:
+        dealer.workers = generation.workers
+    t.strategy.world_changed(world)
+    t.training_step = t.strategy.wrap_step(t.steps["training"])
+    t.train_logbook.metrics.world_changed(world.gather_objects, world.size)
+    reason = None if t.agreement is None else t.agreement.reason
+    t.agreement = StopAgreement(world)
+    if reason is not None:
+        t.agreement.request(reason)
+    t.failures = list(generation.failures)
+    t.restart_point = None
+    if world.main_rank and not t.scribe and t.loggers and not t.fast_dev_run:
+        t.scribe = Scribe(t.loggers, t.run_dir)
+        t.scribe.each(lambda logger: logger.rewind(t.state.step))
+
+
+__all__ = ["Broken", "arrive", "leave_word", "progress", "recover"]
