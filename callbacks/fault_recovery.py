@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,35 +15,49 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricx.callback import Callback
-from fabricx.errors import did_you_mean
+from fabricx.errors import WorkerFailed, did_you_mean
 
 if TYPE_CHECKING:
     from fabricx.module import Module
     from fabricx.trainer import Trainer
 
+BadGradients = Literal["raise", "roll_back", "skip"]
+_BAD_GRADIENTS = ("raise", "roll_back", "skip")
+_FIRST = 20  # weight updates by which it is reckoned how many take `every_s`
+
 
 @final
 class FaultRecovery(Callback):
-    """Start all workers again when one dies or fails, from the newest snapshot or checkpoint of the run.
+    """Go on when a worker dies; on by default with more than one rank on this machine.
 
-    Snapshots are checkpoints in the folder `recovery` of the run's folder, written while training goes on; only the
-    newest is kept, and none once the run is complete. What was trained since is trained again, with the same samples
-    and the same random numbers: the weights are those of a run in which nothing has happened. A failure that comes
-    again before there is a newer snapshot isn't tried for ever.
+    With ddp, and where each worker goes at its own pace, those that are left keep their weights; another worker takes
+    the dead one's place, and the batch that was interrupted is begun again: with the same samples and random numbers,
+    so that the weights are those of a run in which nothing has happened.
+
+    With other strategies, when all die at once, and after an error, all workers start again from the newest snapshot,
+    and train again what was trained since. Snapshots are checkpoints in the folder `recovery` of the run's folder,
+    written while training goes on; only the newest is kept, and none once the run is complete. An error before there
+    is one ends the run, and a failure that comes again without any progress isn't tried for ever.
 
     Where fabricx starts the workers it starts them again; under torchrun that does, with `--max-restarts`, and the
     script goes on with the run that it was training.
 
     Args:
         max_restarts: how often in a row, without getting any further.
-        every_n_train_steps: weight updates between two snapshots.
+        every_n_train_steps: weight updates between two snapshots; None for as many as take `every_s`.
+        every_s: seconds between two snapshots; what was trained since the newest may have to be trained again.
         bad_gradients: what becomes of an update whose gradient has NaN or infinity on any rank: None looks at none,
-            "raise" ends (and so begins again) the run with the names of the parameters, "skip" leaves the weights as
-            they are. All ranks decide the same, at the cost of a small collective each step.
+            "raise" ends the run with the names of the parameters, "roll_back" starts again from the newest snapshot,
+            "skip" leaves the weights as they are. All ranks decide the same, at the cost of a small collective each
+            step.
         frozen_after: seconds without a sign of life after which a process is ended: it was stopped, or something in it
             holds the interpreter's lock.
         stuck_after: seconds without a further batch after which a process is ended, such as one in an endless loop, and
             those that wait for it; more than a batch, a compilation or a checkpoint can take. None for never.
+        patience: seconds for which those that are left wait for who takes a dead one's place; then they go on without,
+            with the same global batches, and it joins them later. Who comes in time takes over the numbers of the dead
+            one to the bit.
+        min_ranks: the fewest that go on without.
         compare_every_n_steps: weight updates between two comparisons of what should be the same weights on all ranks,
             by a sum over their bits; 0 for none. A rank that differs is named, and all begin again from the snapshot.
     """
@@ -52,21 +67,24 @@ class FaultRecovery(Callback):
     def __init__(
         self,
         max_restarts: int = 3,
-        every_n_train_steps: int = 200,
-        bad_gradients: Literal["raise", "skip"] | None = None,
+        every_n_train_steps: int | None = None,
+        every_s: float = 60.0,
+        bad_gradients: BadGradients | None = None,
         compare_every_n_steps: int = 0,
-        frozen_after: float = 10.0,
+        frozen_after: float = 30.0,
         stuck_after: float | None = None,
         patience: float = 10.0,
         min_ranks: int = 1,
     ) -> None:
         if max_restarts < 0:
             raise ValueError(f"FaultRecovery(max_restarts={max_restarts}): 0 or more")
-        if every_n_train_steps < 1:
+        if every_n_train_steps is not None and every_n_train_steps < 1:
             raise ValueError(f"FaultRecovery(every_n_train_steps={every_n_train_steps}): 1 or more weight updates")
-        if bad_gradients not in (None, "raise", "skip"):
-            near = did_you_mean(str(bad_gradients), ["raise", "skip"])
-            raise ValueError(f"FaultRecovery(bad_gradients={bad_gradients!r}): raise, skip, or None.{near}")
+        if every_s <= 0.0:
+            raise ValueError(f"FaultRecovery(every_s={every_s}): more than 0 seconds")
+        if bad_gradients not in (None, *_BAD_GRADIENTS):
+            near = did_you_mean(str(bad_gradients), _BAD_GRADIENTS)
+            raise ValueError(f"FaultRecovery(bad_gradients={bad_gradients!r}): raise, roll_back, skip, or None.{near}")
         if compare_every_n_steps < 0:
             raise ValueError(f"FaultRecovery(compare_every_n_steps={compare_every_n_steps}): 0 or more weight updates")
         for name, seconds in (("frozen_after", frozen_after), ("stuck_after", stuck_after)):
@@ -83,14 +101,21 @@ class FaultRecovery(Callback):
         self.bad_gradients = bad_gradients
         self.compare_every_n_steps = compare_every_n_steps
         self.max_restarts = max_restarts
-        self.every_n_train_steps = every_n_train_steps
+        self.every_n_train_steps, self.every_s = every_n_train_steps, every_s
         self._step_saved = self._step_compared = -1
+        self._next = 0  # the step at which a snapshot is due
+        self._measured = False  # is that known, or only when it will be?
+        self._looked = (0, 0.0)  # step and time when it was reckoned last
         self._step_reached = -1  # from where it was started again last
         self._tries = 0  # from there
 
     # -- in the process that supervises ---------------------------------------------------------------------------
 
     def restarts_after(self, error: Exception, step: int) -> bool:
+        cause = error.__cause__
+        own = cause is not None or not isinstance(error, WorkerFailed)
+        if own and (step < 0 or (self.bad_gradients == "raise" and isinstance(cause, FloatingPointError))):
+            return False
         if step > self._step_reached:
             self._step_reached, self._tries = step, 0
         self._tries += 1
@@ -99,19 +124,18 @@ class FaultRecovery(Callback):
     # -- in the workers ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"saved": self._step_saved, "compared": self._step_compared}
+        return {"saved": self._step_saved, "compared": self._step_compared, "next": [self._next, self._measured]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._step_saved, self._step_compared = state_dict["saved"], state_dict["compared"]
+        self._next, self._measured = state_dict["next"]
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        self._step_saved = -1
+        step = self._step_saved = trainer.global_step  # it can be begun from there
+        self._looked, self._next, self._measured = (step, time.monotonic()), step + _FIRST, False
         if trainer.failures:
-            self._step_saved = trainer.global_step  # it was begun from there
-            text = f"started again from step {trainer.global_step}: {trainer.failures[-1]}"
-            trainer.scribe.event("recovery", text, trainer.global_step)
-        else:
-            self._save(trainer)
+            trainer.scribe.each(lambda logger: logger.rewind(step))
+            trainer.scribe.event("recovery", f"started again from step {step}: {trainer.failures[-1]}", step)
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
         if self.bad_gradients is None:
@@ -123,7 +147,7 @@ class FaultRecovery(Callback):
             trainer.world.all_reduce(found, "max")
         if not bool(found):
             return
-        if self.bad_gradients == "raise":
+        if self.bad_gradients != "skip":
             names = [name for name, parameter in module.named_parameters() if any(parameter is one for one in bad)]
             where = ", ".join(names) or "another rank"
             raise FloatingPointError(f"step {trainer.global_step}: the gradient isn't finite in {where}")
@@ -136,7 +160,7 @@ class FaultRecovery(Callback):
         if every and step % every == 0 and step != self._step_compared:
             _compare(trainer, module)
             self._step_compared = step
-        if step % self.every_n_train_steps == 0:
+        if self._due(trainer):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
@@ -147,7 +171,23 @@ class FaultRecovery(Callback):
             shutil.rmtree(self._folder(trainer), ignore_errors=True)  # with what a killed process had begun to write
         if trainer.failures:
             times = f"{len(trainer.failures)} time{'s' if len(trainer.failures) > 1 else ''}"
-            trainer.print(f"recovered {times}; each sample of an epoch was trained once")
+            text = f"recovered {times}, 0 samples lost"
+            trainer.scribe.event("recovery", text, trainer.global_step)
+            trainer.print(text)
+
+    def _due(self, trainer: Trainer) -> bool:
+        """Return whether a snapshot is due; all ranks the same."""
+        step = trainer.global_step
+        if self.every_n_train_steps is not None:
+            return step % self.every_n_train_steps == 0
+        if step < self._next:
+            return False
+        began, since = self._looked
+        seconds = max(1e-6, time.monotonic() - since)
+        steps: int = trainer.world.broadcast_object(max(1, round(self.every_s * (step - began) / seconds)))
+        due, self._measured = self._measured, True
+        self._looked, self._next = (step, time.monotonic()), step + steps
+        return due
 
     def _save(self, trainer: Trainer) -> None:
         step = trainer.global_step

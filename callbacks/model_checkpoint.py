@@ -214,12 +214,12 @@ class ModelCheckpoint(Callback):
         step = trainer.global_step
         if step == self._step_seen:  # in the middle of an accumulation window
             return
-        self._step_seen = step
         due = self.every_n_train_steps > 0 and step % self.every_n_train_steps == 0
         if self._clock is not None:
             due = self._clock.due(step, trainer.world) or due
         if due:
             self._save_or_wait(trainer)
+        self._step_seen = step
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
         if self._fitting and self.monitor is not None:
@@ -300,7 +300,14 @@ class ModelCheckpoint(Callback):
     def _save(self, trainer: Trainer) -> None:
         """Save if the checkpoint is among the best; every rank calls this at the same step."""
         trainer.finish_checkpoint()  # whether the one before is there decides what is kept now
-        self._step_ranked = trainer.global_step
+        ranked, self._step_ranked = self._step_ranked, trainer.global_step
+        try:
+            self._save_if_good(trainer)
+        except Exception:  # it may be tried again, without a rank that died
+            self._step_ranked = ranked
+            raise
+
+    def _save_if_good(self, trainer: Trainer) -> None:
         metrics = self._metrics(trainer)
         score = metrics.get(self.monitor, math.nan) if self.monitor is not None else math.nan
         self.current_score = torch.tensor(score) if self.monitor is not None else None
@@ -340,6 +347,7 @@ class ModelCheckpoint(Callback):
     ) -> str:
         """Save, let the link follow, and only then delete what is superseded; `failed` is called if it can't be."""
         last = (self.last_model_path, self._last_target)
+        saved = self._step_saved
 
         def undo() -> None:
             self.last_model_path, self._last_target = last
@@ -364,9 +372,14 @@ class ModelCheckpoint(Callback):
             for old in superseded - {path}:
                 self._remove(old)
 
-        trainer.save_checkpoint(
-            path, weights_only=self.save_weights_only, wait=not self.asynchronous, after=after, failed=undo
-        )
+        try:
+            trainer.save_checkpoint(
+                path, weights_only=self.save_weights_only, wait=not self.asynchronous, after=after, failed=undo
+            )
+        except Exception:
+            self._step_saved = saved
+            undo()
+            raise
         if self.verbose:
             trainer.print(f"saved {path}")
         return path
@@ -432,6 +445,9 @@ class ModelCheckpoint(Callback):
             "last_model_path": self.last_model_path,
             "last_target": self._last_target,
             "for_ever": sorted(self._for_ever),
+            "steps": [self._step_seen, self._step_saved, self._step_ranked, self._validated_step],
+            "waiting": [self._waiting, self._from_validation],
+            "clock": None if self._clock is None else self._clock.state(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -443,6 +459,12 @@ class ModelCheckpoint(Callback):
         self.last_model_path = state_dict["last_model_path"]
         self._last_target = state_dict["last_target"]
         self._for_ever = set(state_dict["for_ever"])
+        # What follows decides when all ranks save: for one that comes to others; a run that begins, begins anew.
+        steps = state_dict.get("steps", [0, 0, 0, -1])
+        self._step_seen, self._step_saved, self._step_ranked, self._validated_step = steps
+        self._waiting, self._from_validation = state_dict.get("waiting", [False, False])
+        if self._clock is not None and state_dict.get("clock") is not None:
+            self._clock.set_state(state_dict["clock"])
 
 
 def _on_cpu(score: Tensor | None) -> Tensor | None:

@@ -204,6 +204,9 @@ class ProgressBar(Callback):
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._close()
+        self._open(trainer)
+
+    def _open(self, trainer: Trainer) -> None:
         if trainer.is_global_zero and self.refresh_rate != 0:
             self._screen = open_screen()
             usual = _LINES_S if isinstance(self._screen, Lines) else _TERMINAL_S
@@ -251,6 +254,9 @@ class ProgressBar(Callback):
     # -- training -----------------------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+        if self._screen is None:  # this may be the main rank only since another died
+            self._open(trainer)
+        self._stages.clear()  # what a death has interrupted
         last = trainer.max_epochs
         epoch = trainer.current_epoch + 1
         label = f"epoch {epoch}/{last}" if last is not None and last > 0 else f"epoch {epoch}"

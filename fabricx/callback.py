@@ -64,7 +64,7 @@ class Callback:
     # training
 
     def restarts_after(self, error: Exception, step: int) -> bool:
-        """Return whether workers that failed are to be started again from a checkpoint of `step`.
+        """Return whether workers that failed are to be started again from a checkpoint of `step`, -1 if there is none.
 
         Called in the process that supervises, which doesn't train.
         """

@@ -90,17 +90,17 @@ def restore(t: Trainer, path: Path, *, weights_only: bool) -> None:
         raise CheckpointError(f"{path} holds weights only: it can be evaluated, but training can't go on from it")
     t.strategy.load_state_dict(state["strategy"], t.module, t.optimizers)
     state["state"]["attempt"] = state["state"].get("attempt", 0) + 1
-    take_up(t, state, same=len(state["ranks"]) == t.world.size)
+    take_up(t, state, own=t.world.rank if len(state["ranks"]) == t.world.size else None)
     t.scribe.each(lambda logger: logger.rewind(t.state.step))
 
 
-def take_up(t: Trainer, state: dict[str, Any], *, same: bool) -> None:
+def take_up(t: Trainer, state: dict[str, Any], *, own: int | None) -> None:
     """Go on from a state of all ranks, the weights aside.
 
     Args:
         t: the trainer.
         state: `run_state`, and what each rank knows by itself as "ranks".
-        same: each rank has its own again; else the ranks have changed, and sums that belong together are joined.
+        own: which of those this one goes on from; None if the ranks have changed: sums that belong together are joined.
     """
     for optimizer in t.optimizers:  # else torch warns of a schedule that steps first, at the end of an epoch
         vars(optimizer)["_opt_called"] = bool(state["state"]["step"])
@@ -110,18 +110,19 @@ def take_up(t: Trainer, state: dict[str, Any], *, same: bool) -> None:
     t.precision_plugin.load_state_dict(state["precision"])
     t.state.load_state_dict(state["state"])
     rebuild_feeds(t)
-    go_on_from(t, state["ranks"], same=same)
-    if not same:
+    go_on_from(t, state["ranks"], own=own)
+    if own is None:
         _take_up_with_other_ranks(t, len(state["ranks"]))
-    elif state["ranks"][t.world.rank]["position"] is None and not t.train_feed.exact_position:
+    elif state["ranks"][own]["position"] is None and not t.train_feed.exact_position:
         _take_up_by_reading(t)
     for callback in t.callbacks:
         if callback.state_key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][callback.state_key])
     if t.datamodule is not None and state["datamodule"]:
         t.datamodule.load_state_dict(state["datamodule"])
-    if same or t.world.rank < len(state["ranks"]):
-        RandomState.of(state["ranks"][t.world.rank]["random"]).restore()
+    place = t.world.rank if own is None else own
+    if place < len(state["ranks"]):
+        RandomState.of(state["ranks"][place]["random"]).restore()
 
 
 def _take_up_with_other_ranks(t: Trainer, before: int) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 STAGES = ("fit", "validate", "test", "predict")
-COMMANDS = (*STAGES, "resume", "checkpoint", "doctor")
+COMMANDS = (*STAGES, "resume", "scale", "checkpoint", "doctor")
 HELP = """\
 fabricx: training for PyTorch in which the way it is distributed is one word
 
@@ -22,6 +22,7 @@ fabricx: training for PyTorch in which the way it is distributed is one word
   fabricx test         test a checkpoint
   fabricx predict      write a checkpoint's predictions to predictions.pt in the run's folder
   fabricx resume       go on with a run that was stopped:  fabricx resume runs/... [trainer.max_epochs=20]
+  fabricx scale        more or fewer workers for a run that goes on:  fabricx scale runs/... 3
   fabricx checkpoint   ls, verify, or export checkpoints to safetensors
   fabricx doctor       what this machine has; put it into a bug report
 
@@ -56,6 +57,8 @@ def main() -> None:
         from fabricx.checkpoint.command import main as checkpoint_command
 
         raise SystemExit(checkpoint_command(arguments[1:]))
+    if command == "scale":
+        raise SystemExit(_scale(arguments[1:]))
     if command == "resume":
         raise SystemExit(_resume(arguments[1:]))
     _run(command, arguments[1:])
@@ -112,6 +115,22 @@ def _resume(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 130 if stopped else 0
+
+
+def _scale(arguments: list[str]) -> int:
+    """Ask a run that goes on for another number of workers."""
+    if len(arguments) != 2 or arguments[0].startswith("-") or not arguments[1].isdecimal() or arguments[1] == "0":
+        print("fabricx scale RUN_DIR WORKERS\n\nlet a run that goes on have so many workers, from its next step on")
+        return 0 if arguments and arguments[0] in ("-h", "--help") else 1
+    from fabricx.launch.scale import ask
+
+    try:
+        ask(Path(arguments[0]), int(arguments[1]))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"asked for {arguments[1]}; the run says when they train")
+    return 0
 
 
 def _demonstration(arguments: list[str]) -> list[str]:

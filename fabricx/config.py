@@ -59,6 +59,7 @@ class TrainerConfig:
     enable_checkpointing: bool = True
     enable_progress_bar: bool = True
     enable_model_summary: bool = True
+    enable_fault_recovery: bool = True
     default_root_dir: str | None = None
     compile: Any = False
 

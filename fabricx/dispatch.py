@@ -31,6 +31,7 @@ from fabricx.hooks import check_hooks
 from fabricx.launch import environment
 from fabricx.launch.changes import Elastic
 from fabricx.launch.lock import only_here
+from fabricx.launch.scale import ELASTIC
 from fabricx.module import Module
 from fabricx.outcome import Outcome
 
@@ -124,18 +125,17 @@ def _take_up_launch(trainer: Trainer, job: Job, here: World) -> None:
     def look() -> tuple[Path, Path | None]:
         root = Path(trainer.default_root_dir)
         for place in sorted(root.glob(f"runs/*/recovery/{mark}"), reverse=True) if restarts else ():
-            if found := checkpoints_of(place.parent.parent):
-                return place.parent.parent, newest_whole(found)
+            found = checkpoints_of(place.parent.parent)
+            return place.parent.parent, newest_whole(found) if found else None
         run_dir = trainer.run_dir or new_run_dir(root)
         (run_dir / "recovery").mkdir(parents=True, exist_ok=True)
         (run_dir / "recovery" / mark).touch()
         return run_dir, None
 
     trainer.run_dir, newest = _agreed(here, look)
-    trainer.failures = []
+    trainer.failures = ["torchrun has started all processes again"] * restarts
     if newest is not None:
         job.ckpt_path = newest
-        trainer.failures = ["torchrun has started all processes again"] * restarts
 
 
 def _alone(trainer: Trainer, job: Job, here: World | None) -> contextlib.AbstractContextManager[None]:
@@ -144,7 +144,7 @@ def _alone(trainer: Trainer, job: Job, here: World | None) -> contextlib.Abstrac
     if not writes or (here is not None and not here.main_rank):
         return contextlib.nullcontext()
     assert trainer.run_dir is not None
-    return only_here(trainer.run_dir)
+    return only_here(trainer.run_dir, ELASTIC if here is None and _elastic(trainer, job) is not None else "")
 
 
 def _agreed(here: World | None, decide: Callable[[], T]) -> T:
@@ -222,7 +222,8 @@ def _in_workers(trainer: Trainer, job: Job) -> Any:
         try:
             outcome = run_workers(
                 _work, (trainer, job), size=len(trainer.device_ids), named=named, servers=_servers(trainer, job),
-                serve=_serve, elastic=_elastic(trainer, job), failures=trainer.failures, **_limits(trainer),
+                serve=_serve, elastic=_elastic(trainer, job), failures=trainer.failures,
+                run_dir=trainer.run_dir, **_limits(trainer),
             )[0]  # fmt: skip
         except WorkerFailed as error:
             if job.stage != "fit" or not _starts_again(trainer, job, error):
@@ -236,8 +237,12 @@ def _elastic(trainer: Trainer, job: Job) -> Elastic | None:
     """Return how workers go on when some die; None where they can't, or where nobody wants it."""
     if job.stage != "fit" or not trainer.strategy.traits.elastic:
         return None
+    if len(trainer.device_ids) * trainer.num_nodes == 1 and not _servers(trainer, job):
+        return None  # no workers
     if trainer.strategy.dealer is not None:  # nobody waits for anybody
         return Elastic()
+    if trainer.accelerator == "cuda":  # its groups are another library's, and it has not been seen to work
+        return None
     for one in trainer.callbacks:
         if one.patience is not None:
             return Elastic(one.patience, one.min_ranks, one.max_restarts)
@@ -258,17 +263,15 @@ def _starts_again(trainer: Trainer, job: Job, error: WorkerFailed) -> bool:
     """Let the job begin with the newest checkpoint of its own run, if a callback wants to go on after an error."""
     assert trainer.run_dir is not None
     found = checkpoints_of(trainer.run_dir)
-    if not found:
-        return False
-    path = newest_whole(found)
-    step = read_manifest(path)["step"]
+    path = newest_whole(found) if found else job.ckpt_path
+    step = read_manifest(newest_whole(found))["step"] if found else -1
     if not any(callback.restarts_after(error, step) for callback in trainer.callbacks):
         return False
     lines = [line for line in str(error).splitlines() if line]
     last = [line for line in error.traceback.splitlines() if line][-1]
     what = f"{lines[0]} {last}"[:300]
     trainer.failures.append(what)
-    print(f"{what}\nall workers start again from step {step}", file=sys.stderr, flush=True)
+    print(f"{what}\nall workers start again from step {max(0, step)}", file=sys.stderr, flush=True)
     job.ckpt_path = path
     return True
 

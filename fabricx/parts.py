@@ -22,8 +22,7 @@ def choose_strategy(strategy: str | Strategy, devices: int, num_nodes: int) -> S
     """
     ranks = devices * num_nodes
     if strategy == "auto":
-        found = detect()
-        strategy = "ddp" if max(ranks, found.size if found else 1) > 1 else "single"
+        strategy = "ddp" if several_ranks(devices, num_nodes) else "single"
     chosen = plugins.build("strategies", strategy) if isinstance(strategy, str) else strategy
     if not isinstance(chosen, Strategy):
         raise ValueError(f"strategy={strategy!r} is not a fabricx.Strategy")
@@ -34,6 +33,12 @@ def choose_strategy(strategy: str | Strategy, devices: int, num_nodes: int) -> S
             "take strategy='ddp', or devices=1"
         )
     return chosen
+
+
+def several_ranks(devices: int, num_nodes: int) -> bool:
+    """Return whether more than one rank will train."""
+    found = detect()
+    return max(devices * num_nodes, found.size if found else 1) > 1
 
 
 def choose_loggers(logger: Any) -> list[Logger]:

@@ -111,7 +111,7 @@ def _lost_somebody(generation: int, error: Exception) -> bool:
 
 
 def _join_others(t: Trainer, *, holds: bool) -> None:
-    own, began, known = membership(), time.monotonic(), len(t.failures)
+    own = membership()
     if holds:
         _let_go(t)
     number = t.world.generation
@@ -121,7 +121,7 @@ def _join_others(t: Trainer, *, holds: bool) -> None:
         number = generation.number
         try:
             _join(t, generation)
-            _agree(t, generation, point)
+            known = _agree(t, generation, point)
             point = RestartPoint(t)  # should what comes now fail, too
             _go_on(t, generation)
             break
@@ -130,13 +130,16 @@ def _join_others(t: Trainer, *, holds: bool) -> None:
             if not _lost_somebody(number, error):
                 raise
     own.say("step", t.state.step)
-    if holds:
-        seconds = time.monotonic() - began
-        what = "; ".join(t.failures[known:]) or "others have come"
-        workers = f"{t.world.size} workers go on" if t.world.size > 1 else "1 worker goes on"
-        text = f"{what}; {workers} from step {t.state.step} after {seconds:.2f} s"
-        t.scribe.event("recovery", text, t.state.step)
-        t.print(text)
+    _report(t, known)
+
+
+def _report(t: Trainer, known: int) -> None:
+    """Say what has happened; all know how much the others knew."""
+    what = "; ".join(t.failures[known:]) or "others have come"
+    workers = f"{t.world.size} workers go on" if t.world.size > 1 else "1 worker goes on"
+    text = f"{what}; {workers} from step {t.state.step}"
+    t.scribe.event("recovery", text, t.state.step)
+    t.print(text)
 
 
 def _let_go(t: Trainer) -> None:
@@ -159,6 +162,8 @@ def _let_go(t: Trainer) -> None:
 def _join(t: Trainer, generation: Generation) -> None:
     """Join the group; all its members do."""
     own, world = membership(), t.world
+    if own.worker not in generation.workers:
+        own.leave()
     rank, size = generation.workers.index(own.worker), len(generation.workers)
     joined = replace(
         world.reconnected(), rank=rank, size=size, local_rank=rank, local_size=size, generation=generation.number,
@@ -180,46 +185,73 @@ def _wait_for_all(world: World, generation: Generation) -> None:
         time.sleep(0.002)
 
 
-def _agree(t: Trainer, generation: Generation, point: RestartPoint | None) -> None:
-    """Bring all members to where the furthest is. Nothing is changed until all that is needed has come."""
-    own, world = membership(), t.world
-    mine = _Told()
-    if point is not None:
-        mine = _Told(progress(t), [(progress(t), point.word())])
-        mine.now = RestartPoint(t).word()
-    elif own.worker in generation.heirs:
-        mine.points = slots.read(own.folder, generation.heirs[own.worker])
-    if world.main_rank:
-        mine.gone = [slots.read(own.folder, worker) for worker in generation.gone]
+def _agree(t: Trainer, generation: Generation, point: RestartPoint | None) -> int:
+    """Bring all members to where the furthest is. Nothing is changed until all that is needed has come.
+
+    Returns:
+        how many failures the members knew of.
+    """
+    world, mine = t.world, _word_of(t, generation, point)
     told: list[_Told] = world.gather_objects(mine)
     furthest = max(one.progress for one in told)
     if not furthest:
         raise RuntimeError("no member of the group knows how far the run is")
     holder = [one.progress for one in told].index(furthest)
     state = world.broadcast_object(_state(t) if world.rank == holder else None, holder)
-    weights = None
-    if any(one.progress != furthest for one in told) and t.strategy.dealer is None:  # else the servers have them
-        weights = _given(t, point, holder)
-    words, whole = _of_all(told, furthest)
-    state["ranks"] = [of_word(word) for word in words]
-    if mine.progress != furthest:
-        if weights is not None:
+    behind = mine.progress != furthest
+    if t.strategy.dealer is None:
+        weights: Any = _given(t, point, holder) if any(one.progress != furthest for one in told) else None
+        words, whole = _of_all(told, furthest)
+        place = world.rank if whole else None
+        if behind:
             t.strategy.load_state_dict(weights, t.module, t.optimizers)
-    elif point is not None and point.of_window:
-        point.put_back_buffers(t.module)
-    if not mine.progress:
-        seed_everything((state["state"]["seed"] + own.worker) % 2**32)  # unless it takes the place of another
-    take_up(t, state, same=whole)
+        elif point is not None and point.of_window:
+            point.put_back_buffers(t.module)
+    else:  # the servers have the weights, and each keeps what is its own
+        words = [word] if (word := mine.known(furthest)) is not None else []
+        place = 0 if words else None
+    state["ranks"] = [of_word(word) for word in words]
+    _take_over(t, state, place, came=not mine.progress)
+    known: int = state["failures"]
+    return known
+
+
+def _word_of(t: Trainer, generation: Generation, point: RestartPoint | None) -> _Told:
+    """Return what this member has to tell."""
+    own = membership()
+    told = _Told()
+    if point is not None:
+        told = _Told(progress(t), [(progress(t), point.word())], RestartPoint(t).word())
+    elif own.worker in generation.heirs:
+        told.points = slots.read(own.folder, generation.heirs[own.worker])
+    if t.world.main_rank:
+        told.gone = [slots.read(own.folder, worker) for worker in generation.gone]
+    return told
+
+
+def _take_over(t: Trainer, state: dict[str, Any], place: int | None, *, came: bool) -> None:
+    """Go on from the state of the furthest.
+
+    Args:
+        t: the trainer.
+        state: that state, with what the ranks know by themselves.
+        place: which of those is this rank's; None if the sums are the main rank's.
+        came: this rank wasn't there before.
+    """
+    dealer = t.strategy.dealer
+    if came:
+        seed_everything((state["state"]["seed"] + membership().worker) % 2**32)  # unless it takes another's place
+    take_up(t, state, own=place)
     pulse.set_reached(state["reached"])
     t.torn = False
     t.boundary, t.stage, t.meeting = state["boundary"], state["stage"], state["meeting"]
     t.published.step, t.published.open = state["published"]
-    t.logbook.batches = state["batches"]
-    dealer = t.strategy.dealer
-    if dealer is not None:
-        if not mine.progress:
-            t.strategy.starts(t.state.step)
-        dealer.section, dealer.planned = state["dealt"]
+    if dealer is None:  # a rank whose sums another has now is as if it had had no batch
+        t.logbook.batches = state["batches"] if place is not None or t.world.main_rank else 0
+        return
+    if came:
+        t.strategy.starts(t.state.step)
+    dealer.section, dealer.planned = state["dealt"]
 
 
 def _state(t: Trainer) -> dict[str, Any]:
@@ -227,6 +259,7 @@ def _state(t: Trainer) -> dict[str, Any]:
     dealer = t.strategy.dealer
     return {
         **run_state(t),
+        "failures": len(t.failures),
         "reached": pulse.reached(),
         "boundary": t.boundary,
         "stage": t.stage,

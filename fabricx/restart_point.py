@@ -77,13 +77,14 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def go_on_from(t: Trainer, ranks: list[dict[str, Any]], *, same: bool) -> None:
+def go_on_from(t: Trainer, ranks: list[dict[str, Any]], *, own: int | None) -> None:
     """Take over what ranks have left; the random numbers aside.
 
-    If they are the `same`, each has its own again. With others, sums that belong together go to the main rank, and
-    places in streams are lost.
+    With `own`, this rank goes on from the one of that number. Without, sums that belong together go to the main rank,
+    and places in streams are lost.
     """
-    mine = [ranks[t.world.rank]] if same else ranks if t.world.main_rank else []
+    same = own is not None
+    mine = [ranks[own]] if own is not None else ranks if t.world.main_rank else []
     sums = t.train_logbook.metrics
     sums.forget_epoch()
     for saved in mine:
@@ -93,7 +94,7 @@ def go_on_from(t: Trainer, ranks: list[dict[str, Any]], *, same: bool) -> None:
     objects = _metric_objects(t.module)
     for metric in objects.values():
         metric.reset()
-    for name, (attribute, kind) in ranks[0]["logged"].items():
+    for name, (attribute, kind) in ranks[0]["logged"].items() if ranks else ():
         if attribute in objects:
             sums.series[name] = Series.of_kind(tuple(kind))
             sums.objects[name] = (objects[attribute], sums.series[name])

@@ -25,7 +25,7 @@ from fabricx.logger import Logger, Silent
 from fabricx.loop import Window, call
 from fabricx.module import Module
 from fabricx.optimization import OptimizerHandle, Schedule
-from fabricx.parts import choose_callbacks, choose_loggers, choose_strategy
+from fabricx.parts import choose_callbacks, choose_loggers, choose_strategy, several_ranks
 from fabricx.precision import Precision, check_precision
 from fabricx.publishing import Published, newest_metrics, shown_in_bar
 from fabricx.restart_point import RestartPoint
@@ -84,6 +84,7 @@ class Trainer:
         logger: True for TensorBoard, False for none, a `Logger`, or a list of them.
         callbacks: a `Callback`, a name, or a list of them.
         enable_checkpointing, enable_progress_bar, enable_model_summary: have the callback of that kind by default.
+        enable_fault_recovery: the same, where there is more than one rank on this machine and checkpointing is enabled.
         default_root_dir: where runs' folders are made; the current folder if not given.
         compile: compile the module's forward with `torch.compile`; a dict gives its options.
 
@@ -131,6 +132,7 @@ class Trainer:
         enable_checkpointing: bool = True,
         enable_progress_bar: bool = True,
         enable_model_summary: bool = True,
+        enable_fault_recovery: bool = True,
         default_root_dir: str | Path | None = None,
         compile: bool | Mapping[str, Any] = False,
     ) -> None:
@@ -184,10 +186,12 @@ class Trainer:
             self._only_try(int(fast_dev_run))
         self.strategy = choose_strategy(strategy, len(self.device_ids), self.num_nodes)
         self.loggers = choose_loggers(None if fast_dev_run else logger)
+        several = several_ranks(len(self.device_ids), self.num_nodes)
         defaults = {
             "progress_bar": enable_progress_bar,
             "model_summary": enable_model_summary,
             "model_checkpoint": self.enable_checkpointing,
+            "fault_recovery": enable_fault_recovery and self.enable_checkpointing and several,
         }
         self.callbacks = choose_callbacks(callbacks, defaults, fast=bool(fast_dev_run))
         if self.max_time is not None:

@@ -138,6 +138,8 @@ class Writer:
         """Wait for nothing: another rank is gone, and what is being written may never be complete."""
         self._thread, self._abandoned = None, True
         self._tasks.put(None)
+        if self._written is not None and not self._written.is_set() and self._failed is not None:
+            self._failed()
 
     def _raise_unless_full(self, error: BaseException) -> None:
         if not is_full(error):

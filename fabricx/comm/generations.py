@@ -89,12 +89,14 @@ class Membership:
     Attributes:
         worker: this worker's number.
         folder: where workers leave what others need if they die.
+        leave: ends this process, which the others don't need any more.
     """
 
     def __init__(
-        self, worker: int = 0, folder: str = "", say: Callable[[str, Any], None] | None = None
+        self, worker: int = 0, folder: str = "", say: Callable[[str, Any], None] | None = None,
+        leave: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self.worker, self.folder = worker, folder
+        self.worker, self.folder, self.leave = worker, folder, leave
         self._say = say
         self._newest: Generation | None = None
         self._broken = -1

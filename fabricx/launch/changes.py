@@ -86,7 +86,7 @@ class Changes:
 
     def died(self, worker: int, why: str) -> bool:
         """Note a death; returns whether the others can go on."""
-        if self._gone_early(worker):
+        if self._gone_early(worker) or worker not in self._seats:
             return True
         left = tuple(other for other in self.workers if other != worker)
         if worker in self._ended and worker != self._seats[0]:  # it had nothing left to do
@@ -123,6 +123,18 @@ class Changes:
         self._broken = True
         self._to_tell.append((self.workers, "broken", self._number))
 
+    def resize(self, workers: int) -> str:
+        """Let there be so many workers from now on; returns what to say of it."""
+        if workers < self._elastic.least:
+            return f"{workers} workers are too few: min_ranks={self._elastic.least}"
+        if self._ended or not self._inside.issuperset(self.workers):
+            return "workers can't be changed now: the run begins or ends"
+        self._size = workers
+        if leaving := self.workers[workers:]:
+            self._dead.update(leaving)
+            self._broken, self._since = True, self._clock()
+        return f"{workers} worker{'s' if workers != 1 else ''} from now on"
+
     # -- what comes of it ---------------------------------------------------------------------------------------
 
     @property
@@ -130,10 +142,13 @@ class Changes:
         """Return the members that are alive, by rank."""
         return tuple(worker for worker in self._seats if worker not in self._dead)
 
-    def wanted(self) -> bool:
-        """Return whether another worker is to be started."""
-        missing = self._size - len(self.workers)
-        return not self._ended and self._tries <= self._elastic.tries and len(self._coming) + len(self._ready) < missing
+    def wanted(self) -> int | None:
+        """Return for which rank another worker is to be started, if for any."""
+        coming = len(self._coming) + len(self._ready)
+        if self._ended or self._tries > self._elastic.tries or coming >= self._size - len(self.workers):
+            return None
+        empty = [rank for rank, worker in enumerate(self._seats) if worker in self._dead]
+        return empty[coming] if coming < len(empty) else len(self.workers) + coming
 
     def started(self, worker: int) -> None:
         """Note that it was."""
@@ -167,11 +182,14 @@ class Changes:
                 seats.append(heir)
             else:
                 gone.append(worker)
-        self._inside.update(heirs, self._ready)
-        self._seats = [*seats, *self._ready]
+        more = max(0, self._size - len(seats))
+        welcome, surplus = self._ready[:more], self._ready[more:]
+        self._inside.update(heirs, welcome)
+        self._seats = [*seats, *welcome]
         self._dead.clear()
         self._ready.clear()
         self._broken = False
         self._number += 1
         generation = Generation(self._number, self.workers, heirs, tuple(gone), tuple(self._failures))
-        self._to_tell.append((self.workers, "generation", generation))
+        # Who isn't named ends.
+        self._to_tell.append(((*self.workers, *gone, *surplus), "generation", generation))

@@ -9,8 +9,12 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def only_here(run_dir: Path) -> Iterator[None]:
+def only_here(run_dir: Path, word: str = "") -> Iterator[None]:
     """Keep other runs out of a folder; the system lets go when this process ends, however it does.
+
+    Args:
+        run_dir: the folder.
+        word: what others are to know of this run.
 
     Raises:
         ValueError: another process trains there.
@@ -28,12 +32,22 @@ def only_here(run_dir: Path) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             raise ValueError(
-                f"process {file.read().strip()} is training in {run_dir}: wait for it, or stop it with Ctrl-C"
+                f"process {file.read().split()[0]} is training in {run_dir}: wait for it, or stop it with Ctrl-C"
             ) from None
         file.truncate(0)
-        file.write(str(os.getpid()))
+        file.write(f"{os.getpid()} {word}".rstrip())
         file.flush()
         try:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+
+def who_is_here(run_dir: Path) -> str | None:
+    """Return the number of the process that trains in a folder, and its word; None if there is none."""
+    path = run_dir / "running"
+    try:
+        with only_here(run_dir):
+            return None
+    except ValueError:
+        return path.read_text()

@@ -25,6 +25,7 @@ from fabricx.comm.agree import EVERYBODY
 from fabricx.errors import WorkerFailed
 from fabricx.launch.changes import Changes, Elastic
 from fabricx.launch.pickling import check_picklable
+from fabricx.launch.scale import wish
 from fabricx.launch.watch import Watch
 from fabricx.launch.worker import Failure, Place
 from fabricx.launch.worker import main as worker_main
@@ -40,6 +41,7 @@ def run_workers(
     function: Callable[..., Any], arguments: tuple[Any, ...], *, size: int, named: Mapping[str, object] | None = None,
     servers: int = 0, serve: Callable[..., Any] | None = None, elastic: Elastic | None = None,
     frozen_after: float = FROZEN_S, stuck_after: float | None = None, failures: list[str] | None = None,
+    run_dir: Path | None = None,
 ) -> list[Any]:  # fmt: skip
     """Run `function(world, *arguments)` in `size` processes, and return what each of them returned, by rank.
 
@@ -56,6 +58,7 @@ def run_workers(
             it holds the interpreter's lock.
         stuck_after: seconds after which one is ended that has come no batch further; None for never.
         failures: where each death is noted that the others have survived.
+        run_dir: where somebody may ask for more or fewer workers, if the run is elastic.
 
     Returns:
         what the workers returned that were there at the end, by rank.
@@ -69,7 +72,7 @@ def run_workers(
         _write_job(Path(folder), function, arguments, named or {})
         watch = Watch(frozen_after, stuck_after)
         failures = [] if failures is None else failures
-        return _Workers(folder, size, servers, serve, watch, elastic, failures).supervise()
+        return _Workers(folder, size, servers, serve, watch, elastic, failures, run_dir).supervise()
 
 
 def _write_job(folder: Path, function: Any, arguments: tuple[Any, ...], named: Mapping[str, object]) -> None:
@@ -86,9 +89,9 @@ class _Workers:
 
     def __init__(
         self, folder: str, size: int, servers: int, serve: Callable[..., Any] | None, watch: Watch,
-        elastic: Elastic | None, failures: list[str],
+        elastic: Elastic | None, failures: list[str], run_dir: Path | None,
     ) -> None:  # fmt: skip
-        self._watch = watch
+        self._watch, self._run_dir = watch, run_dir
         self._ended: dict[int, str] = {}  # those that the supervisor has ended, and why
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the system chooses the port
         self._size = size
@@ -177,8 +180,10 @@ class _Workers:
         """Start who is to come, and tell all workers who is gone and who goes on."""
         if self._changes is None or self._complete():
             return
-        while self._changes.wanted():
-            place = replace(self._places[0], rank=len(self._places), newcomer=True)
+        if self._run_dir is not None and (workers := wish(self._run_dir)) is not None:
+            print(self._changes.resize(workers), file=sys.stderr, flush=True)
+        while (seat := self._changes.wanted()) is not None:
+            place = replace(self._places[0], rank=len(self._places), seat=seat, newcomer=True)
             self._places.append(place)
             self._changes.started(place.rank)
             self._start(place)

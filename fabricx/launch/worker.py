@@ -37,6 +37,7 @@ class Place:
     cwd: str
     generation: int = 0
     newcomer: bool = False
+    seat: int = 0  # a newcomer's rank, as far as that is known
     changes: bool = False  # may others come and go?
     serve: Callable[..., Any] | None = None  # what a server runs in the place of the job
 
@@ -57,7 +58,7 @@ def main(place: Place, control: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the supervisor decides
     report = _Report(control)
     say = report.send if place.changes else None
-    generations.enter(generations.Membership(place.rank, place.folder, say))
+    generations.enter(generations.Membership(place.rank, place.folder, say, lambda: _exit(0)))
     threading.Thread(target=_listen, args=(control,), daemon=True).start()
     threading.Thread(target=report.beat, daemon=True).start()
     sys.path[:] = [*place.sys_path, *(entry for entry in sys.path if entry not in place.sys_path)]
@@ -105,7 +106,7 @@ def _run(place: Place) -> Any:
     world = worlds.World(
         rank=place.rank,
         size=1 if place.newcomer else place.size,
-        local_rank=0 if place.newcomer else place.rank,
+        local_rank=place.seat if place.newcomer else place.rank,
         local_size=place.size,
         generation=place.generation,
         store=store,
