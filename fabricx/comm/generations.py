@@ -161,6 +161,8 @@ class Membership:
 
     def heard(self, kind: str, content: Any) -> None:
         """Take news from the supervisor."""
+        if kind == "leave":
+            self.leave()
         with self._news:
             if kind == "broken":
                 self._broken = max(self._broken, content)

@@ -49,6 +49,7 @@ class Changes:
         self._number = 0
         self._inside: set[int] = set()  # those that can go on in another generation
         self._holding: set[int] = set()  # those that know how far the run is
+        self._arrived: set[int] = set()  # those that train in this generation
         self._ended: set[int] = set()  # those that have done with training
         self._coming: set[int] = set()  # those that were started to take them
         self._ready: list[int] = []  # in which order they came
@@ -70,17 +71,19 @@ class Changes:
         if kind == "inside":
             self._inside.add(worker)
             self._holding.add(worker)
+            self._arrived.add(worker)
         elif kind == "outside":
             self._inside.discard(worker)
             self._ended.add(worker)
         elif kind == "ready":
             self._coming.discard(worker)
             self._ready.append(worker)
-        elif kind == "cut" and content == self._number and not self._broken:
+        elif kind == "cut" and content == self._number and worker in self._seats and not self._broken:
             self._failures.append(f"rank {self._seats.index(worker)} lost its links")
             self._break()
         elif kind == "step":
             self._holding.add(worker)
+            self._arrived.add(worker)
             if content > self._step:
                 self._step, self._tries = content, 0
 
@@ -130,12 +133,14 @@ class Changes:
         if self._ended or not self._inside.issuperset(self.workers):
             return "workers can't be changed now: the run begins or ends"
         self._size = workers
-        if leaving := self.workers[workers:]:
-            self._dead.update(leaving)
-            self._broken, self._since = True, self._clock()
         return f"{workers} worker{'s' if workers != 1 else ''} from now on"
 
     # -- what comes of it ---------------------------------------------------------------------------------------
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """Return who died, and the others haven't gone on since."""
+        return frozenset(self._dead)
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -161,20 +166,33 @@ class Changes:
     def news(self) -> Iterator[tuple[tuple[int, ...], str, Any]]:
         """Yield what is to be told now: to whom, and a message."""
         complete = bool(self._dead) and len(self.workers) + len(self._ready) >= self._size
-        settled = complete or self._clock() - self._since >= self._patience()
-        if settled if self._broken else self._ready:
-            self._go_on()
+        if self._broken:
+            if complete or self._clock() - self._since >= self._patience():
+                self._go_on()
+        elif self._arrived.issuperset(self.workers):
+            more = max(0, self._size - len(self.workers))
+            self._send_away(self._ready[more:])
+            if self._ready or len(self.workers) > self._size:
+                self._go_on(leaving=self.workers[self._size :])
         yield from self._to_tell
         self._to_tell.clear()
 
     def _patience(self) -> float:
         return self._elastic.waits if self._dead else SETTLE_S
 
-    def _go_on(self) -> None:
+    def _send_away(self, surplus: list[int]) -> None:
+        """Let those end that came and aren't wanted any more."""
+        if surplus:
+            self._to_tell.append((tuple(surplus), "leave", None))
+            self._ready = [worker for worker in self._ready if worker not in surplus]
+
+    def _go_on(self, leaving: tuple[int, ...] = ()) -> None:
         """Begin the next generation; whoever comes takes the place of one that died, while there are such."""
         seats, heirs, gone = [], {}, []
         for worker in self._seats:
-            if worker not in self._dead:
+            if worker in leaving:
+                gone.append(worker)
+            elif worker not in self._dead:
                 seats.append(worker)
             elif self._ready:
                 heir = self._ready.pop(0)
@@ -182,14 +200,13 @@ class Changes:
                 seats.append(heir)
             else:
                 gone.append(worker)
-        more = max(0, self._size - len(seats))
-        welcome, surplus = self._ready[:more], self._ready[more:]
-        self._inside.update(heirs, welcome)
-        self._seats = [*seats, *welcome]
+        self._send_away(self._ready[max(0, self._size - len(seats)) :])
+        self._inside.update(heirs, self._ready)
+        self._seats = [*seats, *self._ready]
         self._dead.clear()
         self._ready.clear()
+        self._arrived.clear()
         self._broken = False
         self._number += 1
         generation = Generation(self._number, self.workers, heirs, tuple(gone), tuple(self._failures))
-        # Who isn't named ends.
-        self._to_tell.append(((*self.workers, *gone, *surplus), "generation", generation))
+        self._to_tell.append(((*self.workers, *gone), "generation", generation))  # who isn't named, ends

@@ -98,6 +98,7 @@ class _Workers:
         self._changes = None if elastic is None else Changes(elastic, size, failures)
         self._results: dict[int, str] = {}
         self._failures: list[Failure] = []
+        self._deaths: dict[int, Failure] = {}  # those that others could go on after
         self._controls: dict[int, Connection] = {}
         self._processes: dict[int, BaseProcess] = {}
         path = tuple(entry or os.path.abspath(entry) for entry in sys.path)
@@ -167,6 +168,8 @@ class _Workers:
                     continue
                 elif serves or self._changes is None or not self._changes.died(rank, death.traceback):
                     self._failures.append(death)
+                else:
+                    self._deaths[rank] = death
 
     def _end_the_silent(self) -> None:
         """End processes that give no sign of life, or come no further: others would wait for them for ever."""
@@ -226,6 +229,8 @@ class _Workers:
             self._look(timeout=left)
 
     def _primary(self) -> WorkerFailed:
+        if self._changes is not None:  # what the others say may come of a death
+            self._failures += [self._deaths[rank] for rank in self._changes.missing if rank in self._deaths]
         first = min(self._failures, key=lambda failure: (_is_echo(failure), failure.at))
         others = sorted({failure.rank for failure in self._failures if failure.rank != first.rank})
         also = f"\n(rank {', '.join(map(str, others))} failed after that)" if others else ""

@@ -1,0 +1,128 @@
+"""Workers that die are replaced in place, come and go on request, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import fabricx as fx
+from fabricx.callbacks import FaultRecovery
+from fabricx.launch.scale import ask
+from fabricx.strategies import DDP, AsyncSGD, ParameterServer
+from fabricx.testing import Ledger, cut, kill
+
+from .test_recovery import BATCH, EPOCHS, SAMPLES, STEPS, exact, train
+
+
+class Noted(Ledger):
+    """Notes, on the main rank, how many workers there were at each step."""
+
+    def __init__(self) -> None:
+        super().__init__(SAMPLES, BATCH)
+        self.sizes: dict[int, int] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.sizes[self.trainer.global_step] = self.trainer.world.size
+        return super().training_step(batch, batch_idx)
+
+
+class Asks(fx.Callback):
+    """Asks for a number of workers after some steps, and goes on when they are there."""
+
+    def __init__(self, **workers: int) -> None:
+        self.workers = {int(step.removeprefix("at_")): number for step, number in workers.items()}
+        self.asked: set[int] = set()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        step = max((s for s in self.workers if s <= trainer.global_step), default=0)
+        if not trainer.is_global_zero or not step or step in self.asked:
+            return
+        self.asked.add(step)
+        ask(trainer.run_dir, self.workers[step])
+        deadline = time.monotonic() + 30
+        while not trainer.outdated:  # the next generation is named: this batch is the last of this one
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("strategy", [DDP(), AsyncSGD(damp=False), ParameterServer(mode="bounded")])
+def test_workers_come_and_go_while_a_run_goes_on(strategy: Any, tmp_path: Path) -> None:
+    asks: Any = Asks(at_2=3, at_5=1, at_9=2)
+    module, trainer = train(
+        strategy, [asks], tmp_path, module=Noted(), recovery=FaultRecovery(), enable_checkpointing=True
+    )
+    assert not trainer.failures
+    assert {1, 2, 3} <= set(module.sizes.values()) | {trainer.world.size}
+    assert module.sizes[0] == 2
+    assert trainer.current_epoch == EPOCHS
+    together = isinstance(strategy, DDP) or strategy._settings.aggregate
+    assert exact(module, EPOCHS * (1.0 if together else 2.0))  # the global batch stays what it was
+    if isinstance(strategy, DDP):
+        assert trainer.global_step == STEPS
+
+
+def test_those_that_are_left_needn_t_wait(tmp_path: Path) -> None:
+    wanted, one = train(DDP(), [], tmp_path / "a", devices=3)
+    faults = [kill(rank=1).during("backward", step=3), kill(rank=0).during("validation", step=4, attempt=1)]
+    recovery = FaultRecovery(patience=0.0)
+    found, trainer = train(DDP(), faults, tmp_path / "b", devices=3, recovery=recovery)
+    assert len(trainer.failures) == 2
+    assert exact(found)
+    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    for name in ("loss", "val"):  # also what a lost rank had logged
+        torch.testing.assert_close(trainer.callback_metrics[name], one.callback_metrics[name], atol=1e-5, rtol=1e-4)
+
+
+def test_links_that_are_cut_are_made_anew_and_nobody_is_ended(tmp_path: Path) -> None:
+    wanted, _ = train(DDP(), [], tmp_path / "a")
+    found, trainer = train(DDP(), [cut(rank=1).during("forward", step=4)], tmp_path / "b")
+    [failure] = trainer.failures
+    assert "lost its links" in failure
+    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+class Manual(Ledger):
+    """The same, in a loop of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(SAMPLES, BATCH)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+def test_a_module_that_steps_by_itself_loses_nothing(tmp_path: Path) -> None:
+    wanted, _ = train(DDP(), [], tmp_path / "a", module=Manual())
+    faults = [kill(rank=1).during("optimizer", step=3), kill(rank=0).during("backward", step=7, attempt=1)]
+    found, trainer = train(DDP(), faults, tmp_path / "b", module=Manual())
+    assert len(trainer.failures) == 2
+    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_nothing_is_left_of_those_that_died(tmp_path: Path) -> None:
+    train(DDP(), [], tmp_path / "a")  # what a process keeps once it has started workers
+    own = psutil.Process()
+    before = (own.num_fds(), threading.active_count(), len(own.children(recursive=True)))
+    shared = set(os.listdir("/dev/shm"))
+    faults = [kill(rank=number % 2).during("forward", step=number, attempt=number) for number in range(STEPS)]
+    module, trainer = train(DDP(), faults, tmp_path / "b")
+    assert len(trainer.failures) == STEPS
+    assert exact(module)
+    assert (own.num_fds(), threading.active_count(), len(own.children(recursive=True))) == before
+    assert set(os.listdir("/dev/shm")) <= shared

@@ -1,0 +1,111 @@
+"""Who trains together when workers die, come and are asked to leave: the supervisor's reckoning, without processes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fabricx.comm.generations import Generation
+from fabricx.launch.changes import Changes, Elastic
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Workers:
+    """Processes as the reckoning sees them: they start, join, train, die, and end when they aren't named."""
+
+    def __init__(self, elastic: Elastic, size: int) -> None:
+        self.clock = Clock()
+        self.failures: list[str] = []
+        self.changes = Changes(elastic, size, self.failures, self.clock)
+        self.starting: set[int] = set()
+        self.alive = set(range(size))
+        self.holding = set(range(size))
+        self.joined = dict.fromkeys(range(size), 0)  # in which generation each trains
+        self.told: dict[int, Generation] = {}
+        self.generations: list[Generation] = []
+        self.number = size
+        self.failed = False
+        for worker in range(size):
+            self.changes.told(worker, "inside", None)
+
+    def supervise(self) -> None:
+        while (seat := self.changes.wanted()) is not None:
+            assert seat >= 0
+            self.changes.started(self.number)
+            self.starting.add(self.number)
+            self.alive.add(self.number)
+            self.number += 1
+        for workers, kind, content in self.changes.news():
+            if kind == "generation":
+                self.generations.append(content)
+            for worker in set(workers) & self.alive:
+                if kind == "leave":
+                    self.end(worker)
+                elif kind == "generation":
+                    self.told[worker] = content
+
+    def end(self, worker: int) -> None:
+        self.alive.discard(worker)
+        self.starting.discard(worker)
+        self.holding.discard(worker)
+        self.told.pop(worker, None)
+        if not self.changes.died(worker, "killed"):
+            self.failed = True
+
+    def act(self, worker: int) -> None:
+        """Let a worker do what comes next."""
+        if worker in self.starting:
+            self.starting.discard(worker)
+            self.changes.told(worker, "ready", None)
+        elif (generation := self.told.pop(worker, None)) is not None:
+            if worker not in generation.workers:
+                self.end(worker)
+            elif any(other in self.holding for other in generation.workers):
+                self.joined[worker] = generation.number
+                self.holding.add(worker)
+                self.changes.told(worker, "step", generation.number)
+
+
+@pytest.mark.parametrize("waits", [0.0, 1.0, 1e9])
+def test_whatever_happens_those_that_are_left_come_together_again(waits: float) -> None:
+    for seed in range(700):
+        choose = random.Random(seed)
+        size = choose.randint(1, 4)
+        run = Workers(Elastic(waits, tries=10**6), size)
+        for _ in range(choose.randint(0, 40)):
+            event = choose.random()
+            run.clock.now += choose.random()
+            if event < 0.15 and len(run.holding) > 1:
+                run.end(choose.choice(sorted(run.alive)))
+            elif event < 0.2:
+                run.changes.told(0, "cut", len(run.generations))
+            elif event < 0.25:
+                size = choose.randint(1, 4)
+                run.changes.resize(size)
+            elif run.alive:
+                run.act(choose.choice(sorted(run.alive)))
+            run.supervise()
+            if run.failed:
+                break
+        if run.failed:  # only because all that know how far the run is were gone
+            assert not run.holding & set(run.changes.workers)
+            continue
+        for _ in range(200):
+            run.clock.now += 1.0
+            for worker in sorted(run.alive):
+                run.act(worker)
+            run.supervise()
+        assert run.alive == set(run.changes.workers)
+        assert len(run.alive) == run.changes._size
+        newest = len(run.generations)
+        assert all(run.joined[worker] == newest for worker in run.alive), (seed, run.joined)
+        numbers = [generation.number for generation in run.generations]
+        assert numbers == list(range(1, newest + 1))
