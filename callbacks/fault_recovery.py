@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricx.callback import Callback
-from fabricx.errors import WorkerFailed, did_you_mean
+from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
     from fabricx.module import Module
@@ -113,7 +113,7 @@ class FaultRecovery(Callback):
 
     def restarts_after(self, error: Exception, step: int) -> bool:
         cause = error.__cause__
-        own = cause is not None or not isinstance(error, WorkerFailed)
+        own = cause is not None and "DataLoader worker" not in str(cause)  # else a process has died
         if own and (step < 0 or (self.bad_gradients == "raise" and isinstance(cause, FloatingPointError))):
             return False
         if step > self._step_reached:

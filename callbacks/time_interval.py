@@ -48,16 +48,13 @@ class TimeInterval:
         self._ask_at = step + 1
         self._asked_step, self._asked_time = step, time.monotonic()
 
-    def state(self) -> list[float]:
-        """Return what another rank needs to ask at the same steps."""
-        now = time.monotonic()
-        return [self._due_at - now, self._ask_at, self._asked_step, now - self._asked_time]
+    def state(self) -> list[int]:
+        """Return what another rank needs to ask at the same steps; the time is the main rank's."""
+        return [self._ask_at, self._asked_step]
 
-    def set_state(self, state: list[float]) -> None:
+    def set_state(self, state: list[int]) -> None:
         """Ask at the steps at which the rank does whose state it is."""
-        now = time.monotonic()
-        self._due_at, self._asked_time = now + state[0], now - state[3]
-        self._ask_at, self._asked_step = int(state[1]), int(state[2])
+        self._ask_at, self._asked_step = state
 
     def due(self, step: int, world: World, *, ask: bool = False) -> bool:
         """Return whether the interval has passed, and begin the next; `ask` looks at the clock whatever the step is."""

@@ -122,18 +122,18 @@ def _take_up_launch(trainer: Trainer, job: Job, here: World) -> None:
     identity, restarts = launch
     mark = f"launch-{identity}-{number}"
 
-    def look() -> tuple[Path, Path | None]:
+    def look() -> tuple[Path, Path | None, int]:
         root = Path(trainer.default_root_dir)
         for place in sorted(root.glob(f"runs/*/recovery/{mark}"), reverse=True) if restarts else ():
             found = checkpoints_of(place.parent.parent)
-            return place.parent.parent, newest_whole(found) if found else None
+            return place.parent.parent, newest_whole(found) if found else None, restarts
         run_dir = trainer.run_dir or new_run_dir(root)
         (run_dir / "recovery").mkdir(parents=True, exist_ok=True)
         (run_dir / "recovery" / mark).touch()
-        return run_dir, None
+        return run_dir, None, 0
 
-    trainer.run_dir, newest = _agreed(here, look)
-    trainer.failures = ["torchrun has started all processes again"] * restarts
+    trainer.run_dir, newest, times = _agreed(here, look)
+    trainer.failures = ["torchrun has started all processes again"] * times
     if newest is not None:
         job.ckpt_path = newest
 

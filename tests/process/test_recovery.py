@@ -148,7 +148,7 @@ def test_all_may_die_at_once_and_links_may_be_cut(strategy: Any, tmp_path: Path)
 
 def test_rows_and_checkpoints_are_those_of_one_run(tmp_path: Path) -> None:
     options: dict[str, Any] = {"enable_checkpointing": True, "log_every_n_steps": 1}
-    saver = ModelCheckpoint(every_n_train_steps=3, save_top_k=-1)
+    saver = ModelCheckpoint(every_n_train_steps=3, save_top_k=-1, asynchronous=False)
     faults = [kill(rank=1).during("forward", step=7), saver]
     loggers = [JSONLogger(), TensorBoardLogger()]
     _, trainer = train(DDP(), faults, tmp_path, logger=loggers, **options)  # type: ignore[arg-type]
@@ -159,7 +159,8 @@ def test_rows_and_checkpoints_are_those_of_one_run(tmp_path: Path) -> None:
     assert [row["step"] for row in rows if "loss" in row and "val" not in row] == list(range(1, STEPS + 1))
     events = EventAccumulator(str(folder))
     events.Reload()
-    [event] = events.Tensors("events/recovery/text_summary")
+    event, last = events.Tensors("events/recovery/text_summary")
+    assert b"recovered 1 time, 0 samples lost" in last.tensor_proto.string_val[0]
     assert re.search(rb"rank 1 failed: .*; 2 workers go on from step 7", event.tensor_proto.string_val[0])
     assert trainer.failures
 
@@ -264,6 +265,13 @@ def test_an_update_that_isnt_finite_is_named(tmp_path: Path) -> None:
     recovery = FaultRecovery(bad_gradients="raise", max_restarts=0)
     with pytest.raises(WorkerFailed, match=r"step 4: the gradient isn't finite in entries, layer\.weight"):
         train(DDP(), [], tmp_path, recovery=recovery, module=Breaks(SAMPLES, BATCH))
+
+
+def test_an_update_that_isnt_finite_is_tried_again_from_the_snapshot(tmp_path: Path) -> None:
+    recovery = FaultRecovery(bad_gradients="roll_back", max_restarts=2, every_n_train_steps=2)
+    with pytest.raises(WorkerFailed, match="step 4"):  # this one comes again each time
+        train(DDP(), [], tmp_path, recovery=recovery, module=Breaks(SAMPLES, BATCH))
+    assert recovery._tries == 3
 
 
 class Flips(fx.Callback):
