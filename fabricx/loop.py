@@ -64,6 +64,8 @@ def fit(t: Trainer, job: object = None) -> None:
             t.strategy.quiesce()  # whoever looks at the weights from now on sees those of all ranks
             call(t.hooks.on_train_end)
             t.finish_checkpoint()
+            if t.members is not None:  # none leaves while another may need it for going on
+                t.world.barrier()
             break
         except Exception as error:
             recover(t, error)

@@ -75,6 +75,9 @@ class Changes:
         elif kind == "outside":
             self._inside.discard(worker)
             self._ended.add(worker)
+            came = [other for other in self._seats if other not in self._holding and other not in self._dead]
+            self._seats = [other for other in self._seats if other not in came]
+            self._send_away([*came, *self._ready])  # it is too late for them
         elif kind == "ready":
             self._coming.discard(worker)
             self._ready.append(worker)
@@ -166,7 +169,9 @@ class Changes:
     def news(self) -> Iterator[tuple[tuple[int, ...], str, Any]]:
         """Yield what is to be told now: to whom, and a message."""
         complete = bool(self._dead) and len(self.workers) + len(self._ready) >= self._size
-        if self._broken:
+        if self._ended:
+            pass
+        elif self._broken:
             if complete or self._clock() - self._since >= self._patience():
                 self._go_on()
         elif self._arrived.issuperset(self.workers):

@@ -109,3 +109,18 @@ def test_whatever_happens_those_that_are_left_come_together_again(waits: float) 
         assert all(run.joined[worker] == newest for worker in run.alive), (seed, run.joined)
         numbers = [generation.number for generation in run.generations]
         assert numbers == list(range(1, newest + 1))
+
+
+def test_who_comes_when_training_has_ended_is_sent_away() -> None:
+    run = Workers(Elastic(), 2)
+    run.end(1)
+    run.supervise()
+    run.act(0)
+    run.act(2)  # ready
+    run.supervise()
+    assert run.told[2].workers == (0, 2)
+    run.changes.told(0, "outside", None)
+    run.supervise()
+    assert run.changes.workers == (0,)
+    assert run.alive == {0}
+    assert run.changes.wanted() is None
