@@ -99,6 +99,8 @@ class FaultRecovery(Callback):
         self.frozen_after, self.stuck_after = frozen_after, stuck_after
         self.patience, self.min_ranks = patience, min_ranks
         self.bad_gradients = bad_gradients
+        if bad_gradients is not None:  # a hook that isn't there costs nothing
+            self.on_before_optimizer_step = self._look_at_gradients  # type: ignore[method-assign]
         self.compare_every_n_steps = compare_every_n_steps
         self.max_restarts = max_restarts
         self.every_n_train_steps, self.every_s = every_n_train_steps, every_s
@@ -137,9 +139,7 @@ class FaultRecovery(Callback):
             trainer.scribe.each(lambda logger: logger.rewind(step))
             trainer.scribe.event("recovery", f"started again from step {step}: {trainer.failures[-1]}", step)
 
-    def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
-        if self.bad_gradients is None:
-            return
+    def _look_at_gradients(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         bad = [parameter for parameter in parameters if not bool(parameter.grad.isfinite().all())]
         found = torch.tensor([float(bool(bad))], device=trainer.world.device)

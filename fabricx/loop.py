@@ -27,7 +27,7 @@ from fabricx.hooks import Hook
 from fabricx.optimization import step_schedules
 from fabricx.publishing import log_measured, log_step, log_step_alone, publish_epoch, publish_step
 from fabricx.recovery import arrive, leave_word, recover
-from fabricx.restart_point import BufferCopies, RestartPoint
+from fabricx.restart_point import BufferCopies, RestartPoint, metric_objects
 from fabricx.seed import random_kept
 from fabricx.state import Phase, Stage
 
@@ -126,6 +126,7 @@ def _train_batches(t: Trainer) -> bool:
         validate_in_fit(t)
         if limit_reached(t):
             return False
+    t.metric_objects = metric_objects(t.module) if t.slot is not None else None
     begun_again = t.accumulate_grad_batches > 1 or t.slot is not None
     buffers = BufferCopies(t.module) if begun_again and t.strategy.dealer is None else None
     feed = _feed(t)
@@ -160,7 +161,7 @@ def _train_batches(t: Trainer) -> bool:
         if micro.closes and t.members is not None:
             t.check_members()
         if micro.closes and buffers is not None:
-            t.restart_point = RestartPoint(t, buffers.take())
+            t.restart_point = RestartPoint(t, buffers.take(), t.metric_objects)
     return True
 
 
@@ -256,8 +257,9 @@ def _advance(t: Trainer, micro: Microbatch) -> None:
     t.state.batch, t.state.samples = micro.index + 1, micro.position
     t.state.validating = validation_due(t, micro)
     t.restart_point, t.torn, t.stage = None, False, Stage.BATCH_TOLD
-    if t.slot is not None:
+    if t.slot is not None and not t.told_ahead:
         leave_word(t)
+    t.told_ahead = False
 
 
 def _manual(t: Trainer, micro: Microbatch, batch: Any) -> Any:
@@ -303,6 +305,7 @@ def _update(t: Trainer, micro: Microbatch, batch: Any) -> None:
     """Update the weights with the gradient of a whole window; several optimizers step together."""
     if t.slot is not None:
         leave_word(t, after=micro)
+        t.told_ahead = not t.hooks.on_before_optimizer_step  # they may log, or draw
     for optimizer in t.optimizers:
         t.precision_plugin.unscale(optimizer)
         for hook in t.hooks.on_before_optimizer_step:

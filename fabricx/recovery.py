@@ -81,7 +81,7 @@ def leave_word(t: Trainer, after: Microbatch | None = None) -> None:
     key = progress(t)
     if after is not None:
         key = (t.state.epoch, after.index + 1, after.position, False, False, int(Stage.BATCH_TOLD), False, False)
-    t.slot.write(key, RestartPoint(t).word())
+    t.slot.write(key, RestartPoint(t, objects=t.metric_objects).word())
 
 
 def recover(t: Trainer, error: Exception) -> None:

@@ -24,14 +24,17 @@ class RestartPoint:
     Args:
         t: the trainer.
         buffers: for the beginning of a window: copies of the module's buffers, which its batches may change.
+        objects: what `metric_objects` has found, if that was asked already.
     """
 
-    def __init__(self, t: Trainer, buffers: dict[str, Tensor] | None = None) -> None:
+    def __init__(
+        self, t: Trainer, buffers: dict[str, Tensor] | None = None, objects: dict[str, Any] | None = None
+    ) -> None:  # fmt: skip
         self.of_window = buffers is not None
         self.buffers = buffers or {}
         self._random = RandomState()
         self._sums = t.train_logbook.metrics.sums()
-        objects = _metric_objects(t.module)
+        objects = metric_objects(t.module) if objects is None else objects
         self._objects = {name: _states(metric) for name, metric in objects.items()}
         self._logged = _logged_objects(t, objects) if objects else {}
         self._position = t.train_feed.state_dict()
@@ -91,7 +94,7 @@ def go_on_from(t: Trainer, ranks: list[dict[str, Any]], *, own: int | None) -> N
         sums.add_sums(saved["sums"])
         if same:
             sums.set_latest(saved.get("latest", {}))
-    objects = _metric_objects(t.module)
+    objects = metric_objects(t.module)
     for metric in objects.values():
         metric.reset()
     for name, (attribute, kind) in ranks[0]["logged"].items() if ranks else ():
@@ -110,7 +113,7 @@ def go_on_from(t: Trainer, ranks: list[dict[str, Any]], *, own: int | None) -> N
         t.train_feed.load_state_dict(mine[0]["position"])
 
 
-def _metric_objects(module: nn.Module) -> dict[str, Any]:
+def metric_objects(module: nn.Module) -> dict[str, Any]:
     """Return the torchmetrics objects that are attributes of a module, by name."""
     return {name: one for name, one in module.named_modules() if hasattr(one, "_update_count")}  # not collections
 

@@ -8,7 +8,7 @@ import random
 import struct
 import sys
 from collections.abc import Iterator
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
@@ -39,7 +39,7 @@ class RandomState:
     """Where the random numbers of this process stood when it was made."""
 
     def __init__(self) -> None:
-        self.python: tuple[Any, ...] = random.getstate()
+        self.python: tuple[Any, ...] = _python_state()
         self.torch = torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         self.numpy: Any = _numpy_state() if "numpy" in sys.modules else None
@@ -70,7 +70,9 @@ class RandomState:
         """Return what `unpacked` needs, in a form that is pickled quickly."""
         version, numbers, gauss = self.python
         cuda = None if self.cuda is None else self.cuda.numpy().tobytes()
-        return version, struct.pack(f"{len(numbers)}I", *numbers), gauss, self.torch.numpy().tobytes(), cuda, self.numpy
+        if numbers is not _PACKED[0]:
+            _PACKED[:] = [numbers, struct.pack(f"{len(numbers)}I", *numbers)]
+        return version, _PACKED[1], gauss, self.torch.numpy().tobytes(), cuda, self.numpy
 
     @classmethod
     def unpacked(cls, packed: Any) -> RandomState:
@@ -98,7 +100,25 @@ class RandomState:
         return found
 
 
+_PACKED: list[Any] = [None, b""]  # python's numbers when they were packed last
+_PYTHON: list[Any] = [b"", None]  # the same of python's generator as below
+_PYTHON_AT: Final = 2 * ctypes.sizeof(ctypes.c_void_p)  # where CPython keeps its numbers, behind an object's header
 _NUMPY: list[Any] = [b"", None]  # numpy's numbers when its state was asked for last, and that state
+
+
+def _python_state() -> tuple[Any, ...]:
+    """Return python's state; asking for it takes 15 microseconds, and looking whether anything was drawn takes one."""
+    generator: Any = random._inst  # type: ignore[attr-defined]
+    if sys.implementation.name != "cpython":
+        return random.getstate()
+    now = ctypes.string_at(id(generator) + _PYTHON_AT, 625 * 4)
+    known = _PYTHON[1]
+    if known is None or now != _PYTHON[0] or known[2] != generator.gauss_next:
+        state = random.getstate()
+        # An index, and the numbers; if they lie elsewhere, what is there is asked for again each time.
+        found = now == struct.pack("625I", state[1][-1], *state[1][:-1])
+        _PYTHON[:] = [now if found else b"", state]
+    return _PYTHON[1]  # type: ignore[no-any-return]
 
 
 def _numpy_state() -> Any:

@@ -46,7 +46,7 @@ _RUNTIME = (
     "hooks", "logbook", "train_logbook", "restart_point", "train_feed", "val_feeds",
     "optimizers", "lr_schedulers", "optimizer_handles", "training_step",
     "steps", "window", "world", "agreement", "precision_plugin", "overridden", "bring", "scribe", "datamodule",
-    "module", "writer", "train_dataloader", "val_dataloaders", "slot", "members",
+    "module", "writer", "train_dataloader", "val_dataloaders", "slot", "members", "metric_objects",
 )  # fmt: skip
 
 
@@ -211,6 +211,7 @@ class Trainer:
         self.meeting: Any = None  # of ranks that were apart, begun and not done
         self.stage = Stage.BETWEEN
         self.torn = False  # in the middle of an update, after which this batch can't be begun again
+        self.told_ahead = False  # has this rank left word of the batch whose update it makes?
         self.boundary = 0  # steps and epochs' ends that the ranks have passed in this run
         self.stopped = False  # all ranks have agreed to
         self.val_every: float = float("inf")
@@ -243,6 +244,7 @@ class Trainer:
         self.bring: Callable[[Any, int], Any] | None = None
         self.scribe = Scribe()  # writes to the loggers, on the main rank
         self.members: Membership | None = None  # of this rank's group, where they may change
+        self.metric_objects: dict[str, Any] | None = None  # of the module, as they were when the epoch began
         self.slot: Slot | None = None  # for what only this rank knows, where others may go on without it
 
     def __getstate__(self) -> dict[str, Any]:
