@@ -82,8 +82,10 @@ class Changes:
             self._coming.discard(worker)
             self._ready.append(worker)
         elif kind == "cut" and content == self._number and worker in self._seats and not self._broken:
-            self._failures.append(f"rank {self._seats.index(worker)} lost its links")
-            self._break()
+            self._tries += 1
+            if self._tries <= self._elastic.tries:  # else it is told nothing, and raises what it has
+                self._failures.append(f"rank {self._seats.index(worker)} lost its links")
+                self._break()
         elif kind == "step":
             self._holding.add(worker)
             self._arrived.add(worker)

@@ -124,3 +124,17 @@ def test_who_comes_when_training_has_ended_is_sent_away() -> None:
     assert run.changes.workers == (0,)
     assert run.alive == {0}
     assert run.changes.wanted() is None
+
+
+def test_links_that_break_at_the_same_step_again_and_again_are_an_error() -> None:
+    run = Workers(Elastic(tries=2), 2)
+    for number in range(5):
+        run.changes.told(1, "cut", number)
+        run.clock.now += 1.0
+        run.supervise()
+        for worker in (0, 1):
+            if (generation := run.told.pop(worker, None)) is not None:
+                assert generation.workers == (0, 1)
+                run.changes.told(worker, "step", 7)
+    assert len(run.generations) == 3  # the first of them made a step
+    assert len(run.failures) == 3
