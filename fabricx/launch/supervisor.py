@@ -157,6 +157,7 @@ class _Workers:
                 self._receive(rank, self._controls.get(rank))  # its last words, said just before
                 process = self._processes.pop(rank)
                 process.join()
+                _end_children(process)
                 self._watch.over(rank)
                 if rank in self._results or any(failure.rank == rank for failure in self._failures):
                     continue
@@ -254,6 +255,7 @@ class _Workers:
             if process.exitcode is None:
                 process.kill()
                 process.join()
+            _end_children(process)
             process.close()
         for control in self._controls.values():
             control.close()
@@ -282,6 +284,13 @@ class _Workers:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _end_children(process: BaseProcess) -> None:
+    """End what a process that was killed has started, such as those that load data: they may not notice."""
+    if process.exitcode and process.pid is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # there is none
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _context() -> Any:

@@ -55,6 +55,7 @@ class Failure:
 
 def main(place: Place, control: Connection) -> None:
     """Run the function that the supervisor has left in the folder, and leave the result there."""
+    os.setpgrp()  # whatever it starts can be ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the supervisor decides
     report = _Report(control)
     say = report.send if place.changes else None
