@@ -22,7 +22,6 @@ from fabricx.comm import generations, pulse
 BEAT_S = 0.5  # between two signs of life
 SHUT_S = 0.02  # between two looks for links of a broken group, while its worker is still busy with it
 FAILED = 1
-ORPHANED = 70
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def _failure(rank: int, error: BaseException) -> Failure:
 
 
 def _listen(control: Connection) -> None:
-    """Hear what the supervisor says; end this process when its end of the pipe closes: it has died."""
+    """Hear what the supervisor says; when its end of the pipe closes it has died: end all that was started here."""
     membership = generations.membership()
     busy = False
     try:
@@ -145,7 +144,7 @@ def _listen(control: Connection) -> None:
                 membership.heard(*control.recv())
             busy = membership.shut_broken()
     except (EOFError, OSError):
-        os._exit(ORPHANED)
+        os.killpg(0, signal.SIGKILL)
 
 
 def _exit(code: int) -> None:

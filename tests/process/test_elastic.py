@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,7 +20,7 @@ from fabricx.launch.scale import ask
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer
 from fabricx.testing import Ledger, cut, kill
 
-from .test_recovery import BATCH, EPOCHS, SAMPLES, STEPS, exact, train
+from .test_recovery import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact, train
 
 
 class Noted(Ledger):
@@ -88,6 +90,64 @@ def test_links_that_are_cut_are_made_anew_and_nobody_is_ended(tmp_path: Path) ->
     assert "lost its links" in failure
     for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+class LeavesPids(Numbered):
+    """Leaves the numbers of the processes that load it in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __getitem__(self, index: int) -> Any:
+        (self.folder / str(os.getpid())).touch()
+        return super().__getitem__(index)
+
+    def wait_for_ends(self) -> None:
+        loaders = [int(path.name) for path in self.folder.iterdir()]
+        assert len(loaders) >= 2
+        deadline = time.monotonic() + 10
+        while any(psutil.pid_exists(loader) for loader in loaders):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_processes_that_load_data_end_with_a_worker_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "pids").mkdir()
+    data = LeavesPids(tmp_path / "pids")
+    _, trainer = train(DDP(), [kill(rank=1).during("forward", step=5)], tmp_path, data=data, num_workers=1)
+    assert len(trainer.failures) == 1
+    data.wait_for_ends()
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from tests.process.test_elastic import LeavesPids
+from tests.process.test_recovery import train
+from fabricx.strategies import DDP
+from fabricx.testing import hang
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    train(DDP(), [hang(rank=0).during("forward", step=3)], folder, data=LeavesPids(folder / "pids"), num_workers=1)
+"""
+
+
+def test_processes_that_load_data_end_with_a_supervisor_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "pids").mkdir()
+    (tmp_path / "killed.py").write_text(KILLED)
+    root = Path(__file__).parents[2]
+    script = subprocess.Popen(
+        [sys.executable, tmp_path / "killed.py", tmp_path], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
+    )
+    deadline = time.monotonic() + 60
+    while len(list((tmp_path / "pids").iterdir())) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    script.kill()
+    script.wait()
+    LeavesPids(tmp_path / "pids").wait_for_ends()
 
 
 class Manual(Ledger):
