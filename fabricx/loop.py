@@ -26,7 +26,7 @@ from fabricx.evaluation import sanity_check, validate_in_fit
 from fabricx.hooks import Hook
 from fabricx.optimization import step_schedules
 from fabricx.publishing import log_measured, log_step, log_step_alone, publish_epoch, publish_step
-from fabricx.recovery import arrive, leave_word, recover
+from fabricx.recovery import arrive, leave_word, leave_word_meanwhile, recover
 from fabricx.restart_point import BufferCopies, RestartPoint, metric_objects
 from fabricx.seed import random_kept
 from fabricx.state import Phase, Stage
@@ -257,7 +257,7 @@ def _advance(t: Trainer, micro: Microbatch) -> None:
     t.state.batch, t.state.samples = micro.index + 1, micro.position
     t.state.validating = validation_due(t, micro)
     t.restart_point, t.torn, t.stage = None, False, Stage.BATCH_TOLD
-    if t.slot is not None and not t.told_ahead:
+    if not t.told_ahead:
         leave_word(t)
     t.told_ahead = False
 
@@ -284,6 +284,8 @@ def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
     scaled = t.precision_plugin.scale(loss if factor == 1.0 else loss * factor)
     for hook in t.hooks.on_before_backward:
         hook(loss)
+    if micro.closes:
+        leave_word_meanwhile(t, micro, scaled)
     t.backward(scaled)
     for hook in t.hooks.on_after_backward:
         hook()
@@ -303,9 +305,8 @@ def _zero_grad(t: Trainer, micro: Microbatch) -> None:
 
 def _update(t: Trainer, micro: Microbatch, batch: Any) -> None:
     """Update the weights with the gradient of a whole window; several optimizers step together."""
-    if t.slot is not None:
+    if not t.told_ahead:
         leave_word(t, after=micro)
-        t.told_ahead = not t.hooks.on_before_optimizer_step  # they may log, or draw
     for optimizer in t.optimizers:
         t.precision_plugin.unscale(optimizer)
         for hook in t.hooks.on_before_optimizer_step:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import Tensor
+from torch.autograd import Variable
 
 from fabricx.checkpoint import tree
 from fabricx.checkpointing import run_state, take_up
@@ -82,6 +84,19 @@ def leave_word(t: Trainer, after: Microbatch | None = None) -> None:
     if after is not None:
         key = (t.state.epoch, after.index + 1, after.position, False, False, int(Stage.BATCH_TOLD), False, False)
     t.slot.write(key, RestartPoint(t, objects=t.metric_objects).word())
+
+
+def leave_word_meanwhile(t: Trainer, after: Microbatch, loss: Tensor) -> None:
+    """Leave word of a batch during its backward, while the last gradients travel, if all is known by then."""
+    if t.slot is None or t.hooks.on_after_backward or t.hooks.on_before_optimizer_step:  # those may log, or draw
+        return
+
+    def computed() -> None:
+        leave_word(t, after)
+        t.told_ahead = True
+
+    # What is queued where a backward begins is called before DDP waits: that queues its waiting later.
+    loss.register_hook(lambda _: Variable._execution_engine.queue_callback(computed))  # type: ignore[attr-defined]
 
 
 def recover(t: Trainer, error: Exception) -> None:
@@ -281,7 +296,7 @@ def _of_all(told: list[_Told], furthest: tuple[Any, ...]) -> tuple[list[dict[str
 def _given(t: Trainer, point: RestartPoint | None, holder: int) -> Any:
     """Return the weights and the optimizers' states of one rank, on all."""
     world = t.world
-    mine: tuple[Any, dict[str, torch.Tensor]] = (None, {})
+    mine: tuple[Any, dict[str, Tensor]] = (None, {})
     if world.rank == holder:
         state = t.strategy.state_dict(t.module, t.optimizers)
         state["module"].update(point.buffers if point is not None else {})
@@ -314,4 +329,4 @@ def _go_on(t: Trainer, generation: Generation) -> None:
         t.scribe.each(lambda logger: logger.rewind(t.state.step))
 
 
-__all__ = ["Broken", "arrive", "leave_word", "progress", "recover"]
+__all__ = ["Broken", "arrive", "leave_word", "leave_word_meanwhile", "progress", "recover"]
