@@ -21,9 +21,10 @@ from fabricx.comm.agree import StopAgreement
 from fabricx.comm.generations import membership
 from fabricx.comm.slots import Slot
 from fabricx.comm.world import World
+from fabricx.copying import Copier
 from fabricx.data import to_device
 from fabricx.datamodule import DataModule
-from fabricx.hooks import Hooks, accepts, check_hooks, overrides
+from fabricx.hooks import Hooks, check_hooks, overrides
 from fabricx.hparams import plain
 from fabricx.loaders import load_data
 from fabricx.logbook import Logbook
@@ -35,6 +36,7 @@ from fabricx.precision import make_precision
 from fabricx.scribe import Scribe
 from fabricx.seed import seed_everything
 from fabricx.state import Phase
+from fabricx.steps import wrap_steps
 
 if TYPE_CHECKING:
     from fabricx.dispatch import Job
@@ -216,14 +218,16 @@ def _set_up_model(t: Trainer, job: Job) -> None:
     t.bring = _transfer(t)
     load_data(t, job)
     if job.stage != "fit":
-        _wrap_steps(t)
+        wrap_steps(t)
         t.attach_log(None)
         return
     t.members = members = membership() if membership().changes else None
-    if members is not None and t.strategy.dealer is None and t.world.device.type == "cpu":
+    if members is not None and t.strategy.dealer is None and not t.strategy.traits.alike:
+        t.copier = Copier()
+    elif members is not None and t.strategy.dealer is None and t.world.device.type == "cpu":
         t.slot = Slot(members.folder, members.worker)  # another device would have to be waited for in each step
     t.strategy.setup(module, several_backwards=not module.automatic_optimization)
-    _wrap_steps(t)
+    wrap_steps(t)
     t.logbook = t.train_logbook = Logbook(t.strategy, training=True)
     t.attach_log(t.logbook)
     t.training_step = t.strategy.wrap_step(t.training_step)
@@ -274,27 +278,6 @@ def _transfer(t: Trainer) -> Callable[[Any, int], Any] | None:
         return after(batch, loader) if after else batch
 
     return bring
-
-
-def _wrap_steps(t: Trainer) -> None:
-    """Look at the steps' signatures once, and put the precision around them."""
-    names = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
-    for word, name in names.items():
-        step = getattr(t.module, name, None)
-        if callable(step):
-            t.steps[word] = _fitting(
-                t.precision_plugin.wrap_step(step), accepts(step, 3), 3 if t.several_loaders else 2
-            )
-    if callable(getattr(t.module, "training_step", None)):
-        step = t.module.training_step
-        t.training_step = _fitting(t.precision_plugin.wrap_step(step), accepts(step, 2), 2)
-        t.steps["training"] = t.training_step
-
-
-def _fitting(step: Callable[..., Any], takes: int, given: int) -> Callable[..., Any]:
-    if takes >= given:
-        return step
-    return lambda *args: step(*args[:takes])
 
 
 def _close(t: Trainer, ending: Ending) -> None:

@@ -26,9 +26,10 @@ from fabricx.evaluation import sanity_check, validate_in_fit
 from fabricx.hooks import Hook
 from fabricx.optimization import step_schedules
 from fabricx.publishing import log_measured, log_step, log_step_alone, publish_epoch, publish_step
-from fabricx.recovery import arrive, leave_word, leave_word_meanwhile, recover
+from fabricx.recovery import arrive, recover
 from fabricx.restart_point import BufferCopies, RestartPoint, metric_objects
 from fabricx.seed import random_kept
+from fabricx.standing import leave_word, leave_word_meanwhile
 from fabricx.state import Phase, Stage
 
 if TYPE_CHECKING:
@@ -55,8 +56,12 @@ def fit(t: Trainer, job: object = None) -> None:
         call(t.hooks.on_train_start)
     if t.world.newcomer:
         arrive(t)
-    leave_word(t)
-    membership().say("inside")
+        leave_word(t)
+    else:
+        if t.copier is not None:
+            t.copier.begin(t, range(t.world.size))
+        leave_word(t)
+        membership().say("inside")
     while True:
         try:
             while not limit_reached(t) or t.state.validating or Stage.EPOCH_ENDS <= t.stage < Stage.EPOCH_OVER:
@@ -127,7 +132,7 @@ def _train_batches(t: Trainer) -> bool:
         if limit_reached(t):
             return False
     t.metric_objects = metric_objects(t.module) if t.slot is not None else None
-    begun_again = t.accumulate_grad_batches > 1 or t.slot is not None
+    begun_again = t.accumulate_grad_batches > 1 or t.members is not None
     buffers = BufferCopies(t.module) if begun_again and t.strategy.dealer is None else None
     feed = _feed(t)
     if buffers is not None:
@@ -160,6 +165,8 @@ def _train_batches(t: Trainer) -> bool:
             return micro.last
         if micro.closes and t.members is not None:
             t.check_members()
+            if t.copier is not None:
+                t.copier.after_step(t)
         if micro.closes and buffers is not None:
             t.restart_point = RestartPoint(t, buffers.take(), t.metric_objects)
     return True

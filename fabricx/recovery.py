@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from fabricx.checkpoint import tree
-from fabricx.checkpointing import run_state, take_up
-from fabricx.comm import pulse, slots
+from fabricx.comm import slots
 from fabricx.comm.agree import StopAgreement
-from fabricx.comm.generations import Broken, Generation, membership
+from fabricx.comm.generations import Generation, membership
 from fabricx.comm.world import World
-from fabricx.data import Microbatch
+from fabricx.copying import go_back
 from fabricx.restart_point import RestartPoint, of_word
 from fabricx.scribe import Scribe
-from fabricx.seed import seed_everything
-from fabricx.state import Phase, Stage
+from fabricx.standing import progress, standing, take_over
+from fabricx.state import Phase
+from fabricx.steps import wrap_steps
 
 if TYPE_CHECKING:
     from fabricx.trainer import Trainer
@@ -62,46 +61,10 @@ def _fitting(points: list[tuple[Any, dict[str, Any]]], progress: tuple[Any, ...]
     return next((point for key, point in points if key == progress), None)
 
 
-def progress(t: Trainer) -> tuple[Any, ...]:
-    """Return how far this rank is: greater than before after whatever all ranks do together."""
-    state, told = t.state, t.stage > Stage.BATCH_TOLD
-    return (
-        state.epoch, state.batch, state.samples, t.meeting is not None, state.drained, int(t.stage),
-        told and not state.validating, state.closing,
-    )  # fmt: skip
-
-
-def leave_word(t: Trainer, after: Microbatch | None = None) -> None:
-    """Leave what only this rank knows where it outlives the process.
-
-    Args:
-        t: the trainer.
-        after: a batch that the others may have counted before this rank has.
-    """
-    if t.slot is None:
-        return
-    key = progress(t)
-    if after is not None:
-        key = (t.state.epoch, after.index + 1, after.position, False, False, int(Stage.BATCH_TOLD), False, False)
-    t.slot.write(key, RestartPoint(t, objects=t.metric_objects).word())
-
-
-def leave_word_meanwhile(t: Trainer, after: Microbatch, loss: Tensor) -> None:
-    """Leave word of a batch during its backward, while the last gradients travel, if all is known by then."""
-    if t.slot is None or t.hooks.on_after_backward or t.hooks.on_before_optimizer_step:  # those may log, or draw
-        return
-
-    def computed() -> None:
-        leave_word(t, after)
-        t.told_ahead = True
-
-    # What is queued where a backward begins is called before DDP waits: that queues its waiting later.
-    loss.register_hook(lambda _: Variable._execution_engine.queue_callback(computed))  # type: ignore[attr-defined]
-
-
 def recover(t: Trainer, error: Exception) -> None:
     """Go on in the next generation; raises the error if it isn't that somebody is gone, or if that can't be done."""
-    if not membership().changes or t.torn or t.world.newcomer or not _lost_somebody(t.world.generation, error):
+    torn = t.torn and t.copier is None  # else all go back to before that update
+    if not membership().changes or torn or t.world.newcomer or not _lost_somebody(t.world.generation, error):
         raise error
     _join_others(t, holds=True)
 
@@ -129,22 +92,27 @@ def _join_others(t: Trainer, *, holds: bool) -> None:
     own = membership()
     if holds:
         _let_go(t)
-    number = t.world.generation
-    point = (t.restart_point or RestartPoint(t)) if holds else None
+    number, unchanged = t.world.generation, holds
+    point = (t.restart_point or RestartPoint(t)) if holds and t.copier is None else None
     while True:
         generation = own.newer_than(number, NEWCOMER_S)
-        number = generation.number
+        if t.copier is not None and unchanged and generation.whole:
+            t.copier.before_change(t)
+        number, unchanged = generation.number, False
         try:
             _join(t, generation)
-            known = _agree(t, generation, point)
-            point = RestartPoint(t)  # should what comes now fail, too
+            if t.copier is not None:
+                known = go_back(t, came=not holds)
+            else:
+                known = _agree(t, generation, point)
+                point = RestartPoint(t)  # should what comes now fail, too
             _go_on(t, generation)
             break
         except (RuntimeError, OSError) as error:
             own.shut()
             if not _lost_somebody(number, error):
                 raise
-    own.say("step", t.state.step)
+    own.say("step", (number, t.state.step))
     _report(t, known)
 
 
@@ -187,6 +155,11 @@ def _join(t: Trainer, generation: Generation) -> None:
     _wait_for_all(joined, generation)
     joined.follow()
     t.world = joined
+    if t.strategy.dealer is not None:
+        t.strategy.dealer.workers = generation.workers
+    t.strategy.world_changed(joined)
+    wrap_steps(t)
+    t.training_step = t.strategy.wrap_step(t.training_step)
 
 
 def _wait_for_all(world: World, generation: Generation) -> None:
@@ -212,7 +185,7 @@ def _agree(t: Trainer, generation: Generation, point: RestartPoint | None) -> in
     if not furthest:
         raise RuntimeError("no member of the group knows how far the run is")
     holder = [one.progress for one in told].index(furthest)
-    state = world.broadcast_object(_state(t) if world.rank == holder else None, holder)
+    state = world.broadcast_object(standing(t) if world.rank == holder else None, holder)
     behind = mine.progress != furthest
     if t.strategy.dealer is None:
         weights: Any = _given(t, point, holder) if any(one.progress != furthest for one in told) else None
@@ -226,7 +199,7 @@ def _agree(t: Trainer, generation: Generation, point: RestartPoint | None) -> in
         words = [word] if (word := mine.known(furthest)) is not None else []
         place = 0 if words else None
     state["ranks"] = [of_word(word) for word in words]
-    _take_over(t, state, place, came=not mine.progress)
+    take_over(t, state, place, came=not mine.progress)
     known: int = state["failures"]
     return known
 
@@ -242,47 +215,6 @@ def _word_of(t: Trainer, generation: Generation, point: RestartPoint | None) -> 
     if t.world.main_rank:
         told.gone = [slots.read(own.folder, worker) for worker in generation.gone]
     return told
-
-
-def _take_over(t: Trainer, state: dict[str, Any], place: int | None, *, came: bool) -> None:
-    """Go on from the state of the furthest.
-
-    Args:
-        t: the trainer.
-        state: that state, with what the ranks know by themselves.
-        place: which of those is this rank's; None if the sums are the main rank's.
-        came: this rank wasn't there before.
-    """
-    dealer = t.strategy.dealer
-    if came:
-        seed_everything((state["state"]["seed"] + membership().worker) % 2**32)  # unless it takes another's place
-    take_up(t, state, own=place)
-    pulse.set_reached(state["reached"])
-    t.torn = False
-    t.boundary, t.stage, t.meeting = state["boundary"], state["stage"], state["meeting"]
-    t.published.step, t.published.open = state["published"]
-    if dealer is None:  # a rank whose sums another has now is as if it had had no batch
-        t.logbook.batches = state["batches"] if place is not None or t.world.main_rank else 0
-        return
-    if came:
-        t.strategy.starts(t.state.step)
-    dealer.section, dealer.planned = state["dealt"]
-
-
-def _state(t: Trainer) -> dict[str, Any]:
-    """Return what all go on from, but for the weights."""
-    dealer = t.strategy.dealer
-    return {
-        **run_state(t),
-        "failures": len(t.failures),
-        "reached": pulse.reached(),
-        "boundary": t.boundary,
-        "stage": t.stage,
-        "meeting": t.meeting,
-        "batches": t.logbook.batches,
-        "published": (t.published.step, t.published.open),
-        "dealt": None if dealer is None else (dealer.section, dealer.planned),
-    }
 
 
 def _of_all(told: list[_Told], furthest: tuple[Any, ...]) -> tuple[list[dict[str, Any]], bool]:
@@ -312,11 +244,7 @@ def _given(t: Trainer, point: RestartPoint | None, holder: int) -> Any:
 
 def _go_on(t: Trainer, generation: Generation) -> None:
     """Let everything that talks to other ranks know who they are now."""
-    world, dealer = t.world, t.strategy.dealer
-    if dealer is not None:
-        dealer.workers = generation.workers
-    t.strategy.world_changed(world)
-    t.training_step = t.strategy.wrap_step(t.steps["training"])
+    world = t.world
     t.train_logbook.metrics.world_changed(world.gather_objects, world.size)
     reason = None if t.agreement is None else t.agreement.reason
     t.agreement = StopAgreement(world)
@@ -327,6 +255,6 @@ def _go_on(t: Trainer, generation: Generation) -> None:
     if world.main_rank and not t.scribe and t.loggers and not t.fast_dev_run:
         t.scribe = Scribe(t.loggers, t.run_dir)
         t.scribe.each(lambda logger: logger.rewind(t.state.step))
-
-
-__all__ = ["Broken", "arrive", "leave_word", "leave_word_meanwhile", "progress", "recover"]
+    if t.copier is not None:
+        t.scribe.each(lambda logger: logger.rewind(t.state.step))
+        t.copier.begin(t, generation.workers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,6 +33,11 @@ class Traits:
     sharded: bool = False
     elastic: bool = False
     max_ranks: int | None = None
+
+    @property
+    def alike(self) -> bool:
+        """Return whether each rank holds the whole state, and all the same."""
+        return self.synchronous and not self.sharded
 
 
 class Strategy(ABC):
@@ -191,6 +196,16 @@ class Strategy(ABC):
             "module": module.state_dict(),
             "optimizers": [_by_name(optimizer, names) for optimizer in optimizers],
         }
+
+    def own_state(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+        """Return what `load_state_dict` needs to bring this rank where it is; nothing is communicated."""
+        return self.state_dict(module, optimizers)
+
+    def load_own_states(
+        self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer]
+    ) -> None:  # fmt: skip
+        """Take over what `own_state` returned on this rank, or on all of other ranks; every rank calls it."""
+        self.load_state_dict(states[0], module, optimizers)
 
     def whole_weights(self, module: nn.Module) -> dict[str, Any]:
         """Return the whole weights, in main memory, on the main rank; every rank calls it."""

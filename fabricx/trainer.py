@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from fabricx.checkpoint import Writer
     from fabricx.comm.agree import StopAgreement
+    from fabricx.copying import Copier
     from fabricx.execution import Overridden
 
 # What exists only while a run is going on, in the process that trains.
@@ -46,7 +47,7 @@ _RUNTIME = (
     "hooks", "logbook", "train_logbook", "restart_point", "train_feed", "val_feeds",
     "optimizers", "lr_schedulers", "optimizer_handles", "training_step",
     "steps", "window", "world", "agreement", "precision_plugin", "overridden", "bring", "scribe", "datamodule",
-    "module", "writer", "train_dataloader", "val_dataloaders", "slot", "members", "metric_objects",
+    "module", "writer", "train_dataloader", "val_dataloaders", "slot", "members", "metric_objects", "copier",
 )  # fmt: skip
 
 
@@ -246,6 +247,7 @@ class Trainer:
         self.members: Membership | None = None  # of this rank's group, where they may change
         self.metric_objects: dict[str, Any] | None = None  # of the module, as they were when the epoch began
         self.slot: Slot | None = None  # for what only this rank knows, where others may go on without it
+        self.copier: Copier | None = None  # the same for what only this rank holds
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _RUNTIME}

@@ -9,8 +9,12 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from fabricx.comm.generations import membership
+from fabricx.comm.sharding import AsBuilt
+from fabricx.comm.world import World
 from fabricx.errors import did_you_mean
 from fabricx.strategy import Strategy, Traits
 
@@ -39,7 +43,7 @@ class FSDP(Strategy):
         replicas: hybrid sharding: so many groups of ranks, each of which has the whole model between them.
     """
 
-    traits = Traits(sharded=True)
+    traits = Traits(sharded=True, elastic=True)
 
     def __init__(
         self,
@@ -70,6 +74,9 @@ class FSDP(Strategy):
         self._newest: tuple[Any, ...] | None = None  # what the step has last given a loss for
         self._outputs: list[Tensor] = []  # of the block that has computed last, until there was a backward
         self._hooks: list[Any] = []
+        self._built: AsBuilt | None = None
+        self._optimizers: list[Optimizer] = []
+        self._parameters: dict[str, nn.Parameter] = {}  # as the optimizers know them
 
     def building(self) -> AbstractContextManager[Any]:
         return torch.device("meta") if self.world.size > 1 else super().building()
@@ -83,14 +90,28 @@ class FSDP(Strategy):
         from torch.distributed.fsdp import FSDPModule
 
         super().setup(module)
-        if self.world.size == 1:
+        if self.world.size == 1 and not self.world.newcomer:
             return
         if not isinstance(module, FSDPModule):  # else: sharded by an earlier run in this process
-            self._shard(module)
+            _check_dtypes(module)
+            if self.activation_checkpointing is not None:
+                for block in blocks(module, self.activation_checkpointing):
+                    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            self._built = AsBuilt(module)
+            if self.world.newcomer:  # with whom it will be trained isn't known yet
+                return
+            self._agree_on_weights(module)
+            self._shard(module, self._built)
+            _fill(module, self.world.device)
+        self._look_at_outputs(module)
+
+    def _look_at_outputs(self, module: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
         sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._hooks = [part.register_forward_hook(self._note_outputs) for part in sharded]
 
-    def _shard(self, module: nn.Module) -> None:
+    def _shard(self, module: nn.Module, built: AsBuilt) -> None:
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
             MixedPrecisionPolicy,
@@ -99,11 +120,6 @@ class FSDP(Strategy):
             register_fsdp_forward_method,
         )  # fmt: skip
 
-        _check_dtypes(module)
-        self._agree_on_weights(module)
-        if self.activation_checkpointing is not None:
-            for block in blocks(module, self.activation_checkpointing):
-                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         options: dict[str, Any] = {
             "mesh": self._mesh(),
             "mp_policy": MixedPrecisionPolicy(
@@ -111,15 +127,15 @@ class FSDP(Strategy):
             ),
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload and self._has_device() else OffloadPolicy(),
         }
-        for block in blocks(module, self.wrap):
-            fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
-        # What is left is gathered for the step as a whole; freeing it in between would only be to gather it again.
-        fully_shard(module, reshard_after_forward=False, **options)
-        _fill(module, self.world.device)
-        for name in _STEPS:
-            if callable(own := getattr(module, name, None)):
-                register_fsdp_forward_method(module, name)
-                vars(module)[name].__func__.__wrapped__ = getattr(own, "__func__", own)  # keeps the signature
+        with built.sharding():
+            for block in blocks(module, self.wrap):
+                fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
+            # What is left is gathered for the step as a whole; freeing it in between would only be to gather it again.
+            fully_shard(module, reshard_after_forward=False, **options)
+            for name in _STEPS:
+                if callable(own := getattr(module, name, None)):
+                    register_fsdp_forward_method(module, name)
+                    vars(module)[name].__func__.__wrapped__ = getattr(own, "__func__", own)  # keeps the signature
 
     def _has_device(self) -> bool:
         return self.world.device.type != "cpu"  # else: the shards are in main memory as it is
@@ -133,7 +149,8 @@ class FSDP(Strategy):
         if self.replicas == 1:
             return init_device_mesh(kind, (size,), mesh_dim_names=("dp_shard",))
         shape = (self.replicas, size // self.replicas)
-        return init_device_mesh(kind, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+        with membership().opening():  # each dimension has groups of its own
+            return init_device_mesh(kind, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
 
     def _agree_on_weights(self, module: nn.Module) -> None:
         """Give all ranks the weights of rank 0: each of them will keep a part of its own."""
@@ -155,12 +172,40 @@ class FSDP(Strategy):
 
         return remembered
 
+    def take_over(self, optimizers: list[Optimizer]) -> None:
+        assert self.module is not None
+        self._optimizers, self._parameters = optimizers, dict(self.module.named_parameters())
+
+    def world_changed(self, world: World) -> None:
+        """Shard anew; what the weights and the optimizers' states were is lost, and has to be loaded."""
+        module, built = self.module, self._built
+        assert module is not None
+        assert built is not None
+        self._forget_step()
+        self.world = world
+        built.restore(torch.device("meta") if world.size > 1 else world.device)
+        if world.size > 1:
+            self._shard(module, built)
+            module._apply(lambda tensor: torch.empty_like(tensor, device=world.device) if tensor.is_meta else tensor)
+            self._look_at_outputs(module)
+        before = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._parameters = dict(module.named_parameters())
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
+                group["params"] = [self._parameters[before[id(p)]] if id(p) in before else p for p in group["params"]]
+
     def teardown(self) -> None:
+        self._forget_step()
+        self._optimizers, self._parameters, self._built = [], {}, None
+        super().teardown()
+
+    def _forget_step(self) -> None:
         self._step = self._newest = None
         self._called, self._outputs = False, []
         for hook in self._hooks:
             hook.remove()
-        super().teardown()
+        self._hooks = []
 
     @property
     def gradient_factor(self) -> float:

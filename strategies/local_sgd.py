@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabricx.checkpoint import tree
+from fabricx.comm.world import World
 from fabricx.errors import did_you_mean
 from fabricx.strategy import Strategy, Traits
 
@@ -41,6 +43,12 @@ class _Fragment:
     begun: int | None = None
     moved: Tensor = field(default_factory=lambda: torch.empty(0))
     work: Any = None
+
+    def wait(self) -> None:
+        """Wait for the collective that is under way, if one is."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
 
     def flat(self) -> Tensor:
         """Return this rank's weights, as one vector in the precision of `base`."""
@@ -77,7 +85,7 @@ class LocalSGD(Strategy):
         keep_local: what part of a rank's own weights stays where a result comes late: 0 takes the result alone.
     """
 
-    traits = Traits(synchronous=False)
+    traits = Traits(synchronous=False, elastic=True)
 
     def __init__(
         self,
@@ -194,6 +202,40 @@ class LocalSGD(Strategy):
             if saved is not None and saved.shape == fragment.velocity.shape:
                 fragment.velocity.copy_(saved)
 
+    def own_state(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+        self._go_on_alone()
+        for fragment in self._fragments:
+            fragment.wait()
+        rounds = [
+            {"base": f.base, "velocity": f.velocity, "moved": f.moved, "apart": f.apart, "begun": f.begun}
+            for f in self._fragments
+        ]
+        return {**super().state_dict(module, optimizers), "rounds": rounds}
+
+    def load_own_states(
+        self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer]
+    ) -> None:  # fmt: skip
+        moved = []
+        for state in states:
+            super().load_state_dict(state, module, optimizers)
+            self._own = []
+            for fragment, saved in zip(self._fragments, state["rounds"], strict=True):
+                fragment.base.copy_(saved["base"])
+                fragment.velocity.copy_(saved["velocity"])
+                fragment.moved, fragment.begun, fragment.apart = saved["moved"], saved["begun"], saved["apart"]
+            moved.append([fragment.base - fragment.flat() for fragment in self._fragments])
+        if len(states) > 1:  # the ranks are others: the round of those that were ends here
+            moments = _mean([state["optimizers"] for state in states])
+            super().load_state_dict({**states[0], "optimizers": moments}, module, optimizers)
+            for fragment, parts in zip(self._fragments, zip(*moved, strict=True), strict=True):
+                fragment.moved = torch.stack(parts).mean(0)
+                self._step_from_base(fragment, 0.0)
+
+    def world_changed(self, world: World) -> None:
+        self.world = world
+        for fragment in self._fragments:
+            fragment.work = None
+
     def _meets(self, fragment: _Fragment, step: int) -> bool:
         if step <= self.synchronous_steps:
             return True
@@ -210,16 +252,29 @@ class LocalSGD(Strategy):
 
         A rank keeps a part of where it has gone since, if it has.
         """
-        if fragment.work is not None:
-            fragment.work.wait()
-        gradient, velocity = fragment.moved.div_(self.world.size), fragment.velocity
+        fragment.wait()
+        fragment.moved.div_(self.world.size)
+        self._step_from_base(fragment, keep)
+
+    def _step_from_base(self, fragment: _Fragment, keep: float) -> None:
+        gradient, velocity = fragment.moved, fragment.velocity
         if self.outer == "average":
             fragment.base.sub_(gradient)
         else:
             velocity.mul_(self.outer_momentum).add_(gradient)
             fragment.base.sub_(gradient.add_(velocity, alpha=self.outer_momentum), alpha=self.outer_lr)
         fragment.set(fragment.base.lerp(fragment.flat(), keep) if keep else fragment.base)
-        fragment.begun, fragment.work, fragment.apart = None, None, keep > 0.0
+        fragment.begun, fragment.apart = None, keep > 0.0
+
+
+def _mean(states: Sequence[Any]) -> Any:
+    """Return nested data whose tensors are the mean of those of several that are alike; numbers stay the first's."""
+    (rest, first), *others = (tree.split(state) for state in states)
+    several = {name: [tensor, *(tensors[name] for _, tensors in others)] for name, tensor in first.items()}
+    return tree.join(rest, {
+        name: torch.stack(found).mean(0) if found[0].is_floating_point() and found[0].dim() else found[0]
+        for name, found in several.items()
+    })  # fmt: skip
 
 
 def _flat(parameters: list[Tensor]) -> Tensor:

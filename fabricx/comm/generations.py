@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -24,6 +25,7 @@ class Generation:
         workers: by rank; a worker keeps its number whatever its rank.
         heirs: who has taken the place of whom, among those that weren't in the generation before.
         gone: members of the generation before whose places nobody has taken.
+        whole: all members of the generation before are alive.
         failures: what has happened in the run so far.
     """
 
@@ -31,6 +33,7 @@ class Generation:
     workers: tuple[int, ...]
     heirs: dict[int, int] = field(default_factory=dict)
     gone: tuple[int, ...] = ()
+    whole: bool = False
     failures: tuple[str, ...] = ()
 
 
@@ -40,25 +43,32 @@ class Broken(RuntimeError):
 
 @final
 class _Sockets:
-    """The connections that a process group opens: what there is after it was built and wasn't before.
+    """The connections that process groups open: what there is after they were built and wasn't before.
 
     Args:
-        store: port of the store; connections to it aren't the group's.
+        store: port of the store; connections to it aren't a group's.
     """
 
     def __init__(self, store: int | None) -> None:
         self._store = store
-        self._before = set(_open_sockets())
-        self._own: set[str] | None = None
+        self._own: set[str] = set()
+        self._before: set[str] | None = None
 
-    def seal(self) -> None:
+    def opening(self) -> None:
+        """Let sockets that are opened from now on be a group's."""
+        self._before = set(_open_sockets())
+
+    def opened(self) -> None:
         """Let sockets that are opened from now on be others'."""
-        self._own = set(_open_sockets()) - self._before
+        if self._before is not None:
+            self._own |= set(_open_sockets()) - self._before
+        self._before = None
 
     def shut(self) -> None:
         """End all connections; never a socket that listens, at which gloo would end the process."""
         for name, number in _open_sockets().items():
-            if name in self._before or (self._own is not None and name not in self._own):
+            before = self._before
+            if name not in self._own and (before is None or name in before):
                 continue
             try:
                 with socket.socket(fileno=os.dup(number)) as link:
@@ -120,10 +130,15 @@ class Membership:
         """Note that the group of a generation is about to be built."""
         self._sockets, self._current = _Sockets(store), number
 
-    def built(self) -> None:
-        """Note that it is there."""
-        assert self._sockets is not None
-        self._sockets.seal()
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Let connections that are opened inside be those of this generation's groups."""
+        sockets = self._sockets
+        if sockets is not None:
+            sockets.opening()
+        yield
+        if sockets is not None:
+            sockets.opened()
 
     def shut(self) -> None:
         """Shut the links of this worker's group: it has done with it, and the others have to notice."""

@@ -64,15 +64,14 @@ class World:
         own = membership()
         if own.changes:
             own.building(self.generation, getattr(self.store, "port", None))
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore(f"gen{self.generation}", self.store),
-            rank=self.rank,
-            world_size=self.size,
-            timeout=timeout,
-        )
-        if own.changes:
-            own.built()
+        with own.opening():
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore(f"gen{self.generation}", self.store),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timeout,
+            )
         _CURRENT[:] = [self]
 
     def follow(self) -> None:

@@ -66,7 +66,8 @@ class Changes:
         Args:
             worker: whose.
             kind: "inside", "outside" (it can or can't go on in another generation from now on), "ready" (it is to be
-                let in), "cut" (it has lost its links, in the generation `content`), or "step" (how far it is).
+                let in), "cut" (it has lost its links, in the generation `content`), or "step" (`content` is the
+                generation in which it trains, and from which step on).
         """
         if kind == "inside":
             self._inside.add(worker)
@@ -87,10 +88,12 @@ class Changes:
                 self._failures.append(f"rank {self._seats.index(worker)} lost its links")
                 self._break()
         elif kind == "step":
+            generation, step = content
             self._holding.add(worker)
-            self._arrived.add(worker)
-            if content > self._step:
-                self._step, self._tries = content, 0
+            if generation == self._number:
+                self._arrived.add(worker)
+            if step > self._step:
+                self._step, self._tries = step, 0
 
     def died(self, worker: int, why: str) -> bool:
         """Note a death; returns whether the others can go on."""
@@ -152,6 +155,11 @@ class Changes:
         """Return the members that are alive, by rank."""
         return tuple(worker for worker in self._seats if worker not in self._dead)
 
+    @property
+    def settled(self) -> bool:
+        """Return whether all members have gone on since somebody has died."""
+        return not self._broken and not self._dead and self._arrived.issuperset(self._seats)
+
     def wanted(self) -> int | None:
         """Return for which rank another worker is to be started, if for any."""
         coming = len(self._coming) + len(self._ready)
@@ -210,10 +218,11 @@ class Changes:
         self._send_away(self._ready[max(0, self._size - len(seats)) :])
         self._inside.update(heirs, self._ready)
         self._seats = [*seats, *self._ready]
+        whole = not self._dead
         self._dead.clear()
         self._ready.clear()
         self._arrived.clear()
         self._broken = False
         self._number += 1
-        generation = Generation(self._number, self.workers, heirs, tuple(gone), tuple(self._failures))
+        generation = Generation(self._number, self.workers, heirs, tuple(gone), whole, tuple(self._failures))
         self._to_tell.append(((*self.workers, *gone), "generation", generation))  # who isn't named, ends

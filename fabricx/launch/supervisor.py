@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -21,7 +21,9 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from fabricx.checkpoint import memory
 from fabricx.comm.agree import EVERYBODY
+from fabricx.comm.links import nameless
 from fabricx.errors import WorkerFailed
 from fabricx.launch.changes import Changes, Elastic
 from fabricx.launch.pickling import check_picklable
@@ -101,6 +103,7 @@ class _Workers:
         self._deaths: dict[int, Failure] = {}  # those that others could go on after
         self._controls: dict[int, Connection] = {}
         self._processes: dict[int, BaseProcess] = {}
+        self._memory: dict[int, list[int]] = {}  # files of each worker's copies, which outlive it
         path = tuple(entry or os.path.abspath(entry) for entry in sys.path)
         self._places = [
             Place(
@@ -138,12 +141,26 @@ class _Workers:
 
     def _start(self, place: Place) -> None:
         context = _context()
+        if place.changes:
+            self._open_memory(place)
         ours, theirs = context.Pipe()
         # Not a daemon: a worker may have children of its own, such as those of a DataLoader.
         process = context.Process(target=worker_main, args=(place, theirs), name=f"fabricx-rank-{place.rank}")
         process.start()
         theirs.close()
         self._controls[place.rank], self._processes[place.rank] = ours, process
+
+    def _open_memory(self, place: Place) -> None:
+        """Make room for a worker's copies of what it holds, and give it a name that others find when it is gone."""
+        self._memory[place.rank] = files = [nameless(0) for _ in range(memory.NEWEST)]
+        for number, file in enumerate(files):
+            memory.path_of(place.folder, place.rank, number).symlink_to(f"/proc/{os.getpid()}/fd/{file}")
+
+    def _close_memory(self, workers: Iterable[int]) -> None:
+        for worker in workers:
+            for number, file in enumerate(self._memory.pop(worker)):
+                memory.path_of(self._places[worker].folder, worker, number).unlink(missing_ok=True)
+                os.close(file)
 
     def _look(self, timeout: float) -> None:
         """Wait for messages and deaths, and take note of them."""
@@ -195,6 +212,8 @@ class _Workers:
             for rank in ranks:
                 with contextlib.suppress(OSError, KeyError):  # it has just died
                     self._controls[rank].send((kind, content))
+        if self._changes.settled:  # nobody needs what the dead have left any more
+            self._close_memory(self._memory.keys() - self._processes.keys())
 
     def _start_again(self, rank: int) -> None:
         """Start a server that was killed; it has left a snapshot of what it kept."""
@@ -259,6 +278,7 @@ class _Workers:
             process.close()
         for control in self._controls.values():
             control.close()
+        self._close_memory(list(self._memory))
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

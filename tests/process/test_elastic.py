@@ -17,7 +17,7 @@ import torch
 import fabricx as fx
 from fabricx.callbacks import FaultRecovery
 from fabricx.launch.scale import ask
-from fabricx.strategies import DDP, AsyncSGD, ParameterServer
+from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
 from fabricx.testing import Ledger, cut, kill
 
 from .test_recovery import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact, train
@@ -54,7 +54,10 @@ class Asks(fx.Callback):
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize("strategy", [DDP(), AsyncSGD(damp=False), ParameterServer(mode="bounded")])
+COMING: list[Any] = [DDP(), FSDP(), LocalSGD(every=2), AsyncSGD(damp=False), ParameterServer(mode="bounded")]
+
+
+@pytest.mark.parametrize("strategy", COMING)
 def test_workers_come_and_go_while_a_run_goes_on(strategy: Any, tmp_path: Path) -> None:
     asks: Any = Asks(at_2=3, at_5=1, at_9=2)
     module, trainer = train(
@@ -64,17 +67,18 @@ def test_workers_come_and_go_while_a_run_goes_on(strategy: Any, tmp_path: Path) 
     assert {1, 2, 3} <= set(module.sizes.values()) | {trainer.world.size}
     assert module.sizes[0] == 2
     assert trainer.current_epoch == EPOCHS
-    together = isinstance(strategy, DDP) or strategy._settings.aggregate
-    assert exact(module, EPOCHS * (1.0 if together else 2.0))  # the global batch stays what it was
-    if isinstance(strategy, DDP):
+    alone = strategy.dealer is not None and not strategy._settings.aggregate
+    assert exact(module, EPOCHS * (2.0 if alone else 1.0))  # the global batch stays what it was
+    if strategy.dealer is None:
         assert trainer.global_step == STEPS
 
 
-def test_those_that_are_left_needn_t_wait(tmp_path: Path) -> None:
-    wanted, one = train(DDP(), [], tmp_path / "a", devices=3)
+@pytest.mark.parametrize("way", [DDP, FSDP])
+def test_those_that_are_left_needn_t_wait(way: Any, tmp_path: Path) -> None:
+    wanted, one = train(way(), [], tmp_path / "a", devices=3)
     faults = [kill(rank=1).during("backward", step=3), kill(rank=0).during("validation", step=4, attempt=1)]
     recovery = FaultRecovery(patience=0.0)
-    found, trainer = train(DDP(), faults, tmp_path / "b", devices=3, recovery=recovery)
+    found, trainer = train(way(), faults, tmp_path / "b", devices=3, recovery=recovery)
     assert len(trainer.failures) == 2
     assert exact(found)
     for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
@@ -83,9 +87,17 @@ def test_those_that_are_left_needn_t_wait(tmp_path: Path) -> None:
         torch.testing.assert_close(trainer.callback_metrics[name], one.callback_metrics[name], atol=1e-5, rtol=1e-4)
 
 
-def test_links_that_are_cut_are_made_anew_and_nobody_is_ended(tmp_path: Path) -> None:
-    wanted, _ = train(DDP(), [], tmp_path / "a")
-    found, trainer = train(DDP(), [cut(rank=1).during("forward", step=4)], tmp_path / "b")
+def test_what_workers_have_moved_by_themselves_is_kept_when_one_is_gone(tmp_path: Path) -> None:
+    faults = [kill(rank=1).during("backward", step=3), kill(rank=0).during("validation", step=4, attempt=1)]
+    module, trainer = train(LocalSGD(every=2), faults, tmp_path, devices=3, recovery=FaultRecovery(patience=0.0))
+    assert len(trainer.failures) == 2
+    assert exact(module)
+
+
+@pytest.mark.parametrize("way", [DDP, FSDP, lambda: LocalSGD(every=4, fragments=2, overlap_steps=1, keep_local=0.3)])
+def test_links_that_are_cut_are_made_anew_and_nobody_is_ended(way: Any, tmp_path: Path) -> None:
+    wanted, _ = train(way(), [], tmp_path / "a")
+    found, trainer = train(way(), [cut(rank=1).during("forward", step=4)], tmp_path / "b")
     [failure] = trainer.failures
     assert "lost its links" in failure
     for a, b in zip(found.parameters(), wanted.parameters(), strict=True):

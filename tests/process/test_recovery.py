@@ -103,7 +103,7 @@ WAYS: dict[str, Any] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_that_was_killed_often_is_one_that_never_was(way: str, tmp_path: Path) -> None:
     wanted, one = train(WAYS[way](), [], tmp_path / "a")
-    in_place = way == "ddp"
+    in_place = way in ("ddp", "fsdp", "local_sgd")
     found, trainer = train(WAYS[way](), IN_PLACE if in_place else STORM, tmp_path / "b")
     assert len(trainer.failures) == len(STORM) - in_place
     assert trainer.global_step == one.global_step == STEPS

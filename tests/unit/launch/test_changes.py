@@ -71,7 +71,7 @@ class Workers:
             elif any(other in self.holding for other in generation.workers):
                 self.joined[worker] = generation.number
                 self.holding.add(worker)
-                self.changes.told(worker, "step", generation.number)
+                self.changes.told(worker, "step", (generation.number, generation.number))
 
 
 @pytest.mark.parametrize("waits", [0.0, 1.0, 1e9])
@@ -135,6 +135,6 @@ def test_links_that_break_at_the_same_step_again_and_again_are_an_error() -> Non
         for worker in (0, 1):
             if (generation := run.told.pop(worker, None)) is not None:
                 assert generation.workers == (0, 1)
-                run.changes.told(worker, "step", 7)
+                run.changes.told(worker, "step", (generation.number, 7))
     assert len(run.generations) == 3  # the first of them made a step
     assert len(run.failures) == 3

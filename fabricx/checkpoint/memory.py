@@ -1,0 +1,235 @@
+"""Copies of what one rank alone holds, in memory that outlives its process; together, those of all ranks are a state.
+
+The files belong to the supervisor, which keeps them open and names them in the run's folder; they are on no disk.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from fabricx.checkpoint import tree
+from fabricx.comm.sharding import own_block
+
+HEADER: Final = struct.Struct("<QQIq")  # bytes of the tensors and of the head behind them, its checksum, their sum
+ALIGN: Final = 64
+NEWEST: Final = 2  # copies that are kept of each rank: while one is being made, the other is whole
+Target = Callable[[str, torch.Size, torch.dtype], Tensor]
+
+
+def path_of(folder: str, worker: int, place: int) -> Path:
+    """Return the name of a worker's file for one of its copies."""
+    return Path(folder) / f"copy-{worker}-{place}"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a tensor lies in a copy.
+
+    Attributes:
+        begin: byte.
+        shape, dtype: of what is there.
+        offsets, whole: of which larger tensor that is a block, and where in it; None if it is no block.
+    """
+
+    begin: int
+    shape: torch.Size
+    dtype: torch.dtype
+    offsets: tuple[int, ...] | None = None
+    whole: torch.Size | None = None
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One rank's part of a state.
+
+    Attributes:
+        key: greater for a later state; the same on all ranks.
+        members: the workers that have the other parts, by rank.
+        rest: the state without its tensors.
+        pieces: where those are in `memory`, by name.
+    """
+
+    key: Any
+    members: tuple[int, ...]
+    rest: Any
+    pieces: dict[str, Piece]
+    memory: Tensor
+    total: int
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor, or this rank's block of it, without copying."""
+        return _view(self.memory, self.pieces[name])
+
+    def whole(self) -> bool:
+        """Return whether no bit of the tensors has changed."""
+        return _sum(self.memory) == self.total
+
+
+@final
+class Copies:
+    """Makes one worker's copies.
+
+    Args:
+        folder: of the run, where the files are.
+        worker: whose.
+    """
+
+    def __init__(self, folder: str, worker: int) -> None:
+        self._places = [_Place(path_of(folder, worker, number)) for number in range(NEWEST)]
+        self._newest = 0
+
+    def make(self, key: Any, members: Sequence[int], state: Any) -> None:
+        """Copy a state of nested plain data and tensors, of a DTensor this rank's shard, in the place of the older."""
+        self._newest = 1 - self._newest
+        rest, tensors = tree.split(state)
+        self._places[self._newest].write((key, tuple(members), rest), tensors)
+
+    @property
+    def newest(self) -> Any:
+        """Return the key of the newest copy."""
+        return self._places[self._newest].key
+
+    def keep(self, key: Any) -> None:
+        """Let the next copy not take the place of this one, if it is there."""
+        for number, place in enumerate(self._places):
+            if place.key == key:
+                self._newest = number
+
+
+class _Place:
+    """Room for one copy."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.key: Any = None
+        self._memory: mmap.mmap | None = None
+        self._pieces: dict[str, Piece] = {}
+        self._views: list[Tensor] = []
+        self._tensors = torch.empty(0, dtype=torch.uint8)
+
+    def write(self, head: tuple[Any, ...], tensors: Mapping[str, Tensor]) -> None:
+        blocks, pieces, size = _lay_out(tensors)
+        data = pickle.dumps((*head, pieces), pickle.HIGHEST_PROTOCOL)
+        if pieces != self._pieces or self._memory is None or ALIGN + size + len(data) > len(self._memory):
+            self._take_room(ALIGN + size + 2 * len(data), size)
+            self._views = [_view(self._tensors, piece) for piece in pieces.values()]
+            self._pieces = pieces
+        assert self._memory is not None
+        HEADER.pack_into(self._memory, 0, 0, 0, 0, 0)  # nothing is whole from here on
+        self.key = None
+        if blocks:
+            torch._foreach_copy_(self._views, blocks)
+        self._memory[ALIGN + size : ALIGN + size + len(data)] = data
+        HEADER.pack_into(self._memory, 0, size, len(data), zlib.crc32(data), _sum(self._tensors))
+        self.key = head[0]
+
+    def _take_room(self, size: int, tensors: int) -> None:
+        with self._path.open("rb+") as file:
+            os.ftruncate(file.fileno(), size)
+            self._memory = mmap.mmap(file.fileno(), size)
+        self._tensors = torch.frombuffer(self._memory, dtype=torch.uint8, offset=ALIGN, count=size - ALIGN)[:tensors]
+        self._tensors.zero_()  # the gaps count, too
+
+
+def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Piece], int]:
+    """Return what a rank has of tensors, where it is to lie, and how many bytes that takes."""
+    blocks, pieces, size = [], {}, 0
+    for name, tensor in tensors.items():
+        block, offsets = own_block(tensor)
+        whole = None if offsets is None else tensor.shape
+        pieces[name] = Piece(size, block.shape, block.dtype, offsets, whole)
+        blocks.append(block)
+        size += -(-block.nbytes // ALIGN) * ALIGN
+    return blocks, pieces, size
+
+
+def _view(memory: Tensor, piece: Piece) -> Tensor:
+    size = piece.shape.numel() * piece.dtype.itemsize
+    return memory[piece.begin : piece.begin + size].view(piece.dtype).view(piece.shape)
+
+
+def _sum(memory: Tensor) -> int:
+    """Return a number that any changed bit changes; about as quick as reading."""
+    return int(memory.view(torch.int64).sum())
+
+
+def read(folder: str) -> dict[Any, list[Copy]]:
+    """Return the states of which each rank's copy is there, by key: the copies by rank."""
+    found: dict[Any, dict[int, Copy]] = {}
+    for path in Path(folder).glob("copy-*"):
+        copy = _read(path)
+        if copy is not None:
+            found.setdefault((copy.key, copy.members), {})[int(path.name.split("-")[1])] = copy
+    return {
+        key: [copies[member] for member in members]
+        for (key, members), copies in found.items()
+        if copies.keys() >= set(members)
+    }
+
+
+def _read(path: Path) -> Copy | None:
+    try:
+        with path.open("rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError):  # nothing was ever written
+        return None
+    if len(memory) < HEADER.size:
+        return None
+    size, length, checksum, total = HEADER.unpack_from(memory, 0)
+    data = memory[ALIGN + size : ALIGN + size + length]
+    if not length or zlib.crc32(data) != checksum:
+        return None
+    key, members, rest, pieces = pickle.loads(data)
+    tensors = torch.frombuffer(memory, dtype=torch.uint8, offset=ALIGN, count=max(1, size))[:size]
+    return Copy(key, members, rest, pieces, tensors, total)
+
+
+def join(copies: Sequence[Copy], rank: int, target: Target) -> Any:
+    """Return the state of which ranks have copies.
+
+    Args:
+        copies: by rank.
+        rank: whose plain data to take, and those tensors that aren't blocks.
+        target: gives room for a tensor by name, shape and dtype: all of it, or a shard.
+
+    Raises:
+        RuntimeError: a part of a tensor is nowhere.
+    """
+    mine = copies[rank]
+    tensors = {}
+    for name, piece in mine.pieces.items():
+        tensors[name] = target(name, piece.whole or piece.shape, piece.dtype)
+        blocks = [mine] if piece.whole is None else copies
+        _fill(tensors[name], [(copy.pieces[name], copy.tensor(name)) for copy in blocks], name)
+    return tree.join(mine.rest, tensors)
+
+
+def _fill(tensor: Tensor, blocks: Sequence[tuple[Piece, Tensor]], name: str) -> None:
+    """Fill this rank's part of a tensor with what blocks have of it."""
+    own, found = own_block(tensor)
+    origin = (0,) * own.dim()
+    begin = found or origin
+    filled = {}
+    for piece, block in blocks:
+        offsets = piece.offsets or origin
+        first = [max(a, b) for a, b in zip(begin, offsets, strict=True)]
+        last = [min(a + n, b + m) for a, n, b, m in zip(begin, own.shape, offsets, block.shape, strict=True)]
+        if any(a >= b for a, b in zip(first, last, strict=True)):
+            continue
+        here = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, begin, strict=True))
+        there = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offsets, strict=True))
+        own[here].copy_(block[there])
+        filled[tuple(first)] = own[here].numel()
+    if sum(filled.values()) != own.numel():
+        raise RuntimeError(f"a part of {name} is in no copy")

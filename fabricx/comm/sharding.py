@@ -1,0 +1,91 @@
+"""Which block of a tensor a rank has; and a sharded module taken apart again, which torch can shard only once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+_FSDP = "torch.distributed.fsdp"
+
+
+def own_block(tensor: Any) -> tuple[Tensor, tuple[int, ...] | None]:
+    """Return what this rank has of a tensor, and where in it that begins; None if it has all of it."""
+    if not hasattr(tensor, "to_local"):
+        return tensor, None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), tuple(offsets)
+
+
+@final
+class AsBuilt:
+    """What a module is before it is sharded.
+
+    Args:
+        module: not sharded yet.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        made: dict[int, nn.Parameter] = {}
+        self._module = module
+        self._kinds = [(part, type(part)) for part in module.modules()]
+        self._changed: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = []
+        self._places = [
+            (part, name, made.setdefault(id(parameter), _like(parameter, torch.device("meta"))))
+            for part in module.modules()
+            for name, parameter in part._parameters.items()
+            if parameter is not None
+        ]
+
+    @contextmanager
+    def sharding(self) -> Iterator[None]:
+        """Note what becomes of the module's attributes inside."""
+        before = [(vars(part), dict(vars(part))) for part, _ in self._kinds]
+        yield
+        self._changed = [
+            (now, {name: value for name, value in old.items() if now.get(name) is not value}, now.keys() - old.keys())
+            for now, old in before
+        ]
+
+    def restore(self, device: torch.device) -> None:
+        """Let the module be as it was, with parameters whose values are lost.
+
+        Works at any moment, also after an error in the middle of a forward or backward.
+
+        Args:
+            device: of the parameters; "meta" gives them no memory.
+        """
+        from torch.distributed._composable_state import _module_state_mapping
+
+        trained = {name: parameter.requires_grad for name, parameter in self._module.named_parameters()}
+        for part, kind in self._kinds:
+            _module_state_mapping.pop(part, None)
+            _remove_hooks(part)
+            part.__class__ = kind
+        for attributes, old, added in self._changed:
+            for name in added:
+                attributes.pop(name, None)
+            attributes.update(old)
+        self._changed = []
+        made: dict[int, nn.Parameter] = {}
+        for part, name, parameter in self._places:
+            part._parameters[name] = made.setdefault(id(parameter), _like(parameter, device))
+        for name, parameter in self._module.named_parameters():
+            parameter.requires_grad_(trained.get(name, True))
+
+
+def _like(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+
+
+def _remove_hooks(part: nn.Module) -> None:
+    """Remove what `fully_shard` has hooked in, then or at the first forward; others' hooks stay."""
+    for name, hooks in vars(part).items():
+        if name.endswith("hooks") and isinstance(hooks, dict):
+            for key in [key for key, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith(_FSDP)]:
+                del hooks[key]
