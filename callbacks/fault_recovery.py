@@ -34,6 +34,9 @@ class FaultRecovery(Callback):
     the dead one's place, and the batch that was interrupted is begun again: with the same samples and random numbers,
     so that the weights are those of a run in which nothing has happened.
 
+    With fsdp and local_sgd, where each rank holds what no other has, each copies that every few steps to memory that
+    outlives it; those that are left, and another worker, go back to the newest copies, also when all have died.
+
     With other strategies, when all die at once, and after an error, all workers start again from the newest snapshot,
     and train again what was trained since. Snapshots are checkpoints in the folder `recovery` of the run's folder,
     written while training goes on; only the newest is kept, and none once the run is complete. An error before there
@@ -58,6 +61,8 @@ class FaultRecovery(Callback):
             with the same global batches, and it joins them later. Who comes in time takes over the numbers of the dead
             one to the bit.
         min_ranks: the fewest that go on without.
+        copy_every_n_steps: weight updates between two copies in memory, of strategies that need them; None for so many
+            that copies take a hundredth of the time.
         compare_every_n_steps: weight updates between two comparisons of what should be the same weights on all ranks,
             by a sum over their bits; 0 for none. A rank that differs is named, and all begin again from the snapshot.
     """
@@ -75,11 +80,14 @@ class FaultRecovery(Callback):
         stuck_after: float | None = None,
         patience: float = 10.0,
         min_ranks: int = 1,
+        copy_every_n_steps: int | None = None,
     ) -> None:
         if max_restarts < 0:
             raise ValueError(f"FaultRecovery(max_restarts={max_restarts}): 0 or more")
         if every_n_train_steps is not None and every_n_train_steps < 1:
             raise ValueError(f"FaultRecovery(every_n_train_steps={every_n_train_steps}): 1 or more weight updates")
+        if copy_every_n_steps is not None and copy_every_n_steps < 1:
+            raise ValueError(f"FaultRecovery(copy_every_n_steps={copy_every_n_steps}): 1 or more weight updates")
         if every_s <= 0.0:
             raise ValueError(f"FaultRecovery(every_s={every_s}): more than 0 seconds")
         if bad_gradients not in (None, *_BAD_GRADIENTS):
@@ -98,6 +106,7 @@ class FaultRecovery(Callback):
             raise ValueError(f"FaultRecovery(min_ranks={min_ranks}): 1 rank or more")
         self.frozen_after, self.stuck_after = frozen_after, stuck_after
         self.patience, self.min_ranks = patience, min_ranks
+        self.copy_every_n_steps = copy_every_n_steps
         self.bad_gradients = bad_gradients
         if bad_gradients is not None:  # a hook that isn't there costs nothing
             self.on_before_optimizer_step = self._look_at_gradients  # type: ignore[method-assign]

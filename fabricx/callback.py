@@ -24,6 +24,7 @@ class Callback:
     stuck_after: float | None = None  # and one that has come no batch further
     patience: float | None = None  # seconds that workers wait for who takes a dead one's place; None: all start again
     min_ranks: int = 1  # the fewest that go on
+    copy_every_n_steps: int | None = None  # weight updates between two copies of what a rank alone holds
     max_restarts: int = 0  # how often in a row, without getting any further
 
     @property

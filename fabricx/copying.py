@@ -53,8 +53,8 @@ class Copier:
         self._copy(t)
         step = t.state.step
         self._steps = self._every or 1
-        # The first two need memory that isn't there yet, and say nothing of how long one takes.
-        self._next, self._look_at, self._began, self._took = step + self._steps, step + 2, (step, time.monotonic()), 0.0
+        # Until optimizers have stepped, and both places have room for that, none says how long one takes.
+        self._next, self._look_at, self._began, self._took = step + self._steps, step + 3, (step, time.monotonic()), 0.0
 
     def after_step(self, t: Trainer) -> None:
         """Copy if it is due; all ranks do at the same steps."""

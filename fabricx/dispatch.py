@@ -245,7 +245,7 @@ def _elastic(trainer: Trainer, job: Job) -> Elastic | None:
         return None
     for one in trainer.callbacks:
         if one.patience is not None:
-            return Elastic(one.patience, one.min_ranks, one.max_restarts)
+            return Elastic(one.patience, one.min_ranks, one.max_restarts, not trainer.strategy.traits.alike)
     return None
 
 

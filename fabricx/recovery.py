@@ -92,6 +92,7 @@ def _join_others(t: Trainer, *, holds: bool) -> None:
     own = membership()
     if holds:
         _let_go(t)
+    began, step = time.monotonic(), t.state.step
     number, unchanged = t.world.generation, holds
     point = (t.restart_point or RestartPoint(t)) if holds and t.copier is None else None
     while True:
@@ -113,14 +114,16 @@ def _join_others(t: Trainer, *, holds: bool) -> None:
             if not _lost_somebody(number, error):
                 raise
     own.say("step", (number, t.state.step))
-    _report(t, known)
+    _report(t, known, step if holds else t.state.step, time.monotonic() - began)
 
 
-def _report(t: Trainer, known: int) -> None:
+def _report(t: Trainer, known: int, reached: int, seconds: float) -> None:
     """Say what has happened; all know how much the others knew."""
     what = "; ".join(t.failures[known:]) or "others have come"
     workers = f"{t.world.size} workers go on" if t.world.size > 1 else "1 worker goes on"
-    text = f"{what}; {workers} from step {t.state.step}"
+    again = reached - t.state.step
+    lost = f", train {again} step{'s' if again > 1 else ''} again" if again > 0 else ""
+    text = f"{what}; {workers} from step {t.state.step}{lost}, after {seconds:.2f} s"
     t.scribe.event("recovery", text, t.state.step)
     t.print(text)
 

@@ -207,9 +207,12 @@ class LocalSGD(Strategy):
         for fragment in self._fragments:
             fragment.wait()
         rounds = [
-            {"base": f.base, "velocity": f.velocity, "moved": f.moved, "apart": f.apart, "begun": f.begun}
+            {
+                "base": f.base, "velocity": None if self.outer == "average" else f.velocity,
+                "moved": None if f.begun is None else f.moved, "apart": f.apart, "begun": f.begun,
+            }
             for f in self._fragments
-        ]
+        ]  # fmt: skip
         return {**super().state_dict(module, optimizers), "rounds": rounds}
 
     def load_own_states(
@@ -221,8 +224,11 @@ class LocalSGD(Strategy):
             self._own = []
             for fragment, saved in zip(self._fragments, state["rounds"], strict=True):
                 fragment.base.copy_(saved["base"])
-                fragment.velocity.copy_(saved["velocity"])
-                fragment.moved, fragment.begun, fragment.apart = saved["moved"], saved["begun"], saved["apart"]
+                if self.outer != "average":
+                    fragment.velocity.copy_(saved["velocity"])
+                if saved["begun"] is not None:
+                    fragment.moved = saved["moved"]
+                fragment.begun, fragment.apart = saved["begun"], saved["apart"]
             moved.append([fragment.base - fragment.flat() for fragment in self._fragments])
         if len(states) > 1:  # the ranks are others: the round of those that were ends here
             moments = _mean([state["optimizers"] for state in states])

@@ -121,8 +121,11 @@ class _Place:
     def write(self, head: tuple[Any, ...], tensors: Mapping[str, Tensor]) -> None:
         blocks, pieces, size = _lay_out(tensors)
         data = pickle.dumps((*head, pieces), pickle.HIGHEST_PROTOCOL)
-        if pieces != self._pieces or self._memory is None or ALIGN + size + len(data) > len(self._memory):
-            self._take_room(ALIGN + size + 2 * len(data), size)
+        if self._memory is None or ALIGN + size + len(data) > len(self._memory):
+            self._take_room(ALIGN + size + 2 * len(data))
+            self._pieces = {}
+        if pieces != self._pieces:
+            self._tensors = torch.frombuffer(self._memory, dtype=torch.uint8, offset=ALIGN)[:size]
             self._views = [_view(self._tensors, piece) for piece in pieces.values()]
             self._pieces = pieces
         assert self._memory is not None
@@ -134,12 +137,10 @@ class _Place:
         HEADER.pack_into(self._memory, 0, size, len(data), zlib.crc32(data), _sum(self._tensors))
         self.key = head[0]
 
-    def _take_room(self, size: int, tensors: int) -> None:
+    def _take_room(self, size: int) -> None:
         with self._path.open("rb+") as file:
             os.ftruncate(file.fileno(), size)
             self._memory = mmap.mmap(file.fileno(), size)
-        self._tensors = torch.frombuffer(self._memory, dtype=torch.uint8, offset=ALIGN, count=size - ALIGN)[:tensors]
-        self._tensors.zero_()  # the gaps count, too
 
 
 def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Piece], int]:

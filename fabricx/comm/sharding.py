@@ -61,7 +61,9 @@ class AsBuilt:
             device: of the parameters; "meta" gives them no memory.
         """
         from torch.distributed._composable_state import _module_state_mapping
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+        _clear_sharding_prop_cache()  # meshes of one size are equal for it, though a rank's place in them isn't
         trained = {name: parameter.requires_grad for name, parameter in self._module.named_parameters()}
         for part, kind in self._kinds:
             _module_state_mapping.pop(part, None)

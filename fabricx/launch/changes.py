@@ -22,11 +22,13 @@ class Elastic:
             they go on without it, and it joins them later.
         least: the fewest workers that go on.
         tries: how many deaths in a row, without a step in between, are survived.
+        outlived: is what workers hold kept where others find it, so that none of them has to be left?
     """
 
     waits: float = 0.0
     least: int = 1
     tries: int = 10
+    outlived: bool = False
 
 
 @final
@@ -104,8 +106,11 @@ class Changes:
             self._dead.add(worker)
             return True
         self._tries += 1
-        able = self._inside.issuperset(left) and not self._holding.isdisjoint(left)
-        if not able or len(left) < self._elastic.least or self._tries > self._elastic.tries:
+        if self._elastic.outlived:
+            able = not self._ended and (self._number > 0 or worker in self._holding)
+        else:
+            able = not self._holding.isdisjoint(left) and len(left) >= self._elastic.least
+        if not able or not self._inside.issuperset(left) or self._tries > self._elastic.tries:
             return False
         self._failures.append(f"rank {self._seats.index(worker)} failed: {why}")
         self._inside.discard(worker)
@@ -182,7 +187,8 @@ class Changes:
         if self._ended:
             pass
         elif self._broken:
-            if complete or self._clock() - self._since >= self._patience():
+            enough = len(self.workers) + len(self._ready) >= max(1, self._elastic.least)
+            if complete or (enough and self._clock() - self._since >= self._patience()):
                 self._go_on()
         elif self._arrived.issuperset(self.workers):
             more = max(0, self._size - len(self.workers))

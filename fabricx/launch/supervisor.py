@@ -133,7 +133,8 @@ class _Workers:
 
     def _complete(self) -> bool:
         """Return whether all workers have left their results; a server has none to give."""
-        return all(rank in self._results for rank in self._members())
+        members = self._members()
+        return len(members) > 0 and all(rank in self._results for rank in members)
 
     def _members(self) -> Sequence[int]:
         """Return the workers that train together, by rank."""

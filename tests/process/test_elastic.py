@@ -162,6 +162,16 @@ def test_processes_that_load_data_end_with_a_supervisor_that_was_killed(tmp_path
     LeavesPids(tmp_path / "pids").wait_for_ends()
 
 
+@pytest.mark.parametrize("strategy", [FSDP(), LocalSGD(every=2)])
+def test_what_workers_held_outlives_all_of_them(strategy: Any, tmp_path: Path, capsys: Any) -> None:
+    faults = [kill(rank).during("batch end", step=5) for rank in range(2)]
+    recovery = FaultRecovery(copy_every_n_steps=1)
+    module, trainer = train(strategy, faults, tmp_path, recovery=recovery)
+    assert len(trainer.failures) == 2
+    assert exact(module)
+    assert "start again" not in capsys.readouterr().err
+
+
 class Manual(Ledger):
     """The same, in a loop of its own."""
 

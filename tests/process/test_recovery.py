@@ -34,11 +34,11 @@ STEPS = EPOCHS * SAMPLES // BATCH
 class Numbered(Dataset[Any]):
     """Pairs, with the number of each."""
 
-    def __init__(self) -> None:
-        self.data = layered_data(SAMPLES)
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.data = layered_data(samples)
 
     def __len__(self) -> int:
-        return SAMPLES
+        return len(self.data)
 
     def __getitem__(self, index: int) -> Any:
         return (*self.data[index], index)
@@ -115,6 +115,17 @@ def test_a_run_that_was_killed_often_is_one_that_never_was(way: str, tmp_path: P
     assert float(trainer.callback_metrics["loss"]) == float(one.callback_metrics["loss"])
     assert float(trainer.callback_metrics["val"]) == float(one.callback_metrics["val"])
     assert not list(tmp_path.glob("*/runs/*/recovery"))
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_numbers_that_nothing_divides_change_nothing(way: str, tmp_path: Path) -> None:
+    (wanted, _), (found, trainer) = (
+        train(WAYS[way](), faults, tmp_path / name, devices=3, module=Ledger(43, 12), data=Numbered(43))
+        for name, faults in (("a", []), ("b", IN_PLACE))
+    )
+    assert len(trainer.failures) == len(IN_PLACE) - 1
+    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ class Workers:
     """Processes as the reckoning sees them: they start, join, train, die, and end when they aren't named."""
 
     def __init__(self, elastic: Elastic, size: int) -> None:
+        self.outlived = elastic.outlived
         self.clock = Clock()
         self.failures: list[str] = []
         self.changes = Changes(elastic, size, self.failures, self.clock)
@@ -33,6 +34,8 @@ class Workers:
         self.generations: list[Generation] = []
         self.number = size
         self.failed = False
+        first = (0, tuple(range(size)))
+        self.copies = {worker: [first, first] for worker in range(size)}  # of generations, with their members
         for worker in range(size):
             self.changes.told(worker, "inside", None)
 
@@ -51,6 +54,8 @@ class Workers:
                     self.end(worker)
                 elif kind == "generation":
                     self.told[worker] = content
+        if self.changes.settled:
+            self.copies = {worker: copies for worker, copies in self.copies.items() if worker in self.alive}
 
     def end(self, worker: int) -> None:
         self.alive.discard(worker)
@@ -68,22 +73,35 @@ class Workers:
         elif (generation := self.told.pop(worker, None)) is not None:
             if worker not in generation.workers:
                 self.end(worker)
-            elif any(other in self.holding for other in generation.workers):
+            elif self.outlived or any(other in self.holding for other in generation.workers):
                 self.joined[worker] = generation.number
                 self.holding.add(worker)
+                self.copy(worker, generation)
                 self.changes.told(worker, "step", (generation.number, generation.number))
+
+    def copy(self, worker: int, generation: Generation) -> None:
+        """Let a worker go back to the newest copies of which all are there, and make one of its own."""
+        own = self.copies.get(worker, [])
+        whole = {
+            copy for copies in self.copies.values() for copy in copies
+            if all(copy in self.copies.get(member, []) for member in copy[1])
+        }  # fmt: skip
+        assert whole or not self.outlived
+        kept = [copy for copy in own if copy == max(whole, default=None)] or own[-1:]
+        self.copies[worker] = [*kept[-1:], (generation.number, generation.workers)]
 
 
 @pytest.mark.parametrize("waits", [0.0, 1.0, 1e9])
-def test_whatever_happens_those_that_are_left_come_together_again(waits: float) -> None:
+@pytest.mark.parametrize("outlived", [False, True])
+def test_whatever_happens_those_that_are_left_come_together_again(waits: float, outlived: bool) -> None:
     for seed in range(700):
         choose = random.Random(seed)
         size = choose.randint(1, 4)
-        run = Workers(Elastic(waits, tries=10**6), size)
+        run = Workers(Elastic(waits, tries=10**6, outlived=outlived), size)
         for _ in range(choose.randint(0, 40)):
             event = choose.random()
             run.clock.now += choose.random()
-            if event < 0.15 and len(run.holding) > 1:
+            if event < 0.15 and (len(run.holding) > 1 or (outlived and run.alive)):
                 run.end(choose.choice(sorted(run.alive)))
             elif event < 0.2:
                 run.changes.told(0, "cut", len(run.generations))
