@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -99,6 +100,15 @@ def run(strategy: Any, epochs: int, every: float | None, seed: int) -> tuple[flo
         return seconds, gaps, faults, float((module.entries.detach() / each + epochs).abs().max())
 
 
+def left_over() -> dict[str, int]:
+    """Count what a run may leave behind in this process, and on this machine."""
+    own = psutil.Process()
+    return {
+        "processes": len(own.children(recursive=True)), "descriptors": own.num_fds(),
+        "threads": threading.active_count(), "shared memory": len(os.listdir("/dev/shm")),
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=30)
@@ -109,12 +119,14 @@ def main() -> None:
     print(f"\n{WORKERS} workers, a kill or a freeze about every {args.every:g} s")
     for name in args.strategy:
         calm, _, _, _ = run(WAYS[name](), args.epochs, None, args.seed)
+        before = left_over()
         seconds, gaps, faults, off = run(WAYS[name](), args.epochs, args.every, args.seed)
+        left = {kind: count - before[kind] for kind, count in left_over().items() if count > before[kind]}
         longest = sorted(gaps)[-max(1, len(faults)) :]
         print(
             f"  {name:<18}  {faults.count('kill')} kills, {faults.count('freeze')} freezes;  "
             f"goodput {calm / seconds:.2f};  gaps {statistics.median(longest):.2f} s (at most {longest[-1]:.2f});  "
-            f"{'nothing lost' if off < 1e-2 else f'LOST OR REPEATED: {off:.3f}'}",
+            f"{'nothing lost' if off < 1e-2 else f'LOST OR REPEATED: {off:.3f}'};  left behind: {left or 'nothing'}",
             flush=True,
         )
 
