@@ -24,7 +24,7 @@ def load_data(t: Trainer, job: Job) -> None:
         source = job.train if job.train is not None else _loader(t, "train_dataloader")
         t.train_dataloader = _fixed(source) if t.overfit_batches else source
         t.train_feed = _train_feed(t)
-        t.num_training_batches = t.train_feed.batches()
+        t.num_training_batches = t.train_feed.batches(t.accumulate_grad_batches)
         t.overridden.__dict__["given_train"] = job.train
     words = {"fit": "val", "validate": "val", "test": "test", "predict": "predict"}
     given = job.evaluate if job.evaluate is not None else _loader(t, f"{words[stage]}_dataloader")
@@ -46,14 +46,14 @@ def reload_loaders(t: Trainer) -> None:
     if t.overridden.__dict__.get("given_train") is None:
         t.train_dataloader = _loader(t, "train_dataloader")
         t.train_feed = _train_feed(t)
-        t.num_training_batches = t.train_feed.batches()
+        t.num_training_batches = t.train_feed.batches(t.accumulate_grad_batches)
         t.val_every = validation_interval(t)
 
 
 def rebuild_feeds(t: Trainer) -> None:
     """Make the feeds anew, after a checkpoint has brought its own seed of the data order."""
     t.train_feed = _train_feed(t)
-    t.num_training_batches = t.train_feed.batches()
+    t.num_training_batches = t.train_feed.batches(t.accumulate_grad_batches)
     t.val_feeds = (
         [_feed(t, loader, t.limit_val_batches) for loader in _several(t.val_dataloaders)] if t.val_feeds else []
     )
@@ -76,10 +76,10 @@ def _loader(t: Trainer, name: str) -> Any:
 
 
 def _train_feed(t: Trainer) -> Feed:
-    return _feed(t, t.train_dataloader, t.limit_train_batches, t.state.ranks)
+    return _feed(t, t.train_dataloader, t.limit_train_batches, t.state.ranks, t.strategy.parts)
 
 
-def _feed(t: Trainer, source: Any, limit: int | float, began_with: int = 0) -> Feed:
+def _feed(t: Trainer, source: Any, limit: int | float, began_with: int = 0, parts: int = 0) -> Feed:
     if isinstance(limit, float) and limit != float("inf") and not hasattr(source, "__len__"):
         raise ValueError(
             f"a part of the batches ({limit}) needs a loader with a length; {type(source).__name__} has none"
@@ -93,7 +93,7 @@ def _feed(t: Trainer, source: Any, limit: int | float, began_with: int = 0) -> F
         world = replace(world, rank=0, size=world.local_size)
     return make_feed(
         source, world, seed=t.state.seed, limit=limit, shard=t.use_distributed_sampler, began_with=began_with,
-        company=t.strategy.traits.sharded,
+        company=t.strategy.traits.sharded, parts=parts,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from fabricx.boundaries import (
 )
 from fabricx.comm.generations import membership
 from fabricx.data import Microbatch
+from fabricx.data.order import epoch_seed
 from fabricx.errors import RanksDisagree
 from fabricx.evaluation import sanity_check, validate_in_fit
 from fabricx.hooks import Hook
@@ -28,7 +29,7 @@ from fabricx.optimization import step_schedules
 from fabricx.publishing import log_measured, log_step, log_step_alone, publish_epoch, publish_step
 from fabricx.recovery import arrive, recover
 from fabricx.restart_point import BufferCopies, RestartPoint, metric_objects
-from fabricx.seed import random_kept
+from fabricx.seed import random_kept, seed_everything
 from fabricx.standing import leave_word, leave_word_meanwhile
 from fabricx.state import Phase, Stage
 
@@ -231,6 +232,8 @@ def _again(done: int) -> AbstractContextManager[None]:
 def train_batch(t: Trainer, micro: Microbatch) -> int | None:
     """Train one batch; returns -1 if the rest of the epoch is to be skipped."""
     hooks, module, index = t.hooks, t.module, micro.index
+    if t.strategy.parts:  # what is drawn for a part of a global batch is the same on whatever rank
+        seed_everything(epoch_seed(epoch_seed(t.state.seed, t.state.epoch), micro.begin) % 2**32)
     batch = t.to_device(micro.data, 0)
     t.is_last_batch = micro.last
     t.logbook.begin_batch(batch, micro.size, t.state.step + 1)
@@ -398,7 +401,8 @@ class Window:
     def sit_out(self, t: Trainer, micro: Microbatch, why: str, *company: Any) -> None:
         """Contribute nothing to a microbatch, and say so where the other ranks can see it."""
         world = t.world
-        if world.size == 1:
+        known = micro.size == 0 and micro.position > 0  # the order says that this rank's part is empty
+        if world.size == 1 and not known:
             return
         if not t.strategy.traits.synchronous:  # nobody waits for this rank's gradient
             if micro.size == 0 and not micro.position:
@@ -409,7 +413,6 @@ class Window:
                 )
             self.taken += 1
             return
-        known = micro.size == 0 and micro.position > 0  # the order says that this rank's part is empty
         if not known and world.store is not None:
             key = world.key(f"nothing/{t.state.epoch}/{t.state.step}/{micro.index}")
             world.store.set(f"{key}/{world.rank}", why)
@@ -433,6 +436,11 @@ class Window:
         if self.taken == 0:
             return False
         if self.taken != self.planned:  # fewer batches than the loss was divided by
+            if t.strategy.parts:
+                raise ValueError(
+                    "training_step gave no loss for a part of a global batch, and under deterministic='elastic' a "
+                    "batch can only be skipped as a whole: return a loss of zero"
+                )
             _scale_gradients(t, self.planned / self.taken)
         return True
 

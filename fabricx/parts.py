@@ -13,19 +13,27 @@ from fabricx.logger import Logger
 from fabricx.strategy import Strategy
 
 
-def choose_strategy(strategy: str | Strategy, devices: int, num_nodes: int) -> Strategy:
+def choose_strategy(
+    strategy: str | Strategy, devices: int, num_nodes: int, *, reproducible: bool = False
+) -> Strategy:  # fmt: skip
     """Return the strategy of a name; "auto" is single for one rank and ddp for more.
+
+    With `reproducible`, those two stand for the one that gives the same bits for any number of ranks.
 
     Raises:
         ValueError: it isn't one, or it can't run on so many ranks.
         LookupError: there is none of that name.
     """
     ranks = devices * num_nodes
+    if reproducible and strategy in ("auto", "ddp", "single"):
+        strategy = "reproducible"
     if strategy == "auto":
         strategy = "ddp" if several_ranks(devices, num_nodes) else "single"
     chosen = plugins.build("strategies", strategy) if isinstance(strategy, str) else strategy
     if not isinstance(chosen, Strategy):
         raise ValueError(f"strategy={strategy!r} is not a fabricx.Strategy")
+    if reproducible and not chosen.parts:
+        raise ValueError(f"deterministic='elastic' is for ddp, and strategy={strategy!r} was asked for")
     most = chosen.traits.max_ranks
     if most is not None and ranks > most:
         raise ValueError(

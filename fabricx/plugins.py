@@ -18,6 +18,7 @@ _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
         "ddp": "fabricx.strategies.ddp:DDP",
         "fsdp": "fabricx.strategies.fsdp:FSDP",
         "local_sgd": "fabricx.strategies.local_sgd:LocalSGD",
+        "reproducible": "fabricx.strategies.reproducible:Reproducible",
         "parameter_server": "fabricx.strategies.parameter_server:ParameterServer",
     },
     "callbacks": {

@@ -51,6 +51,7 @@ class Strategy(ABC):
 
     traits: Traits = Traits()
     servers = 0  # processes that it needs beside the ranks
+    parts = 0  # that each global batch is cut into, whoever computes them; 0 for as many as there are ranks
 
     def __init__(self) -> None:
         self.world = World()

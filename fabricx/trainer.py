@@ -73,7 +73,8 @@ class Trainer:
         accumulate_grad_batches: batches of one weight update.
         gradient_clip_val: limit of the gradient; None clips nothing.
         gradient_clip_algorithm: "norm" (of all parameters together) or "value" (of each element).
-        deterministic: ask torch for deterministic algorithms; "warn" only warns where there are none.
+        deterministic: ask torch for deterministic algorithms; "warn" only warns where there are none; "elastic" gives
+            the same weights to the bit for any number of ranks, with `strategy="reproducible"` in the place of ddp.
         benchmark: let cuDNN try out algorithms.
         inference_mode: evaluate under `torch.inference_mode` rather than `no_grad`.
         use_distributed_sampler: cut the data of a `DataLoader` over the ranks.
@@ -167,6 +168,8 @@ class Trainer:
             raise ValueError(f"gradient_clip_algorithm={gradient_clip_algorithm!r}: 'norm' or 'value'")
         if gradient_clip_val is not None and gradient_clip_val < 0:
             raise ValueError(f"gradient_clip_val={gradient_clip_val}: a limit of 0 or more, or None to clip nothing")
+        if deterministic not in (False, True, "warn", "elastic"):
+            raise ValueError(f"deterministic={deterministic!r}: False, True, 'warn' or 'elastic'")
         self.deterministic = deterministic
         self.benchmark = benchmark
         self.inference_mode = inference_mode
@@ -185,7 +188,8 @@ class Trainer:
         self.fast_dev_run = fast_dev_run
         if fast_dev_run:
             self._only_try(int(fast_dev_run))
-        self.strategy = choose_strategy(strategy, len(self.device_ids), self.num_nodes)
+        reproducible = deterministic == "elastic"
+        self.strategy = choose_strategy(strategy, len(self.device_ids), self.num_nodes, reproducible=reproducible)
         self.loggers = choose_loggers(None if fast_dev_run else logger)
         several = several_ranks(len(self.device_ids), self.num_nodes)
         defaults = {

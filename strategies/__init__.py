@@ -10,6 +10,7 @@ from fabricx.strategies.ddp import DDP
 from fabricx.strategies.fsdp import FSDP
 from fabricx.strategies.local_sgd import LocalSGD
 from fabricx.strategies.parameter_server import ParameterServer
+from fabricx.strategies.reproducible import Reproducible
 from fabricx.strategies.single import Single
 
-__all__ = ["DDP", "FSDP", "AsyncSGD", "LocalSGD", "ParameterServer", "Single"]
+__all__ = ["DDP", "FSDP", "AsyncSGD", "LocalSGD", "ParameterServer", "Reproducible", "Single"]

@@ -38,6 +38,7 @@ class Microbatch:
         apart: other ranks may be anywhere; they are together at the next one that isn't.
         meets: nothing to compute: ranks that were apart are together here.
         done: leases of the epoch that are done, where they meet.
+        begin: where in the global order its first sample is.
     """
 
     data: Any
@@ -53,6 +54,7 @@ class Microbatch:
     apart: bool = False
     meets: bool = False
     done: int = 0
+    begin: int = 0
 
 
 class Feed(ABC):
@@ -66,7 +68,7 @@ class Feed(ABC):
         self._world = world
 
     @abstractmethod
-    def batches(self) -> int | float:
+    def batches(self, accumulate: int = 1) -> int | float:
         """Return the batches of an epoch on each rank, infinity where that isn't known."""
 
     def state_dict(self) -> Any:
@@ -116,9 +118,10 @@ class OrderedFeed(Feed):
 
     def __init__(
         self, loader: DataLoader[Any], world: World, seed: int, limit: int | float, began_with: int = 0,
-        *, company: bool = False,
+        *, company: bool = False, parts: int = 0,
     ) -> None:  # fmt: skip
         self._loader = loader
+        self._parts = parts
         self._company = company
         self._began_with = began_with or world.size
         self._world = world
@@ -146,14 +149,15 @@ class OrderedFeed(Feed):
         count = int(limit) if isinstance(limit, int) else int(-(-total // together) * limit)
         return min(total, count * together)
 
-    def batches(self) -> int | float:
-        return len(self._cut(self._items(), 1))
+    def batches(self, accumulate: int = 1) -> int | float:
+        return len(self._cut(self._items(), accumulate if self._parts else 1))
 
     def batches_before(self, position: int, accumulate: int) -> int | None:
         return self._cut(self._items(), accumulate).batches_before(position)
 
     def _cut(self, items: int, accumulate: int) -> Cut:
-        return Cut(items, self._batch, self._world.rank, self._world.size, accumulate, self._began_with)
+        world = self._world
+        return Cut(items, self._batch, world.rank, world.size, accumulate, self._began_with, self._parts)
 
     def _order(self, epoch: int) -> Any:
         sampler = self._sampler
@@ -183,6 +187,7 @@ class OrderedFeed(Feed):
             yield Microbatch(
                 next(data) if size or self._company else None, index, size, size / whole,
                 share.opens, share.closes, share.last, share.planned, empty=size == 0, position=share.window_end,
+                begin=share.begin,
             )  # fmt: skip
 
     def leased(
@@ -291,7 +296,7 @@ class ListFeed(Feed):
             return length
         return int(length * self._limit)
 
-    def batches(self) -> int | float:
+    def batches(self, accumulate: int = 1) -> int | float:
         return self._length()
 
     def epoch(self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0) -> Iterator[Microbatch]:
@@ -445,6 +450,7 @@ def make_feed(
     shard: bool = True,
     began_with: int = 0,
     company: bool = False,
+    parts: int = 0,
 ) -> Feed:
     """Return the feed for what a user gave: a map-style DataLoader is read along the global order, all else as it is.
 
@@ -456,6 +462,10 @@ def make_feed(
         began_with: ranks that the global batch was fixed for; 0 if those that there are.
         shard: cut a DataLoader's data over ranks; False takes it as it is.
         company: give a rank without a sample of a global batch one of the others'.
+        parts: cut each global batch into so many parts, whoever gets them; 0 for the loader's batches.
+
+    Raises:
+        ValueError: what is no map-style DataLoader can't be cut into parts.
     """
     ordered = (
         isinstance(source, DataLoader)
@@ -466,7 +476,12 @@ def make_feed(
         and hasattr(source.sampler, "__len__")
     )
     if ordered and (shard or world.size == 1):
-        return OrderedFeed(source, world, seed, limit, began_with, company=company)
+        return OrderedFeed(source, world, seed, limit, began_with, company=company, parts=parts)
+    if parts:
+        raise ValueError(
+            f"deterministic='elastic' cuts the order of the data itself: it needs a map-style DataLoader, without a "
+            f"DistributedSampler and with use_distributed_sampler=True, not {type(source).__name__}"
+        )
     if ordered:
         return OrderedFeed(source, World(device=world.device), seed + world.rank, limit)
     return ListFeed(source, world, limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -52,7 +53,8 @@ class Cut:
     A global batch takes `batch * began_with * accumulate` places, the last one what is left. Rank r takes the r-th part
     (sizes differ by at most one) and goes through it in microbatches of `batch`. All ranks have the same number of
     microbatches; a rank whose part ends earlier has empty ones. So the same samples make up a weight update whatever
-    the number of ranks, as long as `began_with` stays.
+    the number of ranks, as long as `began_with` stays. With `parts`, a microbatch is one of so many equal parts of the
+    global batch, which are the same whatever the number of ranks.
 
     Args:
         items: places that are used, at most the length of the order.
@@ -60,6 +62,7 @@ class Cut:
         rank, ranks: which part of how many.
         accumulate: microbatches of a window.
         began_with: ranks that the global batch was fixed for; 0 if those that there are.
+        parts: see above; 0 for microbatches of `batch`.
 
     >>> [len(list(Cut(items=16, batch=4, ranks=ranks, began_with=2).shares())) for ranks in (1, 2, 3, 4)]
     [4, 2, 2, 2]
@@ -71,6 +74,7 @@ class Cut:
     ranks: int = 1
     accumulate: int = 1
     began_with: int = 0
+    parts: int = 0
 
     @property
     def global_batch(self) -> int:
@@ -82,9 +86,11 @@ class Cut:
 
         >>> len(Cut(items=10, batch=4)), len(Cut(items=10, batch=4, ranks=2))
         (3, 2)
+        >>> len(Cut(items=10, batch=4, began_with=2)), len(Cut(items=10, batch=4, parts=3))
+        (3, 9)
         """
         whole, rest = divmod(self.items, self.global_batch)
-        return whole * self.accumulate + self._microbatches(rest)
+        return whole * self._microbatches(self.global_batch) + self._microbatches(rest)
 
     def batches_before(self, position: int) -> int:
         """Return the microbatches ahead of a position, which is where a global batch begins.
@@ -95,6 +101,8 @@ class Cut:
         return position // self.global_batch * self._microbatches(self.global_batch)
 
     def _microbatches(self, places: int) -> int:
+        if self.parts:
+            return -(-self.parts // self.ranks) if places else 0
         largest = -(-places // self.ranks)
         return -(-largest // self.batch)
 
@@ -106,12 +114,23 @@ class Cut:
         """
         for start in range(position, self.items, self.global_batch):
             stop = min(start + self.global_batch, self.items)
-            size, extra = divmod(stop - start, self.ranks)
-            begin = start + self.rank * size + min(self.rank, extra)
-            end = begin + size + (self.rank < extra)
-            count = self._microbatches(stop - start)
-            for number in range(count):
-                low = min(begin + number * self.batch, end)
-                high = min(low + self.batch, end)
+            cuts = self._cuts(start, stop)
+            count = len(cuts) - 1
+            for number, (low, high) in enumerate(itertools.pairwise(cuts)):
                 closes = number == count - 1
                 yield Share(low, high, start, stop, number == 0, closes, closes and stop == self.items, count)
+
+    def _cuts(self, start: int, stop: int) -> list[int]:
+        """Return where this rank's microbatches of a global batch begin, and where the last one ends.
+
+        >>> [Cut(items=9, batch=9, rank=rank, ranks=2, parts=3)._cuts(0, 9) for rank in (0, 1)]
+        [[0, 3, 6], [6, 9, 9]]
+        """
+        count = self._microbatches(stop - start)
+        pieces = self.parts or stop - start
+        size, extra = divmod(pieces, self.ranks)
+        first = self.rank * size + min(self.rank, extra)
+        last = first + size + (self.rank < extra)
+        if self.parts:
+            return [start + min(first + number, last) * (stop - start) // pieces for number in range(count + 1)]
+        return [start + min(first + number * self.batch, last) for number in range(count + 1)]

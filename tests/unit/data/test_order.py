@@ -11,18 +11,32 @@ from fabricx.data.order import Cut, epoch_order
 @pytest.mark.parametrize("items", [0, 1, 2, 5, 16, 29, 100])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
-def test_every_place_belongs_to_exactly_one_rank(items: int, ranks: int, accumulate: int) -> None:
-    cuts = [Cut(items, 4, rank, ranks, accumulate) for rank in range(ranks)]
+@pytest.mark.parametrize("parts", [0, 5, 12])
+def test_every_place_belongs_to_exactly_one_rank(items: int, ranks: int, accumulate: int, parts: int) -> None:
+    cuts = [Cut(items, 4, rank, ranks, accumulate, parts=parts) for rank in range(ranks)]
     places = sorted(place for cut in cuts for share in cut.shares() for place in range(share.begin, share.end))
     assert places == list(range(items))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_all_ranks_have_as_many_microbatches_as_the_length_says(ranks: int, accumulate: int) -> None:
+@pytest.mark.parametrize("began_with", [0, 2, 5])
+@pytest.mark.parametrize("parts", [0, 5])
+def test_all_ranks_have_as_many_microbatches_as_the_length_says(
+    ranks: int, accumulate: int, began_with: int, parts: int
+) -> None:
     for items in range(40):
-        counts = {len(list(Cut(items, 4, rank, ranks, accumulate).shares())) for rank in range(ranks)}
-        assert counts == {len(Cut(items, 4, 0, ranks, accumulate))}
+        cuts = [Cut(items, 4, rank, ranks, accumulate, began_with, parts) for rank in range(ranks)]
+        assert {len(list(cut.shares())) for cut in cuts} == {len(cuts[0])}
+
+
+@pytest.mark.parametrize("items", [5, 16, 29])
+def test_parts_are_the_same_whatever_the_number_of_ranks(items: int) -> None:
+    found = set()
+    for ranks in (1, 2, 3, 7):
+        cuts = [Cut(items, 12, rank, ranks, began_with=1, parts=12) for rank in range(ranks)]
+        found.add(tuple(sorted((s.begin, s.end) for cut in cuts for s in cut.shares() if s.begin < s.end)))
+    assert len(found) == 1
 
 
 def test_one_rank_gets_the_batches_that_a_plain_loader_gives() -> None:

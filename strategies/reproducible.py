@@ -1,0 +1,180 @@
+"""Data parallel training with the same bits whatever the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabricx.comm.world import World
+from fabricx.strategy import Strategy, Traits
+
+HEADROOM: Final = 16  # powers of two by which a gradient may be larger than all of the update before
+BITS: Final = 62  # of a sum
+
+
+@final
+class Reproducible(Strategy):
+    """Each global batch is cut into the same parts whoever computes them, and their gradients are summed as integers.
+
+    So the weights are the same to the bit for 1, 2 or 3 ranks, also if their number changes on the way, as long as the
+    global batch is the same. Every rank keeps the whole model. A part is a batch for the hooks, and has random numbers
+    of its own. Chosen by `Trainer(deterministic="elastic")`.
+
+    An integer stands for a multiple of a power of two, by the largest gradient that the parameter had in the update
+    before: elements down to 2**-20 of that keep the precision of float32.
+
+    Args:
+        parts: of each global batch; at most as many ranks can train. Many small ones take longer.
+    """
+
+    traits = Traits(elastic=True)
+
+    def __init__(self, *, parts: int = 12) -> None:
+        super().__init__()
+        if not 1 <= parts <= 2**10:
+            raise ValueError(f"parts={parts}: between 1 and 1024")
+        self.parts = parts
+        self._sums: IntegerSums | None = None
+        self._closes = True
+        self._threads = 0
+
+    def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
+        super().setup(module)
+        if several_backwards:
+            raise ValueError("deterministic='elastic' decides what a step is made of: leave automatic_optimization on")
+        for name, part in module.named_modules():
+            if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.track_running_stats:
+                raise ValueError(
+                    f"{name} keeps statistics of the batches that this rank has seen, which differ with the number of "
+                    "ranks: take GroupNorm or LayerNorm, or leave deterministic='elastic'"
+                )
+        self._check_ranks()
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.world.broadcast(tensor.data)
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # matrix products of several threads add up in another order
+        self._sums = IntegerSums([p for p in module.parameters() if p.requires_grad], self.parts)
+
+    def _check_ranks(self) -> None:
+        if self.world.size > self.parts:
+            raise ValueError(f"{self.world.size} ranks, and a global batch has {self.parts} parts: take more parts")
+
+    def take_over(self, optimizers: list[Optimizer]) -> None:
+        for optimizer in optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ValueError("deterministic='elastic' sums gradients once an update, and LBFGS asks several times")
+
+    def world_changed(self, world: World) -> None:
+        self.world = world
+        self._check_ranks()
+        assert self._sums is not None
+        self._sums.clear()
+
+    def teardown(self) -> None:
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        self._sums, self._threads = None, 0
+        super().teardown()
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        self._closes = False
+        try:
+            yield
+        finally:
+            self._closes = True
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        assert self._sums is not None
+        self._sums.add()
+        if self._closes:
+            self._sums.join(self.world)
+
+    def backward_nothing(self, *company: Any) -> bool:
+        assert self._sums is not None
+        if self._closes:
+            self._sums.join(self.world)
+        return True
+
+    def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+        state = super().state_dict(module, optimizers)
+        return {**state, "exponents": self._sums.exponents} if optimizers and self._sums is not None else state
+
+    def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
+        super().load_state_dict(state, module, optimizers)
+        saved = state.get("exponents")
+        if saved is not None and self._sums is not None and saved.shape == self._sums.exponents.shape:
+            self._sums.exponents = saved.clone()
+
+
+@final
+class IntegerSums:
+    """Gradients summed over parts of a batch, and over ranks: the sum is the same in whatever order.
+
+    Args:
+        parameters: whose.
+        parts: the most gradients that are summed.
+
+    Attributes:
+        exponents: by parameter, of a power of two that its gradient was below in the update before, shape [parameters].
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], parts: int) -> None:
+        self._parameters = parameters
+        self._bits = BITS - HEADROOM - (parts - 1).bit_length()
+        device = parameters[0].device if parameters else torch.device("cpu")
+        self.exponents = torch.zeros(len(parameters), dtype=torch.int64, device=device)
+        self._all = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.int64, device=device)
+        totals = self._all.split([parameter.numel() for parameter in parameters])
+        self._each = [total.view_as(parameter) for total, parameter in zip(totals, parameters, strict=True)]
+        self._largest = torch.full((len(parameters),), -1.0, dtype=torch.float64, device=device)  # -1: no gradient
+
+    def clear(self) -> None:
+        """Forget what was added."""
+        self._all.zero_()
+        self._largest.fill_(-1.0)
+
+    def add(self) -> None:
+        """Add the parameters' gradients, and take them away."""
+        scales = self._scales()
+        for number, (parameter, total) in enumerate(zip(self._parameters, self._each, strict=True)):
+            if parameter.grad is None:
+                continue
+            gradient = parameter.grad.detach().double()
+            largest = gradient.abs().max() if gradient.numel() else self._largest.new_zeros(())
+            torch.maximum(self._largest[number], largest.nan_to_num(torch.inf, torch.inf), out=self._largest[number])
+            total.add_(gradient.mul_(scales[number]).round_().clamp_(-(2.0**BITS), 2.0**BITS).to(torch.int64))
+            parameter.grad = None
+
+    def join(self, world: World) -> None:
+        """Let the parameters' gradients be the sums over all ranks, and begin anew.
+
+        Raises:
+            FloatingPointError: a gradient is too large for the bits that it was given.
+        """
+        world.all_reduce(self._all)
+        world.all_reduce(self._largest, "max")
+        if bool((self._largest.isfinite() & (self._largest > 2.0 ** (self.exponents + HEADROOM).double())).any()):
+            raise FloatingPointError(
+                f"deterministic='elastic': a gradient is more than 2**{HEADROOM} times as large as all of the update "
+                "before, and can't be summed exactly: clip what the loss can be, or warm the learning rate up"
+            )
+        scales, largest = self._scales().reciprocal(), self._largest.tolist()
+        for number, (parameter, total) in enumerate(zip(self._parameters, self._each, strict=True)):
+            if largest[number] >= 0.0:
+                gradient = total.double().mul_(scales[number])
+                parameter.grad = gradient.to(parameter.dtype).view_as(parameter)
+                if largest[number] == torch.inf:  # all that is known is that it isn't finite
+                    parameter.grad.fill_(torch.nan)
+        seen = (self._largest > 0.0) & self._largest.isfinite()
+        self.exponents = torch.where(seen, torch.frexp(self._largest)[1].to(torch.int64), self.exponents)
+        self.clear()
+
+    def _scales(self) -> Tensor:
+        return torch.pow(2.0, (self._bits - self.exponents).double())

@@ -1,0 +1,129 @@
+"""The same bits for any number of ranks, and whoever was killed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import fabricx as fx
+from fabricx.callbacks import FaultRecovery
+from fabricx.strategies import FSDP
+from fabricx.testing import QUIET, kill, layered_data
+
+from .test_elastic import Asks
+
+BATCH = 12
+
+
+class Noisy(fx.Module):
+    """With dropout, clipping by the trainer, and moments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.net = nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.2), nn.Tanh(), nn.Linear(32, 1))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def bits(folder: Path, devices: int, faults: list[Any], **options: Any) -> tuple[str, fx.Trainer]:
+    """Train, and return the weights' SHA-256."""
+    torch.manual_seed(7)
+    module = Noisy()
+    trainer = fx.Trainer(
+        devices=devices, deterministic="elastic", max_epochs=3, default_root_dir=folder, gradient_clip_val=0.5,
+        **{**QUIET, "callbacks": [*faults, FaultRecovery(patience=0.0, max_restarts=10)], **options},
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(layered_data(43), BATCH // devices, shuffle=True))
+    digest = hashlib.sha256()
+    for parameter in module.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest(), trainer
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return bits(tmp_path_factory.mktemp("alone"), 1, [])[0]
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_the_number_of_ranks_changes_no_bit(devices: int, alone: str, tmp_path: Path) -> None:
+    found, trainer = bits(tmp_path, devices, [])
+    assert found == alone
+    assert trainer.global_step == 3 * 4
+
+
+def test_neither_do_kills_nor_workers_that_come_and_go(alone: str, tmp_path: Path) -> None:
+    faults = [
+        kill(rank=1).during("backward", step=2),
+        kill(rank=0).during("optimizer", step=4, attempt=1),
+        kill(rank=0).during("batch end", step=7, attempt=2),
+    ]
+    found, trainer = bits(tmp_path / "a", 3, faults)
+    assert len(trainer.failures) == 3
+    assert found == alone
+    asks: Any = Asks(at_2=3, at_5=1, at_9=2)
+    found, _ = bits(tmp_path / "b", 2, [asks], enable_checkpointing=True)
+    assert found == alone
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_other_ranks(alone: str, tmp_path: Path) -> None:
+    _, trainer = bits(tmp_path / "a", 3, [], max_steps=6, enable_checkpointing=True)
+    path = trainer.checkpoint_callback.last_model_path or trainer.checkpoint_callback.best_model_path
+    module = Noisy()
+    goes_on = fx.Trainer(
+        devices=2,
+        deterministic="elastic",
+        max_epochs=3,
+        default_root_dir=tmp_path / "b",
+        gradient_clip_val=0.5,
+        **QUIET,
+    )
+    # the global batch stays that of the three ranks
+    goes_on.fit(module, DataLoader(layered_data(43), BATCH // 3, shuffle=True), ckpt_path=path)
+    digest = hashlib.sha256()
+    for parameter in module.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    assert digest.hexdigest() == alone
+
+
+def fitted(module: fx.Module, loader: Any, **options: Any) -> None:
+    fx.Trainer(max_steps=2, **{"deterministic": "elastic", "devices": 1, **QUIET, **options}).fit(module, loader)
+
+
+def test_what_would_depend_on_the_ranks_is_refused() -> None:
+    loader = DataLoader(layered_data(12), 4)
+    module = Noisy()
+    module.net.insert(1, nn.BatchNorm1d(32))
+    with pytest.raises(ValueError, match="keeps statistics of the batches"):
+        fitted(module, loader)
+    with pytest.raises(ValueError, match="needs a map-style DataLoader"):
+        fitted(Noisy(), [tuple(layered_data(4)[:])])
+    with pytest.raises(ValueError, match="is for ddp"):
+        fitted(Noisy(), loader, strategy=FSDP())
+    module = Noisy()
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match="leave automatic_optimization on"):
+        fitted(module, loader)
+    module = Noisy()
+    module.training_step = functools.partial(_sometimes, module)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="return a loss of zero"):
+        fitted(module, loader)
+
+
+def _sometimes(module: Noisy, batch: Any, batch_idx: int) -> Tensor | None:
+    return Noisy.training_step(module, batch, batch_idx) if batch_idx % 2 else None
