@@ -56,7 +56,9 @@ class FaultRecovery(Callback):
         frozen_after: seconds without a sign of life after which a process is ended: it was stopped, or something in it
             holds the interpreter's lock.
         stuck_after: seconds without a further batch after which a process is ended, such as one in an endless loop, and
-            those that wait for it; more than a batch, a compilation or a checkpoint can take. None for never.
+            those that wait for it; more than a batch, a compilation or a checkpoint can take. "learned" is twenty times
+            the longest pause in this run so far, and a minute at least. None for never; what each rank is at is said
+            after that time in any case.
         patience: seconds for which those that are left wait for who takes a dead one's place; then they go on without,
             with the same global batches, and it joins them later. Who comes in time takes over the numbers of the dead
             one to the bit.
@@ -77,7 +79,7 @@ class FaultRecovery(Callback):
         bad_gradients: BadGradients | None = None,
         compare_every_n_steps: int = 0,
         frozen_after: float = 30.0,
-        stuck_after: float | None = None,
+        stuck_after: float | Literal["learned"] | None = None,
         patience: float = 10.0,
         min_ranks: int = 1,
         copy_every_n_steps: int | None = None,
@@ -96,7 +98,9 @@ class FaultRecovery(Callback):
         if compare_every_n_steps < 0:
             raise ValueError(f"FaultRecovery(compare_every_n_steps={compare_every_n_steps}): 0 or more weight updates")
         for name, seconds in (("frozen_after", frozen_after), ("stuck_after", stuck_after)):
-            if seconds is not None and seconds < 1.0:
+            if isinstance(seconds, str) and (name, seconds) != ("stuck_after", "learned"):
+                raise ValueError(f"FaultRecovery({name}={seconds!r}): seconds, or stuck_after='learned'")
+            if seconds is not None and not isinstance(seconds, str) and seconds < 1.0:
                 raise ValueError(
                     f"FaultRecovery({name}={seconds}): 1 second or more; a sign of life comes twice in one"
                 )

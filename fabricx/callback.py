@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ class Callback:
 
     watches_metrics: ClassVar[bool] = False
     frozen_after: float | None = None  # seconds after which the supervisor ends a worker without a sign of life
-    stuck_after: float | None = None  # and one that has come no batch further
+    stuck_after: float | Literal["learned"] | None = None  # and one that has come no batch further
     patience: float | None = None  # seconds that workers wait for who takes a dead one's place; None: all start again
     min_ranks: int = 1  # the fewest that go on
     copy_every_n_steps: int | None = None  # weight updates between two copies of what a rank alone holds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import math
 import os
 import secrets
 import signal
@@ -249,13 +250,13 @@ def _elastic(trainer: Trainer, job: Job) -> Elastic | None:
     return None
 
 
-def _limits(trainer: Trainer) -> dict[str, float]:
+def _limits(trainer: Trainer) -> dict[str, Any]:
     """Return how long the supervisor is to wait for workers, where callbacks say so."""
     found = {}
     for name in ("frozen_after", "stuck_after"):
         wanted = [getattr(callback, name) for callback in trainer.callbacks if getattr(callback, name) is not None]
         if wanted:
-            found[name] = min(wanted)
+            found[name] = min(wanted, key=lambda seconds: math.inf if isinstance(seconds, str) else seconds)
     return found
 
 

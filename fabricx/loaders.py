@@ -93,7 +93,7 @@ def _feed(t: Trainer, source: Any, limit: int | float, began_with: int = 0, part
         world = replace(world, rank=0, size=world.local_size)
     return make_feed(
         source, world, seed=t.state.seed, limit=limit, shard=t.use_distributed_sampler, began_with=began_with,
-        company=t.strategy.traits.sharded, parts=parts,
+        company=t.strategy.traits.sharded, parts=parts, dealt=t.strategy.dealer is not None,
     )  # fmt: skip
 
 

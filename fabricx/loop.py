@@ -267,7 +267,7 @@ def _advance(t: Trainer, micro: Microbatch) -> None:
     t.state.batch, t.state.samples = micro.index + 1, micro.position
     t.state.validating = validation_due(t, micro)
     t.restart_point, t.torn, t.stage = None, False, Stage.BATCH_TOLD
-    if not t.told_ahead:
+    if t.slot is not None and not t.told_ahead:
         leave_word(t)
     t.told_ahead = False
 
@@ -294,7 +294,7 @@ def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
     scaled = t.precision_plugin.scale(loss if factor == 1.0 else loss * factor)
     for hook in t.hooks.on_before_backward:
         hook(loss)
-    if micro.closes:
+    if t.slot is not None and micro.closes:
         leave_word_meanwhile(t, micro, scaled)
     t.backward(scaled)
     for hook in t.hooks.on_after_backward:
@@ -315,7 +315,7 @@ def _zero_grad(t: Trainer, micro: Microbatch) -> None:
 
 def _update(t: Trainer, micro: Microbatch, batch: Any) -> None:
     """Update the weights with the gradient of a whole window; several optimizers step together."""
-    if not t.told_ahead:
+    if t.slot is not None and not t.told_ahead:
         leave_word(t, after=micro)
     for optimizer in t.optimizers:
         t.precision_plugin.unscale(optimizer)

@@ -45,7 +45,7 @@ def leave_word(t: Trainer, after: Microbatch | None = None) -> None:
 
 def leave_word_meanwhile(t: Trainer, after: Microbatch, loss: Tensor) -> None:
     """Leave word of a batch during its backward, while the last gradients travel, if all is known by then."""
-    if t.slot is None or t.hooks.on_after_backward or t.hooks.on_before_optimizer_step:  # those may log, or draw
+    if t.hooks.on_after_backward or t.hooks.on_before_optimizer_step:  # those may log, or draw
         return
 
     def computed() -> None:

@@ -6,7 +6,7 @@ import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast, final
 
 import numpy as np
@@ -118,10 +118,10 @@ class OrderedFeed(Feed):
 
     def __init__(
         self, loader: DataLoader[Any], world: World, seed: int, limit: int | float, began_with: int = 0,
-        *, company: bool = False, parts: int = 0,
+        *, company: bool = False, parts: int = 0, dealt: bool = False,
     ) -> None:  # fmt: skip
         self._loader = loader
-        self._parts = parts
+        self._parts, self._dealt = parts, dealt
         self._company = company
         self._began_with = began_with or world.size
         self._world = world
@@ -150,7 +150,8 @@ class OrderedFeed(Feed):
         return min(total, count * together)
 
     def batches(self, accumulate: int = 1) -> int | float:
-        return len(self._cut(self._items(), accumulate if self._parts else 1))
+        cut = self._cut(self._items(), accumulate if self._parts else 1)
+        return len(replace(cut, ranks=self._began_with) if self._dealt else cut)
 
     def batches_before(self, position: int, accumulate: int) -> int | None:
         return self._cut(self._items(), accumulate).batches_before(position)
@@ -451,6 +452,7 @@ def make_feed(
     began_with: int = 0,
     company: bool = False,
     parts: int = 0,
+    dealt: bool = False,
 ) -> Feed:
     """Return the feed for what a user gave: a map-style DataLoader is read along the global order, all else as it is.
 
@@ -463,6 +465,7 @@ def make_feed(
         shard: cut a DataLoader's data over ranks; False takes it as it is.
         company: give a rank without a sample of a global batch one of the others'.
         parts: cut each global batch into so many parts, whoever gets them; 0 for the loader's batches.
+        dealt: ranks will go at their own pace; batches are counted as if those were there that the run began with.
 
     Raises:
         ValueError: what is no map-style DataLoader can't be cut into parts.
@@ -476,7 +479,7 @@ def make_feed(
         and hasattr(source.sampler, "__len__")
     )
     if ordered and (shard or world.size == 1):
-        return OrderedFeed(source, world, seed, limit, began_with, company=company, parts=parts)
+        return OrderedFeed(source, world, seed, limit, began_with, company=company, parts=parts, dealt=dealt)
     if parts:
         raise ValueError(
             f"deterministic='elastic' cuts the order of the data itself: it needs a map-style DataLoader, without a "

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed import TCPStore
 
@@ -42,8 +42,8 @@ TERMINATE_S = 3.0  # how long a process may take to end when asked to
 def run_workers(
     function: Callable[..., Any], arguments: tuple[Any, ...], *, size: int, named: Mapping[str, object] | None = None,
     servers: int = 0, serve: Callable[..., Any] | None = None, elastic: Elastic | None = None,
-    frozen_after: float = FROZEN_S, stuck_after: float | None = None, failures: list[str] | None = None,
-    run_dir: Path | None = None,
+    frozen_after: float = FROZEN_S, stuck_after: float | Literal["learned"] | None = None,
+    failures: list[str] | None = None, run_dir: Path | None = None,
 ) -> list[Any]:  # fmt: skip
     """Run `function(world, *arguments)` in `size` processes, and return what each of them returned, by rank.
 
@@ -58,7 +58,8 @@ def run_workers(
             started again.
         frozen_after: seconds after which a process is ended that gives no sign of life: it was stopped, or something in
             it holds the interpreter's lock.
-        stuck_after: seconds after which one is ended that has come no batch further; None for never.
+        stuck_after: seconds after which one is ended that has come no batch further; "learned" for many times the
+            longest pause of this run; None for never.
         failures: where each death is noted that the others have survived.
         run_dir: where somebody may ask for more or fewer workers, if the run is elastic.
 
@@ -197,6 +198,8 @@ class _Workers:
             self._watch.over(rank)
             if rank in self._processes:
                 self._processes[rank].kill()  # works on one that was stopped, too
+        if (news := self._watch.news()) is not None:
+            print(news, file=sys.stderr, flush=True)
 
     def _change_members(self) -> None:
         """Start who is to come, and tell all workers who is gone and who goes on."""

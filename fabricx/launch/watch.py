@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final, Literal, final
 
 ASLEEP_S: Final = 5.0  # if nobody has looked for so long, it was the supervisor that was stopped
+LEAST_S: Final = 60.0  # the shortest pause of which something is said, and that "learned" takes for the end
+MANY: Final = 20  # times the longest pause before: the same
 
 
 @dataclass
@@ -18,6 +21,8 @@ class _Life:
     reached: int
     since: float
     waits: bool = False
+    where: str = ""
+    told: float = 0.0  # how long the pause was of which something was said last
 
 
 @final
@@ -26,24 +31,36 @@ class Watch:
 
     Args:
         frozen_after: seconds without a sign of life.
-        stuck_after: seconds without having come further, once the first batch is done; None for any number.
+        stuck_after: seconds without having come further, once the first batch is done; "learned" for many times the
+            longest pause that there was; None for any number.
         clock: seconds.
     """
 
     def __init__(
-        self, frozen_after: float, stuck_after: float | None, clock: Callable[[], float] = time.monotonic
+        self, frozen_after: float, stuck_after: float | Literal["learned"] | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._frozen_after, self._stuck_after, self._clock = frozen_after, stuck_after, clock
+        self._longest = 0.0  # pause between two batches that came to an end
         self._lives: dict[int, _Life] = {}
         self._looked = clock()
 
-    def heard(self, rank: int, reached: int, waits: bool = False) -> None:
-        """Note a sign of life: how many batches the main thread has seen, and whether it seems to wait for others."""
+    def heard(self, rank: int, reached: int, waits: bool = False, where: str = "") -> None:
+        """Note a sign of life.
+
+        Args:
+            rank: whose.
+            reached: how many batches its main thread has seen.
+            waits: does that seem to wait for others?
+            where: what it is at, if that takes long.
+        """
         now = self._clock()
         life = self._lives.setdefault(rank, _Life(now, reached, now))
-        life.heard, life.waits = now, waits
+        life.heard, life.waits, life.where = now, waits, where
         if reached != life.reached:
-            life.reached, life.since = reached, now
+            if life.reached:
+                self._longest = max(self._longest, now - life.since)
+            life.reached, life.since, life.told = reached, now, 0.0
 
     def over(self, rank: int) -> None:
         """Expect nothing of a process any more."""
@@ -62,18 +79,39 @@ class Watch:
                 life.since += asleep
         found = {}
         holding_up = self._holding_up()
+        limit = self._learned if self._stuck_after == "learned" else self._stuck_after or math.inf
         for rank, life in self._lives.items():
             if now - life.heard > self._frozen_after:
                 found[rank] = (
                     f"it gave no sign of life for {now - life.heard:.0f} s and was ended: the process was stopped, or "
                     "something in it held the interpreter's lock (FaultRecovery(frozen_after=...) waits longer)"
                 )
-            elif self._stuck_after is not None and rank in holding_up and now - life.since > self._stuck_after:
+            elif rank in holding_up and now - life.since > limit:
+                place = f", at {life.where}" if life.where else ""
                 found[rank] = (
-                    f"it came no batch further for {now - life.since:.0f} s and was ended (stuck_after="
-                    f"{self._stuck_after:g})"
+                    f"it came no batch further for {now - life.since:.0f} s{place}, and was ended (stuck_after="
+                    f"{self._stuck_after})"
                 )
         return found
+
+    def news(self) -> str | None:
+        """Return what to say of a pause that is far longer than all before; again when it has become twice as long."""
+        now = self._clock()
+        last = min((self._lives[rank] for rank in self._holding_up()), key=lambda life: life.since, default=None)
+        if last is None or now - last.since < max(self._learned, 2 * last.told):
+            return None
+        last.told = now - last.since
+        lines = [
+            f"  rank {rank} {'waits for others' if life.waits else 'is'} at {life.where}"
+            for rank, life in sorted(self._lives.items())
+            if life.where
+        ]
+        before = f"the longest pause before was of {self._longest:.1f} s"
+        return "\n".join([f"no further batch for {last.told:.0f} s ({before})", *lines])
+
+    @property
+    def _learned(self) -> float:
+        return max(LEAST_S, MANY * self._longest)
 
     def _holding_up(self) -> set[int]:
         """Return those for whom the others may wait: of those that have come least far, who isn't waiting itself."""

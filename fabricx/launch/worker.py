@@ -20,6 +20,7 @@ from typing import Any
 from fabricx.comm import generations, pulse
 
 BEAT_S = 0.5  # between two signs of life
+LONG_S = 10.0  # without a further batch, after which signs of life say what the main thread is at
 SHUT_S = 0.02  # between two looks for links of a broken group, while its worker is still busy with it
 FAILED = 1
 
@@ -86,10 +87,14 @@ class _Report:
             self._control.send((kind, content))
 
     def beat(self) -> None:
-        """Say again and again how far the main thread has come."""
+        """Say again and again how far the main thread has come, and what it is at if that takes long."""
+        reached, since = -1, time.monotonic()
         with contextlib.suppress(OSError):  # the supervisor has gone, and so will this process
             while True:
-                self.send("beat", (pulse.reached(), pulse.waits()))
+                if pulse.reached() != reached:
+                    reached, since = pulse.reached(), time.monotonic()
+                place = pulse.where() if time.monotonic() - since > LONG_S else ""
+                self.send("beat", (reached, pulse.waits(), place))
                 time.sleep(BEAT_S)
 
 

@@ -114,7 +114,7 @@ def test_an_error_in_the_users_own_code_has_its_traceback(own_folder: Path) -> N
 
 
 def test_help_and_configuration_are_shown_without_running(own_folder: Path) -> None:
-    strategies = "async_sgd, auto, custom, ddp, fsdp, local_sgd, parameter_server, single"
+    strategies = "async_sgd, auto, custom, ddp, fsdp, local_sgd, parameter_server, reproducible, single"
     assert f"strategy: {strategies}" in fabricx("fit", "--help")
     assert "fabricx fit" in fabricx("--help")
     assert yaml.safe_load(fabricx("fit", "--cfg", "job"))["module"]["hidden"] == 128

@@ -57,6 +57,28 @@ def test_one_that_comes_no_further_is_given_up(clock: Clock) -> None:
     assert "came no batch further" in found[1]
 
 
+def test_what_is_too_long_is_learned_from_the_run(clock: Clock) -> None:
+    watch = Watch(1e9, "learned", clock)
+    for step in range(1, 4):
+        assert run(watch, clock, 10, {0: step, 1: step}) == {}
+    assert run(watch, clock, 185, {0: 4, 1: 3}) == {}
+    assert list(run(watch, clock, 25, {0: 4, 1: 3})) == [1]  # twenty times the ten seconds
+
+
+def test_a_long_pause_is_told_of_with_what_each_rank_is_at(clock: Clock) -> None:
+    watch, told = Watch(1e9, None, clock), []
+    for second in range(1, 400):
+        clock.now += 1.0
+        watch.heard(0, min(second, 10), waits=True, where="train.py:3 in training_step: all_reduce(x)")
+        watch.heard(1, min(second, 9), where="data.py:7 in __getitem__: sleep(3600)")
+        assert watch.silent() == {}
+        told += [text] if (text := watch.news()) is not None else []
+    assert len(told) == 3  # after 60, 120 and 240 seconds
+    assert "no further batch for 60 s (the longest pause before was of 1.0 s)" in told[0]
+    assert "  rank 0 waits for others at train.py:3 in training_step: all_reduce(x)" in told[0]
+    assert "  rank 1 is at data.py:7 in __getitem__: sleep(3600)" in told[0]
+
+
 def test_a_supervisor_that_was_stopped_itself_gives_nobody_up(clock: Clock) -> None:
     watch = Watch(10.0, 20.0, clock)
     assert run(watch, clock, 5, {0: 1}) == {}
