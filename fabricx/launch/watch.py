@@ -79,7 +79,7 @@ class Watch:
                 life.since += asleep
         found = {}
         holding_up = self._holding_up()
-        limit = self._learned if self._stuck_after == "learned" else self._stuck_after or math.inf
+        limit = self._learned if isinstance(self._stuck_after, str) else self._stuck_after or math.inf
         for rank, life in self._lives.items():
             if now - life.heard > self._frozen_after:
                 found[rank] = (
