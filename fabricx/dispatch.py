@@ -117,14 +117,17 @@ def _take_up_launch(trainer: Trainer, job: Job, here: World) -> None:
 
     A mark in the run's folder says which launch, and which call of `fit` in the script, it belongs to.
     """
-    launch, number = environment.launch(), next(_FITS)
-    if launch is None or not any(type(one).restarts_after is not Callback.restarts_after for one in trainer.callbacks):
+    identity, number = environment.launch(), next(_FITS)
+    if identity is None or not any(
+        type(one).restarts_after is not Callback.restarts_after for one in trainer.callbacks
+    ):
         return
-    identity, restarts = launch
     mark = f"launch-{identity}-{number}"
 
     def look() -> tuple[Path, Path | None, int]:
         root = Path(trainer.default_root_dir)
+        assert here.store is not None
+        restarts = int(here.store.get(environment.RESTARTS))
         for place in sorted(root.glob(f"runs/*/recovery/{mark}"), reverse=True) if restarts else ():
             found = checkpoints_of(place.parent.parent)
             return place.parent.parent, newest_whole(found) if found else None, restarts

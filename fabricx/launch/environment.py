@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
+from typing import Final
 
 from torch.distributed import Store, TCPStore
 
 from fabricx.comm.world import World
+
+RESTARTS: Final = "restarts"  # how often torchrun has started all processes again, in the store
 
 
 def detect(environ: Mapping[str, str] | None = None) -> World | None:
@@ -44,16 +49,46 @@ def detect(environ: Mapping[str, str] | None = None) -> World | None:
     return None
 
 
-def launch(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
-    """Return torchrun's name for this launch, and how often it has started all processes again; None without torchrun.
+def launch(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return torchrun's name for this launch, which is the same when it starts all again; None without torchrun.
 
-    >>> launch({"TORCHELASTIC_RUN_ID": "a1b2", "TORCHELASTIC_RESTART_COUNT": "2"})
-    ('a1b2', 2)
+    >>> launch({"TORCHELASTIC_RUN_ID": "a1b2"})
+    'a1b2'
     """
-    env = os.environ if environ is None else environ
-    if "TORCHELASTIC_RUN_ID" not in env:
-        return None
-    return env["TORCHELASTIC_RUN_ID"], int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return (os.environ if environ is None else environ).get("TORCHELASTIC_RUN_ID")
+
+
+def attempt_of(store: Store, rank: int, size: int) -> int:
+    """Return a number, from 1, that all processes have which torchrun has started together, and none from before.
+
+    torchrun's own count differs between machines: one that starts its processes again because those of another have
+    died doesn't count that. So the first rank takes the next number, and the others tell it that they are there; the
+    number is theirs once it has named them, since what they find may be of processes that are gone.
+
+    Raises:
+        RuntimeError: not all came within five minutes.
+    """
+    current = "fabricx/attempt"
+    if rank == 0:
+        attempt = store.add("fabricx/attempts", 1)
+        store.set(current, str(attempt))
+        others = [f"{current}{attempt}/here/{other}" for other in range(1, size)]
+        if others:
+            store.wait(others)
+        store.set(f"{current}{attempt}/members", " ".join(store.get(key).decode() for key in others))
+        return attempt
+    name, seen, deadline = secrets.token_hex(8), 0, time.monotonic() + 300.0
+    store.wait([current])
+    while time.monotonic() < deadline:
+        attempt = int(store.get(current))
+        if attempt != seen:
+            store.set(f"{current}{attempt}/here/{rank}", name)
+            seen = attempt
+        members = f"{current}{attempt}/members"
+        if store.check([members]) and name in store.get(members).decode().split():
+            return attempt
+        time.sleep(0.02)
+    raise RuntimeError(f"rank {rank}: the first rank was not started again within 5 minutes")
 
 
 def address(environ: Mapping[str, str]) -> tuple[str, int]:
@@ -81,6 +116,7 @@ def connect(world: World, environ: Mapping[str, str] | None = None) -> World:
     from torch.distributed import PrefixStore
 
     # torchrun shares its store between attempts: keys of a dead one must not be read.
-    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = attempt_of(store, int(env["RANK"]), int(env["WORLD_SIZE"])) if agent_has_it else 1
     prefix = f"fabricx/attempt{attempt}"
+    store.set(f"{prefix}/{RESTARTS}", str(max(attempt - 1, int(env.get("TORCHELASTIC_RESTART_COUNT", "0")))))
     return replace(world, store=PrefixStore(prefix, store), second=PrefixStore(prefix, store.clone()))  # type: ignore[attr-defined]
