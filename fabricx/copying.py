@@ -35,6 +35,9 @@ class Copier:
 
     Args:
         every: weight updates between two copies; None for so many that copies take a hundredth of the time.
+
+    Attributes:
+        seconds: how long all copies took.
     """
 
     def __init__(self, every: int | None = None) -> None:
@@ -45,7 +48,8 @@ class Copier:
         self._steps = every or 1
         self._next = self._look_at = 0  # steps
         self._began = (0, 0.0)  # step and time from which it is reckoned
-        self._took = 0.0  # seconds since then that went into copies
+        self._took = 0.0  # seconds of copies by then
+        self.seconds = 0.0
 
     def begin(self, t: Trainer, members: Sequence[int]) -> None:
         """Copy now; these are the members from now on."""
@@ -54,7 +58,8 @@ class Copier:
         step = t.state.step
         self._steps = self._every or 1
         # Until optimizers have stepped, and both places have room for that, none says how long one takes.
-        self._next, self._look_at, self._began, self._took = step + self._steps, step + 3, (step, time.monotonic()), 0.0
+        self._next, self._look_at = step + self._steps, step + 3
+        self._began, self._took = (step, time.monotonic()), self.seconds
 
     def after_step(self, t: Trainer) -> None:
         """Copy if it is due; all ranks do at the same steps."""
@@ -64,11 +69,11 @@ class Copier:
         took = self._copy(t)
         if self._every is None and step >= self._look_at:
             before, since = self._began
-            each = (time.monotonic() - since - self._took) / max(1, step - before)
+            each = (time.monotonic() - since - self.seconds + self._took) / max(1, step - before)
             steps = torch.tensor(max(1, math.ceil(took / (COST * max(each, 1e-6)))), device=t.world.device)
             self._steps = int(t.world.broadcast(steps))
             self._look_at = step + max(LOOK, self._steps)
-            self._began, self._took = (step, time.monotonic()), 0.0
+            self._began, self._took = (step, time.monotonic()), self.seconds
         self._next = step + self._steps
 
     def before_change(self, t: Trainer) -> None:
@@ -86,7 +91,7 @@ class Copier:
         state["strategy"]["module"].update(point.buffers)
         self.copies.make((progress(t), t.world.generation), self._members, state)
         took = time.monotonic() - began
-        self._took += took
+        self.seconds += took
         return took
 
 

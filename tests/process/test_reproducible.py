@@ -113,7 +113,7 @@ def test_what_would_depend_on_the_ranks_is_refused() -> None:
         fitted(module, loader)
     with pytest.raises(ValueError, match="needs a map-style DataLoader"):
         fitted(Noisy(), [tuple(layered_data(4)[:])])
-    with pytest.raises(ValueError, match="is for ddp"):
+    with pytest.raises(ValueError, match="brings a strategy of its own"):
         fitted(Noisy(), loader, strategy=FSDP())
     module = Noisy()
     module.automatic_optimization = False

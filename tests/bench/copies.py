@@ -1,0 +1,57 @@
+"""What part of a run goes into copies from which workers go on when one dies: two ranks, 20 million parameters."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from typing import Any
+
+import torch
+from checkpoints import Large
+from table import Row, show
+from torch.utils.data import DataLoader, TensorDataset
+
+import fabricx as fx
+
+WARM, STEPS = 20, 200
+
+
+class Timed(Large):
+    """Notes how long training took since it was warm, and how much of that went into copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds, self.copying, self.begun = 0.0, 0.0, (0.0, 0.0)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        now = (time.monotonic(), self.trainer.copier.seconds)
+        if self.trainer.global_step == WARM:
+            self.begun = now
+        self.seconds, self.copying = now[0] - self.begun[0], now[1] - self.begun[1]
+
+
+def measure(strategy: str) -> tuple[float, float]:
+    """Return the seconds of a run, and of them those that went into copies."""
+    module = Timed()
+    inputs = torch.randn(64 * 64, 64, generator=torch.Generator().manual_seed(0))
+    data = DataLoader(TensorDataset(inputs, torch.zeros(len(inputs), dtype=torch.int64)), 32, shuffle=True)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = fx.Trainer(
+            max_steps=STEPS, devices=2, strategy=strategy, accelerator="cpu", default_root_dir=folder, logger=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, data)
+    return module.seconds, module.copying
+
+
+def main() -> None:
+    for strategy in ("fsdp", "local_sgd"):
+        seconds, copying = measure(strategy)
+        show(f"two ranks, 20 million parameters, {strategy}", [
+            Row(f"steps {WARM} to {STEPS}", [seconds], "s"),
+            Row("copies in memory", [copying], "s", 0.01),
+        ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
