@@ -34,8 +34,8 @@ def choose_strategy(
         raise ValueError(f"strategy={strategy!r} is not a fabricx.Strategy")
     if reproducible and not chosen.parts:
         raise ValueError(
-            f"deterministic='elastic' brings a strategy of its own in the place of ddp: leave strategy at 'auto' or 'ddp', "
-            f"instead of {type(chosen).__name__}"
+            "deterministic='elastic' brings a strategy of its own in the place of ddp: leave strategy at 'auto' or "
+            f"'ddp', instead of {type(chosen).__name__}"
         )
     most = chosen.traits.max_ranks
     if most is not None and ranks > most:
