@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -111,26 +110,21 @@ class Cut:
 
         >>> [(s.begin, s.end) for s in Cut(items=5, batch=2, rank=1, ranks=2).shares()]
         [(2, 4), (5, 5)]
+        >>> [[(s.begin, s.end) for s in Cut(9, 9, rank, ranks=2, parts=3).shares()] for rank in (0, 1)]
+        [[(0, 3), (3, 6)], [(6, 9), (9, 9)]]
         """
         for start in range(position, self.items, self.global_batch):
             stop = min(start + self.global_batch, self.items)
-            cuts = self._cuts(start, stop)
-            count = len(cuts) - 1
-            for number, (low, high) in enumerate(itertools.pairwise(cuts)):
+            pieces, places = self.parts or stop - start, stop - start
+            size, extra = divmod(pieces, self.ranks)
+            begin = self.rank * size + min(self.rank, extra)
+            end = begin + size + (self.rank < extra)
+            each, count = 1 if self.parts else self.batch, self._microbatches(places)
+            for number in range(count):
+                low = min(begin + number * each, end)
+                high = min(low + each, end)
+                if self.parts:
+                    low, high = low * places // pieces, high * places // pieces
                 closes = number == count - 1
-                yield Share(low, high, start, stop, number == 0, closes, closes and stop == self.items, count)
-
-    def _cuts(self, start: int, stop: int) -> list[int]:
-        """Return where this rank's microbatches of a global batch begin, and where the last one ends.
-
-        >>> [Cut(items=9, batch=9, rank=rank, ranks=2, parts=3)._cuts(0, 9) for rank in (0, 1)]
-        [[0, 3, 6], [6, 9, 9]]
-        """
-        count = self._microbatches(stop - start)
-        pieces = self.parts or stop - start
-        size, extra = divmod(pieces, self.ranks)
-        first = self.rank * size + min(self.rank, extra)
-        last = first + size + (self.rank < extra)
-        if self.parts:
-            return [start + min(first + number, last) * (stop - start) // pieces for number in range(count + 1)]
-        return [start + min(first + number * self.batch, last) for number in range(count + 1)]
+                last = closes and stop == self.items
+                yield Share(start + low, start + high, start, stop, number == 0, closes, last, count)
