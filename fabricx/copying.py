@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 
-from fabricx.checkpoint import memory
-from fabricx.checkpoint.loading import like
+from fabricx.checkpoint import memory, tree
 from fabricx.comm.generations import membership
 from fabricx.comm.world import World
 from fabricx.restart_point import RestartPoint, of_word
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from fabricx.trainer import Trainer
 
 COST: Final = 0.01  # the part of the time that copies may take
-LOOK: Final = 50  # steps after which that is reckoned again, at least
+LOOK: Final = 20  # steps after which that is reckoned again, at least
 
 
 @final
@@ -108,7 +107,7 @@ def go_back(t: Trainer, *, came: bool) -> int:
     assert t.copier is not None
     copies = _newest(t.world, memory.read(membership().folder))
     place = t.world.rank if len(copies) == t.world.size else None
-    room = like(t.strategy.sharded_parameters(), t.world.device)
+    room = tree.like(t.strategy.sharded_parameters(), t.world.device)
     parts = [place] if place is not None else range(1 if t.strategy.traits.sharded else len(copies))
     states = [memory.join(copies, part, room) for part in parts]
     t.strategy.load_own_states([state["strategy"] for state in states], t.module, t.optimizers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -43,21 +43,8 @@ def load(
         verify(path)
     index = json.loads((path / INDEX).read_text())
     rest = torch.load(io.BytesIO((path / STATE).read_bytes()), map_location="cpu", weights_only=True)
-    state: dict[str, Any] = tree.join(rest, shards.read(path, index, like(sharded or {}, map_location)))
+    state: dict[str, Any] = tree.join(rest, shards.read(path, index, tree.like(sharded or {}, map_location)))
     return state
-
-
-def like(sharded: Mapping[str, Tensor], map_location: Any) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
-    """Return what gives room for tensors by name, shape and dtype: a shard for what is kept for a sharded parameter."""
-    shapes = {tree.escape(name): tensor for name, tensor in sharded.items()}
-
-    def room(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
-        for part in name.split("/"):
-            if part in shapes and shapes[part].shape == size:
-                return torch.empty_like(shapes[part], dtype=dtype, requires_grad=False)
-        return torch.empty(size, dtype=dtype, device=map_location)
-
-    return room
 
 
 def load_module(cls: type[T], path: Place, map_location: Any, strict: bool, override: Mapping[str, Any]) -> T:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 PLACE: Final = "__tensor__"
@@ -58,3 +59,16 @@ def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
 def escape(key: str) -> str:
     """Return a key as one part of a path."""
     return key.replace("%", "%25").replace("/", "%2F")
+
+
+def like(sharded: Mapping[str, Tensor], map_location: Any) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
+    """Return what gives room for tensors by name, shape and dtype: a shard for what is kept for a sharded parameter."""
+    shapes = {escape(name): tensor for name, tensor in sharded.items()}
+
+    def room(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        for part in name.split("/"):
+            if part in shapes and shapes[part].shape == size:
+                return torch.empty_like(shapes[part], dtype=dtype, requires_grad=False)
+        return torch.empty(size, dtype=dtype, device=map_location)
+
+    return room
