@@ -27,7 +27,7 @@ from fabricx.evaluation import sanity_check, validate_in_fit
 from fabricx.hooks import Hook
 from fabricx.optimization import step_schedules
 from fabricx.publishing import log_measured, log_step, log_step_alone, publish_epoch, publish_step
-from fabricx.recovery import arrive, recover
+from fabricx.recovery import recover, take_part
 from fabricx.restart_point import BufferCopies, RestartPoint, metric_objects
 from fabricx.seed import random_kept, seed_everything
 from fabricx.standing import leave_word, leave_word_meanwhile
@@ -55,14 +55,7 @@ def fit(t: Trainer, job: object = None) -> None:
     t.module.train()
     with _again(t.state.step or t.world.newcomer):
         call(t.hooks.on_train_start)
-    if t.world.newcomer:
-        arrive(t)
-        leave_word(t)
-    else:
-        if t.copier is not None:
-            t.copier.begin(t, range(t.world.size))
-        leave_word(t)
-        membership().say("inside")
+    take_part(t)
     while True:
         try:
             while not limit_reached(t) or t.state.validating or Stage.EPOCH_ENDS <= t.stage < Stage.EPOCH_OVER:

@@ -23,7 +23,7 @@ from fabricx.comm.world import World
 from fabricx.copying import go_back
 from fabricx.restart_point import RestartPoint, of_word
 from fabricx.scribe import Scribe
-from fabricx.standing import progress, standing, take_over
+from fabricx.standing import leave_word, progress, standing, take_over
 from fabricx.state import Phase
 from fabricx.steps import wrap_steps
 
@@ -69,10 +69,17 @@ def recover(t: Trainer, error: Exception) -> None:
     _join_others(t, holds=True)
 
 
-def arrive(t: Trainer) -> None:
-    """Join the others, who train already."""
-    membership().say("ready")
-    _join_others(t, holds=False)
+def take_part(t: Trainer) -> None:
+    """Be one of those that train: from the beginning, or joining others who do already."""
+    if t.world.newcomer:
+        membership().say("ready")
+        _join_others(t, holds=False)
+        leave_word(t)
+        return
+    if t.copier is not None:
+        t.copier.begin(t, range(t.world.size))
+    leave_word(t)
+    membership().say("inside")  # it can go on with other members from now on
 
 
 def _lost_somebody(generation: int, error: Exception) -> bool:

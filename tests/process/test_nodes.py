@@ -17,28 +17,37 @@ NAMES = (f"fx{os.getpid()}a", f"fx{os.getpid()}b")
 ADDRESSES = ("10.203.77.1", "10.203.77.2")
 
 
-def ip(*arguments: str) -> bool:
-    return subprocess.run(["ip", *arguments], capture_output=True, check=False).returncode == 0
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], capture_output=True, check=True, text=True)
+
+
+def make_nodes() -> None:
+    links = [f"{name}0" for name in NAMES]
+    for name in NAMES:
+        ip("netns", "add", name)
+    ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
+    for name, link, address in zip(NAMES, links, ADDRESSES, strict=True):
+        ip("link", "set", link, "netns", name)
+        ip("-n", name, "address", "add", f"{address}/24", "dev", link)
+        ip("-n", name, "link", "set", link, "up")
+        ip("-n", name, "link", "set", "lo", "up")
 
 
 @pytest.fixture
 def nodes() -> Iterator[list[list[str]]]:
     """Make two nodes; yields for each the beginning of a command that is run there."""
-    if shutil.which("ip") is None or not ip("netns", "add", NAMES[0]):
-        pytest.skip("network namespaces need iproute2, and the rights of root")
+    if shutil.which("ip") is None:
+        pytest.skip("two nodes on one machine need network namespaces, which iproute2 makes: install it")
     try:
-        links = [f"{name}0" for name in NAMES]
-        made = ip("netns", "add", NAMES[1]) and ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
-        for name, link, address in zip(NAMES, links, ADDRESSES, strict=True):
-            made = made and ip("link", "set", link, "netns", name)
-            made = made and ip("-n", name, "address", "add", f"{address}/24", "dev", link)
-            made = made and ip("-n", name, "link", "set", link, "up") and ip("-n", name, "link", "set", "lo", "up")
-        if not made:
-            pytest.skip("network namespaces can't be joined here")
+        make_nodes()
         yield [["ip", "netns", "exec", name] for name in NAMES]
+    except subprocess.CalledProcessError as error:
+        pytest.skip(
+            f"two nodes on one machine need network namespaces, and this user may not make them: {error.stderr}"
+        )
     finally:
         for name in NAMES:
-            ip("netns", "del", name)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 def test_two_nodes_go_on_with_their_run_after_kills(nodes: list[list[str]], own_folder: Path) -> None:
