@@ -30,14 +30,15 @@ _FIRST = 20  # weight updates by which it is reckoned how many take `every_s`
 class FaultRecovery(Callback):
     """Go on when a worker dies; on by default with more than one rank on this machine.
 
-    With ddp, and where each worker goes at its own pace, those that are left keep their weights; another worker takes
-    the dead one's place, and the batch that was interrupted is begun again: with the same samples and random numbers,
+    With ddp and parameter_server, and where each worker goes at its own pace, those that are left keep their weights;
+    another worker takes the dead one's place, and the batch that was interrupted is begun again: with the same samples and random numbers,
     so that the weights are those of a run in which nothing has happened.
 
-    With fsdp and local_sgd, where each rank holds what no other has, each copies that every few steps to memory that
-    outlives it; those that are left, and another worker, go back to the newest copies, also when all have died.
+    With fsdp and local_sgd, and where servers step or gradients are compressed, each rank holds what no other has, and
+    copies that every few steps to memory that outlives it; those that are left, and another worker, go back to the
+    newest copies, also when all have died.
 
-    With other strategies, when all die at once, and after an error, all workers start again from the newest snapshot,
+    On GPUs, when all die at once, and after an error, all workers start again from the newest snapshot,
     and train again what was trained since. Snapshots are checkpoints in the folder `recovery` of the run's folder,
     written while training goes on; only the newest is kept, and none once the run is complete. An error before there
     is one ends the run, and a failure that comes again without any progress isn't tried for ever.

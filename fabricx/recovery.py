@@ -21,6 +21,7 @@ from fabricx.comm.agree import StopAgreement
 from fabricx.comm.generations import Generation, membership
 from fabricx.comm.world import World
 from fabricx.copying import go_back
+from fabricx.errors import ServerLost
 from fabricx.restart_point import RestartPoint, of_word
 from fabricx.scribe import Scribe
 from fabricx.standing import leave_word, progress, standing, take_over
@@ -89,7 +90,7 @@ def _lost_somebody(generation: int, error: Exception) -> bool:
         return False
     if own.becomes_outdated(generation, NOTICE_S):
         return True
-    if not any(sign in str(error) for sign in SIGNS):
+    if not isinstance(error, ServerLost) and not any(sign in str(error) for sign in SIGNS):
         return False
     own.say("cut", generation)
     return own.becomes_outdated(generation, ANSWER_S)

@@ -25,19 +25,21 @@ class Traits:
     Attributes:
         synchronous: all ranks hold the same weights after a step.
         sharded: a rank holds only a part of the weights or of the optimizer's state.
+        private: nor is all of it in what another rank holds: a server has some, or each rank has its own.
         elastic: the world may change under it.
         max_ranks: the most ranks it can run on; None for any number.
     """
 
     synchronous: bool = True
     sharded: bool = False
+    private: bool = False
     elastic: bool = False
     max_ranks: int | None = None
 
     @property
     def alike(self) -> bool:
         """Return whether each rank holds the whole state, and all the same."""
-        return self.synchronous and not self.sharded
+        return self.synchronous and not self.sharded and not self.private
 
 
 class Strategy(ABC):

@@ -39,12 +39,14 @@ class Hello:
         dtype: of the elements.
         forth: elements of the vector that the worker sends.
         back: of the one that it is sent; None if that comes in the place of its own.
+        generation: of the workers that go together, of which it is one; 0 where each goes by itself.
     """
 
     worker: int
     dtype: torch.dtype
     forth: int
     back: int | None
+    generation: int = 0
 
 
 class Link(ABC):

@@ -8,13 +8,16 @@ import mmap
 import os
 import socket
 import tempfile
+import time
+from collections.abc import Callable
 from multiprocessing import reduction
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from fabricx.comm.generations import membership
 from fabricx.comm.links import Store, mapped, nameless
 
 
@@ -29,6 +32,7 @@ class Mesh:
         key: of this mesh in it.
         rank, size: which of how many.
         dtype, elements: of the vectors.
+        generation: that all of them are of.
 
     Attributes:
         rank: see above.
@@ -38,8 +42,11 @@ class Mesh:
         ValueError: the ranks aren't all on one machine.
     """
 
-    def __init__(self, store: Store | None, key: str, rank: int, size: int, dtype: torch.dtype, elements: int) -> None:
-        self.rank = rank
+    def __init__(
+        self, store: Store | None, key: str, rank: int, size: int, dtype: torch.dtype, elements: int,
+        generation: int = 0,
+    ) -> None:  # fmt: skip
+        self.rank, self._generation = rank, generation
         self._others: dict[int, Connection] = {}
         vectors: dict[int, Tensor] = {}
         own = nameless(elements * dtype.itemsize)
@@ -56,18 +63,26 @@ class Mesh:
             door = Listener(os.path.join(folder, "door"), "AF_UNIX", backlog=size)
             store.set(f"{key}/{self.rank}", f"{socket.gethostname()}:{door.address}")
             for other in range(self.rank):
+                self._wait_until(functools.partial(store.check, [f"{key}/{other}"]))
                 connection: Any = Client(_path(store.get(f"{key}/{other}").decode(), other), "AF_UNIX")
                 connection.send(self.rank)
                 self._others[other] = connection
                 reduction.send_handle(connection, own, 0)
                 vectors[other] = mapped(reduction.recv_handle(connection), dtype, elements)
             for _ in range(self.rank + 1, size):
+                self._wait_until(lambda: wait([door._listener._socket], 0.02))  # type: ignore[attr-defined]
                 connection = door.accept()
                 other = connection.recv()
                 self._others[other] = connection
                 vectors[other] = mapped(reduction.recv_handle(connection), dtype, elements)
                 reduction.send_handle(connection, own, 0)
             door.close()
+
+    def _wait_until(self, ready: Callable[[], Any]) -> None:
+        """Wait for another rank, which may be dead by now."""
+        while not ready():
+            membership().check(self._generation)
+            time.sleep(0.001)
 
     def tell(self, message: Any) -> None:
         """Send a message to all others."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,14 +60,16 @@ class Client:
         views: gradients may stay in the links' vectors; see `Boxes[Link]`.
         tables: numbers of the parameters of whose gradients only some rows are there.
         compression, back, keep: of gradients, and of what comes back; see `Codec`.
+        generation: of workers that go together.
     """
 
     def __init__(
         self, store: Store, prefix: str, worker: int, parameters: Sequence[Tensor], servers: int,
         *, whole: bool = False, over_gloo: bool = False, sums: bool = False, views: bool = False,
         tables: frozenset[int] = frozenset(), compression: str | None = None, back: str | None = None,
-        keep: float = 0.01,
+        keep: float = 0.01, generation: int = 0,
     ) -> None:  # fmt: skip
+        self._generation = generation
         self._sums, self._views = sums, views
         self._parameters = list(parameters)
         self.waited_s = 0.0  # for servers to answer
@@ -96,7 +99,8 @@ class Client:
     def _meet(self, number: int) -> Boxes[Link]:
         """Return a new link to a server; waits until it has an address at which it wasn't lost already."""
         key, shard = f"{self._prefix}/server/{number}", self._shards[number]
-        hello = Hello(self._worker, self.dtype, shard.room, None if self._sums else shard.size)
+        back = None if self._sums else shard.size
+        hello = Hello(self._worker, self.dtype, shard.room, back, self._generation)
         self._store.wait([key], START)
         deadline = time.monotonic() + RESTART_S
         while time.monotonic() < deadline:
@@ -106,11 +110,11 @@ class Client:
                     link = self._connect(key, told, hello)
                     if any(parameter.is_cuda for parameter in self._parameters):
                         self._unpin.append(link.pin())
-                    codec, back = (
+                    codec, decoder = (
                         Codec(kind, keep=self._keep, feedback=feedback) if kind else None
                         for kind, feedback in self._codecs
                     )
-                    return Boxes(link, shard, self._parameters, codec, views=self._views, back=back)
+                    return Boxes(link, shard, self._parameters, codec, views=self._views, back=decoder)
             time.sleep(0.02)
         raise ServerLost(f"server {number} has gone, and was not started again in {RESTART_S:.0f} s")
 
@@ -120,9 +124,9 @@ class Client:
         link = None if self._over_gloo else connect(address, hello)
         if link is not None:
             return link
-        place = f"{key}/{generation}/from/{self._worker}"
-        back = "same" if hello.back is None else hello.back
-        self._store.set(place, f"{hello.forth} {back} {str(hello.dtype).removeprefix('torch.')}")
+        place = f"{key}/{generation}/from"
+        place = f"{place}/{self._store.add(place, 1)}"
+        self._store.set(place, pickle.dumps(hello).hex())
         return meet_over_gloo(self._store, f"{place}/link", hello, server=False, timeout=timedelta(days=365))
 
     def _try(self, number: int, action: Callable[[Boxes[Link]], T]) -> T:
@@ -397,11 +401,14 @@ class Client:
         """Return the bytes of vectors that were sent and received."""
         return sum(link.sent for link in self._links), sum(link.received for link in self._links)
 
-    def close(self) -> None:
-        """Leave the servers."""
+    def close(self, *, done: bool = True) -> None:
+        """Leave the servers; they end, if this was the last who had not `done`."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
         for unpin in self._unpin:
             unpin()
         for link in self._links:
+            if done:
+                with contextlib.suppress(*LOST):
+                    link.send(None)
             link.close()

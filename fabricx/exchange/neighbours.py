@@ -42,9 +42,11 @@ class Neighbours:
         self._parameters, self._rank, self._size = list(parameters), rank, size
         [self.shard] = divide([parameter.shape for parameter in parameters], 1, by_row=tables)
         self.dtype = dtype_of(parameters)
-        self._mesh = Mesh(world.store, key, rank, size, self.dtype, self.shard.room)
+        with others_are_there():
+            key = f"{key}/{world.generation}"
+            self._mesh = Mesh(world.store, key, rank, size, self.dtype, self.shard.room, world.generation)
+            self.weights = OneMemory(self._mesh, self.dtype, self.shard.size) if weights else None
         self.slots = self._mesh.vectors
-        self.weights = OneMemory(self._mesh, self.dtype, self.shard.size) if weights else None
         self._slot = Slot(self.slots[rank])
         self._boxes = Boxes(self._slot, self.shard, self._parameters, None, views=views)
         self._filled: dict[int, Filled | None] = {}
@@ -66,18 +68,18 @@ class Neighbours:
         """Show the others this worker's gradients, by parameter; waits for nothing."""
         empty = all(gradient is None for gradient in gradients)
         filled = self._filled[self._rank] = None if empty else self._boxes.fill(gradients)
-        with _others_are_there():
+        with others_are_there():
             self._mesh.tell(filled)
 
     def hear(self) -> list[Filled | None]:
         """Wait for what all have pushed, by rank; None is of those without a gradient."""
-        with _others_are_there():
+        with others_are_there():
             heard = {**self._mesh.hear(), self._rank: self._filled[self._rank]}
         return [heard[rank] for rank in range(self._size)]
 
     def gather(self, value: float) -> list[float]:
         """Return a number of each worker, by rank."""
-        with _others_are_there():
+        with others_are_there():
             self._mesh.tell(value)
             heard = {**self._mesh.hear(), self._rank: value}
         return [heard[rank] for rank in range(self._size)]
@@ -91,7 +93,7 @@ class Neighbours:
     def pull_sums(self, version: int) -> None:
         """Let the parameters' gradients be the sums of all workers'; None where nobody had one."""
         begun = time.perf_counter()
-        with _others_are_there():
+        with others_are_there():
             self._filled |= self._mesh.hear()
             full = [rank for rank in range(self._size) if self._filled[rank] is not None]
             if full and len(self._own[0]):
@@ -122,7 +124,7 @@ class Neighbours:
         """Return the bytes of vectors that others have seen, and that were summed from others."""
         return self._slot.posted, self._slot.posted
 
-    def close(self) -> None:
+    def close(self, *, done: bool = True) -> None:
         """Leave the others."""
         if self.weights is not None:
             self.weights.close()
@@ -143,7 +145,8 @@ class Slot:
 
 
 @contextlib.contextmanager
-def _others_are_there() -> Iterator[None]:
+def others_are_there() -> Iterator[None]:
+    """Raise a `ServerLost` where another worker is found to be gone."""
     try:
         yield
     except LOST as error:

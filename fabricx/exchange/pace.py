@@ -140,6 +140,13 @@ class Pace(ABC):
         yield
         self.forget_moments()
 
+    def own(self) -> Any:
+        """Return what nobody would know of the weights and moments without this worker; nothing is communicated."""
+        return None
+
+    def take_own(self, owns: Sequence[Any]) -> None:
+        """Take over what `own` returned on this rank, or on all of other ranks; weights are there. Then it `starts`."""
+
     def kept(self) -> Any:
         """Return what compression has kept of this worker's gradients for later ones."""
         return self.client.kept
@@ -294,3 +301,21 @@ class Holding(Together):
         self.client.finish_pull()
         if self.client.partial:
             self.client.pull(self._parameters)
+
+    def own(self) -> Any:
+        self.client.finish_pull()
+        if not self.world.main_rank:
+            return None
+        tables = [parameter.detach().clone() for parameter in self._parameters] if self.client.partial else None
+        if tables is not None:  # the rows here are those that were looked up last
+            self.client.pull(tables)
+        return self.client.optimizer_states(), tables
+
+    def take_own(self, owns: Sequence[Any]) -> None:
+        if owns[0] is None:
+            return  # the servers get all from the main rank
+        states, tables = owns[0]
+        for parameter, table in zip(self._parameters, tables or (), strict=False):
+            parameter.detach().copy_(table)
+        for optimizer, mine in zip(self._optimizers, states, strict=True):
+            optimizer.state.update({p: state for p, state in zip(self._parameters, mine, strict=True) if state})

@@ -77,6 +77,11 @@ class Server:
         self._parts: dict[int, dict[int, _Part]] = {}  # by clock and lease
 
     @property
+    def broken(self) -> bool:
+        """Return whether somebody is gone for whom the others wait: those that go together."""
+        return bool(self._gone) and self._leases.section < 0
+
+    @property
     def snapshot_every(self) -> int:
         """Return how many updates may be lost."""
         return self._settings.snapshot_every

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ from fabricx.exchange.messages import Begin, Granted, Open, Reply
 from fabricx.exchange.server import Server
 
 POLL_S: Final = 0.05  # how often a server looks for workers of other machines, until all are there
-LOOK_S: Final = 0.2  # how often a server looks whether a worker that waits is still there
+LOOK_S: Final = 0.2  # and later; and how often it looks whether a worker that waits is still there
 END_S: Final = 1.0  # how long a thread may take to end
 LONG: Final = timedelta(days=365)  # a link has no time-out: that a worker has died is known by its end
 
@@ -22,32 +23,34 @@ LONG: Final = timedelta(days=365)  # a link has no time-out: that a worker has d
 def serve(
     store: Store, prefix: str, number: int, workers: int, *, folder: str | None = None, generation: int = 0
 ) -> None:  # fmt: skip
-    """Be a server until all workers have come and gone.
+    """Be a server until the workers have said that they have done, and are gone.
 
     Args:
         store: where workers look for the address.
         prefix: of the run's keys.
         number: which server this is.
         workers: how many there are.
-        folder: where snapshots are, if a server that died is to be started again.
+        folder: where snapshots are, if a server that died is to be started again; then others may come after all
+            workers have died, too.
         generation: how often this one was.
     """
     snapshot = Path(folder) / f"server-{number}" if folder is not None else None
-    serving = _Serving(store, f"{prefix}/server/{number}", workers, Server(workers, deals=number == 0), snapshot)
+    serving = _Serving(store, f"{prefix}/server/{number}", workers, number == 0, snapshot)
     serving.run(generation)
 
 
 @final
 class _Serving:
-    def __init__(self, store: Store, key: str, workers: int, server: Server, snapshot: Path | None) -> None:
+    def __init__(self, store: Store, key: str, workers: int, deals: bool, snapshot: Path | None) -> None:
         self._store, self._key = store, key
-        self._workers = workers
-        self._server = server
+        self._workers, self._deals = workers, deals
+        self._server, self._generation = Server(workers, deals=deals), 0  # and of which workers
         self._snapshot = snapshot
         self._kept = -1  # version of the newest snapshot
         self._changed = threading.Condition()
-        self._present: set[int] = set()
+        self._present: set[Link] = set()
         self._came = 0
+        self._done = False  # have workers said so?
         self._queue = 0  # messages that wait
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
@@ -62,7 +65,7 @@ class _Serving:
         self._store.set(self._key, f"{generation} {entrance.address}")
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self._error or (self._came >= self._workers and not self._present))
+                self._changed.wait_for(lambda: self._error or (self._done and not self._present))
         finally:
             self._over.set()
             entrance.close()
@@ -87,15 +90,12 @@ class _Serving:
             self._in_thread(self._attend, link)
 
     def _watch_for_others(self, place: str) -> None:
-        """Meet workers of other machines, as they say that they are there."""
-        keys = {f"{place}/{worker}": worker for worker in range(self._workers)}
-        while not self._over.wait(POLL_S) and self._came < self._workers:
-            for key, worker in [(key, worker) for key, worker in keys.items() if self._store.check([key])]:
-                del keys[key]
-                forth, size, dtype = self._store.get(key).decode().split()
-                back = None if size == "same" else int(size)
-                hello = Hello(worker, getattr(torch, dtype), int(forth), back)
-                self._in_thread(self._meet, f"{key}/link", hello)
+        """Meet workers of other machines, as they say that they are there: they take numbers, from 1."""
+        number = 1
+        while not self._over.wait(POLL_S if self._came < self._workers else LOOK_S):
+            while self._store.check([key := f"{place}/{number}"]):
+                self._in_thread(self._meet, f"{key}/link", pickle.loads(bytes.fromhex(self._store.get(key).decode())))
+                number += 1
 
     def _meet(self, name: str, hello: Hello) -> None:
         self._attend(meet_over_gloo(self._store, name, hello, server=True, timeout=LONG))
@@ -104,17 +104,19 @@ class _Serving:
         """Answer one worker's messages, in their order, until it leaves."""
         worker = link.hello.worker
         with self._changed:
+            server = self._server_of(link.hello.generation)
             self._came += 1
-            self._present.add(worker)
-            self._server.joined(worker)
+            self._present.add(link)
+            server.joined(worker)
         try:
             while (message := link.recv()) is not None:
-                answer = self._answer(worker, message, link)
+                answer = self._answer(server, message, link)
                 if isinstance(answer, Reply):
                     for start, stop in answer.spans:
                         link.post(start, stop)
                 if answer is not None:
                     link.send(answer)
+            self._done = self._done or server is self._server
         except LOST:
             pass
         except BaseException as error:
@@ -122,9 +124,16 @@ class _Serving:
         finally:
             link.close()
             with self._changed:
-                self._present.discard(worker)
-                self._server.left(worker)
+                self._present.discard(link)
+                server.left(worker)
+                self._done = self._done or (self._snapshot is None and self._came >= self._workers)
                 self._changed.notify_all()
+
+    def _server_of(self, generation: int) -> Server:
+        """Return who serves a generation of workers; nothing of the one before is left in a new one's."""
+        if generation > self._generation:
+            self._server, self._generation = Server(self._workers, deals=self._deals), generation
+        return self._server if generation == self._generation else Server(self._workers)
 
     def _keep(self, message: Any, answer: Any) -> None:
         """Write a snapshot, if it is time; all wait for it. The end of a section, once told, has to be remembered."""
@@ -138,19 +147,22 @@ class _Serving:
             torch.save(self._server.snapshot(), new)
             new.replace(self._snapshot)
 
-    def _answer(self, worker: int, message: Any, link: Link) -> Any:
+    def _answer(self, server: Server, message: Any, link: Link) -> Any:
+        worker = link.hello.worker
         with self._changed:
             self._queue += 1
             try:
-                while not self._changed.wait_for(lambda: self._server.ready(worker, message), LOOK_S):
+                while not self._changed.wait_for(lambda: server.broken or server.ready(worker, message), LOOK_S):
                     if link.gone():
                         raise EOFError
             finally:
                 self._queue -= 1
+            if not server.ready(worker, message):
+                raise EOFError  # what it waits for will never come
             try:
-                self._server.counts.messages += 1
-                self._server.counts.queued += self._queue
-                answer = self._server.handle(worker, message, link.inbox, link.outbox)
+                server.counts.messages += 1
+                server.counts.queued += self._queue
+                answer = server.handle(worker, message, link.inbox, link.outbox)
                 self._keep(message, answer)
                 return answer
             except BaseException as error:

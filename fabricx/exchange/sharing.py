@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast, final
 
@@ -15,7 +15,7 @@ from fabricx.comm.world import World
 from fabricx.exchange.client import Client
 from fabricx.exchange.layout import Shard, divide
 from fabricx.exchange.messages import Settings
-from fabricx.exchange.neighbours import Neighbours
+from fabricx.exchange.neighbours import Neighbours, others_are_there
 from fabricx.exchange.pace import Together
 from fabricx.exchange.rules import add_up, join_states, sliced
 from fabricx.strategy import SPARSE_CLIPPED
@@ -67,7 +67,7 @@ class Sharing(Together):
         return self._neighbours.weights
 
     def starts(self, step: int) -> None:
-        self._shard = self._divided()[self.world.rank]
+        self._shard = self._divided(self.world.size)[self.world.rank]
         offsets = [start for start, _ in _spans(self._parameters)]
         self._stepping, self._pieces = sliced(self._optimizers, self._parameters, self._shard)
         self._spans = [
@@ -79,8 +79,8 @@ class Sharing(Together):
         self.forget_moments()
         self._summed = False
 
-    def _divided(self) -> list[Shard]:
-        return divide([parameter.shape for parameter in self._parameters], self.world.size, whole=self._whole)
+    def _divided(self, workers: int) -> list[Shard]:
+        return divide([parameter.shape for parameter in self._parameters], workers, whole=self._whole)
 
     def end(self) -> None:
         for parameter, own in zip(self._parameters, self._own, strict=True):
@@ -91,7 +91,8 @@ class Sharing(Together):
 
     def before_step(self) -> None:
         if self._memory.apart:
-            self._memory.come_together()
+            with others_are_there():
+                self._memory.come_together()
 
     def meet(self) -> None:
         if not self._memory.apart:
@@ -161,15 +162,21 @@ class Sharing(Together):
 
     @contextmanager
     def whole_states(self, optimizers: list[Optimizer]) -> Iterator[None]:
+        self.take_own(self.world.gather_objects(self.own()))
+        yield
+        self.forget_moments()
+
+    def own(self) -> tuple[int, int, list[list[dict[str, Any]]]]:
         mine = [[dict(stepping.state.get(piece, {})) for piece in self._pieces] for stepping in self._stepping]
-        every = list(zip(self._divided(), self.world.gather_objects(mine), strict=True))
-        for which, optimizer in enumerate(optimizers):
-            parts = [pair for shard, states in every for pair in zip(shard.parts, states[which], strict=True)]
+        return self.world.rank, self.world.size, mine
+
+    def take_own(self, owns: Sequence[Any]) -> None:
+        every = [(self._divided(size)[rank].parts, states) for rank, size, states in owns]
+        for which, optimizer in enumerate(self._optimizers):
+            parts = [pair for mine, states in every for pair in zip(mine, states[which], strict=True)]
             for number, parameter in enumerate(self._parameters):
                 if state := join_states(parameter, [(part, s) for part, s in parts if part.parameter == number]):
                     optimizer.state[parameter] = state
-        yield
-        self.forget_moments()
 
 
 def _spans(parameters: Iterable[Tensor]) -> list[Span]:

@@ -82,12 +82,19 @@ class ServedStrategy(Strategy):
         self.servers = servers
         self.link = link
         self.shard_by = shard_by
-        self.traits = Traits(synchronous=pace is None, elastic=pace is not None)
+        self._compresses = settings.compresses or rank is not None
+        self.traits = Traits(
+            synchronous=pace is None,
+            private=pace is None and (servers_step or self._compresses),
+            # Weights that come as differences from those before aren't what the servers have.
+            elastic=pace is not None or not (servers_step and settings.pull_compression is not None),
+        )
         self._settings = settings
         self._servers_step = servers_step
         self._apart = pace
         self._pace: Pace | None = self._apart
         self._client: Client | None = None
+        self._optimizers: list[Optimizer] = []
         self._several_backwards = False
         self._closing = True  # does the next backward end an accumulation window?
         self._parameters: list[Tensor] = []
@@ -122,13 +129,20 @@ class ServedStrategy(Strategy):
             self.world.broadcast(tensor.data)
 
     def take_over(self, optimizers: list[Optimizer]) -> None:
+        self._optimizers = optimizers
         parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         self._parameters = list({id(parameter): parameter for parameter in parameters}.values())
+        if self._apart is not None and self.world.size > 1 and self.world.main_rank:
+            _warn_of_momentum(optimizers, self._settings)
+        if self._apart is not None or not self.world.newcomer:
+            self._connect()
+
+    def _connect(self) -> None:
+        """Meet the servers, with those that are here now."""
+        optimizers = self._optimizers
         whole = self.shard_by == "tensor"
         if self._servers_step and self.shard_by == "auto":
             whole = needs_whole_tensors(optimizers)
-        if self._apart is not None and self.world.size > 1 and self.world.main_rank:
-            _warn_of_momentum(optimizers, self._settings)
         low_rank = None if self._rank is None else LowRank(self._parameters, self._rank)
         pace = self._pace = self._apart or self._together(low_rank, whole)
         tables = _tables(self.module, self._parameters) if self._settings.outer is None else {}
@@ -160,6 +174,7 @@ class ServedStrategy(Strategy):
             world.store, key, world.rank, parameters, self.servers, whole=whole, views=views, tables=tables,
             over_gloo=self.link == "gloo", sums=self._apart is None and not self._servers_step,
             compression=self._settings.compression, back=self._settings.pull_compression, keep=self._settings.keep,
+            generation=world.generation if self._apart is None else 0,
         )  # fmt: skip
 
     def _look_up_before(self, part: nn.Module, number: int, pace: Pace) -> Callable[[], None]:
@@ -183,17 +198,21 @@ class ServedStrategy(Strategy):
         self._told = None
 
     def teardown(self) -> None:
+        self._disconnect(done=True)
+        self._parameters, self._optimizers = [], []
+        super().teardown()
+
+    def _disconnect(self, *, done: bool) -> None:
         for undo in self._undo:
             undo()
         self._undo = []
         if self._pace is not None and self._client is not None:
             self._pace.end()
             self._pace.lookout = None
-            self._client.close()
+            self._client.close(done=done)
         for parameter in self._parameters:
             parameter.grad = None  # it may lie in memory that servers see too
-        self._client, self._parameters = None, []
-        super().teardown()
+        self._client = None
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def in_training(*args: Any) -> Any:
@@ -262,9 +281,14 @@ class ServedStrategy(Strategy):
         return self._apart
 
     def world_changed(self, world: World) -> None:
-        assert self._apart is not None
         self.world = world
-        self._apart.world_changed(world)
+        if self._apart is not None:
+            self._apart.world_changed(world)
+            return
+        self._disconnect(done=False)
+        self._connect()
+        if self.traits.alike and self._pace is not None:
+            self._pace.starts(0)  # from where they are doesn't matter: nobody but workers counts
 
     def quiesce(self, copies: Mapping[str, Tensor] | None = None) -> None:
         if self._pace is not None and self._client is not None and self.module is not None:
@@ -296,17 +320,34 @@ class ServedStrategy(Strategy):
             return super().state_dict(module, optimizers)
         with self._pace.whole_states(optimizers):
             state = super().state_dict(module, optimizers)
-        if (
-            self._rank is not None
-            or self._settings.compression is not None
-            or self._settings.pull_compression is not None
-        ):
+        if self._compresses:
             state["kept"] = {"workers": self.world.gather_objects(self._pace.kept()), "servers": self._client.lost()}
         if self._settings.outer != "nesterov":
             return state
         velocity = {id(p): moving for p, moving in zip(self._parameters, self._client.velocity(), strict=True)}
         flat = [velocity[id(p)].reshape(-1) for p in module.parameters() if id(p) in velocity]
         return {**state, "outer": {"0": torch.cat(flat)}}  # as `local_sgd` with one fragment has it
+
+    def own_state(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+        pace, client = self._pace, self._client
+        assert pace is not None
+        assert client is not None
+        own = pace.own()  # and with it the weights that were on their way
+        kept = pace.kept() if self._compresses else None
+        lost = client.lost() if self._compresses and self.world.main_rank else ()
+        return {**super().state_dict(module, optimizers), "own": own, "kept": kept, "lost": lost}
+
+    def load_own_states(
+        self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer]
+    ) -> None:  # fmt: skip
+        pace, first = self._pace, states[0]
+        assert pace is not None
+        super().load_state_dict(first, module, optimizers)
+        pace.take_own([state["own"] for state in states])
+        if len(states) == 1 and self._compresses:  # else what was kept is of others
+            pace.keep(first["kept"])
+            pace.owed = first["lost"]
+        pace.starts(0)
 
     def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
         super().load_state_dict(state, module, optimizers)

@@ -26,7 +26,7 @@ def ask(run_dir: Path, workers: int) -> None:
     if ELASTIC not in here.split():
         raise ValueError(
             f"the run in {run_dir} can't change its workers while it goes on: that takes several devices, and "
-            "strategy=ddp with FaultRecovery, async_sgd, or parameter_server with mode=async or bounded. Stop it "
+            "FaultRecovery (async_sgd goes without), on CPUs, and no pull_compression where servers step. Stop it "
             f"(Ctrl-C), and: fabricx resume {run_dir} trainer.devices={workers}"
         )
     fresh = run_dir / f"{_WISH}.new"

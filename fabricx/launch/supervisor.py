@@ -182,10 +182,10 @@ class _Workers:
                     continue
                 serves = self._places[rank].serve is not None
                 death = _death(rank, process.exitcode, self._ended.get(rank))
+                if serves and process.exitcode == 0:  # it ends when its workers have
+                    continue
                 if serves and self._changes is not None and self._places[rank].generation < RESTARTS:
                     self._start_again(rank)
-                elif serves and process.exitcode == 0:  # it ends when its workers have
-                    continue
                 elif serves or self._changes is None or not self._changes.died(rank, death.traceback):
                     self._failures.append(death)
                 else:
@@ -220,10 +220,10 @@ class _Workers:
             self._close_memory(self._memory.keys() - self._processes.keys())
 
     def _start_again(self, rank: int) -> None:
-        """Start a server that was killed; it has left a snapshot of what it kept."""
+        """Start a server that was killed; it has left a snapshot of what it kept, or workers know that."""
         if self._complete():
             return
-        print(f"server {rank - self._size} died, and starts again from its newest snapshot", file=sys.stderr)
+        print(f"server {rank - self._size} died, and starts again", file=sys.stderr)
         self._places[rank] = replace(self._places[rank], generation=self._places[rank].generation + 1)
         self._start(self._places[rank])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,11 +16,13 @@ import pytest
 import torch
 
 import fabricx as fx
+from fabricx import dispatch
 from fabricx.callbacks import FaultRecovery
 from fabricx.launch.scale import ask
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
 from fabricx.testing import Ledger, cut, kill
 
+from .served import tells_its_pid
 from .test_recovery import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact, train
 
 
@@ -54,7 +57,18 @@ class Asks(fx.Callback):
             time.sleep(0.01)
 
 
-COMING: list[Any] = [DDP(), FSDP(), LocalSGD(every=2), AsyncSGD(damp=False), ParameterServer(mode="bounded")]
+COMING: list[Any] = [
+    DDP(), FSDP(), LocalSGD(every=2), AsyncSGD(damp=False), ParameterServer(mode="bounded"), ParameterServer(servers=2),
+    ParameterServer(optimizer="server"), ParameterServer(servers=0, optimizer="server"),
+]  # fmt: skip
+TORN: dict[str, Any] = {
+    "ddp": DDP,
+    "fsdp": FSDP,
+    "local_sgd": lambda: LocalSGD(every=4, fragments=2, overlap_steps=1, keep_local=0.3),
+    "parameter_server": ParameterServer,
+    "servers step": lambda: ParameterServer(optimizer="server", overlap="forward", link="gloo"),
+    "no server": lambda: ParameterServer(servers=0),
+}
 
 
 @pytest.mark.parametrize("strategy", COMING)
@@ -73,7 +87,7 @@ def test_workers_come_and_go_while_a_run_goes_on(strategy: Any, tmp_path: Path) 
         assert trainer.global_step == STEPS
 
 
-@pytest.mark.parametrize("way", [DDP, FSDP])
+@pytest.mark.parametrize("way", [DDP, FSDP, ParameterServer, lambda: ParameterServer(servers=0, optimizer="server")])
 def test_those_that_are_left_needn_t_wait(way: Any, tmp_path: Path) -> None:
     wanted, one = train(way(), [], tmp_path / "a", devices=3)
     faults = [kill(rank=1).during("backward", step=3), kill(rank=0).during("validation", step=4, attempt=1)]
@@ -94,12 +108,33 @@ def test_what_workers_have_moved_by_themselves_is_kept_when_one_is_gone(tmp_path
     assert exact(module)
 
 
-@pytest.mark.parametrize("way", [DDP, FSDP, lambda: LocalSGD(every=4, fragments=2, overlap_steps=1, keep_local=0.3)])
+@pytest.mark.parametrize("way", TORN)
 def test_links_that_are_cut_are_made_anew_and_nobody_is_ended(way: Any, tmp_path: Path) -> None:
-    wanted, _ = train(way(), [], tmp_path / "a")
-    found, trainer = train(way(), [cut(rank=1).during("forward", step=4)], tmp_path / "b")
+    wanted, _ = train(TORN[way](), [], tmp_path / "a")
+    found, trainer = train(TORN[way](), [cut(rank=1).during("forward", step=4)], tmp_path / "b")
     [failure] = trainer.failures
     assert "lost its links" in failure
+    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+class KillsServer(fx.Callback):
+    """Kills the first server in the fifth step."""
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        if trainer.is_global_zero and trainer.global_step == 4 and not trainer.failures:
+            os.kill(int(trainer.world.store.get("server pid")), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("options", [{"servers": 2}, {"optimizer": "server"}])
+def test_a_server_that_is_gone_takes_nothing_with_it(
+    options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(dispatch, "_serve", tells_its_pid)
+    wanted, _ = train(ParameterServer(**options), [], tmp_path / "a")
+    kills: Any = KillsServer()
+    found, trainer = train(ParameterServer(**options), [kills], tmp_path / "b")
+    assert len(trainer.failures) == 1
     for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -162,7 +197,7 @@ def test_processes_that_load_data_end_with_a_supervisor_that_was_killed(tmp_path
     LeavesPids(tmp_path / "pids").wait_for_ends()
 
 
-@pytest.mark.parametrize("strategy", [FSDP(), LocalSGD(every=2)])
+@pytest.mark.parametrize("strategy", [FSDP(), LocalSGD(every=2), ParameterServer(optimizer="server")])
 def test_what_workers_held_outlives_all_of_them(strategy: Any, tmp_path: Path, capsys: Any) -> None:
     faults = [kill(rank).during("batch end", step=5) for rank in range(2)]
     recovery = FaultRecovery(copy_every_n_steps=1)

@@ -97,19 +97,23 @@ WAYS: dict[str, Any] = {
     "parameter_server": lambda: ParameterServer(servers=2),
     "no server, one memory": lambda: ParameterServer(servers=0, optimizer="server"),
     "servers step": lambda: ParameterServer(optimizer="server"),
+    "few bytes": lambda: ParameterServer(compression="topk", compression_keep=0.2, pull_compression="bf16", servers=2),
+    "thin matrices": lambda: ParameterServer(compression="powersgd"),
 }
+
+
+LOSSY = ("few bytes", "thin matrices")  # a part of each gradient goes with the next
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_that_was_killed_often_is_one_that_never_was(way: str, tmp_path: Path) -> None:
     wanted, one = train(WAYS[way](), [], tmp_path / "a")
-    in_place = way in ("ddp", "fsdp", "local_sgd")
-    found, trainer = train(WAYS[way](), IN_PLACE if in_place else STORM, tmp_path / "b")
-    assert len(trainer.failures) == len(STORM) - in_place
+    found, trainer = train(WAYS[way](), IN_PLACE, tmp_path / "b")
+    assert len(trainer.failures) == len(IN_PLACE) - 1
     assert trainer.global_step == one.global_step == STEPS
-    # local_sgd: the lost run had ended rounds at snapshots, and so does the other
-    assert exact(found)
-    assert exact(wanted)
+    if way not in LOSSY:
+        assert exact(found)
+        assert exact(wanted)
     for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
         assert torch.equal(a, b)
     assert float(trainer.callback_metrics["loss"]) == float(one.callback_metrics["loss"])
