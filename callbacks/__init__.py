@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fabricx.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from fabricx.callbacks.ema import EMA as EMA
+    from fabricx.callbacks.fault_recovery import FaultRecovery as FaultRecovery
     from fabricx.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulation
     from fabricx.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulationScheduler
     from fabricx.callbacks.learning_rate_monitor import LearningRateMonitor as LearningRateMonitor
+    from fabricx.callbacks.load_balancer import LoadBalancer as LoadBalancer
     from fabricx.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from fabricx.callbacks.model_summary import ModelSummary as ModelSummary
     from fabricx.callbacks.progress_bar import ProgressBar as ProgressBar
@@ -27,6 +29,7 @@ _HOMES = {
     "GradientAccumulation": "gradient_accumulation",
     "GradientAccumulationScheduler": "gradient_accumulation",
     "LearningRateMonitor": "learning_rate_monitor",
+    "LoadBalancer": "load_balancer",
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
     "ProgressBar": "progress_bar",
@@ -40,6 +43,7 @@ __all__ = [
     "GradientAccumulation",
     "GradientAccumulationScheduler",
     "LearningRateMonitor",
+    "LoadBalancer",
     "ModelCheckpoint",
     "ModelSummary",
     "ProgressBar",

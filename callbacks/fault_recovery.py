@@ -31,8 +31,8 @@ class FaultRecovery(Callback):
     """Go on when a worker dies; on by default with more than one rank on this machine.
 
     With ddp and parameter_server, and where each worker goes at its own pace, those that are left keep their weights;
-    another worker takes the dead one's place, and the batch that was interrupted is begun again: with the same samples and random numbers,
-    so that the weights are those of a run in which nothing has happened.
+    another worker takes the dead one's place, and the batch that was interrupted is begun again: with the same samples
+    and random numbers, so that the weights are those of a run in which nothing has happened.
 
     With fsdp and local_sgd, and where servers step or gradients are compressed, each rank holds what no other has, and
     copies that every few steps to memory that outlives it; those that are left, and another worker, go back to the

@@ -64,7 +64,7 @@ def next_section(t: Trainer, done: int, left: int | float) -> int:
 def validation_due(t: Trainer, micro: Microbatch) -> bool:
     """Return whether a validation comes after this batch."""
     every = t.val_every
-    if every == float("inf"):
+    if every == float("inf") or micro.part:
         return False
     if isinstance(t.val_check_interval, str):
         return micro.closes and t.state.step % every == 0 and _epoch_validates(t)

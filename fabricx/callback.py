@@ -41,6 +41,14 @@ class Callback:
 
     # the run as a whole
 
+    def check(self, trainer: Trainer, module: Module, global_batch: int | None) -> None:
+        """Raise an error if something doesn't fit, before any process starts that trains.
+
+        Args:
+            trainer, module: of the run.
+            global_batch: samples of one, 0 where it can't be divided over ranks, None where that isn't known yet.
+        """
+
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         """Called on every rank before anything else; `stage` is "fit", "validate", "test" or "predict"."""
 
@@ -69,6 +77,10 @@ class Callback:
 
         Called in the process that supervises, which doesn't train.
         """
+        return False
+
+    def repeats_after(self, trainer: Trainer, error: Exception) -> bool:
+        """Return whether all ranks are to begin the step again in which this rank had an error."""
         return False
 
     def on_sanity_check_start(self, trainer: Trainer, module: Module) -> None:

@@ -26,6 +26,7 @@ from fabricx.checkpoint import is_committed, list_committed, read_manifest, veri
 from fabricx.checkpoint.places import as_path
 from fabricx.comm import world as worlds
 from fabricx.comm.world import World
+from fabricx.data import make_feed
 from fabricx.errors import CheckpointError, WorkerFailed, did_you_mean
 from fabricx.execution import execute, next_job
 from fabricx.hooks import check_hooks
@@ -407,6 +408,13 @@ def _check(trainer: Trainer, job: Job) -> None:
             f"trainer.{stage} has no data: give {argument}=..., datamodule=..., or write "
             f"{type(module).__name__}.{source}"
         )
+    checks = [callback.check for callback in trainer.callbacks if type(callback).check is not Callback.check]
+    if stage == "fit" and checks:
+        ranks = World(size=max(1, len(trainer.device_ids) * trainer.num_nodes))
+        shard, given = trainer.use_distributed_sampler, job.train is not None
+        feed = make_feed(job.train, ranks, seed=0, shard=shard, balance=trainer.balance) if given else None
+        for check in checks:
+            check(trainer, module, None if feed is None else feed.global_batch)
     if (
         stage == "fit"
         and type(module).configure_optimizers is Module.configure_optimizers

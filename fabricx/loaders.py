@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
 from fabricx.boundaries import validation_interval
-from fabricx.data import Feed, make_feed
+from fabricx.data import Balance, Feed, make_feed
 
 if TYPE_CHECKING:
     from fabricx.dispatch import Job
@@ -76,10 +76,12 @@ def _loader(t: Trainer, name: str) -> Any:
 
 
 def _train_feed(t: Trainer) -> Feed:
-    return _feed(t, t.train_dataloader, t.limit_train_batches, t.state.ranks, t.strategy.parts)
+    return _feed(t, t.train_dataloader, t.limit_train_batches, t.state.ranks, t.strategy.parts, t.balance)
 
 
-def _feed(t: Trainer, source: Any, limit: int | float, began_with: int = 0, parts: int = 0) -> Feed:
+def _feed(
+    t: Trainer, source: Any, limit: int | float, began_with: int = 0, parts: int = 0, balance: Balance | None = None
+) -> Feed:
     if isinstance(limit, float) and limit != float("inf") and not hasattr(source, "__len__"):
         raise ValueError(
             f"a part of the batches ({limit}) needs a loader with a length; {type(source).__name__} has none"
@@ -94,6 +96,7 @@ def _feed(t: Trainer, source: Any, limit: int | float, began_with: int = 0, part
     return make_feed(
         source, world, seed=t.state.seed, limit=limit, shard=t.use_distributed_sampler, began_with=began_with,
         company=t.strategy.traits.sharded, parts=parts, dealt=t.strategy.dealer is not None,
+        balance=balance,
     )  # fmt: skip
 
 

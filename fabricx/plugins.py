@@ -26,6 +26,7 @@ _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
         "ema": "fabricx.callbacks.ema:EMA",
         "fault_recovery": "fabricx.callbacks.fault_recovery:FaultRecovery",
         "gradient_accumulation": "fabricx.callbacks.gradient_accumulation:GradientAccumulation",
+        "load_balancer": "fabricx.callbacks.load_balancer:LoadBalancer",
         "learning_rate_monitor": "fabricx.callbacks.learning_rate_monitor:LearningRateMonitor",
         "model_checkpoint": "fabricx.callbacks.model_checkpoint:ModelCheckpoint",
         "model_summary": "fabricx.callbacks.model_summary:ModelSummary",

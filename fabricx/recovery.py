@@ -9,6 +9,7 @@ random numbers, the sums that it had logged) from the slot that it left.
 from __future__ import annotations
 
 import time
+import traceback
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -65,7 +66,12 @@ def _fitting(points: list[tuple[Any, dict[str, Any]]], progress: tuple[Any, ...]
 def recover(t: Trainer, error: Exception) -> None:
     """Go on in the next generation; raises the error if it isn't that somebody is gone, or if that can't be done."""
     torn = t.torn and t.copier is None  # else all go back to before that update
-    if not membership().changes or torn or t.world.newcomer or not _lost_somebody(t.world.generation, error):
+    if not membership().changes or torn or t.world.newcomer:
+        raise error
+    if any(callback.repeats_after(t, error) for callback in t.callbacks):
+        traceback.clear_frames(error.__traceback__)  # and what they hold in memory
+        membership().say("again", (t.world.generation, f"{type(error).__name__}; all begin the step again"))
+    if not _lost_somebody(t.world.generation, error):
         raise error
     _join_others(t, holds=True)
 
@@ -263,6 +269,7 @@ def _go_on(t: Trainer, generation: Generation) -> None:
         t.agreement.request(reason)
     t.failures = list(generation.failures)
     t.restart_point = None
+    t.balance.changes.clear()
     if world.main_rank and not t.scribe and t.loggers and not t.fast_dev_run:
         t.scribe = Scribe(t.loggers, t.run_dir)
         t.scribe.each(lambda logger: logger.rewind(t.state.step))

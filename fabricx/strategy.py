@@ -53,6 +53,7 @@ class Strategy(ABC):
 
     traits: Traits = Traits()
     servers = 0  # processes that it needs beside the ranks
+    waited_s = 0.0  # seconds that this rank has waited for others while it computed a gradient, if they are counted
     parts = 0  # that each global batch is cut into, whoever computes them; 0 for as many as there are ranks
 
     def __init__(self) -> None:

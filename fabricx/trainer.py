@@ -15,7 +15,7 @@ from fabricx.comm import pulse
 from fabricx.comm.generations import Broken, Membership
 from fabricx.comm.slots import Slot
 from fabricx.comm.world import World
-from fabricx.data import Feed
+from fabricx.data import Balance, Feed
 from fabricx.datamodule import DataModule
 from fabricx.dispatch import Job, dispatch
 from fabricx.errors import FabricxError
@@ -213,6 +213,7 @@ class Trainer:
         self.stop_wanted = False
         self.published = Published()
         self.failures: list[str] = []  # after which this run was started again
+        self.balance = Balance()  # who gets how much of each global batch
         self.meeting: Any = None  # of ranks that were apart, begun and not done
         self.stage = Stage.BETWEEN
         self.torn = False  # in the middle of an update, after which this batch can't be begun again

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from fabricx.comm.generations import membership
-from fabricx.comm.sharding import AsBuilt
+from fabricx.comm.sharding import AsBuilt, Waits
 from fabricx.comm.world import World
 from fabricx.errors import did_you_mean
 from fabricx.strategy import Strategy, Traits
@@ -75,6 +75,7 @@ class FSDP(Strategy):
         self._outputs: list[Tensor] = []  # of the block that has computed last, until there was a backward
         self._hooks: list[Any] = []
         self._built: AsBuilt | None = None
+        self._waits: Waits | None = None
         self._optimizers: list[Optimizer] = []
         self._parameters: dict[str, nn.Parameter] = {}  # as the optimizers know them
 
@@ -136,6 +137,12 @@ class FSDP(Strategy):
                 if callable(own := getattr(module, name, None)):
                     register_fsdp_forward_method(module, name)
                     vars(module)[name].__func__.__wrapped__ = getattr(own, "__func__", own)  # keeps the signature
+        if not self._has_device():  # there others are waited for on the device
+            self._waits = Waits(module)
+
+    @property
+    def waited_s(self) -> float:  # type: ignore[override]
+        return self._waits.seconds if self._waits is not None else 0.0
 
     def _has_device(self) -> bool:
         return self.world.device.type != "cpu"  # else: the shards are in main memory as it is

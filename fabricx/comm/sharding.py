@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 _FSDP = "torch.distributed.fsdp"
@@ -91,3 +93,44 @@ def _remove_hooks(part: nn.Module) -> None:
         if name.endswith("hooks") and isinstance(hooks, dict):
             for key in [key for key, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith(_FSDP)]:
                 del hooks[key]
+
+
+@final
+class Waits:
+    """Counts the seconds that a sharded module's collectives take, in which a rank on a CPU waits for the others.
+
+    Args:
+        module: sharded, as are some of its parts.
+
+    Attributes:
+        seconds: so far.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        self.seconds = 0.0
+        # torch 2.13 has new names for them, and warns of the old ones.
+        gather: Any = _Timed(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, self)
+        scatter: Any = _Timed(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, self)
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_custom_all_gather(gather)
+                part.set_custom_reduce_scatter(scatter)
+
+
+@final
+class _Timed:
+    """A collective as FSDP calls it, with memory for its result."""
+
+    def __init__(self, collective: Callable[..., Any], waits: Waits) -> None:
+        self._collective, self._waits = collective, waits
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        work = self._collective(output_tensor, input_tensor, *args, **options)
+        self._waits.seconds += time.perf_counter() - began
+        return work

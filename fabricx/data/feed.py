@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fabricx.comm.world import World
 from fabricx.data.deal import Deal, Dealer, Section
-from fabricx.data.order import Cut, Share, epoch_order, epoch_seed
+from fabricx.data.order import Balance, Cut, Share, epoch_order, epoch_seed
 from fabricx.data.seeded import Seeded
 
 
@@ -39,6 +39,7 @@ class Microbatch:
         meets: nothing to compute: ranks that were apart are together here.
         done: leases of the epoch that are done, where they meet.
         begin: where in the global order its first sample is.
+        part: others of the same index follow.
     """
 
     data: Any
@@ -55,12 +56,15 @@ class Microbatch:
     meets: bool = False
     done: int = 0
     begin: int = 0
+    part: bool = False
 
 
 class Feed(ABC):
     """Batches of one loader for one rank."""
 
     exact_position = True  # can it start anywhere without reading what lies before?
+    global_batch = 0  # samples of one, without accumulation; 0 where they can't be divided
+    ahead = 0  # the most global batches whose shares may be taken already when one is trained
     _world: World
 
     def world_changed(self, world: World) -> None:
@@ -118,9 +122,10 @@ class OrderedFeed(Feed):
 
     def __init__(
         self, loader: DataLoader[Any], world: World, seed: int, limit: int | float, began_with: int = 0,
-        *, company: bool = False, parts: int = 0, dealt: bool = False,
+        *, company: bool = False, parts: int = 0, dealt: bool = False, balance: Balance | None = None,
     ) -> None:  # fmt: skip
         self._loader = loader
+        self._balance = balance
         self._parts, self._dealt = parts, dealt
         self._company = company
         self._began_with = began_with or world.size
@@ -156,9 +161,21 @@ class OrderedFeed(Feed):
     def batches_before(self, position: int, accumulate: int) -> int | None:
         return self._cut(self._items(), accumulate).batches_before(position)
 
-    def _cut(self, items: int, accumulate: int) -> Cut:
+    def _cut(self, items: int, accumulate: int, epoch: int = 0) -> Cut:
         world = self._world
-        return Cut(items, self._batch, world.rank, world.size, accumulate, self._began_with, self._parts)
+        return Cut(
+            items, self._batch, world.rank, world.size, accumulate, self._began_with, self._parts,
+            self._balance or Balance(), epoch,
+        )  # fmt: skip
+
+    @property
+    def global_batch(self) -> int:  # type: ignore[override]
+        return 0 if self._whole_batches or self._balance is None else self._batch * self._began_with
+
+    @property
+    def ahead(self) -> int:  # type: ignore[override]
+        workers = self._loader.num_workers
+        return workers * (self._loader.prefetch_factor or 2) + 1 if workers else 0
 
     def _order(self, epoch: int) -> Any:
         sampler = self._sampler
@@ -178,18 +195,20 @@ class OrderedFeed(Feed):
 
     def epoch(self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0) -> Iterator[Microbatch]:
         order = self._order(epoch)
-        cut = self._cut(min(self._items(), len(order)), accumulate)
+        cut = self._cut(min(self._items(), len(order)), accumulate, epoch)
         self._picked.count = len(cut)
         sizes = self._sizes(order)
         data = self._data(epoch, lambda: _picks(cut.shares(position), order, self._alone, company=self._company))
-        for index, share in enumerate(cut.shares(position), start=first):
+        index = first
+        for share in cut.shares(position):
             size = sizes(share.begin, share.end)
             whole = sizes(share.window_begin, share.window_end)
             yield Microbatch(
                 next(data) if size or self._company else None, index, size, size / whole,
                 share.opens, share.closes, share.last, share.planned, empty=size == 0, position=share.window_end,
-                begin=share.begin,
+                begin=share.begin, part=share.part,
             )  # fmt: skip
+            index += not share.part
 
     def leased(
         self, dealer: Dealer, section: Section, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0
@@ -453,6 +472,7 @@ def make_feed(
     company: bool = False,
     parts: int = 0,
     dealt: bool = False,
+    balance: Balance | None = None,
 ) -> Feed:
     """Return the feed for what a user gave: a map-style DataLoader is read along the global order, all else as it is.
 
@@ -466,6 +486,7 @@ def make_feed(
         company: give a rank without a sample of a global batch one of the others'.
         parts: cut each global batch into so many parts, whoever gets them; 0 for the loader's batches.
         dealt: ranks will go at their own pace; batches are counted as if those were there that the run began with.
+        balance: of the ranks' shares; equal ones if not given.
 
     Raises:
         ValueError: what is no map-style DataLoader can't be cut into parts.
@@ -479,7 +500,9 @@ def make_feed(
         and hasattr(source.sampler, "__len__")
     )
     if ordered and (shard or world.size == 1):
-        return OrderedFeed(source, world, seed, limit, began_with, company=company, parts=parts, dealt=dealt)
+        return OrderedFeed(
+            source, world, seed, limit, began_with, company=company, parts=parts, dealt=dealt, balance=balance
+        )
     if parts:
         raise ValueError(
             f"deterministic='elastic' cuts the order of the data itself: it needs a map-style DataLoader, without a "

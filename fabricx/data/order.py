@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class Share(NamedTuple):  # a tuple: one is made per batch, and a frozen datacla
         opens, closes: first and last microbatch of the accumulation window.
         last: last microbatch of the epoch.
         planned: microbatches of the window.
+        part: others that count as the same batch follow.
     """
 
     begin: int
@@ -43,6 +45,83 @@ class Share(NamedTuple):  # a tuple: one is made per batch, and a frozen datacla
     closes: bool
     last: bool
     planned: int
+    part: bool = False
+
+
+def divide(places: int, weights: Sequence[float], first: int = 0) -> list[int]:
+    """Divide places in proportion to weights, by largest remainder (Hamilton, 1792), so that all are given.
+
+    Where remainders are equal the `first` of the weights has the precedence, and then the ones after it.
+
+    >>> divide(16, [1, 1, 2]), divide(5, [1, 1]), divide(5, [1, 1], first=1)
+    ([4, 4, 8], [3, 2], [2, 3])
+    """
+    total = sum(weights)
+    exact = [places * weight / total for weight in weights]
+    given = [int(part) for part in exact]
+    count = len(given)
+    order = sorted(range(count), key=lambda n: (round(given[n] - exact[n], 9), (n - first) % count))
+    for n in order[: places - sum(given)]:
+        given[n] += 1
+    return given
+
+
+@final
+@dataclass(frozen=True)
+class Shares:
+    """Who gets how much of a global batch.
+
+    Attributes:
+        weights: one for each rank.
+        turns: what is left over goes to each rank in turn, from global batch to global batch.
+        most: samples of a microbatch, by rank; those of a larger share are computed in several. None for any number.
+    """
+
+    weights: tuple[float, ...]
+    turns: bool = False
+    most: tuple[int, ...] | None = None
+
+    def cut(self, start: int, stop: int, turn: int, rank: int, count: int) -> tuple[int, list[int]]:
+        """Return in how many microbatches a global batch is computed, and where those of a rank begin and end.
+
+        All ranks have as many, so a rank that needs fewer has empty ones, before the others. A batch that would have
+        been `count` microbatches is that many at least.
+
+        >>> Shares((3.0, 1.0), most=(4, 4)).cut(0, 12, 0, rank=1, count=1)
+        (3, [9, 9, 9, 12])
+        """
+        sizes = divide(stop - start, self.weights, turn % len(self.weights) if self.turns else 0)
+        needed = [count] * len(sizes)
+        if self.most is not None:
+            needed = [max(count, -(-size // most)) for size, most in zip(sizes, self.most, strict=True)]
+        begin, mine = start + sum(sizes[:rank]), needed[rank]
+        bounds = [begin + sizes[rank] * number // mine for number in range(mine + 1)]
+        return max(needed), [begin] * (max(needed) - mine) + bounds
+
+
+@final
+@dataclass
+class Balance:
+    """The shares of the ranks, from which global batch on; all ranks change them alike, and in time.
+
+    Attributes:
+        changes: (epoch, place, shares), in this order; before the first, and for other numbers of ranks, all are equal.
+    """
+
+    changes: list[tuple[int, int, Shares]] = field(default_factory=list)
+
+    def change(
+        self, epoch: int, place: int, weights: tuple[float, ...], *, turns: bool = False,
+        most: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
+        """Let shares hold from a global batch on, which isn't cut yet on any rank; see `Shares`."""
+        self.changes = [*self.changes[-8:], (epoch, place, Shares(weights, turns, most))]  # loaders aren't so far ahead
+
+    def at(self, epoch: int, place: int, ranks: int) -> Shares | None:
+        """Return the shares of a global batch; None where all are equal."""
+        found = bisect.bisect_right(self.changes, (epoch, place), key=lambda change: change[:2])
+        shares = self.changes[found - 1][2] if found else None
+        return shares if shares is not None and len(shares.weights) == ranks else None
 
 
 @dataclass(frozen=True)
@@ -62,6 +141,8 @@ class Cut:
         accumulate: microbatches of a window.
         began_with: ranks that the global batch was fixed for; 0 if those that there are.
         parts: see above; 0 for microbatches of `batch`.
+        balance: of the ranks' shares; they are no part of the order, so the same samples make up an update.
+        epoch: of which the order is.
 
     >>> [len(list(Cut(items=16, batch=4, ranks=ranks, began_with=2).shares())) for ranks in (1, 2, 3, 4)]
     [4, 2, 2, 2]
@@ -74,6 +155,8 @@ class Cut:
     accumulate: int = 1
     began_with: int = 0
     parts: int = 0
+    balance: Balance = field(default_factory=Balance)
+    epoch: int = 0
 
     @property
     def global_batch(self) -> int:
@@ -115,6 +198,9 @@ class Cut:
         """
         for start in range(position, self.items, self.global_batch):
             stop = min(start + self.global_batch, self.items)
+            if (shares := self.balance.at(self.epoch, start, self.ranks)) is not None:
+                yield from self._unequal(shares, start, stop)
+                continue
             pieces, places = self.parts or stop - start, stop - start
             size, extra = divmod(pieces, self.ranks)
             begin = self.rank * size + min(self.rank, extra)
@@ -128,3 +214,14 @@ class Cut:
                 closes = number == count - 1
                 last = closes and stop == self.items
                 yield Share(start + low, start + high, start, stop, number == 0, closes, last, count)
+
+    def _unequal(self, shares: Shares, start: int, stop: int) -> Iterator[Share]:
+        planned = self._microbatches(stop - start)
+        turn = self.epoch + start // self.global_batch
+        count, bounds = shares.cut(start, stop, turn, self.rank, planned)
+        for number in range(count):
+            closes = number == count - 1
+            yield Share(
+                bounds[number], bounds[number + 1], start, stop, number == 0, closes, closes and stop == self.items,
+                count, part=number < count - planned,
+            )  # fmt: skip

@@ -271,6 +271,10 @@ class ServedStrategy(Strategy):
         return self._pace.updated(step)
 
     @property
+    def waited_s(self) -> float:  # type: ignore[override]
+        return self._client.waited_s if self._client is not None else 0.0
+
+    @property
     def updates_per_batch(self) -> int:
         return self.world.size if self._apart is not None and not self._settings.aggregate else 1
 

@@ -68,8 +68,9 @@ class Changes:
         Args:
             worker: whose.
             kind: "inside", "outside" (it can or can't go on in another generation from now on), "ready" (it is to be
-                let in), "cut" (it has lost its links, in the generation `content`), or "step" (`content` is the
-                generation in which it trains, and from which step on).
+                let in), "cut" (it has lost its links, in the generation `content`), "again" (all are to begin again;
+                `content` is the generation, and why), or "step" (`content` is the generation in which it trains, and
+                from which step on).
         """
         if kind == "inside":
             self._inside.add(worker)
@@ -84,11 +85,10 @@ class Changes:
         elif kind == "ready":
             self._coming.discard(worker)
             self._ready.append(worker)
-        elif kind == "cut" and content == self._number and worker in self._seats and not self._broken:
-            self._tries += 1
-            if self._tries <= self._elastic.tries:  # else it is told nothing, and raises what it has
-                self._failures.append(f"rank {self._seats.index(worker)} lost its links")
-                self._break()
+        elif kind == "cut":
+            self._begin_again(worker, content, "lost its links")
+        elif kind == "again":
+            self._begin_again(worker, *content)
         elif kind == "step":
             generation, step = content
             self._holding.add(worker)
@@ -96,6 +96,14 @@ class Changes:
                 self._arrived.add(worker)
             if step > self._step:
                 self._step, self._tries = step, 0
+
+    def _begin_again(self, worker: int, generation: int, why: str) -> None:
+        if generation != self._number or worker not in self._seats or self._broken:
+            return
+        self._tries += 1
+        if self._tries <= self._elastic.tries:  # else it is told nothing, and raises what it has
+            self._failures.append(f"rank {self._seats.index(worker)} {why}")
+            self._break()
 
     def died(self, worker: int, why: str) -> bool:
         """Note a death; returns whether the others can go on."""

@@ -17,6 +17,7 @@ from fabricx.callbacks import (
     FaultRecovery,
     GradientAccumulation,
     LearningRateMonitor,
+    LoadBalancer,
     ModelCheckpoint,
     ModelSummary,
     ProgressBar,
@@ -28,6 +29,7 @@ CALLBACKS: dict[str, Callable[[], Callback]] = {
     "EMA": EMA,
     "EarlyStopping": lambda: EarlyStopping("val_loss"),
     "FaultRecovery": FaultRecovery,
+    "LoadBalancer": LoadBalancer,
     "GradientAccumulation": lambda: GradientAccumulation({2: 4}),
     "LearningRateMonitor": LearningRateMonitor,
     "ModelCheckpoint": lambda: ModelCheckpoint(monitor="val_loss", save_last=True, train_time_interval="10m"),
@@ -87,4 +89,4 @@ def test_it_says_what_it_is_for(make: Callable[[], Callback]) -> None:
 
 def test_only_those_that_look_at_metrics_run_last() -> None:
     last = {name for name, make in CALLBACKS.items() if make().watches_metrics}
-    assert last == {"EarlyStopping", "FaultRecovery", "ModelCheckpoint"}
+    assert last == {"EarlyStopping", "FaultRecovery", "LoadBalancer", "ModelCheckpoint"}

@@ -1,0 +1,229 @@
+"""Ranks of unequal speed share global batches unequally, and the weights are those of one process."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import fabricx as fx
+from fabricx.callbacks import FaultRecovery, LoadBalancer, load_balancer
+from fabricx.loggers import JSONLogger
+from fabricx.strategies import DDP, FSDP, AsyncSGD, ParameterServer, Single
+from fabricx.testing import QUIET, Ledger, kill
+
+from .test_recovery import Numbered
+
+SAMPLES, BATCH, EPOCHS = 96, 24, 8  # 4 steps an epoch
+
+
+class Paced(Ledger):
+    """Takes, by a clock of its own, so much time for a sample as its rank is slow; notes which samples it had."""
+
+    def __init__(self, *seconds: float, until: int = 10**9, memory: int = 10**9) -> None:
+        super().__init__(SAMPLES, BATCH)
+        self.seconds, self.until, self.memory = seconds, until, memory
+        self.now, self.had = 0.0, list[int]()
+        self.by_rank: list[list[int]] = []
+        self.rows: list[Any] = []
+
+    def on_fit_start(self) -> None:
+        load_balancer._clock = lambda: self.now  # type: ignore[assignment]
+        load_balancer._now = lambda trainer: self.now  # nor does it wait by that clock
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        size, rank = len(batch[0]), self.global_rank
+        if size > self.memory and rank == 0:
+            raise torch.OutOfMemoryError("no room for so many")
+        slow = rank < len(self.seconds) and self.trainer.global_step < self.until
+        self.now += size * (self.seconds[rank] if slow else 0.01)
+        self.had.append(size)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        self.by_rank = self.trainer.world.gather_objects(self.had)
+
+
+def train(
+    strategy: Any, module: Any, tmp_path: Path, *callbacks: Any, devices: int = 3, epochs: int = EPOCHS,
+    num_workers: int = 0, batch: int = 0, **options: Any,
+) -> fx.Trainer:  # fmt: skip
+    torch.manual_seed(3)
+    trainer = fx.Trainer(
+        devices=devices, strategy=strategy, max_epochs=epochs, default_root_dir=tmp_path, callbacks=list(callbacks),
+        **{**QUIET, **options},
+    )  # fmt: skip
+    loader: Any = DataLoader(Numbered(SAMPLES), batch or BATCH // devices, shuffle=True, num_workers=num_workers)
+    trainer.fit(module, loader, DataLoader(Numbered(SAMPLES), 16))
+    return trainer
+
+
+def assert_like_one_process(module: Any, tmp_path: Path, epochs: int = EPOCHS) -> None:
+    """Compare with a single process: 32 steps of sums in another order, each of some 1e-7 of the weights' size."""
+    one = Paced()
+    train(Single(), one, tmp_path / "one", devices=1, epochs=epochs)
+    for a, b in zip(module.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    assert float((module.entries.detach() + epochs).abs().max()) < 1e-4  # each sample once an epoch
+
+
+@pytest.mark.parametrize("strategy", [DDP(), FSDP(), ParameterServer(), ParameterServer(servers=0)])
+def test_slow_ranks_get_less_and_the_weights_stay(strategy: Any, tmp_path: Path) -> None:
+    module = Paced(0.01, 0.01, 0.03)
+    logger = JSONLogger()
+    train(
+        strategy, module, tmp_path / "a", LoadBalancer(every_n_steps=2), logger=logger, log_every_n_steps=2,
+        gradient_clip_val=None,
+    )  # fmt: skip
+    assert [had[0] for had in module.by_rank] == [8, 8, 8]
+    fast, alike, slow = (had[-1] for had in module.by_rank)
+    assert (fast + alike, slow) == (21, 3)  # of 20.6 and 3.4
+    assert_like_one_process(module, tmp_path)
+    [log] = (tmp_path / "a").rglob("*.jsonl")
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    shares = [row["balance/share_2"] for row in rows if "balance/share_2" in row]
+    assert shares[-1] == 3 / 24
+    assert sum("balance/gain" in row for row in rows) < 16  # not in each step
+
+
+def test_a_rank_that_becomes_slow_gives_away_and_gets_back(tmp_path: Path) -> None:
+    module = Paced(0.01, 0.01, 0.05, until=20)
+    train(DDP(), module, tmp_path, LoadBalancer(every_n_steps=2), epochs=12)
+    sizes = list(zip(*module.by_rank, strict=True))
+    assert sizes[0] == (8, 8, 8)
+    assert sorted(sizes[17]) == [2, 11, 11]
+    assert sizes[-1] == (8, 8, 8)
+    assert_like_one_process(module, tmp_path, 12)
+
+
+def test_equal_ranks_stay_equal_and_ask_each_other_once_a_window(tmp_path: Path) -> None:
+    asked = Asked(every_n_steps=5)
+    module = Paced(0.01, 0.01)
+    train(DDP(), module, tmp_path, asked, devices=2)
+    assert {size for had in module.by_rank for size in had} == {12}
+    assert module.rows == [1 + (EPOCHS * 4 - 2) // 5]  # the first is of what fits in memory
+
+
+class Sleeps(Ledger):
+    """Sleeps on one rank before it computes, which others wait for in their forward; notes for how long they did."""
+
+    def __init__(self) -> None:
+        super().__init__(SAMPLES, BATCH)
+        self.waited: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.05 * self.global_rank)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        self.waited = self.trainer.world.gather_objects(self.trainer.strategy.waited_s)
+
+
+@pytest.mark.parametrize("strategy", [FSDP(), ParameterServer()])
+def test_waiting_for_others_is_no_work_of_one_s_own(strategy: Any, tmp_path: Path) -> None:
+    module = Sleeps()
+    train(strategy, module, tmp_path, devices=2, epochs=3)
+    first, second = module.waited
+    assert first > 12 * 0.04 > second
+
+
+class Asked(fx.Callback):
+    """A `LoadBalancer` whose collectives are counted."""
+
+    def __init__(self, **options: Any) -> None:
+        self.balancer = LoadBalancer(**options)
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.balancer.on_fit_start(trainer, module)
+        world = type(trainer.world)
+        gather, self.count = world.all_gather, 0
+
+        def counted(*arguments: Any) -> Any:
+            self.count += 1
+            return gather(*arguments)
+
+        world.all_gather = counted
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.balancer.on_train_epoch_start(trainer, module)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.balancer.on_train_batch_start(trainer, module, batch, batch_idx)
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        self.balancer.on_before_backward(trainer, module, loss)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.balancer.on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        module.rows.append(self.count)
+
+
+@pytest.mark.parametrize("strategy", [DDP(), FSDP()])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_shares_that_are_given_and_pieces_that_fit(strategy: Any, num_workers: int, tmp_path: Path) -> None:
+    module = Paced()
+    balancer = LoadBalancer(shares=[0.7, 0.3], max_batch_size=4)
+    train(
+        strategy, module, tmp_path / "a", balancer, devices=2, epochs=2, num_workers=num_workers,
+        accumulate_grad_batches=2, batch=6, val_check_interval=3, check_val_every_n_epoch=None,
+    )  # fmt: skip
+    first, second = module.by_rank
+    assert max(first) <= 4
+    assert sum(first) == 2 * 4 * 17
+    assert sum(second) == 2 * 4 * 7 if isinstance(strategy, DDP) else sum(second) > 2 * 4 * 7  # others' samples
+    assert_like_one_process(module, tmp_path, 2)
+
+
+def test_a_step_that_doesn_t_fit_into_memory_is_begun_again(tmp_path: Path) -> None:
+    module = Paced(0.01, 0.03, memory=14)
+    trainer = train(
+        DDP(), module, tmp_path / "a", LoadBalancer(every_n_steps=2), FaultRecovery(), devices=2,
+        enable_checkpointing=True,
+    )  # fmt: skip
+    [failure] = trainer.failures
+    assert "OutOfMemoryError" in failure
+    assert max(module.by_rank[0]) <= 14
+    assert sum(module.by_rank[0][-2:]) > 14  # in pieces
+    assert_like_one_process(module, tmp_path)
+
+
+@pytest.mark.parametrize("strategy", [DDP(), FSDP()])
+def test_ranks_that_die_take_no_sample_with_them(strategy: Any, tmp_path: Path) -> None:
+    faults = [kill(rank=1).during("backward", step=7), kill(rank=0).during("validation", step=16, attempt=1)]
+    module = Paced(0.01, 0.02, 0.03)
+    trainer = train(
+        strategy, module, tmp_path / "a", LoadBalancer(every_n_steps=2), FaultRecovery(), *faults,
+        num_workers=1, enable_checkpointing=True,
+    )  # fmt: skip
+    assert len(trainer.failures) == 2
+    assert module.by_rank[0][-1] > module.by_rank[2][-1]
+    assert_like_one_process(module, tmp_path)
+
+
+def test_a_run_goes_on_with_the_shares_that_it_had(tmp_path: Path) -> None:
+    first, second = Paced(0.01, 0.03), Paced(0.01, 0.03)
+    options: dict[str, Any] = {"devices": 2, "enable_checkpointing": True}
+    one = train(DDP(), first, tmp_path / "a", LoadBalancer(every_n_steps=2), epochs=3, **options)
+    saved = one.checkpoint_callback.best_model_path
+    torch.manual_seed(3)
+    trainer = fx.Trainer(
+        devices=2, strategy=DDP(), max_epochs=EPOCHS, default_root_dir=tmp_path / "b",
+        callbacks=[LoadBalancer(every_n_steps=2)], **{**QUIET, "enable_checkpointing": True},
+    )  # fmt: skip
+    loader: Any = DataLoader(Numbered(SAMPLES), BATCH // 2, shuffle=True)
+    trainer.fit(second, loader, DataLoader(Numbered(SAMPLES), 16), ckpt_path=saved)
+    assert first.by_rank[0][-1] == second.by_rank[0][0] == 18
+    assert_like_one_process(second, tmp_path)
+
+
+def test_where_each_goes_at_its_own_pace_there_is_nothing_to_balance(tmp_path: Path) -> None:
+    module = Paced(0.01, 0.03)
+    train(AsyncSGD(damp=False), module, tmp_path, LoadBalancer(every_n_steps=1), devices=2)
+    assert sum(sum(had) for had in module.by_rank) == EPOCHS * SAMPLES
