@@ -33,7 +33,7 @@ def evaluate(t: Trainer, phase: Phase, feeds: Sequence[Feed]) -> list[dict[str, 
     """
     word = _WORDS[phase]
     before, t.state.phase = t.state.phase, phase
-    logbook, t.logbook = t.logbook, Logbook(t.strategy, training=False)
+    logbook, t.logbook = t.logbook, Logbook(t.strategy, training=False, weigh=t.weigh)
     t.logbook.step = t.state.step
     t.attach_log(t.logbook)
     modes = _to_eval(t, word)

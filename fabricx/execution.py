@@ -56,6 +56,7 @@ class Overridden:
     """Which methods with a meaning of their own the module overrides, and what follows from it."""
 
     backward: bool = False
+    batch_weight: bool = False
     optimizer_step: bool = False
     optimizer_zero_grad: bool = False
     configure_gradient_clipping: bool = False
@@ -212,7 +213,7 @@ def _set_up_model(t: Trainer, job: Job) -> None:
     _compile(t)
     own: dict[str, Any] = {
         name: overrides(module, name, ModuleHooks)
-        for name in ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
+        for name in ("backward", "batch_weight", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
     }
     t.overridden = Overridden(**own, ckpt_path=as_path(job.ckpt_path) if job.ckpt_path else None)
     t.bring = _transfer(t)
@@ -228,7 +229,7 @@ def _set_up_model(t: Trainer, job: Job) -> None:
         t.slot = Slot(members.folder, members.worker)  # another device would have to be waited for in each step
     t.strategy.setup(module, several_backwards=not module.automatic_optimization)
     wrap_steps(t)
-    t.logbook = t.train_logbook = Logbook(t.strategy, training=True)
+    t.logbook = t.train_logbook = Logbook(t.strategy, training=True, weigh=t.weigh)
     t.attach_log(t.logbook)
     t.training_step = t.strategy.wrap_step(t.training_step)
     t.optimizers, t.lr_schedulers = parse_optimizers(module.configure_optimizers())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,9 +21,14 @@ class Logbook:
     Args:
         strategy: whose `reduce` joins.
         training: whether `on_step` is the default.
+        weigh: gives the weight of a batch, where that isn't its number of samples.
     """
 
-    def __init__(self, strategy: Strategy, *, training: bool) -> None:
+    def __init__(
+        self, strategy: Strategy, *, training: bool, weigh: Callable[[Any], float] | None = None
+    ) -> None:  # fmt: skip
+        self._weigh = weigh
+        self._weight: float | None = None  # of the batch, once known
         world = strategy.world
         self.metrics = Metrics(strategy.reduce, world.gather_objects, world.size, world.device)
         self.device = world.device
@@ -40,6 +45,7 @@ class Logbook:
     def begin_batch(self, batch: Any, size: int | None, step: int) -> None:
         """Say which batch the values to come are of."""
         self.batch, self.size, self.step, self.in_step = batch, size, step, True
+        self._weight = None
         self.batches += 1
 
     def end_batch(self) -> None:
@@ -63,11 +69,27 @@ class Logbook:
                 self.metrics.objects[name] = (value, series)
                 return
             value = as_value(value, name, self.device)
-        if batch_size is None:
-            batch_size = self.size
-            if batch_size is None:
-                batch_size = self.size = batch_size_of(self.batch) if self.in_step else 1
-        series.add(value, batch_size if self.in_step else 1, self.step)
+        if not self.in_step:
+            weight: float = 1
+        elif batch_size is not None:
+            weight = batch_size
+        elif self._weigh is not None:
+            weight = self.weight
+            if not weight:  # then it is the mean of nothing
+                value = 0.0
+        else:
+            if self.size is None:
+                self.size = batch_size_of(self.batch)
+            weight = self.size
+        series.add(value, weight, self.step)
+
+    @property
+    def weight(self) -> float:
+        """Return the weight of the batch, where the module says it."""
+        if self._weight is None:
+            assert self._weigh is not None
+            self._weight = self._weigh(self.batch)
+        return self._weight
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:

@@ -283,7 +283,9 @@ def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
         return None
     if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
         loss = _checked_loss(loss)
-    factor = micro.factor * t.strategy.gradient_factor
+    if t.overridden.batch_weight and not t.window.weigh(t, micro):
+        return _left_out(t, micro, batch, outputs)
+    factor = (micro.factor if t.window.factor is None else t.window.factor) * t.strategy.gradient_factor
     scaled = t.precision_plugin.scale(loss if factor == 1.0 else loss * factor)
     for hook in t.hooks.on_before_backward:
         hook(loss)
@@ -293,6 +295,15 @@ def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
     for hook in t.hooks.on_after_backward:
         hook()
     t.window.took_part(loss)
+    return outputs
+
+
+def _left_out(t: Trainer, micro: Microbatch, batch: Any, outputs: Any) -> Any:
+    """Go on with a batch whose loss is the mean of nothing."""
+    t.window.taken += 1
+    if micro.closes or t.strategy.traits.sharded:
+        with t.logbook.muted():
+            t.strategy.backward_nothing(batch, micro.index)
     return outputs
 
 
@@ -337,7 +348,7 @@ def _update_with_closure(t: Trainer, micro: Microbatch, batch: Any, optimizer: t
         optimizer.zero_grad()
         outputs = t.training_step(batch, micro.index)
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
-        t.backward(loss * (micro.factor * t.strategy.gradient_factor))
+        t.backward(loss * ((t.window.again or micro.factor) * t.strategy.gradient_factor))
         return loss.detach()
 
     with torch.enable_grad():
@@ -378,13 +389,25 @@ class Window:
         self.loss: Tensor | None = None
         self.outputs: Any = None  # of the newest batch, for those that are told of it last
         self.batch: Any = None
+        self.factor: float | None = None  # of the newest batch, where the module says what it weighs
+        self.again: float | None = None  # the same, once the weight of all is known
+        self._weight = self._share = 0.0  # of this rank's batches, and which part of the global batch they are
         self._absences: list[tuple[str, str]] = []
         self._together = True  # have all ranks come as far as this one?
 
     def begin(self, planned: int) -> None:
         """Open a window of so many microbatches."""
         self.planned, self.taken, self.over = planned, 0, False
+        self._weight = self._share = 0.0
         self._absences.clear()
+
+    def weigh(self, t: Trainer, micro: Microbatch) -> float:
+        """Let the newest batch count by its weight; returns that. The sum over all ranks is known in the end only."""
+        weight = t.logbook.weight
+        self._weight += weight
+        self._share += micro.factor
+        self.factor = weight / _usual(t)
+        return weight
 
     def took_part(self, loss: Tensor | None = None) -> None:
         """Count a microbatch that gave a gradient."""
@@ -428,6 +451,8 @@ class Window:
             self._settle(t, key, why)
         if self.taken == 0:
             return False
+        if t.overridden.batch_weight and t.module.automatic_optimization:
+            return self._divide_by_weight(t)
         if self.taken != self.planned:  # fewer batches than the loss was divided by
             if t.strategy.parts:
                 raise ValueError(
@@ -436,6 +461,19 @@ class Window:
                 )
             _scale_gradients(t, self.planned / self.taken)
         return True
+
+    def _divide_by_weight(self, t: Trainer) -> bool:
+        """Turn the gradient into a mean; returns whether it is one of anything."""
+        total, share = torch.tensor([self._weight], device=t.world.device), 1.0
+        if t.strategy.traits.synchronous:
+            t.world.all_reduce(total)
+        else:  # each rank's gradient is its own
+            share = self._share
+        weight = float(total)
+        if weight:
+            self.again = (self.factor or 0.0) * _usual(t) * share / weight
+            _scale_gradients(t, _usual(t) * share / weight)
+        return weight > 0.0 or not t.strategy.traits.synchronous
 
     def _settle(self, t: Trainer, key: str, why: str) -> None:
         store, size = t.world.store, t.world.size
@@ -454,6 +492,11 @@ class Window:
             )
         else:
             self.taken += 1  # others had a batch
+
+
+def _usual(t: Trainer) -> int:
+    """Return by what sums of gradients are divided until the weight of all is known, so that they don't overflow."""
+    return max(1, t.train_feed.global_batch * t.accumulate_grad_batches)
 
 
 def _scale_gradients(t: Trainer, factor: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
@@ -267,3 +268,15 @@ def check_reduction(name: str, reduce_fx: Any) -> Reduction:
     if word not in REDUCTIONS:
         raise ValueError(f"self.log({name!r}, ..., reduce_fx={reduce_fx!r}): known are {', '.join(REDUCTIONS)}")
     return word  # type: ignore[return-value]
+
+
+def batch_weight(module: Module, batch: Any) -> float:
+    """Return what a module says of a batch.
+
+    Raises:
+        ValueError: that is no weight.
+    """
+    weight = float(module.batch_weight(batch))
+    if not 0.0 <= weight < math.inf:
+        raise ValueError(f"{type(module).__name__}.batch_weight returned {weight:g}: a number of terms, 0 or more")
+    return weight

@@ -45,6 +45,21 @@ class ModuleHooks:
 
     # -- how a weight update is done ----------------------------------------------------------------------------
 
+    def batch_weight(self, batch: Any) -> float:
+        """Return of how many terms the loss of a batch is the mean, where that aren't samples: tokens, say.
+
+        The gradient is then the mean over the terms of the whole global batch, whichever rank had how many, and so are
+        logged means; that takes one number to be summed over the ranks each step. With 0, the batch is left out.
+
+        >>> import torch
+        >>> class Tokens(Module):
+        ...     def batch_weight(self, batch):
+        ...         return (batch != -100).sum()  # what `ignore_index` leaves
+        >>> int(Tokens().batch_weight(torch.tensor([[4, 2, -100], [7, -100, -100]])))
+        3
+        """
+        raise NotImplementedError
+
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients."""
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from fabricx.hooks import Hooks
 from fabricx.logbook import Logbook
 from fabricx.logger import Logger, Silent
 from fabricx.loop import Window, call
-from fabricx.module import Module
+from fabricx.module import Module, batch_weight
 from fabricx.optimization import OptimizerHandle, Schedule
 from fabricx.parts import choose_callbacks, choose_loggers, choose_strategy, several_ranks
 from fabricx.precision import Precision, check_precision
@@ -549,6 +550,11 @@ class Trainer:
         """Bring a batch to the device, with the transfer hooks."""
         pulse.advance()
         return batch if self.bring is None else self.bring(batch, loader)
+
+    @property
+    def weigh(self) -> Callable[[Any], float] | None:
+        """Return what gives a batch's weight; None where that is its number of samples."""
+        return functools.partial(batch_weight, self.module) if self.overridden.batch_weight else None
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients, through the module's own `backward` if it has one."""

@@ -58,7 +58,10 @@ def train(
         devices=devices, strategy=strategy, max_epochs=epochs, default_root_dir=tmp_path, callbacks=list(callbacks),
         **{**QUIET, **options},
     )  # fmt: skip
-    loader: Any = DataLoader(Numbered(SAMPLES), batch or BATCH // devices, shuffle=True, num_workers=num_workers)
+    loader: Any = DataLoader(
+        Numbered(SAMPLES), batch or BATCH // devices, shuffle=True, num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+    )  # fmt: skip
     trainer.fit(module, loader, DataLoader(Numbered(SAMPLES), 16))
     return trainer
 
@@ -196,15 +199,15 @@ def test_a_step_that_doesn_t_fit_into_memory_is_begun_again(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("strategy", [DDP(), FSDP()])
 def test_ranks_that_die_take_no_sample_with_them(strategy: Any, tmp_path: Path) -> None:
-    faults = [kill(rank=1).during("backward", step=7), kill(rank=0).during("validation", step=16, attempt=1)]
+    faults = [kill(rank=1).during("backward", step=3), kill(rank=0).during("validation", step=8, attempt=1)]
     module = Paced(0.01, 0.02, 0.03)
     trainer = train(
         strategy, module, tmp_path / "a", LoadBalancer(every_n_steps=2), FaultRecovery(), *faults,
-        num_workers=1, enable_checkpointing=True,
+        num_workers=1, enable_checkpointing=True, epochs=6,
     )  # fmt: skip
     assert len(trainer.failures) == 2
     assert module.by_rank[0][-1] > module.by_rank[2][-1]
-    assert_like_one_process(module, tmp_path)
+    assert_like_one_process(module, tmp_path, 6)
 
 
 def test_a_run_goes_on_with_the_shares_that_it_had(tmp_path: Path) -> None:

@@ -1,0 +1,111 @@
+"""A loss that is the mean over tokens: the gradient is the mean over those of the global batch, whoever had them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fabricx as fx
+from fabricx.callbacks import LoadBalancer
+from fabricx.strategies import DDP, FSDP, AsyncSGD, ParameterServer, Single
+from fabricx.testing import QUIET
+
+IGNORED, SAMPLES, WORDS = -100, 44, 7
+
+
+class Tokens(fx.Module):
+    """Guesses each word from itself; most of what it reads is to be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+
+    def loss(self, batch: Any) -> Tensor:
+        words, wanted = batch
+        return nn.functional.cross_entropy(self.head(self.embedding(words)).flatten(0, 1), wanted.flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+    def batch_weight(self, batch: Any) -> Any:
+        return (batch[1] != IGNORED).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def data() -> TensorDataset:
+    random = torch.Generator().manual_seed(4)
+    words = torch.randint(WORDS, (SAMPLES, 5), generator=random)
+    left_out = torch.rand(SAMPLES, 5, generator=random) < torch.linspace(0, 1, SAMPLES).unsqueeze(1)
+    left_out[10:24] = True  # samples of nothing: some ranks' batches, and a whole global batch
+    return TensorDataset(words, (words * 3 % WORDS).masked_fill(left_out, IGNORED))
+
+
+def train(strategy: Any, tmp_path: Path, *callbacks: Any, devices: int = 2, **options: Any) -> tuple[Any, fx.Trainer]:
+    trainer = fx.Trainer(
+        devices=devices, strategy=strategy, max_epochs=4, default_root_dir=tmp_path, callbacks=list(callbacks),
+        gradient_clip_val=0.5, **{**QUIET, **options},
+    )  # fmt: skip
+    module = Tokens()
+    trainer.fit(module, DataLoader(data(), 6 // devices), DataLoader(data(), 6 // devices))
+    return module, trainer
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [(DDP(), 2), (DDP(), 3), (FSDP(), 2), (ParameterServer(), 2), (ParameterServer(optimizer="server"), 3)],
+)
+def test_the_split_changes_nothing(strategy: Any, devices: int, accumulate: int, tmp_path: Path) -> None:
+    wanted, one = train(Single(), tmp_path / "a", devices=1, accumulate_grad_batches=accumulate)
+    shares = LoadBalancer(shares=[0.5, 0.2, 0.3] if devices == 3 else [0.7, 0.3])
+    found, several = train(strategy, tmp_path / "b", shares, devices=devices, accumulate_grad_batches=accumulate)
+    assert several.global_step == one.global_step
+    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)  # AdamW divides by gradients that are roundings
+    for name in ("loss", "val"):
+        torch.testing.assert_close(several.callback_metrics[name], one.callback_metrics[name], atol=1e-5, rtol=1e-4)
+
+
+def test_one_process_computes_what_torch_does(tmp_path: Path) -> None:
+    found, _ = train(Single(), tmp_path, devices=1, accumulate_grad_batches=2)
+    wanted = Tokens()
+    optimizer = wanted.configure_optimizers()
+    batches = list(DataLoader(data(), 12))
+    for words, targets in batches * 4:
+        if not (targets != IGNORED).any():
+            continue
+        optimizer.zero_grad()
+        wanted.loss((words, targets)).backward()
+        nn.utils.clip_grad_norm_(wanted.parameters(), 0.5)
+        optimizer.step()
+    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_workers_at_their_own_pace_weigh_their_own(tmp_path: Path) -> None:
+    module, trainer = train(AsyncSGD(), tmp_path)
+    assert trainer.current_epoch == 4
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+def test_a_weight_that_is_none_is_said(tmp_path: Path) -> None:
+    class Negative(Tokens):
+        def batch_weight(self, batch: Any) -> Any:
+            return -1.0
+
+    trainer = fx.Trainer(max_epochs=1, devices=1, default_root_dir=tmp_path, **QUIET)
+    with pytest.raises(ValueError, match=r"Negative.batch_weight returned -1"):
+        trainer.fit(Negative(), DataLoader(data(), 6))
