@@ -220,6 +220,13 @@ class LoadBalancer(Callback):
         found = [speed, spread, statistics.median(self._steps)]
         return torch.tensor(found, dtype=torch.float32, device=trainer.world.device)
 
+    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        law = self._law
+        if law is not None and law.gained > 1.0 and trainer.is_global_zero:
+            text = f"balanced shares {law.shares} have made steps {law.gained:.2f} times shorter"
+            trainer.scribe.event("rebalance", text, trainer.global_step)
+            trainer.print(text)
+
     # -- memory, and what outlives a process ------------------------------------------------------------------------
 
     def repeats_after(self, trainer: Trainer, error: Exception) -> bool:

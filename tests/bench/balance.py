@@ -1,12 +1,14 @@
 """Ranks of unequal speed: ddp with equal shares, with `LoadBalancer`, and what the sum of all speeds would give.
 
 Ranks are slowed by a sleep for each sample, so that they don't contend for the cores, and once by real computing on a
-core of their own each. A rank's speed is what it trains alone, of the batches that it has with equal shares.
+core of their own each. A rank's speed is what it trains alone, of the batches that it has with equal shares; where
+ranks compute, what it computes while the others do, too (two cores may be halves of one).
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import statistics
 import time
@@ -45,16 +47,18 @@ class Paced(fx.Module):
 
     def on_fit_start(self) -> None:
         if self.computes:
-            cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {cores[self.global_rank % len(cores)]})
+            self.cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {self.cores[self.global_rank % len(self.cores)]})
             torch.set_num_threads(1)
+
+    def on_fit_end(self) -> None:
+        if self.computes:
+            os.sched_setaffinity(0, self.cores)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         speeds = self.speeds if self.trainer.global_step < STEPS // 2 else self.later
         if self.computes:
-            square = torch.randn(96, 96)
-            for _ in range(int(len(batch[0]) * 16 / speeds[self.global_rank])):
-                square = (square @ square).clamp_(-1, 1)
+            compute(len(batch[0]) / speeds[self.global_rank])
         else:
             time.sleep(len(batch[0]) * SAMPLE_S / speeds[self.global_rank])
         return nn.functional.mse_loss(self.net(batch[0]), batch[1])
@@ -79,10 +83,37 @@ def run(module: Paced, ranks: int, *callbacks: Any, batch: int = BATCH, steps: i
     return statistics.median(times[-steps // 4 :]) * 1e3
 
 
+def compute(samples: float) -> None:
+    """Take as long as so many samples of the fastest rank do."""
+    square = torch.randn(96, 96)
+    for _ in range(int(samples * 48)):
+        square = (square @ square).clamp_(-1, 1)
+
+
+def samples_per_ms(rank: int, speed: float, results: Any) -> None:
+    """Compute on a core for three seconds, and count."""
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    torch.set_num_threads(1)
+    begun, samples = time.perf_counter(), 0
+    while (passed := time.perf_counter() - begun) < 3.0:
+        compute(8 / speed)
+        samples += 8
+    results.put(samples / passed / 1e3)
+
+
 def sum_of_speeds(speeds: Speeds, *, computes: bool) -> float:
-    """Return the samples that all ranks train in a millisecond, each measured alone."""
+    """Return the samples that all ranks train in a millisecond."""
+    if computes:
+        context = multiprocessing.get_context("spawn")
+        results = context.Queue()
+        both = [context.Process(target=samples_per_ms, args=(n, speed, results)) for n, speed in enumerate(speeds)]
+        for process in both:
+            process.start()
+        for process in both:
+            process.join()
+        return sum(results.get() for _ in both)
     mine = BATCH // len(speeds)
-    alone = {speed: run(Paced([speed], computes=computes), 1, batch=mine, steps=40) for speed in set(speeds)}
+    alone = {speed: run(Paced([speed]), 1, batch=mine, steps=40) for speed in set(speeds)}
     return sum(mine / alone[speed] for speed in speeds)
 
 

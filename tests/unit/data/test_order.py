@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fabricx.data.order import Cut, epoch_order
+from fabricx.data.order import Balance, Cut, epoch_order
 
 
 @pytest.mark.parametrize("items", [0, 1, 2, 5, 16, 29, 100])
@@ -64,3 +64,49 @@ def test_an_epochs_order_is_a_permutation_that_only_seed_and_epoch_decide() -> N
     assert sorted(first.tolist()) == list(range(100))
     assert not torch.equal(first, epoch_order(100, seed=1, epoch=1))
     assert not torch.equal(first, epoch_order(100, seed=2, epoch=0))
+
+
+@pytest.mark.parametrize("items", [40, 43])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("most", [None, (4, 8, 3)])
+def test_unequal_shares_are_of_the_same_global_batches(
+    items: int, accumulate: int, most: tuple[int, ...] | None
+) -> None:
+    balance = Balance()
+    balance.change(0, 12, (5.0, 2.0, 1.0), most=most)
+    ranks = [list(Cut(items, 4, rank, 3, accumulate, balance=balance).shares()) for rank in range(3)]
+    equal = list(Cut(items, 4, 0, 3, accumulate).shares())
+    windows = {(share.window_begin, share.window_end) for share in equal}
+    assert {(share.window_begin, share.window_end) for shares in ranks for share in shares} == windows
+    assert sorted(place for shares in ranks for s in shares for place in range(s.begin, s.end)) == list(range(items))
+    for shares in ranks:  # all ranks have the same microbatches, and count them as if shares were equal
+        assert [(s.window_begin, s.opens, s.closes, s.last, s.part) for s in shares] == [
+            (s.window_begin, s.opens, s.closes, s.last, s.part) for s in ranks[0]
+        ]
+        assert sum(not share.part for share in shares) == len(equal)
+        assert most is None or all(s.end - s.begin <= most[ranks.index(shares)] for s in shares if s.window_begin >= 12)
+
+
+def test_a_rank_with_fewer_microbatches_has_its_own_at_the_end() -> None:
+    balance = Balance()
+    balance.change(0, 0, (3.0, 1.0), most=(4, 4))
+    sizes = [[s.end - s.begin for s in Cut(16, 8, rank, 2, balance=balance).shares()] for rank in (0, 1)]
+    assert sizes == [[4, 4, 4], [0, 0, 4]]
+
+
+def test_what_is_left_over_goes_to_each_rank_in_turn() -> None:
+    balance = Balance()
+    balance.change(0, 0, (1.0, 1.0, 1.0), turns=True)
+    by_rank = [list(Cut(40, 5, rank, 3, began_with=2, balance=balance).shares()) for rank in range(3)]
+    sizes = [[share.end - share.begin for share in shares] for shares in by_rank]
+    assert sizes == [[4, 3, 3, 4], [3, 4, 3, 3], [3, 3, 4, 3]]
+
+
+def test_shares_hold_from_a_place_on_and_for_as_many_ranks() -> None:
+    balance = Balance()
+    balance.change(0, 24, (1.0, 3.0))
+    balance.change(1, 8, (3.0, 1.0))
+    assert balance.at(0, 23, 2) is None
+    found = [balance.at(*place, 2) for place in ((0, 24), (0, 1000), (1, 0), (1, 8), (7, 0))]
+    assert [shares.weights for shares in found if shares] == [(1.0, 3.0)] * 3 + [(3.0, 1.0)] * 2
+    assert balance.at(1, 8, 3) is None
