@@ -14,6 +14,7 @@ from torch.autograd import Variable
 
 from fabricx.callback import Callback
 from fabricx.callbacks.balance import Law, Seen, share_batch
+from fabricx.comm.agree import Agreement
 from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from fabricx.trainer import Trainer
 
 _WARM_UP = 2  # steps that say nothing of a speed
+_SLOWER = 1.5  # times as long as before, two steps in a row: then all decide at once
 _clock = time.perf_counter
 
 
@@ -29,10 +31,11 @@ class LoadBalancer(Callback):
     """Give each rank as many samples of a global batch as it has speed, so that all have done at the same time.
 
     Global batches stay what they are, and so does the gradient: the mean over all samples, whoever computes which. A
-    rank's speed is that of its own work, without waiting; it is looked at every so many steps, at the cost of one small
-    collective. A change that doesn't make steps shorter is taken back. Strategies in which each rank goes at its own
-    pace (`async_sgd`, or `parameter_server` with `mode="async"`, `mode="bounded"` or `backup_workers`) need none of
-    this: there a rank takes the next batch of the one order when it has done the last, and the callback does nothing.
+    rank's speed is that of its own work, without waiting; all look at each other's every so many steps, at the cost of
+    one small collective, and at once when a rank becomes much slower. A change that doesn't make steps shorter is taken
+    back. Strategies in which each rank goes at its own pace (`async_sgd`, or `parameter_server` with `mode="async"`,
+    `mode="bounded"` or `backup_workers`) need none of this: there a rank takes the next batch of the one order when it
+    has done the last, and the callback does nothing.
 
     Batch normalisation sees a rank's own samples, so that its statistics depend on who gets how many; SyncBatchNorm is
     exact. `batch_idx` comes again for each of the pieces in which a large share is computed.
@@ -79,6 +82,8 @@ class LoadBalancer(Callback):
         self._most: tuple[int, ...] | None = None  # samples at once, by rank
         self._fits = 0  # samples at once on this rank, since it has run out of memory
         self._step, self._logged = -1, 0
+        self._alarm: Agreement | None = None  # to decide at once
+        self._alarms = self._slow = 0  # how many there were, and how many steps in a row were slow
         self._forget(0)
 
     # -- before training --------------------------------------------------------------------------------------------
@@ -129,6 +134,15 @@ class LoadBalancer(Callback):
         weights = self._law.shares if self._law is not None else self._fixed(trainer.world.size)
         self._apply(trainer, weights, 0)
         self._forget(_WARM_UP)
+        self._alarms = 0  # who comes counts from here
+        self._listen(trainer if measures else None)
+
+    def _listen(self, trainer: Trainer | None) -> None:
+        """Hear of ranks that become slower from now on, and not of what was before; None to end that."""
+        if self._alarm is not None:
+            self._alarm.close()
+        self._alarms += 1
+        self._alarm = None if trainer is None else Agreement(trainer.world, f"balance/{self._alarms}")
 
     def _law_of(self, trainer: Trainer, resumed: Sequence[int] = ()) -> Law:
         samples, ranks = _samples(trainer), trainer.world.size
@@ -186,8 +200,19 @@ class LoadBalancer(Callback):
         self._ended = now
         if samples and own:
             self._speeds.append(samples / max(1e-9, sum(_seconds(*span) for span in own)))
-        if len(self._steps) == self.every_n_steps:
+            self._look_whether_slower(law, trainer.global_rank)
+        at_once = self._alarm is not None and self._alarm.at_boundary(self._step)
+        if at_once or len(self._steps) == self.every_n_steps:
             self._decide(trainer, law)
+        if at_once:
+            self._listen(trainer)
+
+    def _look_whether_slower(self, law: Law, rank: int) -> None:
+        slower = bool(law.speeds) and self._speeds[-1] * _SLOWER < law.speeds[rank]
+        self._slow = self._slow + 1 if slower else 0
+        if self._slow == 2 and self._alarm is not None:
+            self._speeds = self._speeds[-2:]
+            self._alarm.request("slower")
 
     def _decide(self, trainer: Trainer, law: Law) -> None:
         """Look at what all ranks have measured; all of them come to the same decision."""
@@ -220,7 +245,13 @@ class LoadBalancer(Callback):
         found = [speed, spread, statistics.median(self._steps)]
         return torch.tensor(found, dtype=torch.float32, device=trainer.world.device)
 
+    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+        self._listen(None)
+
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        if self._alarm is not None:
+            trainer.world.barrier()  # another rank may still wait to hear where this one is
+        self._listen(None)
         law = self._law
         if law is not None and law.gained > 1.0 and trainer.is_global_zero:
             text = f"balanced shares {law.shares} have made steps {law.gained:.2f} times shorter"

@@ -17,7 +17,7 @@ from torch import nn
 
 from fabricx import evaluation, loop, provenance
 from fabricx.checkpoint.places import as_path
-from fabricx.comm.agree import StopAgreement
+from fabricx.comm.agree import Agreement
 from fabricx.comm.generations import membership
 from fabricx.comm.slots import Slot
 from fabricx.comm.world import World
@@ -132,7 +132,7 @@ def _set_up(t: Trainer, job: Job, world: World) -> None:
         t.datamodule.trainer = t
     _module_callbacks(t)
     t.hooks = Hooks(t, t.module, t.callbacks)
-    t.agreement = StopAgreement(t.world)
+    t.agreement = Agreement(t.world)
     if t.stop_wanted and job.stage == "fit":
         t.stop_wanted = t.stopped = False
     _open_loggers(t, job)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fabricx.checkpoint import tree
 from fabricx.comm import slots
-from fabricx.comm.agree import StopAgreement
+from fabricx.comm.agree import Agreement
 from fabricx.comm.generations import Generation, membership
 from fabricx.comm.world import World
 from fabricx.copying import go_back
@@ -264,7 +264,7 @@ def _go_on(t: Trainer, generation: Generation) -> None:
     world = t.world
     t.train_logbook.metrics.world_changed(world.gather_objects, world.size)
     reason = None if t.agreement is None else t.agreement.reason
-    t.agreement = StopAgreement(world)
+    t.agreement = Agreement(world)
     if reason is not None:
         t.agreement.request(reason)
     t.failures = list(generation.failures)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from fabricx.checkpoint import Writer
-    from fabricx.comm.agree import StopAgreement
+    from fabricx.comm.agree import Agreement
     from fabricx.copying import Copier
     from fabricx.execution import Overridden
 
@@ -244,7 +244,7 @@ class Trainer:
         self.training_step: Callable[..., Any] = None  # type: ignore[assignment]
         self.steps: dict[str, Callable[..., Any]] = {}
         self.window = Window()
-        self.agreement: StopAgreement | None = None
+        self.agreement: Agreement | None = None
         self.writer: Writer | None = None  # of checkpoints
         self.precision_plugin = Precision()
         self.closures = False

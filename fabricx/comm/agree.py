@@ -1,4 +1,4 @@
-"""Ranks agree to stop at the same boundary, without a collective on the steps before."""
+"""Ranks agree to do something at the same boundary, such as to stop, without a collective on the steps before."""
 
 from __future__ import annotations
 
@@ -9,43 +9,47 @@ from typing import final
 from fabricx.comm.generations import membership
 from fabricx.comm.world import World
 
-POLL_S = 0.05  # how often a rank looks whether somebody wants to stop
+POLL_S = 0.05  # how often a rank looks whether somebody asks
 ANSWER_S = 0.005  # how often it tells where it is, once somebody does
 EVERYBODY = "stop/requested"  # set by the supervisor: not of one run, of all
 
 
 @final
-class StopAgreement:
-    """Asks all ranks to stop, and finds the boundary at which all of them can.
+class Agreement:
+    """Asks all ranks to do something, and finds the boundary at which all of them can.
 
-    Ranks pass the same boundaries in the same order, though not at the same moment. One that has been asked to stop
-    says at each boundary that it wants to, and waits there until all ranks want to at that very one (then all stop), or
-    one of them turns out to have passed it (then it goes on to the next one, at which that rank will want to as well).
+    Ranks pass the same boundaries in the same order, though not at the same moment. One that has been asked says
+    at each boundary that it wants to, and waits there until all ranks want to at that very one (then all do), or one of
+    them turns out to have passed it (then it goes on to the next one, at which that rank will want to as well).
     Ranks that are all asked at the same boundary stop exactly there. A thread of each rank looks for requests and says
     which boundary its rank has passed; as long as nobody asks, a boundary costs two attribute accesses.
+
+    Args:
+        world: all ranks.
+        name: of what is agreed upon; "stop" is asked for by the supervisor, too.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, name: str = "stop") -> None:
         self.reason: str | None = None
-        self._world = world
+        self._world, self._name = world, name
         self._passed = 0
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
         if world.size > 1:
             assert world.store is not None
             self._store = world.store
-            self._watcher = threading.Thread(target=self._watch, name="fabricx-stop-agreement", daemon=True)
+            self._watcher = threading.Thread(target=self._watch, name=f"fabricx-{name}", daemon=True)
             self._watcher.start()
 
     def request(self, reason: str) -> None:
-        """Ask all ranks to stop; from any thread, also from a signal handler."""
+        """Ask all ranks; from any thread, also from a signal handler."""
         if self.reason is None:
             self.reason = reason
         if self._watcher is not None:
             self._store.set(self._key("requested"), reason)
 
     def at_boundary(self, index: int) -> bool:
-        """Return whether all ranks stop here; `index` grows by one from boundary to boundary."""
+        """Return whether all ranks do it here; `index` grows by one from boundary to boundary."""
         if self.reason is None:
             self._passed = index
             return False
@@ -69,15 +73,16 @@ class StopAgreement:
             self._watcher = None
 
     def _key(self, name: str) -> str:
-        return self._world.key(f"stop/{self._world.generation}/{name}")
+        return self._world.key(f"{self._name}/{self._world.generation}/{name}")
 
     def _watch(self) -> None:
         store = self._world.for_threads()  # a blocked main thread doesn't hold it up
         told = -1
+        keys = [self._key("requested"), *([EVERYBODY] if self._name == "stop" else [])]
         try:
             while not self._closed.wait(POLL_S if self.reason is None else ANSWER_S):
                 if self.reason is None:
-                    found = [key for key in (EVERYBODY, self._key("requested")) if store.check([key])]
+                    found = [key for key in keys if store.check([key])]
                     self.reason = store.get(found[0]).decode() if found else None
                 elif self._passed != told:
                     told = self._passed

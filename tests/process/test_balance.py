@@ -25,9 +25,9 @@ SAMPLES, BATCH, EPOCHS = 96, 24, 8  # 4 steps an epoch
 class Paced(Ledger):
     """Takes, by a clock of its own, so much time for a sample as its rank is slow; notes which samples it had."""
 
-    def __init__(self, *seconds: float, until: int = 10**9, memory: int = 10**9) -> None:
+    def __init__(self, *seconds: float, since: int = 0, until: int = 10**9, memory: int = 10**9) -> None:
         super().__init__(SAMPLES, BATCH)
-        self.seconds, self.until, self.memory = seconds, until, memory
+        self.seconds, self.since, self.until, self.memory = seconds, since, until, memory
         self.now, self.had = 0.0, list[int]()
         self.by_rank: list[list[int]] = []
         self.rows: list[Any] = []
@@ -40,7 +40,7 @@ class Paced(Ledger):
         size, rank = len(batch[0]), self.global_rank
         if size > self.memory and rank == 0:
             raise torch.OutOfMemoryError("no room for so many")
-        slow = rank < len(self.seconds) and self.trainer.global_step < self.until
+        slow = rank < len(self.seconds) and self.since <= self.trainer.global_step < self.until
         self.now += size * (self.seconds[rank] if slow else 0.01)
         self.had.append(size)
         return super().training_step(batch, batch_idx)
@@ -110,6 +110,14 @@ def test_equal_ranks_stay_equal_and_ask_each_other_once_a_window(tmp_path: Path)
     train(DDP(), module, tmp_path, asked, devices=2)
     assert {size for had in module.by_rank for size in had} == {12}
     assert module.rows == [1 + (EPOCHS * 4 - 2) // 5]  # the first is of what fits in memory
+
+
+def test_a_rank_that_becomes_much_slower_isn_t_waited_for_until_the_window_ends(tmp_path: Path) -> None:
+    module = Paced(0.01, 0.01, 0.05, since=30)
+    train(DDP(), module, tmp_path, LoadBalancer(every_n_steps=20), epochs=12)
+    sizes = list(zip(*module.by_rank, strict=True))
+    assert set(sizes[:31]) == {(8, 8, 8)}  # the window that began at 22 would end at 42
+    assert sizes[34] == (10, 10, 4)
 
 
 class Sleeps(Ledger):

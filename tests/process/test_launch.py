@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fabricx.comm.agree import StopAgreement
+from fabricx.comm.agree import Agreement
 from fabricx.comm.world import World, current
 from fabricx.errors import NotPicklable, WorkerFailed
 from fabricx.launch.supervisor import run_workers
@@ -41,7 +41,7 @@ def test_each_rank_answers_and_all_hear_each_other() -> None:
 def stop(asking: list[int], at: int) -> int:
     world = current()
     assert world is not None
-    agreement = StopAgreement(world)
+    agreement = Agreement(world)
     try:
         for boundary in range(1, 10_000):
             world.all_reduce(torch.zeros(1))  # ranks go in step, as training does
