@@ -99,15 +99,11 @@ class Law:
     Args:
         samples: of a global batch.
         shares: of each rank, now.
-
-    Attributes:
-        gained: by which factor steps have become shorter, from the first shares to those of now.
     """
 
     samples: int
     shares: list[int]
     speeds: list[float] = field(default_factory=list)
-    gained: float = 1.0
     _known: int = 0  # windows since the speeds were known, or have changed
     _before: tuple[list[int], float] | None = None  # shares and seconds of a step, before the change that is tried
     _pause: int = 1  # windows, when a change is taken back
@@ -126,7 +122,6 @@ class Law:
                 self.shares = shares
                 return shares
             self._pause = 1
-            self.gained *= before / step_s
         self._known += 1
         if self._waits:
             self._waits -= 1
@@ -136,6 +131,12 @@ class Law:
             return None
         self._before, self.shares = (self.shares, step_s), wanted
         return wanted
+
+    @property
+    def gain(self) -> float:
+        """Return how many times as long the slowest rank would compute with equal shares, at its speed of now."""
+        equal = [self.samples / len(self.shares)] * len(self.shares)
+        return self._seconds(equal) / self._seconds(self.shares) if self.speeds else 1.0
 
     def _smooth(self, seen: Sequence[Seen]) -> bool:
         """Take new speeds into the mean; returns whether one of them is another than it was, beyond its noise."""
@@ -163,5 +164,5 @@ class Law:
         most = [share + step for share, step in zip(self.shares, steps, strict=True)]
         return share_batch(self.speeds, self.samples, least, most)
 
-    def _seconds(self, shares: Sequence[int]) -> float:
+    def _seconds(self, shares: Sequence[float]) -> float:
         return max(share / speed for share, speed in zip(shares, self.speeds, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
@@ -111,6 +112,7 @@ class LoadBalancer(Callback):
             raise ValueError(f"LoadBalancer: {len(self.shares)} shares for {ranks} ranks")
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+        self._generation = -1
         self.check(trainer, module, trainer.train_feed.global_batch)
         own = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
         if trainer.is_global_zero and any(not isinstance(part, nn.SyncBatchNorm) for part in own):
@@ -168,6 +170,7 @@ class LoadBalancer(Callback):
         self._begun: Any = None
         self._own: list[tuple[Any, Any]] = []  # of the microbatches of this step: when they began and were computed
         self._samples = 0
+        self._computing: deque[tuple[int, list[tuple[Any, Any]]]] = deque()  # the same of steps that a device may be at
         self._ended = _clock()
 
     def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
@@ -199,6 +202,9 @@ class LoadBalancer(Callback):
         self._steps.append(now - self._ended)
         self._ended = now
         if samples and own:
+            self._computing.append((samples, own))
+        while self._computing and _is_over(self._computing[0][1][-1][1]):
+            samples, own = self._computing.popleft()
             self._speeds.append(samples / max(1e-9, sum(_seconds(*span) for span in own)))
             self._look_whether_slower(law, trainer.global_rank)
         at_once = self._alarm is not None and self._alarm.at_boundary(self._step)
@@ -224,7 +230,7 @@ class LoadBalancer(Callback):
             return
         if not all(one.speed > 0.0 for one in seen):
             return
-        shares = law.decide(seen)
+        before, shares = law.shares, law.decide(seen)
         if shares is not None:
             ahead = trainer.train_feed.ahead
             self._apply(trainer, shares, ahead)
@@ -233,7 +239,7 @@ class LoadBalancer(Callback):
         due = trainer.global_step - self._logged >= (trainer.log_every_n_steps or 1)
         if trainer.scribe and (due or shares is not None):
             self._logged = trainer.global_step
-            found = _for_loggers(law, seen)
+            found = _for_loggers(law, before, seen)
             trainer.scribe.each(lambda logger: logger.log_metrics(found, trainer.global_step))
 
     def _seen(self, trainer: Trainer) -> Tensor:
@@ -253,8 +259,10 @@ class LoadBalancer(Callback):
             trainer.world.barrier()  # another rank may still wait to hear where this one is
         self._listen(None)
         law = self._law
-        if law is not None and law.gained > 1.0 and trainer.is_global_zero:
-            text = f"balanced shares {law.shares} have made steps {law.gained:.2f} times shorter"
+        if law is not None and law.gain > 1.0 and trainer.is_global_zero:
+            text = (
+                f"shares {law.shares}: by the ranks' speeds steps are {law.gain:.2f} times as fast as with equal ones"
+            )
             trainer.scribe.event("rebalance", text, trainer.global_step)
             trainer.print(text)
 
@@ -295,13 +303,16 @@ def _now(trainer: Trainer) -> Any:
 def _seconds(begun: Any, ended: Any) -> float:
     if isinstance(begun, float):
         return float(ended - begun)
-    ended.synchronize()
     return float(begun.elapsed_time(ended)) / 1000.0
 
 
-def _for_loggers(law: Law, seen: Sequence[Seen]) -> dict[str, float]:
-    found = {"balance/gain": law.gained}
-    for rank, (share, one) in enumerate(zip(law.shares, seen, strict=True)):
+def _is_over(ended: Any) -> bool:
+    return isinstance(ended, float) or bool(ended.query())
+
+
+def _for_loggers(law: Law, shares: Sequence[int], seen: Sequence[Seen]) -> dict[str, float]:
+    found = {"balance/gain": law.gain}
+    for rank, (share, one) in enumerate(zip(shares, seen, strict=True)):
         found[f"balance/share_{rank}"] = share / law.samples
         found[f"balance/samples_per_s_{rank}"] = one.speed
         found[f"balance/wait_{rank}"] = max(0.0, 1.0 - share / one.speed / one.step_s)

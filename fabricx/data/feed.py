@@ -170,7 +170,7 @@ class OrderedFeed(Feed):
 
     @property
     def global_batch(self) -> int:  # type: ignore[override]
-        return 0 if self._whole_batches or self._balance is None else self._batch * self._began_with
+        return 0 if self._alone or self._balance is None else self._batch * self._began_with
 
     @property
     def ahead(self) -> int:  # type: ignore[override]
