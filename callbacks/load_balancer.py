@@ -89,7 +89,7 @@ class LoadBalancer(Callback):
 
     # -- before training --------------------------------------------------------------------------------------------
 
-    def check(self, trainer: Trainer, module: Module, global_batch: int | None) -> None:
+    def check_fit(self, trainer: Trainer, module: Module, global_batch: int | None) -> None:
         strategy, ranks = trainer.strategy, len(trainer.device_ids) * trainer.num_nodes
         ranks = max(ranks, trainer.world.size)
         if ranks == 1 or strategy.dealer is not None:
@@ -113,7 +113,7 @@ class LoadBalancer(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         self._generation = -1
-        self.check(trainer, module, trainer.train_feed.global_batch)
+        self.check_fit(trainer, module, trainer.train_feed.global_batch)
         own = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
         if trainer.is_global_zero and any(not isinstance(part, nn.SyncBatchNorm) for part in own):
             warnings.warn(

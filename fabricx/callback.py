@@ -41,7 +41,7 @@ class Callback:
 
     # the run as a whole
 
-    def check(self, trainer: Trainer, module: Module, global_batch: int | None) -> None:
+    def check_fit(self, trainer: Trainer, module: Module, global_batch: int | None) -> None:
         """Raise an error if something doesn't fit, before any process starts that trains.
 
         Args:

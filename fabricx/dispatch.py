@@ -408,7 +408,7 @@ def _check(trainer: Trainer, job: Job) -> None:
             f"trainer.{stage} has no data: give {argument}=..., datamodule=..., or write "
             f"{type(module).__name__}.{source}"
         )
-    checks = [callback.check for callback in trainer.callbacks if type(callback).check is not Callback.check]
+    checks = [one.check_fit for one in trainer.callbacks if type(one).check_fit is not Callback.check_fit]
     if stage == "fit" and checks:
         ranks = World(size=max(1, len(trainer.device_ids) * trainer.num_nodes))
         shard, given = trainer.use_distributed_sampler, job.train is not None

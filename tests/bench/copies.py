@@ -1,4 +1,7 @@
-"""What part of a run goes into copies from which workers go on when one dies: two ranks, 20 million parameters."""
+"""What part of a run goes into being able to go on when somebody dies: two ranks, 20 million parameters.
+
+Copies in memory, of strategies that need them, and snapshots on disk, one a minute.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from table import Row, show
 from torch.utils.data import DataLoader, TensorDataset
 
 import fabricx as fx
+from fabricx.callbacks import FaultRecovery
 
-WARM, STEPS = 20, 200
+WARM, STEPS, EACH = 20, 200, 60
 
 
 class Timed(Large):
@@ -24,14 +28,15 @@ class Timed(Large):
         self.seconds, self.copying, self.begun = 0.0, 0.0, (0.0, 0.0)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        now = (time.monotonic(), self.trainer.copier.seconds)
+        copier = self.trainer.copier
+        now = (time.monotonic(), 0.0 if copier is None else copier.seconds)
         if self.trainer.global_step == WARM:
             self.begun = now
         self.seconds, self.copying = now[0] - self.begun[0], now[1] - self.begun[1]
 
 
-def measure(strategy: str) -> tuple[float, float]:
-    """Return the seconds of a run, and of them those that went into copies."""
+def measure(strategy: str, snapshots_each: int = 10**6) -> tuple[float, float]:
+    """Return the seconds of a run with a snapshot each so many steps, and of them those that went into copies."""
     module = Timed()
     inputs = torch.randn(64 * 64, 64, generator=torch.Generator().manual_seed(0))
     data = DataLoader(TensorDataset(inputs, torch.zeros(len(inputs), dtype=torch.int64)), 32, shuffle=True)
@@ -39,6 +44,7 @@ def measure(strategy: str) -> tuple[float, float]:
         trainer = fx.Trainer(
             max_steps=STEPS, devices=2, strategy=strategy, accelerator="cpu", default_root_dir=folder, logger=False,
             enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[FaultRecovery(every_n_train_steps=snapshots_each)],
         )  # fmt: skip
         trainer.fit(module, data)
     return module.seconds, module.copying
@@ -51,6 +57,12 @@ def main() -> None:
             Row(f"steps {WARM} to {STEPS}", [seconds], "s"),
             Row("copies in memory", [copying], "s", 0.01),
         ])  # fmt: skip
+    pairs = [(measure("ddp")[0], measure("ddp", EACH)[0]) for _ in range(2)]
+    count = STEPS // EACH
+    show(f"two ranks, 20 million parameters, ddp, a snapshot each {EACH} steps", [
+        Row("a minute", [60.0] * len(pairs), "s"),
+        Row("what a snapshot takes of it", [(some - none) / count for none, some in pairs], "s", 0.01),
+    ])  # fmt: skip
 
 
 if __name__ == "__main__":
