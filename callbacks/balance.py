@@ -104,6 +104,7 @@ class Law:
     samples: int
     shares: list[int]
     speeds: list[float] = field(default_factory=list)
+    _same: int = 1  # windows that the shares have been what they are
     _known: int = 0  # windows since the speeds were known, or have changed
     _before: tuple[list[int], float] | None = None  # shares and seconds of a step, before the change that is tried
     _pause: int = 1  # windows, when a change is taken back
@@ -111,15 +112,15 @@ class Law:
 
     def decide(self, seen: Sequence[Seen]) -> list[int] | None:
         """Take a window of steps with the present shares; returns new ones, or None to stay with them."""
-        changed = self._smooth(seen)
         step_s = max(one.step_s for one in seen)
-        if changed:
-            self._before, self._pause, self._waits, self._known = None, 1, 0, 0
-        elif self._before is not None:
+        if self._smooth(seen) and self._same:  # else other shares may be the reason
+            self._pause, self._waits, self._known = 1, 0, 0
+        self._same += 1
+        if self._before is not None:
             (shares, before), self._before = self._before, None
             if step_s > before * (1.0 - KEPT):
                 self._waits, self._pause = self._pause, min(LONGEST, 2 * self._pause)
-                self.shares = shares
+                self.shares, self._same = shares, 0
                 return shares
             self._pause = 1
         self._known += 1
@@ -129,7 +130,7 @@ class Law:
         wanted = self._wanted(FAST if self._known <= FEW else SLOWLY)
         if self._seconds(wanted) > self._seconds(self.shares) * (1.0 - WORTH):
             return None
-        self._before, self.shares = (self.shares, step_s), wanted
+        self._before, self.shares, self._same = (self.shares, step_s), wanted, 0
         return wanted
 
     @property

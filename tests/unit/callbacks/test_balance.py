@@ -139,6 +139,22 @@ def test_ranks_of_one_core_don_t_run_away() -> None:
     assert 1.3 < law.gain < 1.36
 
 
+@pytest.mark.parametrize("mine", [0.3, 0.6, 1.0])
+@pytest.mark.parametrize("others", [0.5, 1.0, 2.0])
+def test_however_ranks_slow_each_other_down_steps_get_no_longer(mine: float, others: float) -> None:
+    """A rank's time has some of what the next one does in it, so that less for it doesn't make it faster by as much."""
+
+    def times(shares: Sequence[int]) -> list[float]:
+        return [mine * share + others * shares[(rank + 1) % 3] * rank for rank, share in enumerate(shares)]
+
+    law, steps = Law(192, [64, 64, 64]), []
+    for _ in range(100):
+        found = times(law.shares)
+        steps.append(max(found))
+        law.decide([Seen(s / t, 0.01, max(found)) for s, t in zip(law.shares, found, strict=True)])
+    assert statistics.mean(steps[20:]) < 1.05 * steps[0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
