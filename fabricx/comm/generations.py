@@ -72,8 +72,8 @@ class _Sockets:
                 continue
             try:
                 with socket.socket(fileno=os.dup(number)) as link:
-                    internet = link.family in (socket.AF_INET, socket.AF_INET6)
-                    if internet and link.getpeername()[1] != self._store:
+                    peer, internet = link.getpeername(), link.family in (socket.AF_INET, socket.AF_INET6)
+                    if not internet or peer[1] != self._store:
                         link.shutdown(socket.SHUT_RDWR)
             except OSError:
                 continue  # it isn't connected, or is closed by now

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.comm.apart import apart
+from fabricx.comm.generations import membership
 from fabricx.comm.world import World
 from fabricx.errors import did_you_mean
 from fabricx.exchange.apart import Apart
@@ -150,7 +151,10 @@ class ServedStrategy(Strategy):
             if tables and value is not None:
                 raise ValueError(f"{option} knows no sparse gradients: say sparse=False, or leave it out")
         carriers = self._parameters if low_rank is None else low_rank.carriers
-        self._client = self._meet(carriers, whole, frozenset(tables.values()))
+        # Of workers that go together, one that waits for a server has to hear when another is gone.
+        links = membership().opening() if self._apart is None else contextlib.nullcontext()
+        with links:
+            self._client = self._meet(carriers, whole, frozenset(tables.values()))
         pace.begin(self.world, self._client, self._parameters, optimizers)
         if self._settings.outer is None:
             self._undo.append(self._client.watch())
