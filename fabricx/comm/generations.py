@@ -136,9 +136,11 @@ class Membership:
         sockets = self._sockets
         if sockets is not None:
             sockets.opening()
-        yield
-        if sockets is not None:
-            sockets.opened()
+        try:
+            yield
+        finally:
+            if sockets is not None:
+                sockets.opened()
 
     def shut(self) -> None:
         """Shut the links of this worker's group: it has done with it, and the others have to notice."""
