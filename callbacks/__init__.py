@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from fabricx.callbacks.load_balancer import LoadBalancer as LoadBalancer
     from fabricx.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from fabricx.callbacks.model_summary import ModelSummary as ModelSummary
+    from fabricx.callbacks.profiler import Profiler as Profiler
     from fabricx.callbacks.progress_bar import ProgressBar as ProgressBar
     from fabricx.callbacks.timer import Timer as Timer
+    from fabricx.callbacks.tracing import Tracing as Tracing
 
 # Loaded when asked for: a run pays for the callbacks that it uses.
 _HOMES = {
@@ -32,8 +34,10 @@ _HOMES = {
     "LoadBalancer": "load_balancer",
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
+    "Profiler": "profiler",
     "ProgressBar": "progress_bar",
     "Timer": "timer",
+    "Tracing": "tracing",
 }
 
 __all__ = [
@@ -46,8 +50,10 @@ __all__ = [
     "LoadBalancer",
     "ModelCheckpoint",
     "ModelSummary",
+    "Profiler",
     "ProgressBar",
     "Timer",
+    "Tracing",
 ]
 
 

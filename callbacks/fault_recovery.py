@@ -150,8 +150,10 @@ class FaultRecovery(Callback):
         step = self._step_saved = trainer.global_step  # it can be begun from there
         self._looked, self._next, self._measured = (step, time.monotonic()), step + _FIRST, False
         if trainer.failures:
-            trainer.scribe.each(lambda logger: logger.rewind(step))
-            trainer.scribe.event("recovery", f"started again from step {step}: {trainer.failures[-1]}", step)
+            trainer.scribe.rewind(step)
+            text = f"started again from step {step}: {trainer.failures[-1]}"
+            seconds = time.time() - trainer.failed_at if trainer.failed_at else 0.0
+            trainer.scribe.event("recovery", text, step, seconds=seconds)
 
     def _look_at_gradients(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -240,7 +240,7 @@ class LoadBalancer(Callback):
         if trainer.scribe and (due or shares is not None):
             self._logged = trainer.global_step
             found = _for_loggers(law, before, seen)
-            trainer.scribe.each(lambda logger: logger.log_metrics(found, trainer.global_step))
+            trainer.scribe.measured(found, trainer.global_step)
 
     def _seen(self, trainer: Trainer) -> Tensor:
         speeds, speed, spread = self._speeds, 0.0, 0.0

@@ -25,6 +25,7 @@ class Callback:
     patience: float | None = None  # seconds that workers wait for who takes a dead one's place; None: all start again
     min_ranks: int = 1  # the fewest that go on
     copy_every_n_steps: int | None = None  # weight updates between two copies of what a rank alone holds
+    traces: bool = False  # is each span of each process to be written down?
     max_restarts: int = 0  # how often in a row, without getting any further
 
     @property

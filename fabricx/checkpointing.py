@@ -12,6 +12,7 @@ from fabricx.hparams import plain
 from fabricx.loaders import rebuild_feeds
 from fabricx.restart_point import RestartPoint, go_on_from
 from fabricx.seed import RandomState
+from fabricx.telemetry.recorder import Span
 
 if TYPE_CHECKING:
     from fabricx.trainer import Trainer
@@ -26,6 +27,13 @@ def save_checkpoint(
         raise ValueError("save_checkpoint: the trainer has run nothing yet, so there is nothing to save")
     if t.world.newcomer:  # those that it comes to have saved, or will
         return
+    with t.recorder.within(Span.CHECKPOINT):
+        _begin_checkpoint(t, path, weights_only, after, failed)
+
+
+def _begin_checkpoint(
+    t: Trainer, path: Path, weights_only: bool, after: Callable[[], None] | None, failed: Callable[[], None] | None
+) -> None:  # fmt: skip
     point = t.restart_point or RestartPoint(t)
     t.strategy.quiesce(point.buffers)
     state: dict[str, Any] = {
@@ -91,7 +99,7 @@ def restore(t: Trainer, path: Path, *, weights_only: bool) -> None:
     t.strategy.load_state_dict(state["strategy"], t.module, t.optimizers)
     state["state"]["attempt"] = state["state"].get("attempt", 0) + 1
     take_up(t, state, own=t.world.rank if len(state["ranks"]) == t.world.size else None)
-    t.scribe.each(lambda logger: logger.rewind(t.state.step))
+    t.scribe.rewind(t.state.step)
 
 
 def take_up(t: Trainer, state: dict[str, Any], *, own: int | None) -> None:

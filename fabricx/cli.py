@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 STAGES = ("fit", "validate", "test", "predict")
-COMMANDS = (*STAGES, "resume", "scale", "checkpoint", "doctor")
+COMMANDS = (*STAGES, "resume", "scale", "report", "status", "checkpoint", "doctor")
 HELP = """\
 fabricx: training for PyTorch in which the way it is distributed is one word
 
@@ -23,6 +23,8 @@ fabricx: training for PyTorch in which the way it is distributed is one word
   fabricx predict      write a checkpoint's predictions to predictions.pt in the run's folder
   fabricx resume       go on with a run that was stopped:  fabricx resume runs/... [trainer.max_epochs=20]
   fabricx scale        more or fewer workers for a run that goes on:  fabricx scale runs/... 3
+  fabricx report       what a run did, as tables and as a page; of a sweep's folder, a comparison
+  fabricx status       which ranks a run has, how far they are, when they were heard of last
   fabricx checkpoint   ls, verify, or export checkpoints to safetensors
   fabricx doctor       what this machine has; put it into a bug report
 
@@ -57,6 +59,10 @@ def main() -> None:
         from fabricx.checkpoint.command import main as checkpoint_command
 
         raise SystemExit(checkpoint_command(arguments[1:]))
+    if command in ("report", "status"):
+        from fabricx.telemetry.terminal import main as telemetry_command
+
+        raise SystemExit(telemetry_command(command, arguments[1:]))
     if command == "scale":
         raise SystemExit(_scale(arguments[1:]))
     if command == "resume":

@@ -60,6 +60,7 @@ class TrainerConfig:
     enable_progress_bar: bool = True
     enable_model_summary: bool = True
     enable_fault_recovery: bool = True
+    enable_telemetry: bool = True
     default_root_dir: str | None = None
     compile: Any = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -11,6 +12,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -36,6 +38,8 @@ from fabricx.launch.lock import only_here
 from fabricx.launch.scale import ELASTIC
 from fabricx.module import Module
 from fabricx.outcome import Outcome
+from fabricx.telemetry.logs import LogSettings
+from fabricx.telemetry.watcher import Watcher
 
 if TYPE_CHECKING:
     from fabricx.datamodule import DataModule
@@ -92,6 +96,7 @@ def _run(trainer: Trainer, job: Job) -> Any:
         _take_up_launch(trainer, job, here)
     with contextlib.ExitStack() as stack:
         _settle_down(trainer, job, here, stack)
+        _watch(trainer, job, here, stack)
         if here is not None and here.size > 1:
             stack.enter_context(_interruptible(trainer, (signal.SIGINT, *_notices())))
             return execute(trainer, job, here).results
@@ -111,6 +116,26 @@ def _settle_down(trainer: Trainer, job: Job, here: World | None, stack: contextl
     if not earlier:
         trainer.run_dir = _agreed(here, lambda: new_run_dir(Path(trainer.default_root_dir)))
         stack.enter_context(_alone(trainer, job, here))
+
+
+def _watch(trainer: Trainer, job: Job, here: World | None, stack: contextlib.ExitStack) -> None:
+    """Read what the ranks record while they train, and write what people look at."""
+    trainer.watcher = None
+    if job.stage != "fit" or not trainer.writes or not trainer.enable_telemetry:
+        return
+    assert trainer.run_dir is not None
+    if here is None or here.main_rank:
+        trainer.run_dir.mkdir(parents=True, exist_ok=True)
+        trainer.watcher = Watcher(trainer.run_dir, board=any(logger.shows_telemetry for logger in trainer.loggers))
+        stack.push(functools.partial(_stop_watching, trainer))
+    _agreed(here, lambda: None)  # the others come when the run has its id
+
+
+def _stop_watching(trainer: Trainer, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    watcher, trainer.watcher = trainer.watcher, None
+    if watcher is not None:
+        stopped = trainer.interrupted or isinstance(error, KeyboardInterrupt)
+        watcher.close("interrupted" if stopped else "success" if error is None else "failed")
 
 
 def _take_up_launch(trainer: Trainer, job: Job, here: World) -> None:
@@ -145,8 +170,7 @@ def _take_up_launch(trainer: Trainer, job: Job, here: World) -> None:
 
 def _alone(trainer: Trainer, job: Job, here: World | None) -> contextlib.AbstractContextManager[None]:
     """Return what keeps other runs out of this one's folder, if there will be one."""
-    writes = job.stage == "fit" and not trainer.fast_dev_run and (trainer.loggers or trainer.checkpoint_callback)
-    if not writes or (here is not None and not here.main_rank):
+    if job.stage != "fit" or not trainer.writes or (here is not None and not here.main_rank):
         return contextlib.nullcontext()
     assert trainer.run_dir is not None
     return only_here(trainer.run_dir, ELASTIC if here is None and _elastic(trainer, job) is not None else "")
@@ -223,12 +247,14 @@ def _in_workers(trainer: Trainer, job: Job) -> Any:
     named = {"module": job.module, "trainer": trainer, "train_dataloaders": job.train, "dataloaders": job.evaluate,
              "datamodule": job.datamodule}  # fmt: skip
     trainer.failures = []
+    trainer.log_settings = LogSettings.of_this_process()
     while True:
         try:
             outcome = run_workers(
                 _work, (trainer, job), size=len(trainer.device_ids), named=named, servers=_servers(trainer, job),
-                serve=_serve, elastic=_elastic(trainer, job), failures=trainer.failures,
-                run_dir=trainer.run_dir, **_limits(trainer),
+                serve=functools.partial(_serve, records=_records(trainer)), elastic=_elastic(trainer, job),
+                failures=trainer.failures, run_dir=trainer.run_dir,
+                note=None if trainer.watcher is None else trainer.watcher.note, **_limits(trainer),
             )[0]  # fmt: skip
         except WorkerFailed as error:
             if job.stage != "fit" or not _starts_again(trainer, job, error):
@@ -276,6 +302,10 @@ def _starts_again(trainer: Trainer, job: Job, error: WorkerFailed) -> bool:
     last = [line for line in error.traceback.splitlines() if line][-1]
     what = f"{lines[0]} {last}"[:300]
     trainer.failures.append(what)
+    trainer.failed_at = time.time()
+    if trainer.watcher is not None:
+        again = max(0, trainer.watcher.run.steps - max(0, step))
+        trainer.watcher.note("failure", str(error), steps_again=float(again))
     print(f"{what}\nall workers start again from step {max(0, step)}", file=sys.stderr, flush=True)
     job.ckpt_path = path
     return True
@@ -312,13 +342,26 @@ def _serve_in_cluster(trainer: Trainer, job: Job, place: World) -> list[Any]:
     return []
 
 
-def _serve(world: World, number: int, folder: str | None = None) -> None:
+def _records(trainer: Trainer) -> tuple[Path, bool] | None:
+    """Return where servers tell of themselves, if they do, and whether of each gradient."""
+    if trainer.watcher is None:
+        return None
+    return trainer.watcher.run_dir, any(callback.traces for callback in trainer.callbacks)
+
+
+def _serve(
+    world: World, number: int, folder: str | None = None, *, records: tuple[Path, bool] | None = None
+) -> None:  # fmt: skip
     """Be a server of one job; with a folder for snapshots, one that died is started again."""
     from fabricx.exchange.serving import serve
 
     assert world.store is not None
     prefix = world.key("exchange")
-    serve(world.store, prefix, number, world.size, folder=folder, generation=world.generation)
+    run_dir, traces = records or (None, False)
+    serve(
+        world.store, prefix, number, world.size, folder=folder, generation=world.generation, run_dir=run_dir,
+        traces=traces,
+    )  # fmt: skip
 
 
 def new_run_dir(root: Path) -> Path:

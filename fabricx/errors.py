@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
+import traceback
 from collections.abc import Iterable
 from typing import Final
 
@@ -67,3 +69,38 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     match = nearest(name, known)
     return f" Did you mean '{match}'?" if match else ""
+
+
+_FRAMEWORK: Final = ("fabricx", "torch", "multiprocessing", "concurrent", "threading")
+_NOT_FRAMEWORK: Final = ("fabricx.demo", "fabricx.testing")
+ALL_FRAMES: Final = "FABRICX_TRACEBACK"  # in the environment: leave nothing out
+
+
+def brief_traceback(error: BaseException) -> str:
+    """Return a traceback without the frames of fabricx and torch, unless the environment asks for them.
+
+    The last frame stays whoever it is of, and so does everything where no frame is the user's.
+    """
+    found = traceback.TracebackException.from_exception(error)
+    left_out = 0 if os.environ.get(ALL_FRAMES) else _leave_out(found, error)
+    note = f"({left_out} frames of fabricx and torch are left out; {ALL_FRAMES}=1 shows them)\n" if left_out else ""
+    return "".join(found.format()) + note
+
+
+def _leave_out(found: traceback.TracebackException, error: BaseException) -> int:
+    """Take frames of the framework out of an error and those that led to it; returns how many."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [_is_users(module) for module in modules]
+    left_out = 0
+    if any(own) and len(own) == len(found.stack):
+        kept = [frame for frame, mine in zip(found.stack[:-1], own[:-1], strict=True) if mine]
+        left_out = len(found.stack) - len(kept) - 1
+        found.stack[:] = [*kept, found.stack[-1]]
+    for inner, cause in ((found.__cause__, error.__cause__), (found.__context__, error.__context__)):
+        if inner is not None and cause is not None:
+            left_out += _leave_out(inner, cause)
+    return left_out
+
+
+def _is_users(module: str) -> bool:
+    return module.startswith(_NOT_FRAMEWORK) or module.partition(".")[0] not in _FRAMEWORK

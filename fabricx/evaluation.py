@@ -18,6 +18,7 @@ from fabricx.publishing import publish_evaluation, publish_step
 from fabricx.restart_point import RestartPoint
 from fabricx.seed import random_kept
 from fabricx.state import Phase
+from fabricx.telemetry.recorder import Span
 
 if TYPE_CHECKING:
     from fabricx.trainer import Trainer
@@ -67,8 +68,9 @@ def validate_in_fit(t: Trainer) -> None:
     publish_step(t)
     if t.restart_point is None:
         t.restart_point = RestartPoint(t)
-    t.strategy.quiesce()
-    evaluate(t, Phase.VALIDATE, t.val_feeds)
+    with t.recorder.within(Span.VALIDATION):
+        t.strategy.quiesce()
+        evaluate(t, Phase.VALIDATE, t.val_feeds)
 
 
 def sanity_check(t: Trainer) -> None:

@@ -37,6 +37,7 @@ from fabricx.scribe import Scribe
 from fabricx.seed import seed_everything
 from fabricx.state import Phase
 from fabricx.steps import wrap_steps
+from fabricx.telemetry.recorder import Quiet, open_recorder
 
 if TYPE_CHECKING:
     from fabricx.dispatch import Job
@@ -135,6 +136,7 @@ def _set_up(t: Trainer, job: Job, world: World) -> None:
     t.agreement = Agreement(t.world)
     if t.stop_wanted and job.stage == "fit":
         t.stop_wanted = t.stopped = False
+    _open_recorder(t, job)
     _open_loggers(t, job)
     if world.local_rank == 0 and not world.newcomer:
         _if_any(t.datamodule, "prepare_data")
@@ -179,13 +181,24 @@ def _module_callbacks(t: Trainer) -> None:
         t.callbacks.append(callback)
 
 
+def _open_recorder(t: Trainer, job: Job) -> None:
+    """Record what this rank does, if the run writes anything."""
+    if job.stage == "fit" and t.writes and t.enable_telemetry:
+        assert t.run_dir is not None
+        t.recorder = open_recorder(
+            t.run_dir, t.world, t.strategy, t.log_settings,
+            strategy=type(t.strategy).__name__, synchronous=t.strategy.traits.synchronous and t.strategy.dealer is None,
+            device=str(t.world.device), precision=t.precision, attempt=t.state.attempt,
+        )  # fmt: skip
+
+
 def _open_loggers(t: Trainer, job: Job) -> None:
     if job.stage == "predict" or not t.is_global_zero or t.fast_dev_run:
         return
     assert t.run_dir is not None
     if t.loggers or job.stage == "fit":
         t.run_dir.mkdir(parents=True, exist_ok=True)
-    t.scribe = Scribe(t.loggers, t.run_dir)
+    t.scribe = Scribe(t.loggers, t.run_dir, t.recorder)
     if job.stage != "fit":
         return
     provenance.write(t.run_dir, None)
@@ -288,9 +301,10 @@ def _close(t: Trainer, ending: Ending) -> None:
             attempt(t.agreement.close)
         if t.writer is not None:
             attempt(t.writer.close)
-        attempt(t.strategy.teardown)
         attempt(functools.partial(t.scribe.close, ending))
-    t.scribe = Scribe()
+        attempt(functools.partial(t.recorder.close, ending))
+        attempt(t.strategy.teardown)
+    t.scribe, t.recorder = Scribe(), Quiet()
     t.agreement = t.writer = None
     t.state.phase = Phase.IDLE
     if t.module is not None:

@@ -78,10 +78,14 @@ class Logbook:
             if not weight:  # then it is the mean of nothing
                 value = 0.0
         else:
-            if self.size is None:
-                self.size = batch_size_of(self.batch)
-            weight = self.size
+            weight = self.count() if self.size is None else self.size
         series.add(value, weight, self.step)
+
+    def count(self) -> int:
+        """Return the samples of the batch."""
+        if self.size is None:
+            self.size = batch_size_of(self.batch)
+        return self.size
 
     @property
     def weight(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import nn
 
@@ -36,6 +36,8 @@ class Logger(ABC):
 
     A logger is a plain, picklable description until `open`: it is made in the caller's process and used in a worker.
     """
+
+    shows_telemetry: ClassVar[bool] = False  # is it for TensorBoard, which then shows all ranks beside the metrics?
 
     @abstractmethod
     def open(self, run_dir: Path) -> None:

@@ -32,6 +32,7 @@ from fabricx.restart_point import BufferCopies, RestartPoint, metric_objects
 from fabricx.seed import random_kept, seed_everything
 from fabricx.standing import leave_word, leave_word_meanwhile
 from fabricx.state import Phase, Stage
+from fabricx.telemetry.recorder import Span
 
 if TYPE_CHECKING:
     from fabricx.trainer import Trainer
@@ -56,6 +57,7 @@ def fit(t: Trainer, job: object = None) -> None:
     with _again(t.state.step or t.world.newcomer):
         call(t.hooks.on_train_start)
     take_part(t)
+    t.recorder.begin()
     while True:
         try:
             while not limit_reached(t) or t.state.validating or Stage.EPOCH_ENDS <= t.stage < Stage.EPOCH_OVER:
@@ -132,6 +134,7 @@ def _train_batches(t: Trainer) -> bool:
     if buffers is not None:
         t.restart_point = RestartPoint(t, buffers.take())
     for micro in feed:
+        t.recorder.lap(Span.DATA)
         if micro.opens:
             t.window.begin(micro.planned)
         if micro.meets:
@@ -174,6 +177,7 @@ def _tell_last(t: Trainer, index: int, *, closes: bool = True) -> None:
         hook(t.window.outputs, t.window.batch, index)
     if closes:
         t.stage = Stage.BETWEEN
+        t.recorder.end_step(t.state.step)
 
 
 def _feed(t: Trainer) -> Iterator[Microbatch]:
@@ -192,6 +196,7 @@ def _go_on_apart(t: Trainer, micro: Microbatch) -> None:
     """Between two batches of a rank that goes at its own pace: nothing that others would have to take part in."""
     if micro.closes:
         log_step_alone(t)
+        t.recorder.end_step(t.state.step)
         if (t.agreement is not None and t.agreement.reason is not None) or t.outdated:
             t.strategy.dealer.close_section()
     if t.writer is not None:
@@ -230,6 +235,8 @@ def train_batch(t: Trainer, micro: Microbatch) -> int | None:
     batch = t.to_device(micro.data, 0)
     t.is_last_batch = micro.last
     t.logbook.begin_batch(batch, micro.size, t.state.step + 1)
+    if t.bring is not None:
+        t.recorder.lap(Span.TRANSFER)
     for hook in hooks.on_train_batch_start:
         if hook(batch, index) == -1:
             t.logbook.end_batch()
@@ -244,6 +251,7 @@ def train_batch(t: Trainer, micro: Microbatch) -> int | None:
         # The forward is under `accumulate` too: DDP decides there whether gradients will travel.
         with t.strategy.accumulate():
             outputs = _forward_backward(t, micro, batch)
+    t.recorder.samples += t.logbook.size or t.logbook.count()
     if micro.closes and not micro.apart:
         _advance(t, micro)
     if hooks.on_train_batch_end:
@@ -275,6 +283,7 @@ def _manual(t: Trainer, micro: Microbatch, batch: Any) -> Any:
 
 def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
     outputs = t.training_step(batch, micro.index)
+    t.recorder.lap(Span.FORWARD)
     if micro.opens:
         _zero_grad(t, micro)
     loss = outputs["loss"] if isinstance(outputs, Mapping) and "loss" in outputs else outputs
@@ -292,6 +301,7 @@ def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
     if t.slot is not None and micro.closes:
         leave_word_meanwhile(t, micro, scaled)
     t.backward(scaled)
+    t.recorder.lap(Span.BACKWARD)
     for hook in t.hooks.on_after_backward:
         hook()
     t.window.took_part(loss)
@@ -334,6 +344,7 @@ def _update(t: Trainer, micro: Microbatch, batch: Any) -> None:
             t.precision_plugin.step(optimizer, t.strategy.step)
     t.precision_plugin.updated()
     _count_update(t, t.state.step + 1)
+    t.recorder.lap(Span.OPTIMIZER)
 
 
 def _update_with_closure(t: Trainer, micro: Microbatch, batch: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -387,6 +398,7 @@ class Window:
         self.taken = 0
         self.over = False  # no rank has anything left in this epoch
         self.loss: Tensor | None = None
+        self.norm: Tensor | None = None  # of the gradient, where it was clipped by that
         self.outputs: Any = None  # of the newest batch, for those that are told of it last
         self.batch: Any = None
         self.factor: float | None = None  # of the newest batch, where the module says what it weighs
@@ -397,7 +409,7 @@ class Window:
 
     def begin(self, planned: int) -> None:
         """Open a window of so many microbatches."""
-        self.planned, self.taken, self.over = planned, 0, False
+        self.planned, self.taken, self.over, self.norm = planned, 0, False, None
         self._weight = self._share = 0.0
         self._absences.clear()
 

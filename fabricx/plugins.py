@@ -30,8 +30,10 @@ _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
         "learning_rate_monitor": "fabricx.callbacks.learning_rate_monitor:LearningRateMonitor",
         "model_checkpoint": "fabricx.callbacks.model_checkpoint:ModelCheckpoint",
         "model_summary": "fabricx.callbacks.model_summary:ModelSummary",
+        "profiler": "fabricx.callbacks.profiler:Profiler",
         "progress_bar": "fabricx.callbacks.progress_bar:ProgressBar",
         "timer": "fabricx.callbacks.timer:Timer",
+        "tracing": "fabricx.callbacks.tracing:Tracing",
     },
     "loggers": {
         "csv": "fabricx.loggers.csv:CSVLogger",

@@ -50,11 +50,25 @@ def log_step(t: Trainer) -> None:
     step = t.state.step
     if not t.log_every_n_steps or step % t.log_every_n_steps or step == t.published.step:
         return
-    if t.loggers or t.world.size > 1:
+    if t.loggers or t.world.size > 1 or t.recorder.on:
         values = t.logbook.step_values(_step_of_values(t))
         t.published.take(values, t.logbook, epoch=False)
         _to_loggers(t, values, epoch=False)
     t.published.step = step
+    if t.recorder.on and (t.is_global_zero or t.strategy.traits.sharded):
+        _measure(t, t.window.norm if t.window.norm is not None else t.strategy.gradient_norm(t.optimizers))
+
+
+def _measure(t: Trainer, norm: Tensor | None) -> None:
+    """Record what is to be seen of the optimizers."""
+    if not t.recorder.on or not t.is_global_zero:
+        return
+    found = {} if norm is None else {"gradient_norm": float(norm)}
+    for number, optimizer in enumerate(t.optimizers):
+        for place, group in enumerate(optimizer.param_groups):
+            several = len(t.optimizers) > 1 or len(optimizer.param_groups) > 1
+            found[f"learning_rate/{number}.{place}" if several else "learning_rate"] = float(group["lr"])
+    t.recorder.gauges(found, t.state.step)
 
 
 def log_step_alone(t: Trainer) -> None:
@@ -65,6 +79,7 @@ def log_step_alone(t: Trainer) -> None:
         values = t.logbook.step_values(t.logbook.step)
         t.published.take(values, t.logbook, epoch=False)
         _to_loggers(t, values, epoch=False)
+        _measure(t, None)
 
 
 def publish_step(t: Trainer) -> None:
@@ -86,7 +101,7 @@ def log_measured(t: Trainer) -> None:
     """Give what the strategy has measured of itself to the loggers; every rank calls it at the same moment."""
     found = t.strategy.measured()
     if found and t.scribe:
-        t.scribe.each(lambda logger: logger.log_metrics({**found, "epoch": float(t.state.epoch)}, t.state.step))
+        t.scribe.measured({**found, "epoch": float(t.state.epoch)}, t.state.step)
 
 
 def publish_evaluation(t: Trainer, loaders: int) -> list[dict[str, float]]:
@@ -134,4 +149,4 @@ def _to_loggers(t: Trainer, values: dict[str, Tensor], *, epoch: bool) -> None:
     t.published.logged.update(wanted)
     if t.scribe:
         row = {**{name: float(value) for name, value in wanted.items()}, "epoch": float(t.state.epoch)}
-        t.scribe.each(lambda logger: logger.log_metrics(row, t.state.step))
+        t.scribe.metrics(row, t.state.step)

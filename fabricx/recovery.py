@@ -138,7 +138,7 @@ def _report(t: Trainer, known: int, reached: int, seconds: float) -> None:
     again = reached - t.state.step
     lost = f", train {again} step{'s' if again > 1 else ''} again" if again > 0 else ""
     text = f"{what}; {workers} from step {t.state.step}{lost}, after {seconds:.2f} s"
-    t.scribe.event("recovery", text, t.state.step)
+    t.scribe.event("recovery", text, t.state.step, steps_again=max(0, again), seconds=seconds)
     t.print(text)
 
 
@@ -270,9 +270,11 @@ def _go_on(t: Trainer, generation: Generation) -> None:
     t.failures = list(generation.failures)
     t.restart_point = None
     t.balance.changes.clear()
-    if world.main_rank and not t.scribe and t.loggers and not t.fast_dev_run:
-        t.scribe = Scribe(t.loggers, t.run_dir)
-        t.scribe.each(lambda logger: logger.rewind(t.state.step))
+    t.recorder.became(world.rank, world.size, generation.number)
+    t.recorder.begin()
+    if world.main_rank and not t.scribe and t.writes:
+        t.scribe = Scribe(t.loggers, t.run_dir, t.recorder)
+        t.scribe.rewind(t.state.step)
     if t.copier is not None:
-        t.scribe.each(lambda logger: logger.rewind(t.state.step))
+        t.scribe.rewind(t.state.step)
         t.copier.begin(t, generation.workers)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import final
 
 from fabricx.errors import is_full
 from fabricx.logger import Ending, Logger
+from fabricx.telemetry.recorder import Quiet
 
 Event = tuple[str, str, int]  # name, text, step
 
@@ -21,9 +22,13 @@ class Scribe:
     Args:
         loggers: where to.
         run_dir: the run's folder.
+        recorder: is told the same.
     """
 
-    def __init__(self, loggers: Sequence[Logger] = (), run_dir: Path | None = None) -> None:
+    def __init__(
+        self, loggers: Sequence[Logger] = (), run_dir: Path | None = None, recorder: Quiet | None = None
+    ) -> None:  # fmt: skip
+        self._recorder = recorder or Quiet()
         self._loggers = list(loggers)
         self._run_dir = run_dir
         self._lost: dict[int, list[Event]] = {}  # loggers without room, with the events that they still have to get
@@ -36,15 +41,31 @@ class Scribe:
         return self._run_dir
 
     def __bool__(self) -> bool:
-        return bool(self._loggers)
+        return bool(self._loggers) or self._recorder.on
 
     def each(self, write: Callable[[Logger], None]) -> None:
         """Let each logger write; one that has no room is tried again the next time."""
         for number in range(len(self._loggers)):
             self._attempt(number, write)
 
-    def event(self, name: str, text: str, step: int) -> None:
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        """Write what the module has logged."""
+        self.each(lambda logger: logger.log_metrics(values, step))
+        self._recorder.metrics(values, step)
+
+    def measured(self, values: Mapping[str, float], step: int) -> None:
+        """Write what was measured of the training itself."""
+        self.each(lambda logger: logger.log_metrics(values, step))
+        self._recorder.gauges(values, step)
+
+    def rewind(self, step: int) -> None:
+        """Forget what was written of later steps: the run goes on from there."""
+        self.each(lambda logger: logger.rewind(step))
+        self._recorder.rewind(step)
+
+    def event(self, name: str, text: str, step: int, **numbers: float) -> None:
         """Write down that something has happened; where there is no room now, as soon as there is."""
+        self._recorder.event(name, text, step, **numbers)
         for number in range(len(self._loggers)):
             if not self._attempt(number, lambda logger: logger.log_text(f"events/{name}", text, step)):
                 self._lost[number].append((f"events/{name}", text, step))

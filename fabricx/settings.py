@@ -121,3 +121,11 @@ def check_max_time(max_time: Any) -> timedelta | None:
     if max_time is None or isinstance(max_time, timedelta):
         return max_time
     return timedelta(**max_time) if isinstance(max_time, dict) else parse_duration(max_time)
+
+
+def check_profiler(value: str | None) -> str | None:
+    """Return the name of a profiler, or None."""
+    known = ("simple", "trace")
+    if value is not None and value not in known:
+        raise ValueError(f"profiler={value!r}: 'simple', 'trace', or None.{did_you_mean(str(value), known)}")
+    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -53,12 +54,19 @@ class Strategy(ABC):
 
     traits: Traits = Traits()
     servers = 0  # processes that it needs beside the ranks
-    waited_s = 0.0  # seconds that this rank has waited for others while it computed a gradient, if they are counted
+    waited_s = 0.0  # seconds that this rank has waited for others while it computed and updated, if they are counted
+    waits_for_servers = False  # those are whom it waits for
+    pushed_s = 0.0  # seconds in which it has given gradients to them
     parts = 0  # that each global batch is cut into, whoever computes them; 0 for as many as there are ranks
 
     def __init__(self) -> None:
         self.world = World()
         self.module: nn.Module | None = None
+
+    @property
+    def pushes(self) -> deque[tuple[int, int, float]]:
+        """Return the newest gradients that it has given to servers: by which worker, which of its, and when."""
+        return deque()
 
     # -- set up -------------------------------------------------------------------------------------------------
 
@@ -135,6 +143,16 @@ class Strategy(ABC):
             return nn.utils.clip_grad_norm_(parameters, max_norm)
         except NotImplementedError as error:
             raise ValueError(SPARSE_CLIPPED) from error
+
+    def gradient_norm(self, optimizers: Sequence[Optimizer]) -> Tensor | None:
+        """Return the 2-norm of the gradient that was used last; every rank calls it. None where it isn't here."""
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None and not p.grad.is_sparse]
+        if not gradients:
+            return None
+        norm: Any = nn.utils.get_total_norm(gradients)
+        whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return whole
 
     def clip_value(self, parameters: Iterable[Tensor], limit: float) -> None:
         """Cut each element of the gradients to [-limit, limit]."""

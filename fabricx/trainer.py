@@ -31,9 +31,18 @@ from fabricx.precision import Precision, check_precision
 from fabricx.publishing import Published, newest_metrics, shown_in_bar
 from fabricx.restart_point import RestartPoint
 from fabricx.scribe import Scribe
-from fabricx.settings import check_accelerator, check_count, check_devices, check_limit, check_max_time, check_root
+from fabricx.settings import (
+    check_accelerator,
+    check_count,
+    check_devices,
+    check_limit,
+    check_max_time,
+    check_profiler,
+    check_root,
+)
 from fabricx.state import Phase, RunState, Stage
 from fabricx.strategy import Strategy
+from fabricx.telemetry.recorder import Quiet, Span
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -42,13 +51,17 @@ if TYPE_CHECKING:
     from fabricx.comm.agree import Agreement
     from fabricx.copying import Copier
     from fabricx.execution import Overridden
+    from fabricx.telemetry.logs import LogSettings
+    from fabricx.telemetry.watcher import Watcher
 
 # What exists only while a run is going on, in the process that trains.
 _RUNTIME = (
     "hooks", "logbook", "train_logbook", "restart_point", "train_feed", "val_feeds",
     "optimizers", "lr_schedulers", "optimizer_handles", "training_step",
     "steps", "window", "world", "agreement", "precision_plugin", "overridden", "bring", "scribe", "datamodule",
-    "module", "writer", "train_dataloader", "val_dataloaders", "slot", "members", "metric_objects", "copier",
+    "recorder", "watcher",
+    "module", "writer", "train_dataloader", "val_dataloaders", "slot", "members", "metric_objects",
+    "copier",
 )  # fmt: skip
 
 
@@ -79,7 +92,8 @@ class Trainer:
         benchmark: let cuDNN try out algorithms.
         inference_mode: evaluate under `torch.inference_mode` rather than `no_grad`.
         use_distributed_sampler: cut the data of a `DataLoader` over the ranks.
-        profiler: reserved for profilers; None.
+        profiler: "simple" prints where the time went, "trace" writes `trace.json` for ui.perfetto.dev; the callbacks
+            `Profiler` and `Tracing` are the same, with options. None for neither.
         detect_anomaly: let autograd look for NaN and say where they come from (slow).
         sync_batchnorm: batch normalisation over all ranks' samples (CUDA).
         reload_dataloaders_every_n_epochs: ask for the loaders anew each n epochs.
@@ -88,6 +102,7 @@ class Trainer:
         callbacks: a `Callback`, a name, or a list of them.
         enable_checkpointing, enable_progress_bar, enable_model_summary: have the callback of that kind by default.
         enable_fault_recovery: the same, where there is more than one rank on this machine and checkpointing is enabled.
+        enable_telemetry: record where each rank's time goes, if the run writes anything at all into its folder.
         default_root_dir: where runs' folders are made; the current folder if not given.
         compile: compile the module's forward with `torch.compile`; a dict gives its options.
 
@@ -136,6 +151,7 @@ class Trainer:
         enable_progress_bar: bool = True,
         enable_model_summary: bool = True,
         enable_fault_recovery: bool = True,
+        enable_telemetry: bool = True,
         default_root_dir: str | Path | None = None,
         compile: bool | Mapping[str, Any] = False,
     ) -> None:
@@ -175,9 +191,7 @@ class Trainer:
         self.benchmark = benchmark
         self.inference_mode = inference_mode
         self.use_distributed_sampler = use_distributed_sampler
-        if profiler is not None:
-            raise ValueError(f"profiler={profiler!r}: there is no profiler yet; leave it None")
-        self.profiler = profiler
+        self.profiler = check_profiler(profiler)
         self.detect_anomaly = detect_anomaly
         self.sync_batchnorm = sync_batchnorm
         self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
@@ -186,6 +200,7 @@ class Trainer:
         self.run_dir: Path | None = None
         self.configuration: dict[str, Any] | None = None  # what it was made from, if not in Python
         self.enable_checkpointing = enable_checkpointing and not fast_dev_run
+        self.enable_telemetry = enable_telemetry and not fast_dev_run
         self.fast_dev_run = fast_dev_run
         if fast_dev_run:
             self._only_try(int(fast_dev_run))
@@ -198,6 +213,8 @@ class Trainer:
             "model_summary": enable_model_summary,
             "model_checkpoint": self.enable_checkpointing,
             "fault_recovery": enable_fault_recovery and self.enable_checkpointing and several,
+            "profiler": self.profiler == "simple",
+            "tracing": self.profiler == "trace",
         }
         self.callbacks = choose_callbacks(callbacks, defaults, fast=bool(fast_dev_run))
         if self.max_time is not None:
@@ -214,6 +231,8 @@ class Trainer:
         self.stop_wanted = False
         self.published = Published()
         self.failures: list[str] = []  # after which this run was started again
+        self.failed_at = 0.0  # when that was last, in seconds since 1970
+        self.log_settings: LogSettings | None = None  # of the process that launches, where that isn't this one
         self.balance = Balance()  # who gets how much of each global batch
         self.meeting: Any = None  # of ranks that were apart, begun and not done
         self.stage = Stage.BETWEEN
@@ -250,6 +269,8 @@ class Trainer:
         self.closures = False
         self.bring: Callable[[Any, int], Any] | None = None
         self.scribe = Scribe()  # writes to the loggers, on the main rank
+        self.recorder = Quiet()  # of where this rank's time goes
+        self.watcher: Watcher | None = None  # who reads what all ranks record, in the process that launches them
         self.members: Membership | None = None  # of this rank's group, where they may change
         self.metric_objects: dict[str, Any] | None = None  # of the module, as they were when the epoch began
         self.slot: Slot | None = None  # for what only this rank knows, where others may go on without it
@@ -395,7 +416,8 @@ class Trainer:
         if self.writer is None:
             return True
         try:
-            return self.writer.finish()
+            with self.recorder.within(Span.CHECKPOINT):
+                return self.writer.finish()
         finally:
             if self.state.phase is Phase.IDLE:  # no run will close it
                 self.writer.close()
@@ -492,6 +514,11 @@ class Trainer:
     def logger(self) -> Logger | None:
         """Return the first logger, or None."""
         return self.loggers[0] if self.loggers else None
+
+    @property
+    def writes(self) -> bool:
+        """Return whether a fit leaves anything in its folder."""
+        return not self.fast_dev_run and bool(self.loggers or self.checkpoint_callback)
 
     @property
     def log_dir(self) -> str | None:
@@ -603,7 +630,7 @@ class Trainer:
         self.precision_plugin.unscale(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if (algorithm or "norm") == "norm":
-            self.strategy.clip_norm(parameters, limit)
+            self.window.norm = self.strategy.clip_norm(parameters, limit)
         else:
             self.strategy.clip_value(parameters, limit)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal, final
@@ -10,6 +11,7 @@ from typing import Any, Literal, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 
 from fabricx.comm.world import World
 from fabricx.errors import did_you_mean
@@ -64,6 +66,7 @@ class DDP(Strategy):
         self.powersgd_rank = powersgd_rank
         self.broadcast_buffers = broadcast_buffers
         self._several_backwards = False
+        self._computed = 0.0  # when the newest gradient was, on a CPU
         self._ddp: nn.parallel.DistributedDataParallel | None = None
         self._step: _Step | None = None
 
@@ -129,7 +132,19 @@ class DDP(Strategy):
         if self._ddp is not None and self._several_backwards and self._ddp.require_backward_grad_sync:
             # Each backward is a reduction of its own, over the parameters that this loss reaches.
             self._ddp.reducer.prepare_for_backward([loss])
+        if self._ddp is None or self.world.device.type != "cpu" or not self._ddp.require_backward_grad_sync:
+            loss.backward()  # type: ignore[no-untyped-call]
+            return
+        # What is queued where a backward begins is called when all is computed, before others are waited for.
+        loss.register_hook(self._call_when_computed)
         loss.backward()  # type: ignore[no-untyped-call]
+        self.waited_s += time.perf_counter() - self._computed
+
+    def _call_when_computed(self, gradient: Tensor) -> None:
+        Variable._execution_engine.queue_callback(self._note_computed)  # type: ignore[attr-defined]
+
+    def _note_computed(self) -> None:
+        self._computed = time.perf_counter()
 
     def backward_nothing(self, *company: Any) -> bool:
         if self._ddp is None or self._step is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
@@ -258,7 +259,9 @@ class LocalSGD(Strategy):
 
         A rank keeps a part of where it has gone since, if it has.
         """
+        began = time.perf_counter()
         fragment.wait()
+        self.waited_s += time.perf_counter() - began
         fragment.moved.div_(self.world.size)
         self._step_from_base(fragment, keep)
 

@@ -111,7 +111,8 @@ def wheel(tmp_path_factory) -> Path:
 def test_the_wheel_has_every_module_and_every_choice_of_the_configuration(wheel):
     expected = set()
     for name, folder in package_folders().items():
-        expected |= {f"{name.replace('.', '/')}/{path.name}" for path in folder.glob("*.py")}
+        for kind in ("*.py", "*.j2"):
+            expected |= {f"{name.replace('.', '/')}/{path.name}" for path in folder.glob(kind)}
     expected |= {f"fabricx/{short(path)}" for path in files(ROOT / "conf", "*.yaml")}
     expected.add("fabricx/py.typed")
     packed = {path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fabricx.comm import pulse
 from fabricx.comm.generations import membership
 
 _CPU = torch.device("cpu")
@@ -73,6 +74,7 @@ class World:
                 timeout=timeout,
             )
         _CURRENT[:] = [self]
+        pulse.joined()
 
     def follow(self) -> None:
         """Leave the group of the generation before, if any, and join this one; all its members do.

@@ -6,6 +6,7 @@ import contextlib
 import math
 import pickle
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -73,6 +74,9 @@ class Client:
         self._sums, self._views = sums, views
         self._parameters = list(parameters)
         self.waited_s = 0.0  # for servers to answer
+        self.pushed_s = 0.0
+        self.pushes: deque[tuple[int, int, float]] = deque(maxlen=4096)  # the newest: whose, which, when
+        self._count = 0
         self._shards = divide([parameter.shape for parameter in parameters], servers, whole=whole, by_row=tables)
         self.dtype = dtype_of(parameters)
         self._store, self._prefix, self._worker, self._over_gloo = store, prefix, worker, over_gloo
@@ -204,8 +208,12 @@ class Client:
             push = Push(clock, parts, leases, empty, filled.missing, filled.rows, groups, hold, filled.scale, share)
             boxes.link.send(push)
 
+        begun = time.perf_counter()
         for number in range(len(self._boxes)):
             self._try(number, send)
+        self.pushed_s += time.perf_counter() - begun
+        self._count += 1
+        self.pushes.append((self._worker, self._count, time.monotonic()))
 
     def pull(
         self, targets: Sequence[Tensor], version: int = 0, *, to_train: bool = False, one_by_one: bool = False

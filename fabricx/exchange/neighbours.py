@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
@@ -37,7 +38,8 @@ class Neighbours:
         weights: bool = False,
     ) -> None:  # fmt: skip
         self.hears = True
-        self.waited_s = 0.0
+        self.waited_s = self.pushed_s = 0.0
+        self.pushes: deque[tuple[int, int, float]] = deque(maxlen=0)  # nobody is sent anything
         rank, size = world.rank, world.size
         self._parameters, self._rank, self._size = list(parameters), rank, size
         [self.shard] = divide([parameter.shape for parameter in parameters], 1, by_row=tables)
@@ -66,15 +68,19 @@ class Neighbours:
 
     def push(self, gradients: Sequence[Tensor | None], **anything: Any) -> None:
         """Show the others this worker's gradients, by parameter; waits for nothing."""
+        begun = time.perf_counter()
         empty = all(gradient is None for gradient in gradients)
         filled = self._filled[self._rank] = None if empty else self._boxes.fill(gradients)
         with others_are_there():
             self._mesh.tell(filled)
+        self.pushed_s += time.perf_counter() - begun
 
     def hear(self) -> list[Filled | None]:
         """Wait for what all have pushed, by rank; None is of those without a gradient."""
+        begun = time.perf_counter()
         with others_are_there():
             heard = {**self._mesh.hear(), self._rank: self._filled[self._rank]}
+        self.waited_s += time.perf_counter() - begun
         return [heard[rank] for rank in range(self._size)]
 
     def gather(self, value: float) -> list[float]:

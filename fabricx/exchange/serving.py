@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, final
@@ -11,8 +12,9 @@ from typing import Any, Final, final
 import torch
 
 from fabricx.comm.links import LOST, Entrance, Hello, Link, Store, meet_over_gloo
-from fabricx.exchange.messages import Begin, Granted, Open, Reply
+from fabricx.exchange.messages import Begin, Granted, Open, Push, Reply
 from fabricx.exchange.server import Server
+from fabricx.exchange.told import Told
 
 POLL_S: Final = 0.05  # how often a server looks for workers of other machines, until all are there
 LOOK_S: Final = 0.2  # and later; and how often it looks whether a worker that waits is still there
@@ -21,7 +23,8 @@ LONG: Final = timedelta(days=365)  # a link has no time-out: that a worker has d
 
 
 def serve(
-    store: Store, prefix: str, number: int, workers: int, *, folder: str | None = None, generation: int = 0
+    store: Store, prefix: str, number: int, workers: int, *, folder: str | None = None, generation: int = 0,
+    run_dir: Path | None = None, traces: bool = False,
 ) -> None:  # fmt: skip
     """Be a server until the workers have said that they have done, and are gone.
 
@@ -33,16 +36,21 @@ def serve(
         folder: where snapshots are, if a server that died is to be started again; then others may come after all
             workers have died, too.
         generation: how often this one was.
+        run_dir: the run's folder, if it records what happens in it.
+        traces: also when each gradient is applied.
     """
     snapshot = Path(folder) / f"server-{number}" if folder is not None else None
-    serving = _Serving(store, f"{prefix}/server/{number}", workers, number == 0, snapshot)
+    serving = _Serving(store, f"{prefix}/server/{number}", workers, number == 0, snapshot,
+                       Told(run_dir, number, traces=traces))  # fmt: skip
     serving.run(generation)
 
 
 @final
 class _Serving:
-    def __init__(self, store: Store, key: str, workers: int, deals: bool, snapshot: Path | None) -> None:
-        self._store, self._key = store, key
+    def __init__(
+        self, store: Store, key: str, workers: int, deals: bool, snapshot: Path | None, told: Told
+    ) -> None:  # fmt: skip
+        self._store, self._key, self._told = store, key, told
         self._workers, self._deals = workers, deals
         self._server, self._generation = Server(workers, deals=deals), 0  # and of which workers
         self._snapshot = snapshot
@@ -62,15 +70,18 @@ class _Serving:
         entrance = Entrance(None if self._snapshot is None else str(self._snapshot.parent))
         self._in_thread(self._watch_for_others, f"{self._key}/{generation}/from")
         self._in_thread(self._let_in, entrance)
+        self._in_thread(self._tell)
         self._store.set(self._key, f"{generation} {entrance.address}")
         try:
             with self._changed:
                 self._changed.wait_for(lambda: self._error or (self._done and not self._present))
         finally:
             self._over.set()
+            self._told.close()
             entrance.close()
             for thread in self._threads:  # else one may be cut off in the middle of something
                 thread.join(END_S)
+            self._told.end()
         if self._error is not None:
             raise self._error
 
@@ -78,6 +89,10 @@ class _Serving:
         thread = threading.Thread(target=function, args=arguments, daemon=True)
         thread.start()
         self._threads.append(thread)
+
+    def _tell(self) -> None:
+        while self._told.tell_on(self._server.counts):
+            pass
 
     def _let_in(self, entrance: Entrance) -> None:
         while True:
@@ -108,6 +123,7 @@ class _Serving:
             self._came += 1
             self._present.add(link)
             server.joined(worker)
+            self._told.joined(worker)
         try:
             while (message := link.recv()) is not None:
                 answer = self._answer(server, message, link)
@@ -162,7 +178,10 @@ class _Serving:
             try:
                 server.counts.messages += 1
                 server.counts.queued += self._queue
+                begun = time.monotonic()
                 answer = server.handle(worker, message, link.inbox, link.outbox)
+                if isinstance(message, Push):
+                    self._told.applied(worker, begun)
                 self._keep(message, answer)
                 return answer
             except BaseException as error:

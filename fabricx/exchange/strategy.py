@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, cast
@@ -260,6 +260,13 @@ class ServedStrategy(Strategy):
         norm = self._pace.clip_norm(clipped, max_norm)
         return super().clip_norm(clipped, max_norm) if norm is None else norm
 
+    @property
+    def _gradient_is_here(self) -> bool:
+        return self._pace is not None and self._apart is None and not self._pace.servers_step
+
+    def gradient_norm(self, optimizers: Sequence[Optimizer]) -> Tensor | None:
+        return super().gradient_norm(optimizers) if self._gradient_is_here else None
+
     def clip_value(self, parameters: Iterable[Tensor], limit: float) -> None:
         assert self._pace is not None
         clipped = list(parameters)
@@ -277,6 +284,18 @@ class ServedStrategy(Strategy):
     @property
     def waited_s(self) -> float:  # type: ignore[override]
         return self._client.waited_s if self._client is not None else 0.0
+
+    @property
+    def pushed_s(self) -> float:  # type: ignore[override]
+        return self._client.pushed_s if self._client is not None else 0.0
+
+    @property
+    def pushes(self) -> deque[tuple[int, int, float]]:
+        return self._client.pushes if self._client is not None else super().pushes
+
+    @property
+    def waits_for_servers(self) -> bool:  # type: ignore[override]
+        return self.servers > 0
 
     @property
     def updates_per_batch(self) -> int:

@@ -24,18 +24,22 @@ from torch.distributed import TCPStore
 from fabricx.checkpoint import memory
 from fabricx.comm.agree import EVERYBODY
 from fabricx.comm.links import nameless
+from fabricx.comm.pulse import Diagnosis
 from fabricx.errors import WorkerFailed
 from fabricx.launch.changes import Changes, Elastic
+from fabricx.launch.hang import explain
 from fabricx.launch.pickling import check_picklable
 from fabricx.launch.scale import wish
 from fabricx.launch.watch import Watch
-from fabricx.launch.worker import Failure, Place
+from fabricx.launch.worker import ASKED, Failure, Place
 from fabricx.launch.worker import main as worker_main
 
+Note = Callable[[str, str], None]
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.optim", "fabricx.trainer", "fabricx.strategies"]
 FROZEN_S = 60.0  # without a sign of life
 RESTARTS = 3  # of each server
 GATHER_S = 1.0  # after the first failure, how long other ranks may still report theirs
+ANSWER_S = 0.5  # until a worker has said what it is at
 TERMINATE_S = 3.0  # how long a process may take to end when asked to
 
 
@@ -43,7 +47,7 @@ def run_workers(
     function: Callable[..., Any], arguments: tuple[Any, ...], *, size: int, named: Mapping[str, object] | None = None,
     servers: int = 0, serve: Callable[..., Any] | None = None, elastic: Elastic | None = None,
     frozen_after: float = FROZEN_S, stuck_after: float | Literal["learned"] | None = None,
-    failures: list[str] | None = None, run_dir: Path | None = None,
+    failures: list[str] | None = None, run_dir: Path | None = None, note: Note | None = None,
 ) -> list[Any]:  # fmt: skip
     """Run `function(world, *arguments)` in `size` processes, and return what each of them returned, by rank.
 
@@ -62,6 +66,7 @@ def run_workers(
             longest pause of this run; None for never.
         failures: where each death is noted that the others have survived.
         run_dir: where somebody may ask for more or fewer workers, if the run is elastic.
+        note: is told what has happened, by a name and in words.
 
     Returns:
         what the workers returned that were there at the end, by rank.
@@ -75,7 +80,7 @@ def run_workers(
         _write_job(Path(folder), function, arguments, named or {})
         watch = Watch(frozen_after, stuck_after)
         failures = [] if failures is None else failures
-        return _Workers(folder, size, servers, serve, watch, elastic, failures, run_dir).supervise()
+        return _Workers(folder, size, servers, serve, watch, elastic, failures, run_dir, note).supervise()
 
 
 def _write_job(folder: Path, function: Any, arguments: tuple[Any, ...], named: Mapping[str, object]) -> None:
@@ -92,15 +97,17 @@ class _Workers:
 
     def __init__(
         self, folder: str, size: int, servers: int, serve: Callable[..., Any] | None, watch: Watch,
-        elastic: Elastic | None, failures: list[str], run_dir: Path | None,
+        elastic: Elastic | None, failures: list[str], run_dir: Path | None, note: Note | None,
     ) -> None:  # fmt: skip
         self._watch, self._run_dir = watch, run_dir
+        self._note: Note = note or (lambda name, text: None)
         self._ended: dict[int, str] = {}  # those that the supervisor has ended, and why
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the system chooses the port
         self._size = size
         self._changes = None if elastic is None else Changes(elastic, size, failures)
         self._results: dict[int, str] = {}
         self._failures: list[Failure] = []
+        self._told: dict[int, Diagnosis] = {}  # what workers are at that were asked
         self._deaths: dict[int, Failure] = {}  # those that others could go on after
         self._controls: dict[int, Connection] = {}
         self._processes: dict[int, BaseProcess] = {}
@@ -190,16 +197,44 @@ class _Workers:
                     self._failures.append(death)
                 else:
                     self._deaths[rank] = death
+                    self._note("death", f"worker {rank}: {death.traceback}")
 
     def _end_the_silent(self) -> None:
         """End processes that give no sign of life, or come no further: others would wait for them for ever."""
-        for rank, why in self._watch.silent().items():
-            self._ended[rank] = why
+        silent, news = self._watch.silent(), self._watch.news()
+        what = self._diagnose() if silent or news else ""
+        for rank, why in silent.items():
+            self._ended[rank] = f"{why}; {what}"
             self._watch.over(rank)
             if rank in self._processes:
                 self._processes[rank].kill()  # works on one that was stopped, too
-        if (news := self._watch.news()) is not None:
-            print(news, file=sys.stderr, flush=True)
+        if news is not None:
+            print(f"{news}\n{what}", file=sys.stderr, flush=True)
+
+    def _diagnose(self) -> str:
+        """Ask all workers what they are at; returns who keeps whom waiting."""
+        asked = [rank for rank in self._members() if rank in self._processes]
+        self._told, able = {}, {rank for rank in asked if self._watch.answers(rank)}
+        for rank in asked:
+            with contextlib.suppress(OSError, KeyError):
+                self._controls[rank].send((ASKED, None))
+            if rank not in able and (pid := self._processes[rank].pid) is not None:
+                os.kill(pid, signal.SIGUSR2)  # heard even where something holds the interpreter's lock
+        deadline = time.monotonic() + ANSWER_S
+        while not self._told.keys() >= able and time.monotonic() < deadline:
+            self._look(timeout=0.02)
+        seats = {worker: rank for rank, worker in enumerate(self._members())}
+        sentence = explain({seats[worker]: self._told.get(worker) for worker in asked if worker in seats})
+        stacks = [f"rank {seats.get(worker, worker)}:\n{self._stacks_of(worker)}" for worker in asked]
+        self._note("hang", "\n\n".join([sentence, *stacks]))
+        return sentence
+
+    def _stacks_of(self, worker: int) -> str:
+        if worker in self._told:
+            return self._told[worker].stacks
+        with contextlib.suppress(OSError):
+            return (Path(self._places[worker].folder) / f"stacks-{worker}").read_text() or "(it doesn't answer)"
+        return "(it doesn't answer)"
 
     def _change_members(self) -> None:
         """Start who is to come, and tell all workers who is gone and who goes on."""
@@ -223,7 +258,9 @@ class _Workers:
         """Start a server that was killed; it has left a snapshot of what it kept, or workers know that."""
         if self._complete():
             return
-        print(f"server {rank - self._size} died, and starts again", file=sys.stderr)
+        text = f"server {rank - self._size} died, and starts again"
+        self._note("death", text)
+        print(text, file=sys.stderr)
         self._places[rank] = replace(self._places[rank], generation=self._places[rank].generation + 1)
         self._start(self._places[rank])
 
@@ -235,6 +272,8 @@ class _Workers:
                 kind, content = control.recv()
                 if kind == "beat":
                     self._watch.heard(rank, *content)
+                elif kind == ASKED:
+                    self._told[rank] = content
                 elif kind == "result":
                     self._results[rank] = content
                     self._watch.over(rank)

@@ -94,6 +94,11 @@ class Watch:
                 )
         return found
 
+    def answers(self, rank: int) -> bool:
+        """Return whether something was heard of a process lately."""
+        life = self._lives.get(rank)
+        return life is not None and self._clock() - life.heard <= self._frozen_after
+
     def news(self) -> str | None:
         """Return what to say of a pause that is far longer than all before; again when it has become twice as long."""
         now = self._clock()

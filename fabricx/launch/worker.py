@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import pickle
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from fabricx.comm import generations, pulse
+from fabricx.errors import brief_traceback
 
 BEAT_S = 0.5  # between two signs of life
 LONG_S = 10.0  # without a further batch, after which signs of life say what the main thread is at
 SHUT_S = 0.02  # between two looks for links of a broken group, while its worker is still busy with it
 FAILED = 1
+ASKED = "diagnosis"  # the supervisor asks what a worker is at, and is told
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ def main(place: Place, control: Connection) -> None:
     report = _Report(control)
     say = report.send if place.changes else None
     generations.enter(generations.Membership(place.rank, place.folder, say, lambda: _exit(0)))
-    threading.Thread(target=_listen, args=(control,), daemon=True).start()
+    faulthandler.register(signal.SIGUSR2, (Path(place.folder) / f"stacks-{place.rank}").open("w"))
+    threading.Thread(target=_listen, args=(control, report), daemon=True).start()
     threading.Thread(target=report.beat, daemon=True).start()
     sys.path[:] = [*place.sys_path, *(entry for entry in sys.path if entry not in place.sys_path)]
     os.chdir(place.cwd)
@@ -130,7 +133,7 @@ def _run(place: Place) -> Any:
 
 
 def _failure(rank: int, error: BaseException) -> Failure:
-    text = "".join(traceback.format_exception(error))
+    text = brief_traceback(error)
     try:
         pickle.loads(pickle.dumps(error))
         sent: BaseException | None = error
@@ -139,14 +142,18 @@ def _failure(rank: int, error: BaseException) -> Failure:
     return Failure(rank, time.monotonic(), type(error).__name__, text, sent)
 
 
-def _listen(control: Connection) -> None:
+def _listen(control: Connection, report: _Report) -> None:
     """Hear what the supervisor says; when its end of the pipe closes it has died: end all that was started here."""
     membership = generations.membership()
     busy = False
     try:
         while True:
             if control.poll(SHUT_S if busy else None):
-                membership.heard(*control.recv())
+                kind, content = control.recv()
+                if kind == ASKED:
+                    report.send(ASKED, pulse.diagnosis())
+                else:
+                    membership.heard(kind, content)
             busy = membership.shut_broken()
     except (EOFError, OSError):
         os.killpg(0, signal.SIGKILL)

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -31,6 +31,8 @@ class TensorBoardLogger(Logger):
         version: a folder in that; with a `save_dir` the next free "version_0", "version_1", ... if not given.
         log_graph: also write the module's graph, traced with its `example_input_array`.
     """
+
+    shows_telemetry: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -20,8 +20,10 @@ from fabricx.callbacks import (
     LoadBalancer,
     ModelCheckpoint,
     ModelSummary,
+    Profiler,
     ProgressBar,
     Timer,
+    Tracing,
 )
 from fabricx.hooks import check_hooks
 
@@ -34,8 +36,10 @@ CALLBACKS: dict[str, Callable[[], Callback]] = {
     "LearningRateMonitor": LearningRateMonitor,
     "ModelCheckpoint": lambda: ModelCheckpoint(monitor="val_loss", save_last=True, train_time_interval="10m"),
     "ModelSummary": ModelSummary,
+    "Profiler": Profiler,
     "ProgressBar": ProgressBar,
     "Timer": lambda: Timer("1h"),
+    "Tracing": lambda: Tracing([2, 3]),
 }
 
 every = pytest.mark.parametrize("make", CALLBACKS.values(), ids=CALLBACKS)

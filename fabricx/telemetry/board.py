@@ -1,0 +1,105 @@
+"""What a run tells of itself, for TensorBoard: a run of its own beside the user's metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final, final
+
+from fabricx.telemetry.eventfile import FOLDER
+from fabricx.telemetry.reading import Record
+from fabricx.telemetry.run import OTHERS, Rank, Row, Run, joined
+from fabricx.telemetry.verdict import straggler_scores
+
+_BY_RANK: Final = {
+    "busy time, ms": "busy_ms", "waiting for others, ms": "wait_ms", "waiting for data, ms": "data_ms",
+    "samples per second": "samples_per_s", "share of the samples": "share", "straggler score": "straggler",
+    "main memory, MiB": "memory_mib", "device memory, MiB": "device_mib", "CPU cores": "cpu_cores",
+}  # fmt: skip
+
+
+@final
+class Board:
+    """Writes scalars of all ranks; the x axis is the step, as it is for the user's metrics.
+
+    Args:
+        run_dir: the run's folder.
+        run: what is known; looked at again at each `write`.
+    """
+
+    def __init__(self, run_dir: Path, run: Run) -> None:
+        self._folder, self._run = run_dir / FOLDER, run
+        self._writer: Any = None
+        self._shown: dict[int, float] = {}  # when the newest row of each rank ended that was shown
+        self._events = 0
+        self._gauges: dict[str, int] = {}  # the newest step of each that was shown
+        self._recovery = {"restarts": 0.0, "steps_again": 0.0, "downtime_s": 0.0}
+
+    def write(self) -> None:
+        """Show what has come since the last time, if any step has."""
+        fresh = {rank.rank: self._new_rows(rank) for rank in self._run.present}
+        rows = {number: joined(rows) for number, rows in fresh.items() if rows}
+        if not rows and len(self._run.events) == self._events:
+            return
+        self._writer = self._writer or self._opened()
+        if rows:
+            self._write_rows(rows)
+        self._write_events(self._run.events[self._events :])
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Show what is left."""
+        self.write()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _opened(self) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(log_dir=str(self._folder))
+        writer.add_custom_scalars(
+            {"ranks": {title: ["Multiline", [rf"^{tag}/rank_\d+$"]] for title, tag in _BY_RANK.items()}}
+        )
+        return writer
+
+    def _new_rows(self, rank: Rank) -> list[Row]:
+        shown = self._shown.get(rank.rank, 0.0)
+        rows = [row for row in rank.rows if row.at > shown]
+        if rows:
+            self._shown[rank.rank] = rows[-1].at
+        return rows
+
+    def _write_rows(self, rows: dict[int, Row]) -> None:
+        step = max(row.step for row in rows.values())
+        add = self._writer.add_scalar
+        speeds = {rank: row.samples / max(1e-9, row.steps * row.step_s) for rank, row in rows.items()}
+        samples = sum(row.samples / max(1, row.steps) for row in rows.values())
+        add("step_ms", 1e3 * max(row.step_s for row in rows.values()), step)
+        add("samples_per_s/all", sum(speeds.values()), step)
+        add("samples_per_s/per_device", sum(speeds.values()) / len(speeds), step)
+        for (rank, row), score in zip(rows.items(), straggler_scores(list(rows.values())), strict=True):
+            now = self._run.ranks[rank].now
+            found = {
+                "busy_ms": 1e3 * row.busy_s, "wait_ms": 1e3 * row.mean(*OTHERS), "data_ms": 1e3 * row.mean("data"),
+                "samples_per_s": speeds[rank], "share": row.samples / max(1, row.steps) / max(1e-9, samples),
+                "straggler": score,
+            }  # fmt: skip
+            found |= {name: now[name] for name in ("memory_mib", "device_mib", "cpu_cores") if name in now}
+            for name, value in found.items():
+                add(f"{name}/rank_{rank}", value, step)
+        for name, values in self._run.gauges.items():
+            new = [step for step in values if step > self._gauges.get(name, -1)]
+            for step in new:
+                add(name, values[step], step)
+            self._gauges[name] = max(new, default=self._gauges.get(name, -1))
+
+    def _write_events(self, events: list[Record]) -> None:
+        for event in events:
+            step = event.get("step", self._run.steps)
+            self._writer.add_text(f"events/{event['name']}", event["text"], step)
+            if event["name"] == "recovery":
+                self._recovery["restarts"] += 1.0
+                self._recovery["steps_again"] += float(event.get("steps_again", 0.0))
+                self._recovery["downtime_s"] += float(event.get("seconds", 0.0))
+                for name, value in self._recovery.items():
+                    self._writer.add_scalar(f"recovery/{name}", value, step)
+        self._events += len(events)

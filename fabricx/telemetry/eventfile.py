@@ -1,0 +1,92 @@
+"""One process's records: lines of JSON that are only ever added to."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, final
+
+FOLDER: Final = "telemetry"  # in the run's folder
+_IDENTITY: Final = "run"  # the file in it that has the run's id
+
+
+def run_id(run_dir: Path) -> str:
+    """Return the id of the run in a folder, the same for all its processes and attempts.
+
+    Whoever is there first makes it: the process that launches, or the main rank before the others come.
+    """
+    path = run_dir / FOLDER / _IDENTITY
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(secrets.token_hex(4))
+    return path.read_text().strip()
+
+
+@final
+class EventFile:
+    """A file of records. Each is one line, written at once, so that a killed process leaves whole lines but the last.
+
+    A disk that is full costs records, and not the run: how many is written down when there is room again.
+
+    Args:
+        run_dir: the run's folder.
+        who: "worker 0", "server 1", "launcher".
+        rank: of a worker, as long as it has one.
+    """
+
+    def __init__(self, run_dir: Path, who: str, rank: int | None = None) -> None:
+        self.rank, self._who = rank, who
+        self.run_dir, self._run = run_dir, run_id(run_dir)
+        folder = run_dir / FOLDER
+        name = f"{who.replace(' ', '')}-{os.getpid()}-{secrets.token_hex(3)}.jsonl"
+        self._file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._lock = threading.Lock()
+        self._lost, self._torn = 0, False
+        self.size = 0  # bytes
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Add a record.
+
+        Args:
+            kind: of record.
+            fields: plain data; numbers that JSON hasn't become text.
+        """
+        head = {"run": self._run, "kind": kind, "at": round(time.time(), 6), "mono": round(time.monotonic(), 6)}
+        if self.rank is not None:
+            head["rank"] = self.rank
+        line = json.dumps({**head, **fields}, separators=(",", ":"), default=str) + "\n"
+        with self._lock:
+            if self._file < 0:
+                return
+            if self._lost:
+                line = json.dumps({**head, "kind": "lost", "records": self._lost}) + "\n" + line
+            data = (("\n" if self._torn else "") + line).encode()
+            try:
+                written = os.write(self._file, data)
+            except OSError:
+                written = 0
+            self.size += written
+            self._torn = self._torn if not written else written < len(data)
+            self._lost = self._lost + 1 if written < len(data) else 0
+
+    def close(self) -> None:
+        """Write nothing any more."""
+        with self._lock:
+            if self._file >= 0:
+                os.close(self._file)
+            self._file = -1
+
+
+def finite(values: Mapping[str, float]) -> dict[str, float | str]:
+    """Return numbers as JSON can have them: "nan", "inf" and "-inf" are text, which `float` reads.
+
+    >>> finite({"loss": 0.5, "norm": float("inf")})
+    {'loss': 0.5, 'norm': 'inf'}
+    """
+    return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}

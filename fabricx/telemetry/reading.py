@@ -1,0 +1,107 @@
+"""A run's records, read from the files that its processes are still writing."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, final
+
+from fabricx.errors import FabricxError
+from fabricx.telemetry.eventfile import FOLDER
+
+Record = dict[str, Any]
+
+
+class NotARun(FabricxError):
+    """A folder in which no run has recorded anything."""
+
+
+@final
+class Tail:
+    """What is new in a file of records. A last line that isn't complete waits; one that isn't a record is counted.
+
+    Attributes:
+        broken: lines that couldn't be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.broken = path, 0
+        self._read = 0  # bytes
+        self._half = b""
+
+    def new(self) -> list[Record]:
+        """Return the records that have come since the last call."""
+        try:
+            if os.path.getsize(self.path) <= self._read:
+                return []
+            with self.path.open("rb") as file:
+                file.seek(self._read)
+                data = file.read()
+        except OSError:  # somebody has taken it away
+            return []
+        self._read += len(data)
+        *lines, self._half = (self._half + data).split(b"\n")
+        return [record for line in lines if line and (record := self._record(line)) is not None]
+
+    def _record(self, line: bytes) -> Record | None:
+        try:
+            found = json.loads(line)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or "kind" not in found:
+            self.broken += 1
+            return None
+        return {**found, "who": self.path.name.split("-")[0], "file": self.path.name}
+
+    @property
+    def is_half(self) -> bool:
+        """Return whether the last line has no end."""
+        return bool(self._half)
+
+
+@final
+class Files:
+    """All files of records of a run; more may come.
+
+    Args:
+        run_dir: the run's folder.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.folder = run_dir / FOLDER
+        self._tails: dict[str, Tail] = {}
+
+    def new(self) -> list[Record]:
+        """Return the records that have come since the last call, sorted by time on the main rank's clock."""
+        names = (entry.name for entry in os.scandir(self.folder)) if self.folder.is_dir() else ()
+        for name in sorted(name for name in names if name.endswith(".jsonl")):
+            if name not in self._tails:
+                self._tails[name] = Tail(self.folder / name)
+        found = [record for tail in self._tails.values() for record in tail.new()]
+        return sorted(found, key=lambda record: record.get("at", 0.0))
+
+    def complaints(self) -> list[str]:
+        """Return what couldn't be read, in words."""
+        found = []
+        for name, tail in self._tails.items():
+            if tail.broken:
+                lines = f"{tail.broken} lines aren't records" if tail.broken > 1 else "a line isn't a record"
+                found.append(f"{name}: {lines}; all others are shown")
+            if tail.is_half:
+                found.append(f"{name}: the last line has no end; its process was writing it, or was killed meanwhile")
+        return found
+
+
+def check_run(run_dir: Path) -> None:
+    """Raise an error that says what to do if no run has recorded anything in a folder."""
+    if not run_dir.is_dir():
+        raise NotARun(f"{run_dir} isn't there: give the folder of a run, such as runs/2026-01-31_12-00-00-abcdef")
+    if any((run_dir / FOLDER).glob("*.jsonl")):
+        return
+    runs = sorted(path.parent for path in run_dir.glob(f"*/{FOLDER}"))
+    inside = f"; it has runs in it, such as {runs[-1]}" if runs else ""
+    raise NotARun(
+        f"{run_dir} has no records of a run ({FOLDER}/*.jsonl){inside}. A run writes them if it has a logger or writes "
+        "checkpoints, and enable_telemetry isn't off"
+    )

@@ -1,0 +1,90 @@
+"""What the launching process does while others train: it reads their records, and writes what people look at."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, Final, final
+
+from fabricx.telemetry import logs
+from fabricx.telemetry.board import Board
+from fabricx.telemetry.eventfile import EventFile
+from fabricx.telemetry.reading import Files, Record
+from fabricx.telemetry.run import Run
+from fabricx.telemetry.trace import write_trace
+
+LOOK_S: Final = 2.0
+
+
+@final
+class Watcher:
+    """Reads a run's records in a thread, until it is closed.
+
+    Args:
+        run_dir: the run's folder.
+        board: write for TensorBoard.
+    """
+
+    def __init__(self, run_dir: Path, *, board: bool) -> None:
+        self.run_dir, self.run = run_dir, Run()
+        self._file = EventFile(run_dir, "launcher")
+        self._files = Files(run_dir)
+        self.run.feed(self._files.new())  # of earlier attempts
+        self._board = Board(run_dir, self.run) if board else None
+        self._said: dict[str, set[int]] = defaultdict(set)  # which ranks have warned of what
+        self._times: dict[str, int] = defaultdict(int)
+        self._heard = len(self.run.logs)
+        self._file.write("launched")
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look_on, name="fabricx-watcher", daemon=True)
+        self._thread.start()
+
+    def note(self, name: str, text: str, **numbers: float) -> None:
+        """Write down that something has happened which no rank can tell."""
+        self._file.write("event", name=name, text=text, step=self.run.steps, **numbers)
+
+    def close(self, ending: str) -> None:
+        """Read and write what is left."""
+        self._over.set()
+        self._thread.join()
+        self._file.write("closed", ending=ending)
+        self._file.close()
+        self._look()
+        if self._board is not None:
+            self._board.close()
+        logs.merge(self.run_dir, self.run.logs)
+        write_trace(self.run_dir)
+        for text, ranks in self._said.items():
+            if 0 not in ranks and self._times[text] > 1:
+                print(f"rank {_names(ranks)} said {self._times[text]} times: {text}", file=sys.stderr, flush=True)
+
+    def _look_on(self) -> None:
+        while not self._over.wait(LOOK_S):
+            self._look()
+            if self._board is not None:
+                self._board.write()
+
+    def _look(self) -> None:
+        self.run.feed(self._files.new())
+        self._repeat_warnings(self.run.logs[self._heard :])
+        self._heard = len(self.run.logs)
+
+    def _repeat_warnings(self, lines: list[Record]) -> None:
+        """Show warnings of ranks that don't write to the console, each once, unless the main rank has the same."""
+        told: dict[str, Any] = {}
+        for line in lines:
+            if line["level"] in ("WARNING", "ERROR", "CRITICAL") and "rank" in line:
+                text = f"{line['level']} {line['name']}: {line['text']}"
+                if text not in self._said:
+                    told[text] = line["rank"]
+                self._said[text].add(line["rank"])
+                self._times[text] += 1
+        for text, rank in told.items():
+            if 0 not in self._said[text]:
+                print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
+
+
+def _names(ranks: set[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

@@ -1,0 +1,247 @@
+"""Runs of several processes that are slowed, killed and hung: what is said of them afterwards, and where it is seen."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+import fabricx as fx
+from fabricx.callbacks import FaultRecovery, Profiler, Tracing
+from fabricx.launch.hang import explain
+from fabricx.loggers import TensorBoardLogger
+from fabricx.strategies import DDP, AsyncSGD, ParameterServer
+from fabricx.telemetry.report import look_at, rank_lines, recovery, warnings_of
+from fabricx.telemetry.verdict import verdict
+from fabricx.testing import QUIET, TinyModule, kill, tiny_data, tiny_loader
+from tests.unit.telemetry.test_trace import check_trace
+
+LOGGING: dict[str, Any] = {**QUIET, "logger": TensorBoardLogger(), "log_every_n_steps": 5}
+
+
+class Slow(Dataset[Any]):
+    """Samples that one rank takes 10 ms to read."""
+
+    def __init__(self) -> None:
+        self.data, self.rank = tiny_data(160), 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        if self.rank == 1:
+            time.sleep(0.010)
+        return self.data[index]
+
+
+class Speaking(TinyModule):
+    """Says things on all ranks; tells its data which rank it is on."""
+
+    def on_train_start(self) -> None:
+        self.trainer.train_dataloader.dataset.rank = self.global_rank
+        logging.getLogger("own").warning("of all ranks")
+        if self.global_rank:
+            warnings.warn("of one rank only", stacklevel=1)
+
+
+@pytest.fixture(scope="module")
+def slowed(tmp_path_factory: pytest.TempPathFactory) -> fx.Trainer:
+    """Train with a rank that reads slowly, and trace it."""
+    root = tmp_path_factory.mktemp("slowed")
+    trainer = fx.Trainer(
+        devices=2, strategy=DDP(), max_epochs=1, default_root_dir=root, callbacks=[Tracing([5, 6]), Profiler()],
+        **LOGGING,
+    )  # fmt: skip
+    trainer.fit(Speaking(), DataLoader(Slow(), batch_size=4, shuffle=True), tiny_loader(8, 4))
+    return trainer
+
+
+def test_a_rank_that_reads_slowly_is_named(slowed: fx.Trainer) -> None:
+    seen = look_at(slowed.run_dir)
+    first, second = rank_lines(seen.run)
+    assert verdict(seen.run).startswith("rank 1 is slow in data wait: ")
+    assert second.straggler > first.straggler == 0.0
+    assert second.spans["data"] > 10 * first.spans["data"]  # 40 ms against what reading a list takes
+    assert first.spans["wait"] > 5 * second.spans["wait"]
+    assert {"forward", "backward", "optimizer", "other"} <= first.spans.keys()
+    assert (first.steps, second.steps) == (20, 20)
+    assert (seen.state, seen.complaints) == ("done", [])
+    assert set(seen.run.metrics) == {"loss", "val_loss", "epoch"}
+    assert seen.run.gauges.keys() == {"gradient_norm", "learning_rate"}
+    assert {step: float(f"{lr:.6f}") for step, lr in seen.run.gauges["learning_rate"].items()} == dict.fromkeys(
+        (5, 10, 15, 20), 0.1
+    )
+
+
+def test_what_ranks_say_is_in_one_file_and_told_once(slowed: fx.Trainer) -> None:
+    seen = look_at(slowed.run_dir)
+    told = {text.partition(" (")[0]: (who, times) for who, text, times in warnings_of(seen.run)}
+    assert told["WARNING own: of all ranks"] == ("0, 1", 2)
+    assert told["WARNING UserWarning: of one rank only"] == ("1", 1)
+    assert len((slowed.run_dir / "logs" / "all.log").read_text().splitlines()) == len(seen.run.logs)
+    assert "of one rank only" in (slowed.run_dir / "logs" / "rank-1.log").read_text()
+
+
+def test_the_trace_of_a_run_has_the_operators_in_the_spans_of_both_ranks(slowed: fx.Trainer) -> None:
+    events = check_trace(slowed.run_dir / "trace.json")
+    for rank in (0, 1):
+        spans = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
+        names = [e["name"] for e in spans]
+        assert names.count("forward") == names.count("data wait") == 20
+        forwards = [(e["ts"], e["ts"] + e["dur"]) for e in spans if e["name"] == "forward"]
+        losses = [e["ts"] for e in spans if e["name"] == "aten::mse_loss"]
+        assert len(losses) >= 2  # of the two steps that were profiled
+        assert all(any(begin - 1000 <= at <= end + 1000 for begin, end in forwards) for at in losses)
+
+
+def test_tensorboard_shows_all_ranks_beside_the_users_metrics(slowed: fx.Trainer) -> None:
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(slowed.run_dir.parent), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            address = next(found.group() for line in process.stderr if (found := re.search(r"http://\S+", line)))
+            look_at_board(address, slowed.run_dir.name)
+        finally:
+            process.kill()
+
+
+def look_at_board(address: str, name: str) -> None:
+    def ask(path: str) -> Any:
+        with urllib.request.urlopen(f"{address}data/plugin/{path}", timeout=30) as answer:
+            return json.load(answer)
+
+    deadline = time.monotonic() + 60
+    telemetry = f"{name}/telemetry"
+    while not {name, telemetry} <= (found := ask("scalars/tags")).keys() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert {"loss", "val_loss"} <= found[name].keys()
+    by_rank = {
+        f"{tag}/rank_{rank}" for tag in ("busy_ms", "wait_ms", "data_ms", "straggler", "share") for rank in (0, 1)
+    }
+    assert by_rank | {"step_ms", "samples_per_s/all", "gradient_norm", "learning_rate"} <= found[telemetry].keys()
+    shown = ask(f"scalars/scalars?run={telemetry}&tag=straggler/rank_1")
+    assert 0.3 < shown[-1][2] <= 1.0
+    [category] = ask("custom_scalars/layout")["category"]
+    assert "busy time, ms" in [one["title"] for one in category["chart"]]
+
+
+def test_a_run_that_lost_a_rank_says_so_everywhere(tmp_path: Path) -> None:
+    trainer = fx.Trainer(
+        devices=2, strategy=DDP(), max_epochs=1, default_root_dir=tmp_path,
+        callbacks=[kill(rank=1).during("backward", step=4), FaultRecovery(patience=30.0)], **LOGGING,
+    )  # fmt: skip
+    trainer.fit(TinyModule(), tiny_loader(80, 4))
+    run = look_at(trainer.run_dir).run
+    assert recovery(run).startswith("recovered 1 time, ")
+    names = [event["name"] for event in run.events]
+    assert names.count("death") == 1
+    assert "killed by SIGKILL" in next(event["text"] for event in run.events if event["name"] == "death")
+    assert run.ranks[1].processes == 2
+    assert run.size == 2
+    assert [line.steps for line in rank_lines(run)] == [10, 10]
+
+
+class Failing(TinyModule):
+    """One rank raises in its fourth batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 1 and batch_idx == 3:
+            raise ArithmeticError("no more")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_run_that_failed_has_the_first_traceback_and_what_was_recorded(tmp_path: Path) -> None:
+    trainer = fx.Trainer(devices=2, strategy=DDP(), max_epochs=1, default_root_dir=tmp_path, **LOGGING)
+    with pytest.raises(fx.errors.WorkerFailed) as caught:
+        trainer.fit(Failing(), tiny_loader(80, 4))
+    assert str(caught.value).startswith("rank 1 failed:")
+    assert "raise ArithmeticError" in str(caught.value)
+    assert "dispatch.py" not in str(caught.value)
+    [run_dir] = (tmp_path / "runs").iterdir()
+    assert look_at(run_dir).state == "failed"
+
+
+class Hung(TinyModule):
+    """One rank never comes out of its fourth step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 1 and self.global_step == 3 and self.trainer.world.generation == 0:
+            while True:
+                time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_rank_that_hangs_is_found_at_its_line_and_the_others_in_their_collective(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer = fx.Trainer(
+        devices=2, strategy=DDP(), max_epochs=1, default_root_dir=tmp_path,
+        callbacks=[FaultRecovery(stuck_after=2, patience=30.0)], **LOGGING,
+    )  # fmt: skip
+    trainer.fit(Hung(), tiny_loader(80, 4))
+    run = look_at(trainer.run_dir).run
+    [hang] = [event["text"] for event in run.events if event["name"] == "hang"]
+    sentence, _, stacks = hang.partition("\n")
+    assert "rank 1 is at " in sentence
+    assert "in training_step: time.sleep(0.01), after all_reduce #" in sentence
+    assert "rank 0 waits in all_reduce #" in sentence
+    assert "rank 0:" in stacks
+    assert "thread MainThread" in stacks
+    assert trainer.global_step == 10
+    assert explain({}) == "no rank is left to ask"
+
+
+@pytest.mark.parametrize("strategy", [AsyncSGD(), ParameterServer()], ids=["async_sgd", "parameter_server"])
+def test_servers_tell_of_queues_and_gradients_reach_them_by_arrows(tmp_path: Path, strategy: Any) -> None:
+    trainer = fx.Trainer(
+        devices=2, strategy=strategy, max_epochs=1, default_root_dir=tmp_path, callbacks=[Tracing()], **LOGGING
+    )
+    trainer.fit(TinyModule(), tiny_loader(160, 4))
+    run = look_at(trainer.run_dir).run
+    assert {"push", "pull"} <= {span for line in rank_lines(run) for span in line.spans}
+    arrows = {"s": set(), "f": set()}
+    for event in check_trace(trainer.run_dir / "trace.json"):
+        if event["ph"] in arrows:
+            arrows[event["ph"]].add(event["id"])
+    assert arrows["f"]
+    assert arrows["f"] <= arrows["s"]  # what was applied was sent
+    assert {name for name in run.gauges if name.startswith("server_queue_")}
+
+
+def test_the_commands_look_at_a_run_that_is_going_on(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time, fabricx as fx\n"
+        "from fabricx.testing import TinyModule, tiny_loader\n"
+        "class Long(TinyModule):\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        time.sleep(0.05)\n"
+        "        return super().training_step(batch, batch_idx)\n"
+        "if __name__ == '__main__':\n"
+        "    trainer = fx.Trainer(max_epochs=1000, accelerator='cpu', enable_progress_bar=False)\n"
+        "    trainer.fit(Long(), tiny_loader(80, 4))\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)], cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline:
+                found = [path for path in tmp_path.glob("runs/*") if any(path.glob("telemetry/worker*.jsonl"))]
+                if found and look_at(found[0]).run.steps > 3:
+                    break
+                time.sleep(0.2)
+            assert look_at(found[0]).state == "running"
+            assert look_at(found[0]).run.ranks[0].ending is None
+        finally:
+            process.kill()
+    seen = look_at(found[0])
+    seen.run.ended -= 60
+    assert seen.state.startswith("nothing was heard for")

@@ -1,0 +1,241 @@
+"""Files of records: written by one process, read by another at any moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fabricx.telemetry import eventfile, recorder
+from fabricx.telemetry.eventfile import EventFile, run_id
+from fabricx.telemetry.reading import Files, NotARun, check_run
+from fabricx.telemetry.recorder import Recorder, Span
+
+
+class Clock:
+    """Says what it is told to, and counts what a rank has waited."""
+
+    servers = 0
+    waits_for_servers = False
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.waited_s = self.pushed_s = 0.0
+        self.pushes: deque[tuple[int, int, float]] = deque()
+
+    def passes(self, seconds: float, waiting: float = 0.0) -> None:
+        self.now += seconds
+        self.waited_s += waiting
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(recorder, "_clock", lambda: clock.now)
+    return clock
+
+
+def recorded(run_dir: Path, clock: Clock, rank: int = 0) -> Recorder:
+    return Recorder(EventFile(run_dir, f"worker {rank}", rank), clock, torch.device("cpu"))
+
+
+def kinds(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in Files(run_dir).new() if record["kind"] == kind]
+
+
+def test_all_files_of_a_run_have_one_id_also_of_later_attempts(tmp_path: Path) -> None:
+    for who in ("worker 0", "worker 1", "launcher"):
+        file = EventFile(tmp_path, who)
+        file.write("event", name="a", text="b", step=1)
+        file.close()
+    assert {record["run"] for record in Files(tmp_path).new()} == {run_id(tmp_path)}
+    assert sorted(record["who"] for record in Files(tmp_path).new()) == ["launcher", "worker0", "worker1"]
+
+
+def test_a_lap_counts_for_its_span_and_waiting_is_counted_apart(tmp_path: Path, clock: Clock) -> None:
+    one = recorded(tmp_path, clock)
+    one.begin()
+    for step in (1, 2):
+        clock.passes(0.010)
+        one.lap(Span.DATA)
+        clock.passes(0.030)
+        one.lap(Span.FORWARD)
+        clock.passes(0.050, waiting=0.020)
+        one.lap(Span.BACKWARD)
+        one.samples += 8
+        clock.passes(0.005)
+        one.end_step(step)
+    one.close("success")
+    [steps] = kinds(tmp_path, "steps")
+    assert steps["steps"] == [1, 2]
+    assert steps["samples"] == [8, 8]
+    assert steps["ends_us"] == [0, 95_000]
+    assert steps["us"] == {
+        "data": [10_000] * 2, "forward": [30_000] * 2, "backward": [30_000] * 2, "wait": [20_000] * 2,
+        "other": [5_000] * 2,
+    }  # fmt: skip
+    assert one.totals() == (
+        pytest.approx({"data": 0.02, "forward": 0.06, "backward": 0.06, "wait": 0.04, "other": 0.01}),
+        2,
+    )
+    assert [record["ending"] for record in kinds(tmp_path, "end")] == ["success"]
+
+
+def test_time_inside_of_a_validation_is_its_own_and_a_checkpoint_in_it_the_checkpoints(
+    tmp_path: Path, clock: Clock
+) -> None:
+    one = recorded(tmp_path, clock)
+    one.begin()
+    clock.passes(1.0)
+    with one.within(Span.VALIDATION):
+        clock.passes(2.0)
+        with one.within(Span.CHECKPOINT):
+            clock.passes(4.0)
+        clock.passes(8.0)
+    clock.passes(16.0)
+    one.end_step(1)
+    one.close("success")
+    [steps] = kinds(tmp_path, "steps")
+    assert {name: us[0] / 1e6 for name, us in steps["us"].items()} == {"other": 17, "validation": 10, "checkpoint": 4}
+
+
+def test_what_an_interrupted_step_took_is_in_no_step(tmp_path: Path, clock: Clock) -> None:
+    one = recorded(tmp_path, clock)
+    one.begin()
+    clock.passes(5.0)
+    one.lap(Span.FORWARD)
+    one.became(rank=1, size=3, generation=1)
+    one.begin()
+    clock.passes(0.5)
+    one.lap(Span.FORWARD)
+    one.end_step(7)
+    one.close("success")
+    [steps] = kinds(tmp_path, "steps")
+    assert steps["us"] == {"forward": [500_000]}
+    assert steps["rank"] == 1
+    [became] = kinds(tmp_path, "became")
+    assert (became["size"], became["generation"], became["rank"]) == (3, 1, 1)
+
+
+def test_a_large_file_holds_several_steps_in_a_row(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "_FULL", 200)  # bytes: passed by the first row, and twice by the second
+    one = recorded(tmp_path, clock)
+    one.begin()
+    for step in range(1, 12):
+        clock.passes(1.0)
+        one.samples += 2
+        one.end_step(step)
+        one._write()
+    one.close("success")
+    found = kinds(tmp_path, "steps")
+    assert found[0]["each"] == 1
+    assert found[-1]["each"] > 1
+    assert sum(record["each"] for record in found) == found[-1]["steps"][-1]  # none is counted twice
+    assert all(record["samples"] == [2 * record["each"]] for record in found)
+
+
+def test_each_lap_is_written_down_where_a_trace_is_wanted(tmp_path: Path, clock: Clock) -> None:
+    one = recorded(tmp_path, clock)
+    one.every_lap = True
+    one.begin()
+    clock.passes(0.25, waiting=0.125)
+    one.lap(Span.BACKWARD)
+    one.close("success")
+    [laps] = kinds(tmp_path, "laps")
+    assert laps["laps"] == [[None, 100.0, 0.0], ["backward", 100.25, 0.125]]
+
+
+def test_a_line_that_is_being_written_is_read_once_it_is_complete(tmp_path: Path) -> None:
+    file = EventFile(tmp_path, "worker 0", 0)
+    file.write("event", name="a", text="b", step=1)
+    [path] = (tmp_path / "telemetry").glob("*.jsonl")
+    files = Files(tmp_path)
+    assert len(files.new()) == 1
+    with path.open("a") as half:
+        half.write('{"kind": "event", "na')
+        half.flush()
+        assert files.new() == []
+        [complaint] = files.complaints()
+        assert "no end" in complaint
+        half.write('me": "late", "at": 1}\n')
+    assert [record["name"] for record in files.new()] == ["late"]
+    assert files.complaints() == []
+    file.close()
+
+
+def test_lines_that_are_no_records_are_counted_and_all_others_read(tmp_path: Path) -> None:
+    (tmp_path / "telemetry").mkdir()
+    (tmp_path / "telemetry" / "worker0-1-a.jsonl").write_text('what?\n[1]\n{"kind": "event", "name": "a", "at": 2}\n')
+    files = Files(tmp_path)
+    assert [record["name"] for record in files.new()] == ["a"]
+    assert files.complaints() == ["worker0-1-a.jsonl: 2 lines aren't records; all others are shown"]
+
+
+def test_a_full_disk_costs_records_and_says_how_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = EventFile(tmp_path, "worker 0", 0)
+    write = os.write
+
+    def full(number: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(eventfile.os, "write", lambda number, data: write(number, data[:10]))
+    file.write("event", name="torn", text="", step=1)
+    monkeypatch.setattr(eventfile.os, "write", full)
+    file.write("event", name="lost", text="", step=2)
+    monkeypatch.undo()
+    file.write("event", name="kept", text="", step=3)
+    file.close()
+    files = Files(tmp_path)
+    found = files.new()
+    assert [record["kind"] for record in found] == ["lost", "event"]
+    assert found[0]["records"] == 2
+    assert found[1]["name"] == "kept"
+
+
+def test_numbers_that_json_has_not_are_read_as_what_they_were(tmp_path: Path, clock: Clock) -> None:
+    one = recorded(tmp_path, clock)
+    one.metrics({"loss": float("nan"), "norm": float("inf"), "lr": 0.5}, 3)
+    one.close("failed")
+    [path] = (tmp_path / "telemetry").glob("*.jsonl")
+    [line] = [line for line in path.read_text().splitlines() if '"metrics"' in line]
+    assert "NaN" not in line  # which isn't JSON
+    values = json.loads(line)["values"]
+    assert {name: str(float(value)) for name, value in values.items()} == {"loss": "nan", "norm": "inf", "lr": "0.5"}
+
+
+def test_a_thread_says_each_second_that_the_process_lives_and_where_it_stands_still(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "_EVERY_S", 0.01)
+    one = recorded(tmp_path, clock)
+    one.begin()
+    deadline = time.monotonic() + 30
+    while not kinds(tmp_path, "now") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    clock.passes(60.0)
+    while "still_s" not in kinds(tmp_path, "now")[-1] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    one.close("success")
+    now = kinds(tmp_path, "now")[-1]
+    assert now["memory_mib"] > 10
+    assert now["still_s"] == 60.0
+    assert "test_records.py" in now["where"]
+
+
+def test_a_folder_without_records_is_named_with_what_to_give_instead(tmp_path: Path) -> None:
+    with pytest.raises(NotARun, match="isn't there"):
+        check_run(tmp_path / "nowhere")
+    with pytest.raises(NotARun, match="has no records of a run"):
+        check_run(tmp_path)
+    EventFile(tmp_path / "run", "worker 0").close()
+    with pytest.raises(NotARun, match=r"it has runs in it, such as .*run"):
+        check_run(tmp_path)
+    check_run(tmp_path / "run")

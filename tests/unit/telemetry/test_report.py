@@ -1,0 +1,156 @@
+"""The page of a run and of a sweep: whole, small, and safe to open."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fabricx.telemetry.charts import POINTS, chart, thinned
+from fabricx.telemetry.report import comparison, look_at, runs_in, write_comparison, write_page
+from fabricx.telemetry.terminal import main
+
+EVIL = "<script>alert('here')</script>"
+
+
+class Page(HTMLParser):
+    """Reads a page, and fails where it asks for anything from outside or doesn't close what it has opened."""
+
+    VOID = ("meta", "br", "img", "link")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.text = ""
+        self.tags: list[str] = []
+        self.feed(text)
+        assert self.stack == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            assert not (name in ("src", "href") and re.match(r"(https?:)?//", value or "")), (tag, value)
+        if tag not in self.VOID:
+            self.stack.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def a_run(run_dir: Path, loss: float = 0.5, steps: int = 50, **config: Any) -> Path:
+    folder = run_dir / "telemetry"
+    folder.mkdir(parents=True)
+    for rank in (0, 1):
+        forward = [2_000 if rank == 0 else 9_000] * steps
+        wait = [7_000 if rank == 0 else 0] * steps
+        records: list[dict[str, Any]] = [
+            {"kind": "start", "at": 0.0, "mono": 0.0, "rank": rank, "size": 2, "host": "h", "strategy": "DDP"},
+            {"kind": "steps", "at": 9.0, "mono": 9.0, "rank": rank, "steps": list(range(1, steps + 1)), "each": 1,
+             "since": 1.0, "ends_us": [n * 9_000 for n in range(steps)], "samples": [8] * steps,
+             "us": {"forward": forward, "wait": wait}},
+        ]  # fmt: skip
+        if rank == 0:
+            records += [
+                {"kind": "metrics", "at": 2.0, "rank": 0, "step": n, "values": {"loss": loss / n, "epoch": 0.0}}
+                for n in range(1, steps + 1)
+            ]
+            records.append({"kind": "gauges", "at": 2.0, "rank": 0, "step": 5, "values": {"balance/share_0": 0.6}})
+            text = f"worker 1: {EVIL}\nTraceback of it\n{EVIL}"
+            records.append({"kind": "event", "at": 3.0, "rank": 0, "name": "death", "text": text, "step": 7})
+            records.append({"kind": "log", "at": 3.0, "rank": 0, "level": "WARNING", "name": "own", "text": EVIL})
+        lines = [json.dumps({"run": "a", **record}) + "\n" for record in records]
+        (folder / f"worker{rank}-1-a.jsonl").write_text("".join(lines))
+    (folder / "launcher-1-a.jsonl").write_text('{"kind": "closed", "at": 9.0, "ending": "success"}\n')
+    if config:
+        (run_dir / "config.yaml").write_text(json.dumps(config))
+    return run_dir
+
+
+def test_a_page_has_all_there_is_and_runs_nothing_that_a_run_has_written(tmp_path: Path) -> None:
+    run_dir = a_run(tmp_path / "run", seed=3, note=EVIL)
+    (run_dir / "checkpoints").mkdir()
+    text = write_page(look_at(run_dir)).read_text()
+    page = Page(text)
+    assert len(text) < 100_000
+    assert EVIL not in text
+    assert "script" not in page.tags
+    for expected in (
+        "rank 1 is slow in forward: 9.0 ms against 2.0; it costs 78 % of each step", "done", "DDP on 2 ranks",
+        "loss", "samples per second, by rank", "balance/share", "Traceback of it", "config.yaml", "checkpoints",
+    ):  # fmt: skip
+        assert expected in page.text, expected
+    assert page.tags.count("svg") >= 5
+
+
+def test_a_long_run_still_has_a_small_page(tmp_path: Path) -> None:
+    run_dir = a_run(tmp_path / "run", steps=20_000)
+    text = write_page(look_at(run_dir)).read_text()
+    Page(text)
+    assert len(text) < 300_000
+
+
+def test_a_page_of_a_run_that_has_just_begun_says_so(tmp_path: Path) -> None:
+    folder = tmp_path / "telemetry"
+    folder.mkdir()
+    (folder / "worker0-1-a.jsonl").write_text('{"kind": "start", "at": 1, "mono": 0, "rank": 0, "size": 1}\n{"ki')
+    text = Page(write_page(look_at(tmp_path)).read_text()).text
+    assert "no step is done yet" in text
+    assert "the last line has no end" in text
+
+
+def test_runs_of_a_sweep_are_compared_by_what_differs(tmp_path: Path) -> None:
+    a_run(tmp_path / "0", loss=0.5, module={"lr": 0.1}, seed=1)
+    a_run(tmp_path / "1", loss=0.25, module={"lr": 0.01}, seed=1)
+    (tmp_path / "notes").mkdir()
+    runs = [look_at(run) for run in runs_in(tmp_path)]
+    header, rows = comparison(runs)
+    assert header == ["run", "module.lr", "loss", "state"]
+    assert rows == [["0", "0.1", "0.01", "done"], ["1", "0.01", "0.005", "done"]]
+    page = Page(write_comparison(tmp_path, runs).read_text())
+    assert page.tags.count("polyline") == 2
+
+
+def test_the_command_shows_tables_and_says_where_the_page_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = a_run(tmp_path / "run")
+    assert main("report", [str(run_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert "rank 1 is slow in forward" in shown
+    assert str(run_dir / "report.html") in shown
+    assert main("status", [str(run_dir)]) == 0
+    assert "done" in capsys.readouterr().out
+    assert main("report", [str(tmp_path)]) == 0
+    assert "module" not in capsys.readouterr().out
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("command", ["report", "status"])
+def test_a_folder_that_is_no_runs_is_an_error_that_says_what_to_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main(command, [str(tmp_path)]) == 1
+    assert "has no records of a run" in capsys.readouterr().err
+
+
+def test_a_curve_of_many_points_keeps_its_shape_and_its_end() -> None:
+    points = [(float(n), float(n % 2)) for n in range(10_000)]
+    found = thinned(points)
+    assert len(found) <= POINTS
+    assert found[-1] == points[-1]
+    assert all(abs(y - 0.5) < 0.1 for _, y in found[:-1])
+    assert thinned([(0.0, float("nan")), (1.0, 2.0)]) == [(1.0, 2.0)]
+
+
+def test_curves_that_have_nothing_to_show_are_no_picture() -> None:
+    assert chart("a", {"a": [(1.0, float("nan"))], "b": []}) is None
+    one = chart("a", {"a": [(1.0, 3.0)]})
+    assert one is not None
+    assert "circle" in one.svg

@@ -1,0 +1,149 @@
+"""What records tell together: of ranks that change, of runs that go back, of what slows them down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fabricx.telemetry import run as runs
+from fabricx.telemetry.report import look_at, recovery, warnings_of
+from fabricx.telemetry.run import Rank, Row, Run, joined
+from fabricx.telemetry.verdict import judge, straggler_scores
+
+MS = 1e-3
+
+
+def row(steps: int = 10, samples: int = 80, **ms: float) -> Row:
+    return Row(steps, 0.0, steps, samples, {name: steps * value * MS for name, value in ms.items()})
+
+
+def record(kind: str, rank: int | None, at: float, file: str = "", **fields: Any) -> dict[str, Any]:
+    name = file or f"worker{rank}"
+    place = {} if rank is None else {"rank": rank}
+    return {"kind": kind, "at": at, "mono": at - 1000.0, "file": name, "who": name, **place, **fields}
+
+
+def steps_of(rank: int, first: int, last: int, at: float, file: str = "", **us: int) -> dict[str, Any]:
+    count = last - first + 1
+    columns = {name: [value] * count for name, value in us.items()}
+    return record(
+        "steps", rank, at, file, steps=list(range(first, last + 1)), each=1, since=at - 1000.0,
+        ends_us=[10_000 * n for n in range(count)], samples=[4] * count, us=columns,
+    )  # fmt: skip
+
+
+def test_a_rank_that_reads_slowly_is_named_with_what_it_costs() -> None:
+    fast, slow = row(data=0.2, forward=2.0, wait=9.9), row(data=10.1, forward=2.0)
+    sentence = judge({0: fast, 1: slow}, synchronous=True)
+    assert sentence == "rank 1 is slow in data wait: 10.1 ms against 0.2; it costs 82 % of each step"
+
+
+def test_a_rank_that_computes_slowly_is_compared_with_the_others_median() -> None:
+    rows = {n: row(forward=4.0, backward=4.0, wait=12.0) for n in (0, 1, 3)} | {2: row(forward=4.0, backward=16.0)}
+    sentence = judge(rows, synchronous=True)
+    assert sentence == "rank 2 is slow in backward: 16.0 ms against 4.0; it costs 60 % of each step"
+
+
+def test_nobody_waits_for_a_slow_rank_where_each_goes_at_its_own_pace() -> None:
+    sentence = judge({0: row(forward=2.0), 1: row(forward=8.0)}, synchronous=False)
+    assert sentence == "rank 1 is slow in forward: 8.0 ms against 2.0; the others don't wait for it"
+
+
+def test_ranks_that_all_wait_for_data_get_advice() -> None:
+    rows = {0: row(data=3.0, forward=7.0), 1: row(data=2.9, forward=7.0)}
+    assert judge(rows, synchronous=True) == (
+        "waiting for data takes 3.0 ms of each step of 10.0 ms, 30 %: more loader workers (num_workers), or less work "
+        "for each sample"
+    )
+
+
+def test_where_all_talk_more_than_they_compute_that_is_said() -> None:
+    rows = {0: row(forward=5.0, wait=5.0), 1: row(forward=5.0, wait=5.0)}
+    assert judge(rows, synchronous=True) == "no rank is slow; 50 % of each step of 10.0 ms goes into communication"
+
+
+def test_a_run_without_a_step_has_no_verdict() -> None:
+    assert "no step is done" in judge({}, synchronous=True)
+    assert straggler_scores([]) == []
+    assert straggler_scores([row(forward=1.0)]) == [0.0]
+
+
+def test_scores_are_between_nothing_and_all_of_a_step() -> None:
+    assert straggler_scores([row(forward=1.0, wait=9.0), row(forward=10.0)]) == [0.0, pytest.approx(0.9)]
+    assert straggler_scores([row(forward=3.0), row(forward=3.0)]) == [0.0, 0.0]
+
+
+def test_a_long_run_keeps_a_bounded_number_of_rows_that_still_sum_to_all_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runs, "ROWS", 16)
+    rank = Rank(0)
+    for step in range(1, 1001):
+        rank.add(Row(step, float(step), 1, 4, {"forward": 0.5}))
+    whole = joined(rank.rows)
+    assert len(rank.rows) <= 16
+    assert (whole.steps, whole.samples, whole.step, whole.at) == (1000, 4000, 1000, 1000.0)
+    assert whole.step_s == pytest.approx(0.5)
+
+
+def test_first_steps_of_a_process_are_left_out() -> None:
+    run = Run()
+    run.feed([record("start", 0, 5.0, size=1), steps_of(0, 1, 10, 6.0, forward=100)])
+    assert joined(run.ranks[0].rows).steps == 10 - runs.WARM_UP
+    assert run.steps == 10
+
+
+def test_a_rank_goes_on_in_another_process_and_clocks_of_machines_are_brought_together() -> None:
+    run = Run()
+    run.feed([
+        record("start", 0, 100.0, "worker0", size=2, clock_offset_s=0.0, host="a"),
+        record("start", 1, 130.0, "worker1", size=2, clock_offset_s=30.0, host="b"),
+        steps_of(1, 1, 5, 131.0, "worker1", forward=100),
+        record("start", None, 103.0, "worker2", size=1),
+        record("became", 1, 104.0, "worker2", size=2, generation=1),
+        steps_of(1, 6, 9, 105.0, "worker2", forward=100),
+        record("end", 1, 106.0, "worker2", ending="success"),
+    ])  # fmt: skip
+    rank = run.ranks[1]
+    assert (rank.processes, rank.step, rank.ending) == (2, 9, "success")
+    assert run.size == 2
+    assert run.began == 100.0
+    assert [round(row.at, 3) for row in rank.rows] == [101.02, 101.03, 101.04, 105.02, 105.03]
+
+
+def test_what_was_logged_after_the_point_from_which_a_run_goes_on_is_forgotten() -> None:
+    run = Run()
+    logged = [record("metrics", 0, float(step), step=step, values={"loss": step / 10}) for step in (1, 2, 3)]
+    run.feed([*logged, record("rewind", 0, 4.0, step=1), record("metrics", 0, 5.0, step=2, values={"loss": "nan"})])
+    assert list(run.metrics["loss"]) == [1, 2]
+    assert run.metrics["loss"][1] == 0.1
+    assert str(run.metrics["loss"][2]) == "nan"
+
+
+def test_recoveries_are_counted_with_what_they_took() -> None:
+    run = Run()
+    run.feed([
+        record("event", None, 1.0, "launcher", name="failure", text="x", step=5, steps_again=3.0),
+        record("event", 0, 2.0, name="recovery", text="started again", step=2, seconds=1.5),
+        record("event", 0, 3.0, name="recovery", text="2 workers go on", step=7, seconds=0.25, steps_again=0),
+        record("event", 0, 4.0, name="recovery", text="recovered 2 times, 0 samples lost", step=9),
+    ])  # fmt: skip
+    assert recovery(run) == "recovered 2 times, 3 steps trained again, 1.8 s"
+
+
+def test_a_warning_of_several_ranks_is_told_once_with_the_count() -> None:
+    run = Run()
+    lines = [record("log", rank, 1.0, level="WARNING", name="a", text="low") for rank in (0, 1, 1)]
+    run.feed([*lines, record("log", 1, 2.0, level="INFO", name="a", text="fine")])
+    assert warnings_of(run) == [("0, 1", "WARNING a: low", 3)]
+
+
+def test_a_rank_whose_file_is_missing_is_named_and_the_others_shown(tmp_path: Path) -> None:
+    folder = tmp_path / "telemetry"
+    folder.mkdir()
+    (folder / "worker0-1-a.jsonl").write_text('{"kind": "start", "at": 1, "mono": 0, "rank": 0, "size": 3}\n')
+    seen = look_at(tmp_path)
+    assert seen.complaints == ["rank 1, 2: no records are there of 3 ranks; all others are shown"]
+    assert "nothing was heard for" in seen.state

@@ -1,0 +1,47 @@
+"""Tracebacks as a user wants to see them."""
+
+from __future__ import annotations
+
+import pytest
+
+import fabricx as fx
+from fabricx.errors import ALL_FRAMES, brief_traceback
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+
+class Wrong(TinyModule):
+    def training_step(self, batch, batch_idx):
+        try:
+            batch[7]
+        except IndexError as error:
+            raise KeyError("no seventh part") from error
+
+
+@pytest.fixture
+def error(tmp_path):
+    with pytest.raises(KeyError) as caught:
+        fx.Trainer(max_epochs=1, default_root_dir=tmp_path, **QUIET).fit(Wrong(), tiny_loader())
+    return caught.value
+
+
+def test_a_traceback_shows_the_users_frames_and_how_to_see_the_rest(error):
+    text = brief_traceback(error)
+    assert "batch[7]" in text
+    assert "KeyError: 'no seventh part'" in text
+    assert "loop.py" not in text
+    assert f"{ALL_FRAMES}=1 shows them" in text
+
+
+def test_the_environment_asks_for_all_frames(error, monkeypatch):
+    monkeypatch.setenv(ALL_FRAMES, "1")
+    text = brief_traceback(error)
+    assert "loop.py" in text
+    assert "left out" not in text
+
+
+def test_nothing_is_left_out_of_an_error_that_has_no_frame_of_the_users():
+    with pytest.raises(ValueError) as caught:
+        fx.Trainer(profiler="simpel")
+    error = caught.value
+    error.__traceback__ = error.__traceback__.tb_next  # without this test's own
+    assert "settings.py" in brief_traceback(error)
