@@ -36,6 +36,7 @@ lint: $(INSTALLED)  ## style, formatting, types, direction of imports
 bench: $(INSTALLED)  ## measure against plain torch, side by side
 	$(BIN)/python tests/bench/imports.py
 	$(BIN)/python tests/bench/overhead.py
+	$(BIN)/python tests/bench/telemetry.py
 	$(BIN)/python tests/bench/ddp.py
 	$(BIN)/python tests/bench/checkpoints.py
 	$(BIN)/python tests/bench/copies.py

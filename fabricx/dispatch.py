@@ -100,7 +100,7 @@ def _run(trainer: Trainer, job: Job) -> Any:
         if here is not None and here.size > 1:
             stack.enter_context(_interruptible(trainer, (signal.SIGINT, *_notices())))
             return execute(trainer, job, here).results
-        if len(trainer.device_ids) * trainer.num_nodes > 1 or _servers(trainer, job):
+        if _has_workers(trainer, job):
             return _in_workers(trainer, job)
         device = trainer.strategy.device(trainer.device_ids[0], trainer.accelerator)
         stack.enter_context(_interruptible(trainer, (signal.SIGINT, *_notices())))
@@ -126,7 +126,8 @@ def _watch(trainer: Trainer, job: Job, here: World | None, stack: contextlib.Exi
     assert trainer.run_dir is not None
     if here is None or here.main_rank:
         trainer.run_dir.mkdir(parents=True, exist_ok=True)
-        trainer.watcher = Watcher(trainer.run_dir, board=any(logger.shows_telemetry for logger in trainer.loggers))
+        board = any(logger.shows_telemetry for logger in trainer.loggers)
+        trainer.watcher = Watcher(trainer.run_dir, board=board, apart=here is None and _has_workers(trainer, job))
         stack.push(functools.partial(_stop_watching, trainer))
     _agreed(here, lambda: None)  # the others come when the run has its id
 
@@ -268,8 +269,8 @@ def _elastic(trainer: Trainer, job: Job) -> Elastic | None:
     """Return how workers go on when some die; None where they can't, or where nobody wants it."""
     if job.stage != "fit" or not trainer.strategy.traits.elastic:
         return None
-    if len(trainer.device_ids) * trainer.num_nodes == 1 and not _servers(trainer, job):
-        return None  # no workers
+    if not _has_workers(trainer, job):
+        return None
     if trainer.strategy.dealer is not None:  # nobody waits for anybody
         return Elastic()
     if trainer.accelerator == "cuda":  # its groups are another library's, and it has not been seen to work
@@ -309,6 +310,11 @@ def _starts_again(trainer: Trainer, job: Job, error: WorkerFailed) -> bool:
     print(f"{what}\nall workers start again from step {max(0, step)}", file=sys.stderr, flush=True)
     job.ckpt_path = path
     return True
+
+
+def _has_workers(trainer: Trainer, job: Job) -> bool:
+    """Return whether a job that nobody else has launched takes processes of its own."""
+    return len(trainer.device_ids) * trainer.num_nodes > 1 or _servers(trainer, job) > 0
 
 
 def _servers(trainer: Trainer, job: Job) -> int:

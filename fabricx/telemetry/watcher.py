@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import threading
 from collections import defaultdict
@@ -16,6 +18,7 @@ from fabricx.telemetry.run import Run
 from fabricx.telemetry.trace import write_trace
 
 LOOK_S: Final = 2.0
+_NICE: Final = 10
 
 
 @final
@@ -25,10 +28,11 @@ class Watcher:
     Args:
         run_dir: the run's folder.
         board: write for TensorBoard.
+        apart: this process doesn't train, and gives way to those that do.
     """
 
-    def __init__(self, run_dir: Path, *, board: bool) -> None:
-        self.run_dir, self.run = run_dir, Run()
+    def __init__(self, run_dir: Path, *, board: bool, apart: bool = False) -> None:
+        self.run_dir, self.run, self._apart = run_dir, Run(), apart
         self._file = EventFile(run_dir, "launcher")
         self._files = Files(run_dir)
         self.run.feed(self._files.new())  # of earlier attempts
@@ -61,6 +65,9 @@ class Watcher:
                 print(f"rank {_names(ranks)} said {self._times[text]} times: {text}", file=sys.stderr, flush=True)
 
     def _look_on(self) -> None:
+        if self._apart:
+            with contextlib.suppress(OSError, AttributeError):  # a system where threads have no priority of their own
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while not self._over.wait(LOOK_S):
             self._look()
             if self._board is not None:

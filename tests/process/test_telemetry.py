@@ -54,6 +54,11 @@ class Speaking(TinyModule):
             warnings.warn("of one rank only", stacklevel=1)
 
 
+def folder_of(trainer: fx.Trainer) -> Path:
+    assert trainer.run_dir is not None
+    return trainer.run_dir
+
+
 @pytest.fixture(scope="module")
 def slowed(tmp_path_factory: pytest.TempPathFactory) -> fx.Trainer:
     """Train with a rank that reads slowly, and trace it."""
@@ -67,7 +72,7 @@ def slowed(tmp_path_factory: pytest.TempPathFactory) -> fx.Trainer:
 
 
 def test_a_rank_that_reads_slowly_is_named(slowed: fx.Trainer) -> None:
-    seen = look_at(slowed.run_dir)
+    seen = look_at(folder_of(slowed))
     first, second = rank_lines(seen.run)
     assert verdict(seen.run).startswith("rank 1 is slow in data wait: ")
     assert second.straggler > first.straggler == 0.0
@@ -84,16 +89,16 @@ def test_a_rank_that_reads_slowly_is_named(slowed: fx.Trainer) -> None:
 
 
 def test_what_ranks_say_is_in_one_file_and_told_once(slowed: fx.Trainer) -> None:
-    seen = look_at(slowed.run_dir)
+    seen = look_at(folder_of(slowed))
     told = {text.partition(" (")[0]: (who, times) for who, text, times in warnings_of(seen.run)}
     assert told["WARNING own: of all ranks"] == ("0, 1", 2)
     assert told["WARNING UserWarning: of one rank only"] == ("1", 1)
-    assert len((slowed.run_dir / "logs" / "all.log").read_text().splitlines()) == len(seen.run.logs)
-    assert "of one rank only" in (slowed.run_dir / "logs" / "rank-1.log").read_text()
+    assert len((folder_of(slowed) / "logs" / "all.log").read_text().splitlines()) == len(seen.run.logs)
+    assert "of one rank only" in (folder_of(slowed) / "logs" / "rank-1.log").read_text()
 
 
 def test_the_trace_of_a_run_has_the_operators_in_the_spans_of_both_ranks(slowed: fx.Trainer) -> None:
-    events = check_trace(slowed.run_dir / "trace.json")
+    events = check_trace(folder_of(slowed) / "trace.json")
     for rank in (0, 1):
         spans = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
         names = [e["name"] for e in spans]
@@ -105,11 +110,11 @@ def test_the_trace_of_a_run_has_the_operators_in_the_spans_of_both_ranks(slowed:
 
 
 def test_tensorboard_shows_all_ranks_beside_the_users_metrics(slowed: fx.Trainer) -> None:
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(slowed.run_dir.parent), "--port", "0"]
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder_of(slowed).parent), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
-            address = next(found.group() for line in process.stderr if (found := re.search(r"http://\S+", line)))
-            look_at_board(address, slowed.run_dir.name)
+            address = next(found.group() for line in process.stderr or () if (found := re.search(r"http://\S+", line)))
+            look_at_board(address, folder_of(slowed).name)
         finally:
             process.kill()
 
@@ -140,7 +145,7 @@ def test_a_run_that_lost_a_rank_says_so_everywhere(tmp_path: Path) -> None:
         callbacks=[kill(rank=1).during("backward", step=4), FaultRecovery(patience=30.0)], **LOGGING,
     )  # fmt: skip
     trainer.fit(TinyModule(), tiny_loader(80, 4))
-    run = look_at(trainer.run_dir).run
+    run = look_at(folder_of(trainer)).run
     assert recovery(run).startswith("recovered 1 time, ")
     names = [event["name"] for event in run.events]
     assert names.count("death") == 1
@@ -188,7 +193,7 @@ def test_a_rank_that_hangs_is_found_at_its_line_and_the_others_in_their_collecti
         callbacks=[FaultRecovery(stuck_after=2, patience=30.0)], **LOGGING,
     )  # fmt: skip
     trainer.fit(Hung(), tiny_loader(80, 4))
-    run = look_at(trainer.run_dir).run
+    run = look_at(folder_of(trainer)).run
     [hang] = [event["text"] for event in run.events if event["name"] == "hang"]
     sentence, _, stacks = hang.partition("\n")
     assert "rank 1 is at " in sentence
@@ -206,10 +211,10 @@ def test_servers_tell_of_queues_and_gradients_reach_them_by_arrows(tmp_path: Pat
         devices=2, strategy=strategy, max_epochs=1, default_root_dir=tmp_path, callbacks=[Tracing()], **LOGGING
     )
     trainer.fit(TinyModule(), tiny_loader(160, 4))
-    run = look_at(trainer.run_dir).run
+    run = look_at(folder_of(trainer)).run
     assert {"push", "pull"} <= {span for line in rank_lines(run) for span in line.spans}
     arrows = {"s": set(), "f": set()}
-    for event in check_trace(trainer.run_dir / "trace.json"):
+    for event in check_trace(folder_of(trainer) / "trace.json"):
         if event["ph"] in arrows:
             arrows[event["ph"]].add(event["id"])
     assert arrows["f"]
