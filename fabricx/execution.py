@@ -231,6 +231,9 @@ def _set_up_model(t: Trainer, job: Job) -> None:
     t.overridden = Overridden(**own, ckpt_path=as_path(job.ckpt_path) if job.ckpt_path else None)
     t.bring = _transfer(t)
     load_data(t, job)
+    if t.train_feed is not None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        t.recorder.knows(loader_processes=t.train_feed.processes, cores=max(1, cores // max(1, t.world.local_size)))
     if job.stage != "fit":
         wrap_steps(t)
         t.attach_log(None)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from fabricx.data.feed import Feed, ListFeed, Microbatch, make_feed
 from fabricx.data.order import Balance, Cut, Share, epoch_order
+from fabricx.data.preprocess import Preprocess
 from fabricx.data.samplers import BucketSampler, GroupSampler
 from fabricx.data.transfer import batch_size_of, to_device
 
 __all__ = [
-    "Balance", "BucketSampler", "Cut", "Feed", "GroupSampler", "ListFeed", "Microbatch", "Share", "batch_size_of",
-    "epoch_order", "make_feed", "to_device",
+    "Balance", "BucketSampler", "Cut", "Feed", "GroupSampler", "ListFeed", "Microbatch", "Preprocess", "Share",
+    "batch_size_of", "epoch_order", "make_feed", "to_device",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 from fabricx.comm.world import World
 from fabricx.data.deal import Deal, Dealer, Section
 from fabricx.data.order import Balance, Cut, Share, epoch_order, epoch_seed
+from fabricx.data.preprocess import Preprocess
 from fabricx.data.seeded import Seeded
 
 
@@ -65,6 +66,7 @@ class Feed(ABC):
     exact_position = True  # can it start anywhere without reading what lies before?
     global_batch = 0  # samples of one, without accumulation; 0 where they can't be divided
     ahead = 0  # the most global batches whose shares may be taken already when one is trained
+    processes: int | None = None  # that load data, where that is known
     _world: World
 
     def world_changed(self, world: World) -> None:
@@ -140,7 +142,7 @@ class OrderedFeed(Feed):
         self._batch = 1 if own_batches or loader.batch_size is None else loader.batch_size
         self._sampler: Any = loader.batch_sampler if own_batches else loader.sampler
         self._picked = _Picked()
-        self._own = _copy_loader(loader, self._picked)
+        self._own = _copy_loader(loader, self._picked, max(1, world.local_size))
 
     def _items(self) -> int:
         """Return the places of the order that an epoch uses."""
@@ -174,8 +176,13 @@ class OrderedFeed(Feed):
 
     @property
     def ahead(self) -> int:  # type: ignore[override]
-        workers = self._loader.num_workers
-        return workers * (self._loader.prefetch_factor or 2) + 1 if workers else 0
+        workers = self._own.num_workers
+        return workers * (self._own.prefetch_factor or 2) + 1 if workers else 0
+
+    @property
+    def processes(self) -> int:  # type: ignore[override]
+        """Return how many processes load the data of this rank."""
+        return self._own.num_workers
 
     def _order(self, epoch: int) -> Any:
         sampler = self._sampler
@@ -439,18 +446,20 @@ def _seed_of(loader: DataLoader[Any], seed: int) -> int:
     return seed
 
 
-def _copy_loader(loader: DataLoader[Any], picked: _Picked) -> DataLoader[Any]:
+def _copy_loader(loader: DataLoader[Any], picked: _Picked, ranks: int) -> DataLoader[Any]:
+    """Return a loader like another one that reads what is picked, on one of so many ranks of this machine."""
+    workers, ahead = loader.num_workers, loader.prefetch_factor
+    if isinstance(loader, Preprocess):
+        workers, ahead = loader.processes(ranks)
     several: dict[str, Any] = (
-        {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
-        if loader.num_workers > 0
-        else {}
+        {"prefetch_factor": ahead, "persistent_workers": loader.persistent_workers} if workers > 0 else {}
     )
     alone = loader.batch_sampler is None
     dataset: Any = Seeded(loader.dataset) if several and not alone else loader.dataset
     return DataLoader(
         dataset,
         **({"sampler": picked, "batch_size": None} if alone else {"batch_sampler": picked}),
-        num_workers=loader.num_workers,
+        num_workers=workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,

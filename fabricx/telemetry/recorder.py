@@ -116,6 +116,9 @@ class Quiet:
     def became(self, rank: int, size: int, generation: int) -> None:
         """Note which rank of how many this process is from now on."""
 
+    def knows(self, **fields: Any) -> None:
+        """Note what has turned out about this rank."""
+
     def totals(self) -> tuple[dict[str, float], int]:
         """Return the seconds that went into each span so far, and in how many steps."""
         return {}, 0
@@ -188,6 +191,9 @@ class Recorder(Quiet):
         self._write()  # what was recorded so far is of the rank before
         self._file.rank = rank
         self._file.write("became", size=size, generation=generation)
+
+    def knows(self, **fields: Any) -> None:
+        self._file.write("known", **fields)
 
     def totals(self) -> tuple[dict[str, float], int]:
         self._write()

@@ -146,7 +146,7 @@ class Run:
             "start": self._start, "became": self._start, "steps": self._steps, "now": self._now, "end": self._end,
             "metrics": self._metrics, "gauges": self._gauges, "rewind": self._rewind, "lost": self._lose,
             "event": self.events.append, "log": self.logs.append,
-            "serving": self._serving, "launched": self._launched, "closed": self._close,
+            "serving": self._serving, "known": self._known, "launched": self._launched, "closed": self._close,
         }  # fmt: skip
 
     def feed(self, records: Iterable[Record]) -> None:
@@ -191,6 +191,10 @@ class Run:
             self.size = record["size"]
         if record.get("rank") is not None:
             self._rank(record).begin(record)
+
+    def _known(self, record: Record) -> None:
+        if "rank" in record:
+            self._rank(record).known.update(record)
 
     def _steps(self, record: Record) -> None:
         if "rank" not in record:

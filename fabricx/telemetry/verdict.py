@@ -39,15 +39,23 @@ def straggler_scores(rows: Sequence[Row]) -> list[float]:
 def verdict(run: Run) -> str:
     """Return what slows the run down most, in one sentence."""
     found = {rank.rank: joined(rank.rows) for rank in run.present}
-    return judge({rank: row for rank, row in found.items() if row.steps}, synchronous=run.synchronous)
+    known = next((rank.known for rank in run.present), {})
+    return judge(
+        {rank: row for rank, row in found.items() if row.steps}, synchronous=run.synchronous,
+        loaders=known.get("loader_processes"), cores=known.get("cores"),
+    )  # fmt: skip
 
 
-def judge(rows: Mapping[int, Row], *, synchronous: bool) -> str:
+def judge(
+    rows: Mapping[int, Row], *, synchronous: bool, loaders: int | None = None, cores: int | None = None
+) -> str:  # fmt: skip
     """Return what slows ranks down most.
 
     Args:
         rows: all steps of each rank.
         synchronous: does each rank wait for all others?
+        loaders: processes that load data for each rank, if known.
+        cores: of the machine for each rank, if known.
 
     >>> judge({0: Row(9, 0.0, 9, 72, {"data": 0.0009, "forward": 0.09})}, synchronous=True)
     '99 % of each step of 10.1 ms is computing'
@@ -65,8 +73,8 @@ def judge(rows: Mapping[int, Row], *, synchronous: bool) -> str:
     data = max(row.mean(Span.DATA) for row in all_rows)
     if data >= HUNGRY * step:
         return (
-            f"waiting for data takes {_ms(data)} ms of each step of {_ms(step)} ms, {_percent(data / step)}: more "
-            "loader workers (num_workers), or less work for each sample"
+            f"waiting for data takes {_ms(data)} ms of each step of {_ms(step)} ms, {_percent(data / step)}: "
+            f"{_advice(loaders, cores)}"
         )
     wait = min(row.mean(*OTHERS, Span.PUSH) for row in all_rows)
     if wait >= TALKING * step:
@@ -74,6 +82,19 @@ def judge(rows: Mapping[int, Row], *, synchronous: bool) -> str:
     computing = statistics.mean(row.mean(Span.FORWARD, Span.BACKWARD, Span.OPTIMIZER) for row in all_rows)
     alone = "no rank is slow; " if len(rows) > 1 else ""
     return f"{alone}{_percent(computing / step)} of each step of {_ms(step)} ms is computing"
+
+
+def _advice(loaders: int | None, cores: int | None) -> str:
+    """Return what helps where ranks wait for data."""
+    if loaders == 0:
+        several = max(1, (cores or 2) - 1)
+        return f"load it on processes of their own (num_workers={several}, or fabricx.data.Preprocess)"
+    if loaders is not None and cores is not None and loaders < cores - 1:
+        return (
+            f"more of the machine's {cores} cores a rank can load (num_workers={cores - 1} in the place of {loaders}), "
+            "or further ahead (prefetch_factor)"
+        )
+    return "more loader workers (num_workers), further ahead (prefetch_factor), or less work for each sample"
 
 
 def _slow(rank: int, rows: Sequence[Row], place: int, score: float, *, synchronous: bool) -> str:

@@ -16,9 +16,11 @@ from fabricx.telemetry.eventfile import EventFile
 from fabricx.telemetry.reading import Files, Record
 from fabricx.telemetry.run import Run
 from fabricx.telemetry.trace import write_trace
+from fabricx.telemetry.verdict import verdict
 
 LOOK_S: Final = 2.0
 _NICE: Final = 10
+_MANY: Final = 100  # steps, before which nothing is said of how long they take
 
 
 @final
@@ -60,9 +62,16 @@ class Watcher:
             self._board.close()
         logs.merge(self.run_dir, self.run.logs)
         write_trace(self.run_dir)
+        self._advise()
         for text, ranks in self._said.items():
             if 0 not in ranks and self._times[text] > 1:
                 print(f"rank {_names(ranks)} said {self._times[text]} times: {text}", file=sys.stderr, flush=True)
+
+    def _advise(self) -> None:
+        """Say what would help, where much of a run's time is lost in one place."""
+        judged = verdict(self.run)
+        if self.run.steps >= _MANY and ("waiting for data" in judged or "is slow in" in judged):
+            print(judged, file=sys.stderr, flush=True)
 
     def _look_on(self) -> None:
         if self._apart:

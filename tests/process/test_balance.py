@@ -90,7 +90,7 @@ def test_slow_ranks_get_less_and_the_weights_stay(strategy: Any, num_workers: in
     fast, alike, slow = (had[-1] for had in module.by_rank)
     assert (fast + alike, slow) == (21, 3)  # of 20.6 and 3.4
     assert_like_one_process(module, tmp_path)
-    [log] = (tmp_path / "a").rglob("*.jsonl")
+    [log] = (tmp_path / "a").rglob("metrics.jsonl")
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     shares = [row["balance/share_2"] for row in rows if "balance/share_2" in row]
     assert shares[-1] == 3 / 24

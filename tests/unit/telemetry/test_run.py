@@ -54,9 +54,11 @@ def test_nobody_waits_for_a_slow_rank_where_each_goes_at_its_own_pace() -> None:
 def test_ranks_that_all_wait_for_data_get_advice() -> None:
     rows = {0: row(data=3.0, forward=7.0), 1: row(data=2.9, forward=7.0)}
     assert judge(rows, synchronous=True) == (
-        "waiting for data takes 3.0 ms of each step of 10.0 ms, 30 %: more loader workers (num_workers), or less work "
-        "for each sample"
+        "waiting for data takes 3.0 ms of each step of 10.0 ms, 30 %: more loader workers (num_workers), further ahead "
+        "(prefetch_factor), or less work for each sample"
     )
+    assert "(num_workers=7, or fabricx.data.Preprocess)" in judge(rows, synchronous=True, loaders=0, cores=8)
+    assert "(num_workers=7 in the place of 2)" in judge(rows, synchronous=True, loaders=2, cores=8)
 
 
 def test_where_all_talk_more_than_they_compute_that_is_said() -> None:
