@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, final, runtime_checkable
 
 from torch import nn
 
@@ -84,3 +84,49 @@ class Logger(ABC):
     def experiment(self) -> Any:
         """Return the underlying writer; `Silent` where the logger isn't open."""
         return Silent()
+
+
+@runtime_checkable
+class FourMethods(Protocol):
+    """What makes an object a logger, whatever its class; a `Logger` can do more."""
+
+    def open(self, run_dir: Path) -> None:
+        """Make files and connections; `run_dir` is the run's folder. A second call does nothing."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write numbers at a step (weight updates so far)."""
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write the run's hyperparameters."""
+
+    def close(self, status: Ending) -> None:
+        """Finish; a second call does nothing."""
+
+
+@final
+class Adapted(Logger):
+    """An object of four methods as a logger."""
+
+    def __init__(self, inner: FourMethods) -> None:
+        self.inner = inner
+
+    def open(self, run_dir: Path) -> None:
+        self.inner.open(run_dir)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.inner.log_metrics(metrics, step)
+
+    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+        self.inner.log_hyperparams(params)
+
+    def close(self, status: Ending = "success") -> None:
+        self.inner.close(status)
+
+    @property
+    def name(self) -> str:
+        return type(self.inner).__name__
+
+    @property
+    def experiment(self) -> Any:
+        """Return the object itself."""
+        return self.inner

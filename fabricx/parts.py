@@ -9,7 +9,7 @@ from fabricx import plugins
 from fabricx.callback import Callback
 from fabricx.hooks import check_hooks
 from fabricx.launch.environment import detect
-from fabricx.logger import Logger
+from fabricx.logger import Adapted, FourMethods, Logger
 from fabricx.strategy import Strategy
 
 
@@ -59,10 +59,15 @@ def choose_loggers(logger: Any) -> list[Logger]:
     if not logger:
         return []
     chosen = list(logger) if isinstance(logger, (list, tuple)) else [logger]
+    found: list[Logger] = []
     for one in chosen:
-        if not isinstance(one, Logger):
-            raise ValueError(f"logger={one!r} is not a fabricx.Logger; True gives TensorBoard, False none")
-    return chosen
+        if isinstance(one, type) or not isinstance(one, (Logger, FourMethods)):
+            raise ValueError(
+                f"logger={one!r} is not a logger: it needs open, log_metrics, log_hyperparams and close; True gives "
+                "TensorBoard, False none"
+            )
+        found.append(one if isinstance(one, Logger) else Adapted(one))
+    return found
 
 
 def choose_callbacks(given: Any, defaults: Mapping[str, bool], *, fast: bool) -> list[Callback]:

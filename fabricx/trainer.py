@@ -22,7 +22,7 @@ from fabricx.dispatch import Job, dispatch
 from fabricx.errors import FabricxError
 from fabricx.hooks import Hooks
 from fabricx.logbook import Logbook
-from fabricx.logger import Logger, Silent
+from fabricx.logger import FourMethods, Logger, Silent
 from fabricx.loop import Window, call
 from fabricx.module import Module, batch_weight
 from fabricx.optimization import OptimizerHandle, Schedule
@@ -98,7 +98,7 @@ class Trainer:
         sync_batchnorm: batch normalisation over all ranks' samples (CUDA).
         reload_dataloaders_every_n_epochs: ask for the loaders anew each n epochs.
         fast_dev_run: run one batch (True) or n of everything, without loggers and checkpoints, to find mistakes.
-        logger: True for TensorBoard, False for none, a `Logger`, or a list of them.
+        logger: True for TensorBoard, False for none, a `Logger`, any object with its four methods, or a list of them.
         callbacks: a `Callback`, a name, or a list of them.
         enable_checkpointing, enable_progress_bar, enable_model_summary: have the callback of that kind by default.
         enable_fault_recovery: the same, where there is more than one rank on this machine and checkpointing is enabled.
@@ -145,7 +145,7 @@ class Trainer:
         sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0,
         fast_dev_run: bool | int = False,
-        logger: bool | Logger | Sequence[Logger] | None = True,
+        logger: bool | Logger | FourMethods | Sequence[Logger | FourMethods] | None = True,
         callbacks: Callback | str | Sequence[Callback | str] | None = None,
         enable_checkpointing: bool = True,
         enable_progress_bar: bool = True,

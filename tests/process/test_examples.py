@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -53,6 +54,26 @@ def test_the_language_model_learns(tmp_path):
     assert number(output, "val_bits") < 6  # 103 characters are 6.7 bits when nothing is known
 
 
+def test_runs_reach_other_services_through_four_methods(tmp_path):
+    run(EXAMPLES / "exports" / "wandb_logger.py", cwd=tmp_path)
+    [stored] = tmp_path.glob("runs/*/wandb/offline-run-*/*.wandb")
+    assert b"loss" in stored.read_bytes()
+    run(EXAMPLES / "exports" / "mlflow_logger.py", cwd=tmp_path)
+    [loss] = tmp_path.glob("mlruns/*/*/metrics/loss")
+    assert [line.split()[2] for line in loss.read_text().splitlines()] == [str(step) for step in range(4, 36, 4)]
+    assert [path.read_text() for path in tmp_path.glob("mlruns/*/*/params/lr")] == ["0.1"]
+
+
+def test_coarse_spans_are_inside_of_one_another(tmp_path):
+    run(EXAMPLES / "exports" / "opentelemetry_spans.py", cwd=tmp_path)
+    spans = [json.loads(line) for line in (tmp_path / "spans.jsonl").read_text().splitlines()]
+    numbers = {span["context"]["span_id"]: span["name"] for span in spans}
+    parents = sorted((span["name"], numbers.get(span["parent_id"])) for span in spans)
+    inside = [("epoch 0", "fit"), ("epoch 1", "fit"), ("fit", None)]
+    assert [pair for pair in parents if pair[0] != "validation"] == inside
+    assert parents.count(("validation", "epoch 0")) == parents.count(("validation", "epoch 1")) == 1
+
+
 @pytest.fixture
 def project(tmp_path) -> Path:
     return Path(shutil.copytree(EXAMPLES / "my_project", tmp_path / "my_project"))
@@ -75,6 +96,8 @@ def test_an_example_is_short_and_needs_little(path):
     text = path.read_text()
     assert text.count("\n") < 80
     allowed = {"fabricx", "torch", "sklearn", *sys.stdlib_module_names}
+    if path.parent.name == "exports":
+        allowed |= {"wandb", "mlflow", "opentelemetry"}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             assert {alias.name.partition(".")[0] for alias in node.names} <= allowed
