@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ def save_checkpoint(
 def _begin_checkpoint(
     t: Trainer, path: Path, weights_only: bool, after: Callable[[], None] | None, failed: Callable[[], None] | None
 ) -> None:  # fmt: skip
+    began = time.monotonic()
     point = t.restart_point or RestartPoint(t)
     t.strategy.quiesce(point.buffers)
     state: dict[str, Any] = {
@@ -65,8 +67,13 @@ def _begin_checkpoint(
         if failed is not None:
             failed()
 
+    def done() -> None:
+        t.recorder.event("checkpoint", f"{path} is complete", manifest["step"], seconds=time.monotonic() - began)
+        if after is not None:
+            after()
+
     t.writer = t.writer or checkpoint.Writer(t.world)
-    t.writer.begin(path, state, manifest, after, full)
+    t.writer.begin(path, state, manifest, done, full)
 
 
 def run_state(t: Trainer) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from fabricx.checkpoint.places import as_path
 from fabricx.comm import world as worlds
 from fabricx.comm.world import World
 from fabricx.data import make_feed
-from fabricx.errors import CheckpointError, WorkerFailed, did_you_mean
+from fabricx.errors import CheckpointError, WorkerFailed, did_you_mean, full_disk_costs
 from fabricx.execution import execute, next_job
 from fabricx.hooks import check_hooks
 from fabricx.launch import environment
@@ -127,8 +127,9 @@ def _watch(trainer: Trainer, job: Job, here: World | None, stack: contextlib.Exi
     if here is None or here.main_rank:
         trainer.run_dir.mkdir(parents=True, exist_ok=True)
         board = any(logger.shows_telemetry for logger in trainer.loggers)
-        trainer.watcher = Watcher(trainer.run_dir, board=board, apart=here is None and _has_workers(trainer, job))
-        stack.push(functools.partial(_stop_watching, trainer))
+        with full_disk_costs("the records of this run"):
+            trainer.watcher = Watcher(trainer.run_dir, board=board, apart=here is None and _has_workers(trainer, job))
+            stack.push(functools.partial(_stop_watching, trainer))
     _agreed(here, lambda: None)  # the others come when the run has its id
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import os
 import traceback
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -15,6 +17,17 @@ NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 def is_full(error: BaseException | None) -> bool:
     """Return whether an error says that a disk is full, or a quota used up."""
     return getattr(error, "errno", None) in NO_ROOM
+
+
+@contextlib.contextmanager
+def full_disk_costs(what: str) -> Iterator[None]:
+    """Let a disk that is full cost something that a run can do without, and say so."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        warnings.warn(f"the disk is full: {what} will be missing", stacklevel=3)
 
 
 class FabricxError(RuntimeError):
@@ -84,7 +97,7 @@ def brief_traceback(error: BaseException) -> str:
     found = traceback.TracebackException.from_exception(error)
     left_out = 0 if os.environ.get(ALL_FRAMES) else _leave_out(found, error)
     note = f"({left_out} frames of fabricx and torch are left out; {ALL_FRAMES}=1 shows them)\n" if left_out else ""
-    return "".join(found.format()) + note
+    return note + "".join(found.format())
 
 
 def _leave_out(found: traceback.TracebackException, error: BaseException) -> int:

@@ -24,6 +24,7 @@ from fabricx.comm.world import World
 from fabricx.copying import Copier
 from fabricx.data import to_device
 from fabricx.datamodule import DataModule
+from fabricx.errors import full_disk_costs
 from fabricx.hooks import Hooks, check_hooks, overrides
 from fabricx.hparams import plain
 from fabricx.loaders import load_data
@@ -37,7 +38,8 @@ from fabricx.scribe import Scribe
 from fabricx.seed import seed_everything
 from fabricx.state import Phase
 from fabricx.steps import wrap_steps
-from fabricx.telemetry.recorder import Quiet, open_recorder
+from fabricx.telemetry import eventfile as telemetry
+from fabricx.telemetry.recorder import Quiet, Results, open_recorder
 
 if TYPE_CHECKING:
     from fabricx.dispatch import Job
@@ -182,14 +184,21 @@ def _module_callbacks(t: Trainer) -> None:
 
 
 def _open_recorder(t: Trainer, job: Job) -> None:
-    """Record what this rank does, if the run writes anything."""
-    if job.stage == "fit" and t.writes and t.enable_telemetry:
-        assert t.run_dir is not None
-        t.recorder = open_recorder(
-            t.run_dir, t.world, t.strategy, t.log_settings,
-            strategy=type(t.strategy).__name__, synchronous=t.strategy.traits.synchronous and t.strategy.dealer is None,
-            device=str(t.world.device), precision=t.precision, attempt=t.state.attempt,
-        )  # fmt: skip
+    """Record what this rank does, if the run writes anything; of an evaluation after it, the results."""
+    if not t.writes or not t.enable_telemetry or t.run_dir is None:
+        return
+    if job.stage != "fit":
+        if job.stage != "predict" and t.is_global_zero and (t.run_dir / telemetry.FOLDER).is_dir():
+            with full_disk_costs("the records of the results"):
+                t.recorder = Results(t.run_dir)
+    else:
+        known = {
+            "strategy": type(t.strategy).__name__, "servers": t.strategy.servers,
+            "synchronous": t.strategy.traits.synchronous and t.strategy.dealer is None,
+            "device": str(t.world.device), "precision": t.precision, "attempt": t.state.attempt,
+        }  # fmt: skip
+        with full_disk_costs("the records of this rank"):
+            t.recorder = open_recorder(t.run_dir, t.world, t.strategy, t.log_settings, **known)
 
 
 def _open_loggers(t: Trainer, job: Job) -> None:

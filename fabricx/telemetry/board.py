@@ -13,7 +13,7 @@ from fabricx.telemetry.verdict import straggler_scores
 _BY_RANK: Final = {
     "busy time, ms": "busy_ms", "waiting for others, ms": "wait_ms", "waiting for data, ms": "data_ms",
     "samples per second": "samples_per_s", "share of the samples": "share", "straggler score": "straggler",
-    "main memory, MiB": "memory_mib", "device memory, MiB": "device_mib", "CPU cores": "cpu_cores",
+    "main memory, MiB": "memory_mib", "CPU cores": "cpu_cores",
 }  # fmt: skip
 
 
@@ -46,6 +46,13 @@ class Board:
         self._write_events(self._run.events[self._events :])
         self._writer.flush()
 
+    def skip(self) -> None:
+        """Show nothing of what is known so far: an earlier attempt has."""
+        for rank in self._run.present:
+            self._new_rows(rank)
+        self._events = len(self._run.events)
+        self._gauges = {name: max(values, default=-1) for name, values in self._run.gauges.items()}
+
     def close(self) -> None:
         """Show what is left."""
         self.write()
@@ -56,9 +63,15 @@ class Board:
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(log_dir=str(self._folder))
-        writer.add_custom_scalars(
-            {"ranks": {title: ["Multiline", [rf"^{tag}/rank_\d+$"]] for title, tag in _BY_RANK.items()}}
-        )
+        known = [rank.known for rank in self._run.present]
+        by_rank = dict(_BY_RANK)
+        if any(str(one.get("device", "")).startswith("cuda") for one in known):
+            by_rank["device memory, MiB"] = "device_mib"
+        layout = {"ranks": {title: ["Multiline", [rf"^{tag}/rank_\d+$"]] for title, tag in by_rank.items()}}
+        if any(one.get("servers") for one in known):
+            tags = {"messages that wait": "queue", "staleness of gradients": "staleness"}
+            layout["servers"] = {title: ["Multiline", [rf"^server_{tag}_\d+$"]] for title, tag in tags.items()}
+        writer.add_custom_scalars(layout)
         return writer
 
     def _new_rows(self, rank: Rank) -> list[Row]:
@@ -87,6 +100,8 @@ class Board:
             for name, value in found.items():
                 add(f"{name}/rank_{rank}", value, step)
         for name, values in self._run.gauges.items():
+            if name == "epoch":
+                continue
             new = [step for step in values if step > self._gauges.get(name, -1)]
             for step in new:
                 add(name, values[step], step)
@@ -96,10 +111,10 @@ class Board:
         for event in events:
             step = event.get("step", self._run.steps)
             self._writer.add_text(f"events/{event['name']}", event["text"], step)
-            if event["name"] == "recovery":
+            self._recovery["steps_again"] += float(event.get("steps_again", 0.0))
+            if event["name"] == "recovery" and "seconds" in event:
                 self._recovery["restarts"] += 1.0
-                self._recovery["steps_again"] += float(event.get("steps_again", 0.0))
-                self._recovery["downtime_s"] += float(event.get("seconds", 0.0))
+                self._recovery["downtime_s"] += float(event["seconds"])
                 for name, value in self._recovery.items():
                     self._writer.add_scalar(f"recovery/{name}", value, step)
         self._events += len(events)

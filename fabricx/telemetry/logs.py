@@ -109,12 +109,13 @@ def logging_to(records: EventFile, number: int, settings: LogSettings | None) ->
         handler.close()
 
 
-def merge(run_dir: Path, logs: Sequence[Mapping[str, Any]]) -> None:
-    """Write the lines of all ranks into one file, in the order of time."""
+def merge(run_dir: Path, logs: Sequence[Mapping[str, Any]], more: int = 0) -> None:
+    """Write the lines of all ranks into one file, in the order of time; so many more are in the ranks' own only."""
     if logs:
         lines = (_line(r["at"], r.get("rank"), r["level"], r["name"], r["text"]) for r in logs)
         (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
-        (run_dir / FOLDER / MERGED).write_text("".join(lines))
+        rest = f"({more} more lines are in the ranks' own files)\n" if more else ""
+        (run_dir / FOLDER / MERGED).write_text("".join(lines) + rest)
 
 
 def _line(at: float, rank: int | None, level: str, name: str, text: str) -> str:

@@ -128,6 +128,20 @@ class Quiet:
 
 
 @final
+class Results(Quiet):
+    """Writes down what an evaluation after a run has given, beside that run's records."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = EventFile(run_dir, "results")
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        self._file.write("metrics", step=step, values=finite(values))
+
+    def close(self, ending: str) -> None:
+        self._file.close()
+
+
+@final
 class Recorder(Quiet):
     """Writes a rank's records. A lap costs the training thread one tuple; all else is done once a second by another.
 

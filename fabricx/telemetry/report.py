@@ -153,14 +153,22 @@ def write_page(seen: Seen) -> Path:
     links = ["checkpoints", "logs", "trace.json", FOLDER]
     page = _render(
         "run.html.j2", title=run_dir.resolve().name, summary=summary(seen), complaints=seen.complaints, lines=lines,
-        longest=longest, words={str(span): word for span, word in WORDS.items()}, metrics=metric_charts(run),
-        speed=speed_charts(run), gauges=gauge_charts(run), events=[_told(event) for event in run.events],
-        warnings=warnings_of(run), texts={name: text for name, text in texts.items() if text},
+        longest=longest, words={str(span): word for span, word in WORDS.items()}, finals=final_values(run),
+        metrics=metric_charts(run), speed=speed_charts(run), gauges=gauge_charts(run),
+        events=[_told(event) for event in run.events], warnings=warnings_of(run),
+        texts={name: text for name, text in texts.items() if text},
         links=[name for name in links if (run_dir / name).exists()],
     )  # fmt: skip
     path = run_dir / "report.html"
     path.write_text(page)
     return path
+
+
+def final_values(run: Run) -> dict[str, str]:
+    """Return the last value of each metric."""
+    return {
+        name: f"{values[max(values)]:.6g}" for name, values in sorted(run.metrics.items()) if values and name != "epoch"
+    }
 
 
 def metric_charts(run: Run) -> list[Chart]:
@@ -200,7 +208,9 @@ def gauge_charts(run: Run) -> list[Chart]:
 
 
 def _charts(curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> list[Chart]:
-    found = (chart(title, lines) for title, lines in sorted(curves.items()))
+    """Return the pictures of what has more than one point."""
+    moving = {title: lines for title, lines in curves.items() if any(len(points) > 1 for points in lines.values())}
+    found = (chart(title, lines) for title, lines in sorted(moving.items()))
     return [one for one in found if one is not None][:_CHARTS]
 
 
@@ -226,8 +236,8 @@ def comparison(runs: Sequence[Seen]) -> tuple[list[str], list[list[str]]]:
     metrics = sorted({name for seen in runs for name in seen.run.metrics if name != "epoch"})
     rows = []
     for seen, one in zip(runs, flat, strict=True):
-        last = {name: values[max(values)] for name, values in seen.run.metrics.items() if values}
-        shown = [f"{last[name]:.4g}" if name in last else "" for name in metrics]
+        last = final_values(seen.run)
+        shown = [f"{float(last[name]):.4g}" if name in last else "" for name in metrics]
         rows.append([seen.run_dir.name, *(one.get(key, "") for key in differ), *shown, seen.state])
     return ["run", *differ, *metrics, "state"], rows
 

@@ -11,6 +11,7 @@ from fabricx.telemetry.recorder import Span
 
 WARM_UP: Final = 2  # steps of each process that say nothing of those to come
 ROWS: Final = 2048  # the most that are kept of a rank; then each two become one
+LOGS: Final = 100_000  # the most lines of logs that are kept
 NOT_OF_A_STEP: Final = (Span.VALIDATION, Span.CHECKPOINT)
 OTHERS: Final = (Span.WAIT, Span.PULL)  # in which a rank waits for others
 
@@ -137,6 +138,7 @@ class Run:
         self.began = self.ended = 0.0
         self.size = 1
         self.steps = self.rewound = 0
+        self.more_logs = 0  # lines beyond those that are kept
         self.lost = 0  # records for which there was no room
         self.closed = ""  # how the launching process has ended
         self._offsets: dict[str, float] = {}  # of each file's clock, from the main rank's
@@ -145,7 +147,7 @@ class Run:
         self._take: Mapping[str, Any] = {
             "start": self._start, "became": self._start, "steps": self._steps, "now": self._now, "end": self._end,
             "metrics": self._metrics, "gauges": self._gauges, "rewind": self._rewind, "lost": self._lose,
-            "event": self.events.append, "log": self.logs.append,
+            "event": self.events.append, "log": self._log,
             "serving": self._serving, "known": self._known, "launched": self._launched, "closed": self._close,
         }  # fmt: skip
 
@@ -238,6 +240,12 @@ class Run:
         for values in (*self.metrics.values(), *self.gauges.values()):
             for step in [step for step in values if step > record["step"]]:
                 del values[step]
+
+    def _log(self, record: Record) -> None:
+        if len(self.logs) < LOGS:
+            self.logs.append(record)
+        else:
+            self.more_logs += 1
 
     def _lose(self, record: Record) -> None:
         self.lost += record["records"]

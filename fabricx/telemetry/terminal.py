@@ -56,9 +56,8 @@ def _report(console: Console, seen: Seen) -> None:
         rest = [f"{line.straggler:.2f}", f"{line.samples_per_s:.1f}", f"{line.memory_mib:.0f}"]
         table.add_row(str(line.rank), f"{line.step_ms:.2f}", *times, *rest)
     console.print(table)
-    last = {name: values[max(values)] for name, values in seen.run.metrics.items() if values and name != "epoch"}
-    if last:
-        console.print(_rows("metric", "last value", [(name, f"{value:.6g}") for name, value in sorted(last.items())]))
+    if last := report.final_values(seen.run):
+        console.print(_rows("metric", "last value", list(last.items())))
     for who, text, times_said in report.warnings_of(seen.run)[:10]:
         console.print(f"rank {who}, {times_said} time{'s' if times_said > 1 else ''}: {text}", markup=False)
     console.print(f"\nthe page: {report.write_page(seen)}", markup=False, soft_wrap=True)

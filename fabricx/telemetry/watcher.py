@@ -6,10 +6,13 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, final
 
+from fabricx.errors import is_full
 from fabricx.telemetry import logs
 from fabricx.telemetry.board import Board
 from fabricx.telemetry.eventfile import EventFile
@@ -35,13 +38,14 @@ class Watcher:
 
     def __init__(self, run_dir: Path, *, board: bool, apart: bool = False) -> None:
         self.run_dir, self.run, self._apart = run_dir, Run(), apart
-        self._file = EventFile(run_dir, "launcher")
         self._files = Files(run_dir)
-        self.run.feed(self._files.new())  # of earlier attempts
+        self._file = EventFile(run_dir, "launcher")
         self._board = Board(run_dir, self.run) if board else None
+        self._full = False
         self._said: dict[str, set[int]] = defaultdict(set)  # which ranks have warned of what
         self._times: dict[str, int] = defaultdict(int)
-        self._heard = len(self.run.logs)
+        self._began = time.time()
+        self._heard = 0  # lines of logs
         self._file.write("launched")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look_on, name="fabricx-watcher", daemon=True)
@@ -58,10 +62,11 @@ class Watcher:
         self._file.write("closed", ending=ending)
         self._file.close()
         self._look()
-        if self._board is not None:
-            self._board.close()
-        logs.merge(self.run_dir, self.run.logs)
-        write_trace(self.run_dir)
+        with self._room_or_not():
+            if self._board is not None:
+                self._board.close()
+            logs.merge(self.run_dir, self.run.logs, self.run.more_logs)
+            write_trace(self.run_dir)
         self._advise()
         for text, ranks in self._said.items():
             if 0 not in ranks and self._times[text] > 1:
@@ -77,10 +82,31 @@ class Watcher:
         if self._apart:
             with contextlib.suppress(OSError, AttributeError):  # a system where threads have no priority of their own
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        found = self._files.new()
+        self.run.feed(
+            one for one in found if one.get("at", 0.0) < self._began
+        )  # of earlier attempts: all was said and shown
+        self._heard = len(self.run.logs)
+        if self._board is not None:
+            self._board.skip()
+        self.run.feed(one for one in found if one.get("at", 0.0) >= self._began)
         while not self._over.wait(LOOK_S):
             self._look()
-            if self._board is not None:
-                self._board.write()
+            with self._room_or_not():
+                if self._board is not None:
+                    self._board.write()
+
+    @contextlib.contextmanager
+    def _room_or_not(self) -> Iterator[None]:
+        """Let a disk that is full cost what would have been written, and not the run."""
+        try:
+            yield
+        except OSError as error:
+            if not is_full(error):
+                raise
+            if not self._full:
+                print("the disk is full: what ranks record is not shown", file=sys.stderr, flush=True)
+            self._full = True
 
     def _look(self) -> None:
         self.run.feed(self._files.new())

@@ -102,10 +102,10 @@ class KillsServer(Recorded):
         return super().training_step(batch, batch_idx)
 
 
-def tells_its_pid(world: Any, number: int, folder: str | None) -> None:
+def tells_its_pid(world: Any, number: int, folder: str | None, **more: Any) -> None:
     if number == 0:
         world.store.set("server pid", str(os.getpid()))
-    serve_as_usual(world, number, folder)
+    serve_as_usual(world, number, folder, **more)
 
 
 serve_as_usual = dispatch._serve

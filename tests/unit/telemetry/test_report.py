@@ -61,7 +61,9 @@ def a_run(run_dir: Path, loss: float = 0.5, steps: int = 50, **config: Any) -> P
                 {"kind": "metrics", "at": 2.0, "rank": 0, "step": n, "values": {"loss": loss / n, "epoch": 0.0}}
                 for n in range(1, steps + 1)
             ]
-            records.append({"kind": "gauges", "at": 2.0, "rank": 0, "step": 5, "values": {"balance/share_0": 0.6}})
+            records += [
+                {"kind": "gauges", "at": 2.0, "rank": 0, "step": n, "values": {"balance/share_0": 0.6}} for n in (5, 9)
+            ]
             text = f"worker 1: {EVIL}\nTraceback of it\n{EVIL}"
             records.append({"kind": "event", "at": 3.0, "rank": 0, "name": "death", "text": text, "step": 7})
             records.append({"kind": "log", "at": 3.0, "rank": 0, "level": "WARNING", "name": "own", "text": EVIL})
