@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, final
@@ -97,10 +96,6 @@ class Reproducible(Strategy):
         if self._closes:
             self._sums.join(self.world)
 
-    @property
-    def waited_s(self) -> float:  # type: ignore[override]
-        return self._sums.waited_s if self._sums is not None else 0.0
-
     def backward_nothing(self, *company: Any) -> bool:
         assert self._sums is not None
         if self._closes:
@@ -132,7 +127,6 @@ class IntegerSums:
 
     def __init__(self, parameters: Sequence[nn.Parameter], parts: int) -> None:
         self._parameters = parameters
-        self.waited_s = 0.0  # for the other ranks
         self._bits = BITS - HEADROOM - (parts - 1).bit_length()
         device = parameters[0].device if parameters else torch.device("cpu")
         self.exponents = torch.zeros(len(parameters), dtype=torch.int64, device=device)
@@ -164,10 +158,8 @@ class IntegerSums:
         Raises:
             FloatingPointError: a gradient is too large for the bits that it was given.
         """
-        began = time.perf_counter()
         world.all_reduce(self._all)
         world.all_reduce(self._largest, "max")
-        self.waited_s += time.perf_counter() - began
         if bool((self._largest.isfinite() & (self._largest > 2.0 ** (self.exponents + HEADROOM).double())).any()):
             raise FloatingPointError(
                 f"deterministic='elastic': a gradient is more than 2**{HEADROOM} times as large as all of the update "

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,10 +17,27 @@ from torch.optim import Optimizer
 from fabricx.comm import pulse
 from fabricx.comm.generations import membership
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _CPU = torch.device("cpu")
+WAITED_S: Final = [0.0]  # seconds that this process has spent in the collectives here, which are mostly waiting
 _CURRENT: list[World] = []  # the world that this process has joined, if any
 MEET: Final = timedelta(seconds=4)  # how long members of a later generation may take to find each other
 OPERATION: Final = timedelta(minutes=30)  # how long a collective may take
+
+
+def _counted(method: Callable[P, R]) -> Callable[P, R]:
+    """Count the time that a collective takes."""
+
+    @functools.wraps(method)
+    def counted(*arguments: P.args, **options: P.kwargs) -> R:
+        began = time.monotonic()
+        try:
+            return method(*arguments, **options)
+        finally:
+            WAITED_S[0] += time.monotonic() - began
+
+    return counted
 
 
 @dataclass(frozen=True)
@@ -108,11 +128,13 @@ class World:
         """Return a key of the store that belongs to this run."""
         return f"job{self.job}/{name}"
 
+    @_counted
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
             dist.barrier()
 
+    @_counted
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
         """Join a tensor of all ranks, in place; shape stays."""
         if self.size > 1:
@@ -151,6 +173,7 @@ class World:
                 optimizer.state[parameters[key[0]]][key[1]] = own
             self.all_reduce(own).div_(sum(key in moments for moments, _ in told))
 
+    @_counted
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Take over the tensor of one rank, in place."""
         if self.size > 1:
@@ -160,6 +183,7 @@ class World:
                 tensor.detach().copy_(raw)
         return tensor
 
+    @_counted
     def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all ranks, shape [size, ...]; with `sync_grads`, gradients flow back."""
         if self.size == 1:
@@ -172,6 +196,7 @@ class World:
         dist.all_gather(parts, tensor.contiguous())
         return torch.stack(parts)
 
+    @_counted
     def gather_objects(self, obj: Any) -> list[Any]:
         """Return the objects of all ranks, by rank, on every rank."""
         if self.size == 1:
@@ -180,6 +205,7 @@ class World:
         dist.all_gather_object(found, obj)
         return found
 
+    @_counted
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Return the object of one rank, on every rank."""
         if self.size == 1:

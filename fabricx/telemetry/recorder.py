@@ -18,7 +18,7 @@ import torch
 
 from fabricx.comm import pulse
 from fabricx.comm.generations import membership
-from fabricx.comm.world import World
+from fabricx.comm.world import WAITED_S, World
 from fabricx.telemetry.eventfile import EventFile, finite
 from fabricx.telemetry.logs import LogSettings, logging_to
 
@@ -164,7 +164,7 @@ class Recorder(Quiet):
         self._file, self.waiting, self._device = file, waiting, device
         self.samples = 0
         self._laps: deque[tuple[Any, ...]] = deque()
-        self._last: tuple[float, float, float] | None = None  # where the newest lap ended
+        self._last: tuple[float, float, float, float] | None = None  # where the newest lap ended
         self._sums: dict[str, float] = {}  # of the row that isn't complete
         self._samples = self._steps = 0  # the same
         self._stride = 1  # steps of a row
@@ -178,15 +178,15 @@ class Recorder(Quiet):
         self._thread.start()
 
     def begin(self) -> None:
-        self._laps.append((None, _clock(), self.waiting.waited_s, self.waiting.pushed_s))
+        self._laps.append((None, _clock(), self.waiting.waited_s, WAITED_S[0], self.waiting.pushed_s))
 
     def lap(self, span: Span) -> None:
         waiting = self.waiting
-        self._laps.append((span, _clock(), waiting.waited_s, waiting.pushed_s))
+        self._laps.append((span, _clock(), waiting.waited_s, WAITED_S[0], waiting.pushed_s))
 
     def end_step(self, step: int) -> None:
         waiting = self.waiting
-        self._laps.append((Span.OTHER, _clock(), waiting.waited_s, waiting.pushed_s, step, self.samples))
+        self._laps.append((Span.OTHER, _clock(), waiting.waited_s, WAITED_S[0], waiting.pushed_s, step, self.samples))
         self.samples = 0
 
     def event(self, name: str, text: str, step: int, **numbers: float) -> None:
@@ -261,21 +261,22 @@ class Recorder(Quiet):
         return taken
 
     def _take(self, lap: tuple[Any, ...], rows: list[Any], raw: list[Any]) -> None:
-        span, now, waited, pushed, *rest = lap
-        before, self._last = self._last, (now, waited, pushed)
+        span, now, waited, joined, pushed, *rest = lap
+        before, self._last = self._last, (now, waited, joined, pushed)
         if before is None or span is None:
             self._sums, self._samples, self._steps = {}, 0, 0
             if self.every_lap:
                 raw.append((None, round(now, 6), 0.0))
             return
-        waits, pushes = max(0.0, waited - before[1]), max(0.0, pushed - before[2])  # who counts them may begin anew
-        sums = self._sums
+        waits, joins = max(0.0, waited - before[1]), joined - before[2]  # who counts them may begin anew
+        pushes = max(0.0, pushed - before[3])
+        sums, own = self._sums, now - before[0] - waits - joins - pushes
         kind = Span.PULL if self.waiting.waits_for_servers else Span.WAIT
-        for name, seconds in ((span, now - before[0] - waits - pushes), (kind, waits), (Span.PUSH, pushes)):
+        for name, seconds in ((span, own), (kind, waits), (Span.WAIT, joins), (Span.PUSH, pushes)):
             if seconds > 0.0:
                 sums[name] = sums.get(name, 0.0) + seconds
         if self.every_lap:
-            raw.append((str(span), round(now, 6), round(waits + pushes, 6)))
+            raw.append((str(span), round(now, 6), round(waits + joins + pushes, 6)))
         if rest:
             step, samples = rest
             self._samples += samples
