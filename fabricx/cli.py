@@ -96,8 +96,8 @@ def _run(command: str, arguments: list[str]) -> None:
 def _resume(arguments: list[str]) -> int:
     """Go on with a run in its own folder, from its newest checkpoint."""
     from fabricx.config import configuration_of
-    from fabricx.dispatch import checkpoints_of, newest_whole
     from fabricx.launch.lock import only_here
+    from fabricx.run_dir import checkpoints_of, newest_whole
 
     if not arguments or arguments[0].startswith("-"):
         print(

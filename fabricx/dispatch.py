@@ -8,14 +8,12 @@ import functools
 import itertools
 import math
 import os
-import secrets
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -24,53 +22,28 @@ import torch
 
 from fabricx import provenance
 from fabricx.callback import Callback
-from fabricx.checkpoint import is_committed, list_committed, read_manifest, verify
-from fabricx.checkpoint.places import as_path
+from fabricx.checkpoint import read_manifest
 from fabricx.comm import world as worlds
 from fabricx.comm.world import World
-from fabricx.data import make_feed
-from fabricx.errors import CheckpointError, WorkerFailed, did_you_mean, full_disk_costs
+from fabricx.errors import CheckpointError, WorkerFailed, full_disk_costs
 from fabricx.execution import execute, next_job
-from fabricx.hooks import check_hooks
+from fabricx.job import Job, check_job
 from fabricx.launch import environment
 from fabricx.launch.changes import Elastic
 from fabricx.launch.lock import only_here
 from fabricx.launch.scale import ELASTIC
-from fabricx.module import Module
 from fabricx.outcome import Outcome
+from fabricx.run_dir import checkpoints_of, new_run_dir, newest_whole, resolve_checkpoint
 from fabricx.telemetry.logs import LogSettings
 from fabricx.telemetry.watcher import Watcher
 
 if TYPE_CHECKING:
-    from fabricx.datamodule import DataModule
     from fabricx.trainer import Trainer
 
 
 T = TypeVar("T")
 _FITS: Final = itertools.count()  # calls of `fit` in this process
 TERMINATED: Final = 128 + signal.SIGTERM  # exit code, as shells and schedulers know it
-
-
-@dataclass
-class Job:
-    """What a method of the Trainer was asked to do.
-
-    Attributes:
-        stage: "fit", "validate", "test" or "predict".
-        module: the user's module.
-        train, evaluate: loaders, as given.
-        datamodule: the data module, as given.
-        ckpt_path: the checkpoint to start from, as given.
-        flag: print the results; for predict, keep the outputs.
-    """
-
-    stage: str
-    module: Module
-    train: Any
-    evaluate: Any
-    datamodule: DataModule | None
-    ckpt_path: str | Path | None
-    flag: bool = True
 
 
 def dispatch(trainer: Trainer, job: Job) -> Any:
@@ -86,7 +59,7 @@ def dispatch(trainer: Trainer, job: Job) -> Any:
 
 
 def _run(trainer: Trainer, job: Job) -> Any:
-    _check(trainer, job)
+    check_job(trainer, job)
     trainer.interrupted = trainer.terminated = False
     trainer.state.seed = trainer.state.seed or torch.initial_seed() % 2**62  # what the caller has seeded decides
     if (place := _server_of_cluster(trainer)) is not None:
@@ -369,117 +342,6 @@ def _serve(
         world.store, prefix, number, world.size, folder=folder, generation=world.generation, run_dir=run_dir,
         traces=traces,
     )  # fmt: skip
-
-
-def new_run_dir(root: Path) -> Path:
-    """Return a folder's name for a run; two that start in the same second differ."""
-    return root / "runs" / f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(3)}"
-
-
-def resolve_checkpoint(trainer: Trainer, path: str | Path | None) -> Path | None:
-    """Return the checkpoint that a path, "last" or "best" means; None to start fresh.
-
-    Raises:
-        ValueError: there is no best one, or nothing that is complete at the path.
-        CheckpointError: it is damaged; "last" goes back to the one before.
-    """
-    if path is None:
-        return None
-    if path == "best":
-        best = getattr(trainer.checkpoint_callback, "best_model_path", "")
-        if not best:
-            raise ValueError("ckpt_path='best': no checkpoint was written yet; call fit first, or give a path")
-        return as_path(best)
-    if path == "last":
-        folders = [getattr(trainer.checkpoint_callback, "dirpath", None)]
-        folders += [trainer.run_dir / "checkpoints"] if trainer.run_dir else []
-        folders += sorted((Path(trainer.default_root_dir) / "runs").glob("*/checkpoints"), reverse=True)
-        found = [list_committed(folder) for folder in folders if folder]
-        newest = next((checkpoints for checkpoints in found if checkpoints), [])
-        return newest_whole(newest) if newest else None
-    given = as_path(path)
-    if not is_committed(given):
-        near = [str(one) for one in list_committed(given)] or [str(one) for one in list_committed(given.parent)]
-        there = f"\n  complete ones: {', '.join(near)}" if near else ""
-        hint = did_you_mean(str(path), ["last", "best", *near])
-        raise ValueError(f"ckpt_path={str(path)!r}: there is no complete checkpoint.{hint}{there}")
-    verify(given)
-    return given.resolve()
-
-
-def checkpoints_of(run_dir: Path, folder: str | Path | None = None) -> list[Path]:
-    """Return what a run can go on from, the furthest last: its checkpoints, and its snapshots for recovery.
-
-    Args:
-        run_dir: the run's folder.
-        folder: of its checkpoints, if that is another one.
-    """
-    placed = []
-    for place in (folder or run_dir / "checkpoints", run_dir / "recovery"):
-        for number, path in enumerate(list_committed(place)):
-            manifest = read_manifest(path)
-            if not manifest["weights_only"]:
-                placed.append((manifest["step"], number, path))
-    return [path for _, _, path in sorted(placed, key=lambda entry: entry[:2])]
-
-
-def newest_whole(checkpoints: list[Path]) -> Path:
-    """Return the newest checkpoint whose files are what they were; damaged ones are named.
-
-    Raises:
-        CheckpointError: all are damaged.
-    """
-    for path in reversed(checkpoints):
-        try:
-            verify(path)
-        except CheckpointError as error:
-            print(f"ckpt_path='last': {error}; trying the one before", file=sys.stderr, flush=True)
-        else:
-            return path
-    raise CheckpointError(f"ckpt_path='last': each checkpoint in {checkpoints[0].parent} is damaged")
-
-
-def _check(trainer: Trainer, job: Job) -> None:
-    """Find what is wrong before any process starts."""
-    module, stage = job.module, job.stage
-    if not isinstance(module, Module):
-        raise ValueError(f"trainer.{stage}({type(module).__name__}): give an instance of a subclass of fabricx.Module")
-    check_hooks(module)
-    data = job.datamodule
-    needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
-    if needed and not callable(getattr(module, needed, None)):
-        near = did_you_mean(needed, [name for name in dir(type(module)) if not name.startswith("_")])
-        raise ValueError(f"{type(module).__name__} has no {needed}, which trainer.{stage} calls.{near}")
-    source = "train_dataloader" if stage == "fit" else f"{'val' if stage == 'validate' else stage}_dataloader"
-    given = job.train if stage == "fit" else job.evaluate
-    if given is None and not any(_has(owner, source) for owner in (data, module)):
-        argument = "train_dataloaders" if stage == "fit" else "dataloaders"
-        raise ValueError(
-            f"trainer.{stage} has no data: give {argument}=..., datamodule=..., or write "
-            f"{type(module).__name__}.{source}"
-        )
-    checks = [one.check_fit for one in trainer.callbacks if type(one).check_fit is not Callback.check_fit]
-    if stage == "fit" and checks:
-        ranks = World(size=max(1, len(trainer.device_ids) * trainer.num_nodes))
-        shard, given = trainer.use_distributed_sampler, job.train is not None
-        feed = make_feed(job.train, ranks, seed=0, shard=shard, balance=trainer.balance) if given else None
-        for check in checks:
-            check(trainer, module, None if feed is None else feed.global_batch)
-    if (
-        stage == "fit"
-        and type(module).configure_optimizers is Module.configure_optimizers
-        and module.automatic_optimization
-    ):
-        import warnings
-
-        warnings.warn(f"{type(module).__name__} has no configure_optimizers: nothing will be trained", stacklevel=4)
-
-
-def _has(owner: Any, name: str) -> bool:
-    from fabricx.datamodule import DataModule
-
-    contract = DataModule if isinstance(owner, DataModule) else Module
-    return owner is not None and (name in vars(owner) or getattr(type(owner), name) is not getattr(contract, name))
 
 
 def _notices() -> tuple[signal.Signals, ...]:

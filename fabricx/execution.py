@@ -42,7 +42,7 @@ from fabricx.telemetry import eventfile as telemetry
 from fabricx.telemetry.recorder import Quiet, Results, open_recorder
 
 if TYPE_CHECKING:
-    from fabricx.dispatch import Job
+    from fabricx.job import Job
     from fabricx.trainer import Trainer
 
 

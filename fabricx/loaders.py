@@ -13,7 +13,7 @@ from fabricx.boundaries import validation_interval
 from fabricx.data import Balance, Feed, make_feed
 
 if TYPE_CHECKING:
-    from fabricx.dispatch import Job
+    from fabricx.job import Job
     from fabricx.trainer import Trainer
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +20,6 @@ from fabricx.boundaries import (
 from fabricx.comm.generations import membership
 from fabricx.data import Microbatch
 from fabricx.data.order import epoch_seed
-from fabricx.errors import RanksDisagree
 from fabricx.evaluation import sanity_check, validate_in_fit
 from fabricx.hooks import Hook
 from fabricx.optimization import step_schedules
@@ -385,138 +382,6 @@ def _company(t: Trainer, micro: Microbatch) -> tuple[Any, ...]:
 
 def _syncing(t: Trainer, micro: Microbatch) -> Any:
     return nullcontext() if micro.closes or not t.module.automatic_optimization else t.strategy.accumulate()
-
-
-ALL_SKIP: Final = timedelta(minutes=2)  # until all ranks say that they skip a batch, where no collective waits
-
-
-class Window:
-    """What has happened in the accumulation window so far."""
-
-    def __init__(self) -> None:
-        self.planned = 1
-        self.taken = 0
-        self.over = False  # no rank has anything left in this epoch
-        self.loss: Tensor | None = None
-        self.norm: Tensor | None = None  # of the gradient, where it was clipped by that
-        self.outputs: Any = None  # of the newest batch, for those that are told of it last
-        self.batch: Any = None
-        self.factor: float | None = None  # of the newest batch, where the module says what it weighs
-        self.again: float | None = None  # the same, once the weight of all is known
-        self._weight = self._share = 0.0  # of this rank's batches, and which part of the global batch they are
-        self._absences: list[tuple[str, str]] = []
-        self._together = True  # have all ranks come as far as this one?
-
-    def begin(self, planned: int) -> None:
-        """Open a window of so many microbatches."""
-        self.planned, self.taken, self.over, self.norm = planned, 0, False, None
-        self._weight = self._share = 0.0
-        self._absences.clear()
-
-    def weigh(self, t: Trainer, micro: Microbatch) -> float:
-        """Let the newest batch count by its weight; returns that. The sum over all ranks is known in the end only."""
-        weight = t.logbook.weight
-        self._weight += weight
-        self._share += micro.factor
-        self.factor = weight / _usual(t)
-        return weight
-
-    def took_part(self, loss: Tensor | None = None) -> None:
-        """Count a microbatch that gave a gradient."""
-        self.taken += 1
-        self.loss = None if loss is None else loss.detach()
-
-    def sit_out(self, t: Trainer, micro: Microbatch, why: str, *company: Any) -> None:
-        """Contribute nothing to a microbatch, and say so where the other ranks can see it."""
-        world = t.world
-        known = micro.size == 0 and micro.position > 0  # the order says that this rank's part is empty
-        if world.size == 1 and not known:
-            return
-        if not t.strategy.traits.synchronous:  # nobody waits for this rank's gradient
-            if micro.size == 0 and not micro.position:
-                raise ValueError(
-                    f"the stream of rank {world.rank} has ended, and the other ranks' may go on: "
-                    f"{type(t.strategy).__name__} needs as many batches on each rank; say how many an epoch has with "
-                    "limit_train_batches"
-                )
-            self.taken += 1
-            return
-        if not known and world.store is not None:
-            key = world.key(f"nothing/{t.state.epoch}/{t.state.step}/{micro.index}")
-            world.store.set(f"{key}/{world.rank}", why)
-            self._absences.append((key, why))
-        else:
-            self.taken += 1
-        if micro.closes or t.strategy.traits.sharded:  # others gather weights in each microbatch
-            with t.logbook.muted():
-                self._together = t.strategy.backward_nothing(*company)
-
-    def ready(self, t: Trainer) -> bool:
-        """Close the window; returns whether there is a gradient to update the weights with.
-
-        All ranks have been in the last backward, so whoever else had nothing has said so by now.
-
-        Raises:
-            RanksDisagree: some ranks gave a loss for a batch and others none.
-        """
-        for key, why in self._absences:
-            self._settle(t, key, why)
-        if self.taken == 0:
-            return False
-        if t.overridden.batch_weight and t.module.automatic_optimization:
-            return self._divide_by_weight(t)
-        if self.taken != self.planned:  # fewer batches than the loss was divided by
-            if t.strategy.parts:
-                raise ValueError(
-                    "training_step gave no loss for a part of a global batch, and under deterministic='elastic' a "
-                    "batch can only be skipped as a whole: return a loss of zero"
-                )
-            _scale_gradients(t, self.planned / self.taken)
-        return True
-
-    def _divide_by_weight(self, t: Trainer) -> bool:
-        """Turn the gradient into a mean; returns whether it is one of anything."""
-        total, share = torch.tensor([self._weight], device=t.world.device), 1.0
-        if t.strategy.traits.synchronous:
-            t.world.all_reduce(total)
-        else:  # each rank's gradient is its own
-            share = self._share
-        weight = float(total)
-        if weight:
-            self.again = (self.factor or 0.0) * _usual(t) * share / weight
-            _scale_gradients(t, _usual(t) * share / weight)
-        return weight > 0.0 or not t.strategy.traits.synchronous
-
-    def _settle(self, t: Trainer, key: str, why: str) -> None:
-        store, size = t.world.store, t.world.size
-        assert store is not None
-        if not self._together:
-            with contextlib.suppress(Exception):  # it has taken too long: somebody trains on
-                store.wait([f"{key}/{rank}" for rank in range(size)], ALL_SKIP)
-        absent = [rank for rank in range(size) if store.check([f"{key}/{rank}"])]
-        reasons = [store.get(f"{key}/{rank}").decode() for rank in absent]
-        if len(absent) == size:
-            self.over = self.over or all(reason == "has no batch" for reason in reasons)
-        elif why == "gave no loss":
-            raise RanksDisagree(
-                f"step {t.state.step}: training_step gave no loss on rank {', '.join(map(str, absent))} and a loss on "
-                "the others; a batch can only be skipped on all ranks together"
-            )
-        else:
-            self.taken += 1  # others had a batch
-
-
-def _usual(t: Trainer) -> int:
-    """Return by what sums of gradients are divided until the weight of all is known, so that they don't overflow."""
-    return max(1, t.train_feed.global_batch * t.accumulate_grad_batches)
-
-
-def _scale_gradients(t: Trainer, factor: float) -> None:
-    gradients = [
-        p.grad for o in t.optimizers for group in o.param_groups for p in group["params"] if p.grad is not None
-    ]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
 
 
 def _checked_loss(loss: Any) -> Tensor:

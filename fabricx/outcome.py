@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from fabricx.dispatch import Job
+    from fabricx.job import Job
     from fabricx.trainer import Trainer
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricx import plugins
+from fabricx.answers import Answers
 from fabricx.callback import Callback
 from fabricx.comm import pulse
 from fabricx.comm.generations import Broken, Membership
@@ -18,17 +19,18 @@ from fabricx.comm.slots import Slot
 from fabricx.comm.world import World
 from fabricx.data import Balance, Feed
 from fabricx.datamodule import DataModule
-from fabricx.dispatch import Job, dispatch
+from fabricx.dispatch import dispatch
 from fabricx.errors import FabricxError
 from fabricx.hooks import Hooks
+from fabricx.job import Job
 from fabricx.logbook import Logbook
 from fabricx.logger import FourMethods, Logger, Silent
-from fabricx.loop import Window, call
+from fabricx.loop import call
 from fabricx.module import Module, batch_weight
 from fabricx.optimization import OptimizerHandle, Schedule
 from fabricx.parts import choose_callbacks, choose_loggers, choose_strategy, several_ranks
 from fabricx.precision import Precision, check_precision
-from fabricx.publishing import Published, newest_metrics, shown_in_bar
+from fabricx.publishing import Published
 from fabricx.restart_point import RestartPoint
 from fabricx.scribe import Scribe
 from fabricx.settings import (
@@ -43,6 +45,7 @@ from fabricx.settings import (
 from fabricx.state import Phase, RunState, Stage
 from fabricx.strategy import Strategy
 from fabricx.telemetry.recorder import Quiet, Span
+from fabricx.window import Window
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -65,7 +68,7 @@ _RUNTIME = (
 )  # fmt: skip
 
 
-class Trainer:
+class Trainer(Answers):
     """Runs a `Module` through a strategy.
 
     Args:
@@ -440,126 +443,6 @@ class Trainer:
         from lightning_utilities.core.apply_func import apply_to_collection
 
         return apply_to_collection(data, Tensor, lambda item: self.world.all_gather(item, sync_grads))
-
-    # -- what users read ----------------------------------------------------------------------------------------
-
-    @property
-    def current_epoch(self) -> int:
-        """Return how many epochs are completed."""
-        return self.state.epoch
-
-    @property
-    def global_step(self) -> int:
-        """Return how many weight updates there were, however many optimizers there are."""
-        return self.state.step
-
-    @property
-    def should_stop(self) -> bool:
-        """Return whether somebody asked to stop; set it to ask."""
-        return self.stop_wanted
-
-    @should_stop.setter
-    def should_stop(self, value: bool) -> None:
-        self.stop_wanted = value
-        if value and self.agreement is not None:
-            self.agreement.request("should_stop")
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Return whether this is the main rank."""
-        return self.world.rank == 0
-
-    @property
-    def global_rank(self) -> int:
-        """Return which rank of all this is."""
-        return self.world.rank
-
-    @property
-    def local_rank(self) -> int:
-        """Return which rank on this machine this is."""
-        return self.world.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """Return how many ranks train."""
-        return self.world.size if self.world.size > 1 else len(self.device_ids) * self.num_nodes
-
-    @property
-    def callback_metrics(self) -> dict[str, Tensor]:
-        """Return the newest value of everything that was logged; reading it communicates nothing."""
-        return newest_metrics(self)
-
-    @property
-    def logged_metrics(self) -> dict[str, Tensor]:
-        """Return what the loggers got last."""
-        return dict(self.published.logged)
-
-    @property
-    def progress_bar_metrics(self) -> dict[str, float]:
-        """Return what the progress bar shows: this rank's newest values. Reading it waits for the device."""
-        return shown_in_bar(self)
-
-    @property
-    def estimated_stepping_batches(self) -> int | float:
-        """Return how many steps a schedule will take, one for each global batch; infinity if nothing limits the run."""
-        windows = -(-self.num_training_batches // self.accumulate_grad_batches)
-        if self.num_training_batches == float("inf"):
-            windows = float("inf")
-        by_epochs = float("inf") if self.max_epochs in (-1, None) else windows * (self.max_epochs or 0)
-        by_steps = float("inf") if self.max_steps == -1 else self.max_steps // self.strategy.updates_per_batch
-        limit = min(by_epochs, by_steps)
-        return limit if limit == float("inf") else int(limit)
-
-    @property
-    def logger(self) -> Logger | None:
-        """Return the first logger, or None."""
-        return self.loggers[0] if self.loggers else None
-
-    @property
-    def writes(self) -> bool:
-        """Return whether a fit leaves anything in its folder."""
-        return not self.fast_dev_run and bool(self.loggers or self.checkpoint_callback)
-
-    @property
-    def log_dir(self) -> str | None:
-        """Return the folder that the first logger writes to, or the run's folder."""
-        folder = self.logger.log_dir if self.logger is not None else None
-        return str(folder or self.run_dir) if folder or self.run_dir else None
-
-    @property
-    def checkpoint_callback(self) -> Any:
-        """Return the first callback that writes checkpoints, or None."""
-        return next((c for c in self.callbacks if hasattr(c, "best_model_path")), None)
-
-    @property
-    def early_stopping_callback(self) -> Any:
-        """Return the first callback that stops early, or None."""
-        return next((c for c in self.callbacks if hasattr(c, "stopped_epoch")), None)
-
-    @property
-    def sanity_checking(self) -> bool:
-        """Return whether the few validation batches ahead of training are running."""
-        return self.state.phase is Phase.SANITY
-
-    @property
-    def training(self) -> bool:
-        """Return whether training batches are running."""
-        return self.state.phase is Phase.TRAIN
-
-    @property
-    def validating(self) -> bool:
-        """Return whether a validation is running."""
-        return self.state.phase is Phase.VALIDATE
-
-    @property
-    def testing(self) -> bool:
-        """Return whether a test is running."""
-        return self.state.phase is Phase.TEST
-
-    @property
-    def predicting(self) -> bool:
-        """Return whether a prediction is running."""
-        return self.state.phase is Phase.PREDICT
 
     # -- what the loop needs ------------------------------------------------------------------------------------
 

@@ -1,0 +1,160 @@
+"""Anything that gives batches, taken as it is on each rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast, final
+
+from fabricx.comm.world import World
+from fabricx.data.deal import Dealer, Section
+from fabricx.data.feed import Feed, Microbatch
+
+
+@final
+class ListFeed(Feed):
+    """Anything else that gives batches: taken as it is on each rank, with ranks' lengths told to each other.
+
+    A source with `state_dict` and `load_state_dict` is asked where it is, and put there again, by these; of others the
+    batches that were trained already are read once more.
+    """
+
+    exact_position = False
+
+    def __init__(self, source: Iterable[Any], world: World, limit: int | float) -> None:
+        self._source = source
+        self._world = world
+        self._limit = limit
+        self._stateful = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+        self._ahead: Any = _NOTHING  # the source's state before it was asked for one batch too many
+        self._over = False  # has the source ended its epoch, so that its state is that of the next one?
+        self._restored: Any = None
+
+    def state_dict(self) -> Any:
+        if not self._stateful:
+            return None
+        source: Any = self._source
+        return {"over": self._over, "source": source.state_dict() if self._ahead is _NOTHING else self._ahead}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._restored = state
+
+    def _length(self) -> int | float:
+        try:
+            length: int | float = len(self._source)  # type: ignore[arg-type]
+        except TypeError:
+            length = float("inf")
+        if isinstance(self._limit, int):
+            return min(length, self._limit)
+        if self._limit == float("inf") or length == float("inf"):
+            return length
+        return int(length * self._limit)
+
+    def batches(self, accumulate: int = 1) -> int | float:
+        return self._length()
+
+    def epoch(self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0) -> Iterator[Microbatch]:
+        part: Any
+        for part in (self._source, getattr(self._source, "sampler", None), getattr(self._source, "dataset", None)):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        data = self._data(first)
+        lengths = self._world.gather_objects(self._length()) if self._world.size > 1 else [self._length()]
+        if max(lengths) == float("inf"):
+            yield from self._until_it_ends(data, accumulate, first)
+        else:
+            yield from self._with_lengths(data, [int(length) for length in lengths], accumulate, first)
+
+    def leased(
+        self, dealer: Dealer, section: Section, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0
+    ) -> Iterator[Microbatch]:
+        if dealer.leases_per_update > 1:
+            raise ValueError(
+                f"{type(self._source).__name__} gives each rank batches of its own, and a global batch of the ranks' "
+                "parts needs one order of the data: give a DataLoader over a map-style dataset, or apply='arrival'"
+            )
+        data, index, more = self._data(first), first, True
+        done = 0
+        upcoming = next(data, _NOTHING)
+        while more:
+            dealer.open(section(done, float("inf")))
+            while upcoming is not _NOTHING and (lease := dealer.ask(wait=True)).lease is not None:
+                dealer.lease = lease
+                for number in range(accumulate):
+                    batch, upcoming = upcoming, next(data, _NOTHING)
+                    closes = number == accumulate - 1 or upcoming is _NOTHING
+                    yield Microbatch(
+                        batch, index, None, 1 / accumulate, number == 0, closes, False, accumulate, apart=True
+                    )  # fmt: skip
+                    index += 1
+                    if closes:
+                        break
+            told = self._world.gather_objects((upcoming is not _NOTHING, index // accumulate))
+            more, done = any(one for one, _ in told), sum(trained for _, trained in told)
+            yield Microbatch(
+                None, index - 1, 0, 0.0, True, True, not more, 1, empty=True, position=index, meets=True, done=done
+            )
+
+    def _data(self, first: int) -> Iterator[Any]:
+        """Return the source's batches from one of the epoch on."""
+        stop = None if self._limit == float("inf") else _stop(self._length())
+        self._ahead, self._over = _NOTHING, False
+        if self._restored is None:
+            return itertools.islice(iter(self._source), first, stop)
+        source: Any = self._source
+        source.load_state_dict(self._restored["source"])
+        self._over = bool(self._restored["over"] and first)  # else an epoch begins
+        self._restored = None
+        return iter(()) if self._over else itertools.islice(iter(source), None if stop is None else stop - first)
+
+    def _with_lengths(
+        self, data: Iterator[Any], lengths: Sequence[int], accumulate: int, first: int
+    ) -> Iterator[Microbatch]:
+        total, mine = max(lengths), lengths[self._world.rank]
+        for index in range(first, total):
+            window = index - index % accumulate
+            stop = min(window + accumulate, total)
+            # Every batch of the window, on whatever rank, counts the same.
+            batches = sum(max(0, min(stop, length) - window) for length in lengths)
+            empty = index >= mine
+            batch = None if empty else next(data, _NOTHING)
+            if batch is _NOTHING:
+                if self._world.size == 1:
+                    return  # the loader's len() promised more than it gave
+                empty, batch = True, None
+            yield Microbatch(
+                batch, index, None, 0.0 if empty else 1 / batches,
+                index == window, index == stop - 1, index == total - 1, stop - window, empty=empty,
+            )  # fmt: skip
+        if self._stateful and mine == total:
+            next(data, None)  # as a plain loop does: only then does the source know that its epoch is over
+        self._over = True
+
+    def _until_it_ends(self, data: Iterator[Any], accumulate: int, first: int) -> Iterator[Microbatch]:
+        batch = next(data, _NOTHING)
+        index = first
+        while batch is not _NOTHING:
+            if self._stateful:
+                self._ahead = cast(Any, self._source).state_dict()
+            upcoming = next(data, _NOTHING)  # one ahead: only then is it known which one is the last
+            last = upcoming is _NOTHING and self._world.size == 1
+            held = index % accumulate + 1
+            closes = held == accumulate or last
+            yield Microbatch(
+                batch, index, None, 1 / (accumulate * self._world.size), held == 1, closes, last, accumulate
+            )  # fmt: skip
+            batch = upcoming
+            index += 1
+        self._ahead, self._over = _NOTHING, True
+        # Other ranks may have more: join them until nobody has. The loop notices and ends the epoch.
+        while self._world.size > 1:
+            held = index % accumulate + 1
+            yield Microbatch(None, index, 0, 0.0, held == 1, held == accumulate, False, accumulate, empty=True)
+            index += 1
+
+
+_NOTHING: Any = object()
+
+
+def _stop(length: int | float) -> int | None:
+    return None if length == float("inf") else int(length)

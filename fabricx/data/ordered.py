@@ -1,0 +1,241 @@
+"""A map-style DataLoader, read along the global order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from fabricx.comm.world import World
+from fabricx.data.deal import Deal, Dealer, Section
+from fabricx.data.feed import Feed, Microbatch
+from fabricx.data.order import Balance, Cut, epoch_order, epoch_seed
+from fabricx.data.preprocess import Preprocess
+from fabricx.data.seeded import Seeded
+
+
+class _Picked:
+    """A batch sampler that DataLoader takes; what it yields is exchanged at each epoch."""
+
+    def __init__(self) -> None:
+        self.source: Callable[[], Iterator[Any]] = lambda: iter(())
+        self.count = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.source()
+
+    def __len__(self) -> int:
+        return self.count
+
+
+@final
+class OrderedFeed(Feed):
+    """A map-style DataLoader: its dataset is read along the global order.
+
+    The order is that of the loader's own sampler, drawn with the seed of the epoch, so that every rank has the same
+    one; a plain `shuffle=True` becomes a permutation by (seed, epoch). With `company`, a rank without a sample reads
+    the first one of the global batch, so that it can compute something while the others need it.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], world: World, seed: int, limit: int | float, began_with: int = 0,
+        *, company: bool = False, parts: int = 0, dealt: bool = False, balance: Balance | None = None,
+    ) -> None:  # fmt: skip
+        self._loader = loader
+        self._balance = balance
+        self._parts, self._dealt = parts, dealt
+        self._company = company
+        self._began_with = began_with or world.size
+        self._world = world
+        self._seed = _seed_of(loader, seed)
+        self._limit = limit
+        # A batch sampler of the user's own: the places of the order are then whole batches.
+        own_batches = (
+            loader.batch_sampler is not None and type(loader.batch_sampler) is not torch.utils.data.BatchSampler
+        )
+        self._whole_batches = own_batches
+        self._batch = 1 if own_batches or loader.batch_size is None else loader.batch_size
+        self._sampler: Any = loader.batch_sampler if own_batches else loader.sampler
+        self._picked = _Picked()
+        self._own = _copy_loader(loader, self._picked, max(1, world.local_size))
+
+    def _items(self) -> int:
+        """Return the places of the order that an epoch uses."""
+        total = len(self._sampler)
+        together = self._batch * self._began_with
+        if self._loader.drop_last:
+            total -= total % together
+        limit = self._limit
+        if limit == float("inf"):
+            return total
+        count = int(limit) if isinstance(limit, int) else int(-(-total // together) * limit)
+        return min(total, count * together)
+
+    def batches(self, accumulate: int = 1) -> int | float:
+        cut = self._cut(self._items(), accumulate if self._parts else 1)
+        return len(replace(cut, ranks=self._began_with) if self._dealt else cut)
+
+    def batches_before(self, position: int, accumulate: int) -> int | None:
+        return self._cut(self._items(), accumulate).batches_before(position)
+
+    def _cut(self, items: int, accumulate: int, epoch: int = 0) -> Cut:
+        world = self._world
+        return Cut(
+            items, self._batch, world.rank, world.size, accumulate, self._began_with, self._parts,
+            self._balance or Balance(), epoch,
+        )  # fmt: skip
+
+    @property
+    def global_batch(self) -> int:  # type: ignore[override]
+        return 0 if self._alone or self._balance is None else self._batch * self._began_with
+
+    @property
+    def ahead(self) -> int:  # type: ignore[override]
+        workers = self._own.num_workers
+        return workers * (self._own.prefetch_factor or 2) + 1 if workers else 0
+
+    @property
+    def processes(self) -> int:  # type: ignore[override]
+        """Return how many processes load the data of this rank."""
+        return self._own.num_workers
+
+    def _order(self, epoch: int) -> Any:
+        sampler = self._sampler
+        if type(sampler) is SequentialSampler:
+            return range(len(sampler))
+        if _shuffles(sampler):
+            # An array: a slice of it is ten times cheaper than one of a tensor.
+            return epoch_order(len(sampler), self._seed, epoch).numpy()
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        with torch.random.fork_rng(devices=[]):  # any other sampler: drawn under the epoch's seed
+            torch.manual_seed(epoch_seed(self._seed, epoch))
+            generator = getattr(sampler, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(epoch_seed(self._seed, epoch))
+            return list(sampler)
+
+    def epoch(self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0) -> Iterator[Microbatch]:
+        order = self._order(epoch)
+        cut = self._cut(min(self._items(), len(order)), accumulate, epoch)
+        self._picked.count = len(cut)
+        sizes = self._sizes(order)
+        data = self._data(epoch, lambda: _picks(cut.shares(position), order, self._alone, company=self._company))
+        index = first
+        for share in cut.shares(position):
+            size = sizes(share.begin, share.end)
+            whole = sizes(share.window_begin, share.window_end)
+            yield Microbatch(
+                next(data) if size or self._company else None, index, size, size / whole,
+                share.opens, share.closes, share.last, share.planned, empty=size == 0, position=share.window_end,
+                begin=share.begin, part=share.part,
+            )  # fmt: skip
+            index += not share.part
+
+    def leased(
+        self, dealer: Dealer, section: Section, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0
+    ) -> Iterator[Microbatch]:
+        order = self._order(epoch)
+        items = min(self._items(), len(order))
+        sizes, batch = self._sizes(order), self._batch
+        self._picked.count = len(self._cut(items, accumulate))
+        while position < items:
+            deal = Deal(dealer, position, items, batch, accumulate)
+            dealer.open(deal.plan(section))
+            while not deal.over:
+                fetches = functools.partial(self._fetches, deal, order)
+                for share, data in deal.taken(self._data(epoch, fetches)):
+                    size, whole = sizes(share.begin, share.end), sizes(share.window_begin, share.window_end)
+                    yield Microbatch(
+                        data, share.begin // (batch * dealer.planned), size, size / whole,
+                        share.opens, share.closes, False, share.planned, apart=True,
+                    )  # fmt: skip
+            position = deal.end
+            index = -(-position // (batch * dealer.planned)) - 1
+            yield Microbatch(
+                None, index, 0, 0.0, True, True, position >= items, 1,
+                empty=True, position=position, meets=True, done=-(-position // (batch * accumulate)),
+            )  # fmt: skip
+
+    def _fetches(self, deal: Deal, order: Any) -> Iterator[tuple[int, Any]]:
+        return _picks(deal.shares(), order, self._alone, company=False)
+
+    @property
+    def _alone(self) -> bool:
+        """Return whether a place of the order is all that is fetched at a time."""
+        return self._own.batch_sampler is None or self._whole_batches
+
+    def _sizes(self, order: Any) -> Callable[[int, int], int]:
+        """Return what counts the samples between two places."""
+        if self._whole_batches:
+            return lambda a, b: sum(len(batch) for batch in order[a:b])
+        return lambda a, b: b - a
+
+    def _data(self, epoch: int, picks: Callable[[], Iterator[tuple[int, Any]]]) -> Iterator[Any]:
+        """Return the loader's batches of what is picked."""
+        if isinstance(self._own.dataset, Seeded):
+            seed = epoch_seed(self._seed, epoch)
+            self._picked.source = lambda: ((epoch_seed(seed, begin), picked) for begin, picked in picks())
+        else:
+            self._picked.source = lambda: (picked for _, picked in picks())
+        if self._own.generator is not None:  # seeds of loader processes: by rank and epoch, not by what ran before
+            self._own.generator.manual_seed(epoch_seed(self._seed + 7919 * (self._world.rank + 1), epoch) % 2**62)
+        return iter(self._own)
+
+
+def _picks(shares: Iterable[Any], order: Any, alone: bool, *, company: bool) -> Iterator[tuple[int, Any]]:
+    """Yield what a loader is to fetch, and where in the order it lies."""
+    for share in shares:
+        begin, end = share.begin, share.end
+        if begin == end:
+            if not company:
+                continue
+            begin, end = share.window_begin, share.window_begin + 1
+        places = order[begin:end]
+        picked: list[Any] = places.tolist() if isinstance(places, np.ndarray) else list(places)
+        if alone:  # a place is a batch of the user's own, or a sample that isn't collated
+            yield from ((begin + offset, place) for offset, place in enumerate(picked))
+        else:
+            yield begin, picked
+
+
+def _shuffles(sampler: Any) -> bool:
+    """Return whether a sampler is what `shuffle=True` makes."""
+    return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+
+
+def _seed_of(loader: DataLoader[Any], seed: int) -> int:
+    """Return the seed of a loader's own generator, where the user gave it one."""
+    for generator in (loader.generator, getattr(loader.sampler, "generator", None)):
+        if isinstance(generator, torch.Generator):
+            return generator.initial_seed() % 2**62
+    return seed
+
+
+def _copy_loader(loader: DataLoader[Any], picked: _Picked, ranks: int) -> DataLoader[Any]:
+    """Return a loader like another one that reads what is picked, on one of so many ranks of this machine."""
+    workers, ahead = loader.num_workers, loader.prefetch_factor
+    if isinstance(loader, Preprocess):
+        workers, ahead = loader.processes(ranks)
+    several: dict[str, Any] = (
+        {"prefetch_factor": ahead, "persistent_workers": loader.persistent_workers} if workers > 0 else {}
+    )
+    alone = loader.batch_sampler is None
+    dataset: Any = Seeded(loader.dataset) if several and not alone else loader.dataset
+    return DataLoader(
+        dataset,
+        **({"sampler": picked, "batch_size": None} if alone else {"batch_sampler": picked}),
+        num_workers=workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=torch.Generator(),
+        **several,
+    )
