@@ -17,20 +17,20 @@ class Tracing(Callback):
     """Write `trace.json` into the run's folder, for ui.perfetto.dev: a row for each rank, with all it did.
 
     Args:
+        steps: (first, last) weight updates that are traced; None for all. A step takes some 500 bytes of each rank.
         operators: (first, last) weight updates of which torch's profiler notes each operator; None for none. That makes
             those steps slow, and the file large.
 
     Raises:
-        ValueError: operators aren't two numbers in order.
+        ValueError: steps or operators aren't two numbers in order.
     """
 
     traces: bool = True
 
-    def __init__(self, operators: Sequence[int] | None = None) -> None:
-        if operators is not None and (len(operators) != 2 or not 0 <= operators[0] <= operators[1]):
-            raise ValueError(f"Tracing(operators={operators}): the first and the last weight update, such as [10, 12]")
-        self.operators = None if operators is None else (int(operators[0]), int(operators[1]))
+    def __init__(self, steps: Sequence[int] | None = None, operators: Sequence[int] | None = None) -> None:
+        self.steps, self.operators = _window("steps", steps), _window("operators", operators)
         self._profiler: Any = None
+        self._profiled = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_profiler": None}
@@ -42,14 +42,17 @@ class Tracing(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        trainer.recorder.every_lap = True
+        trainer.recorder.every_lap = self.steps is None
 
     def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
-        # Update n is made of the batches that begin when n - 1 are done.
-        if self.operators is None or self._profiler is not None or trainer.global_step + 1 != max(1, self.operators[0]):
+        step = trainer.global_step + 1  # that this batch is a part of
+        if self.steps is not None:
+            trainer.recorder.every_lap = self.steps[0] <= step <= self.steps[1]
+        if self.operators is None or self._profiled or step < self.operators[0]:
             return
         from torch import profiler
 
+        self._profiled = True
         self._profiler = profiler.profile(activities=list(profiler.supported_activities()))
         self._profiler.start()
 
@@ -59,14 +62,24 @@ class Tracing(Callback):
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
         self._end(trainer)
+        self._profiled = False
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
         self._end(trainer)
 
     def _end(self, trainer: Trainer) -> None:
         profiler, self._profiler = self._profiler, None
-        if profiler is None or trainer.run_dir is None:
-            return
-        profiler.stop()
-        profiler.export_chrome_trace(str(trainer.run_dir / "telemetry" / f"operators-rank{trainer.global_rank}.json"))
-        self.operators = None  # once in a run
+        if profiler is not None and trainer.run_dir is not None:
+            profiler.stop()
+            file = trainer.run_dir / "telemetry" / f"operators-rank{trainer.global_rank}.json"
+            profiler.export_chrome_trace(str(file))
+
+
+def _window(name: str, given: Sequence[int] | None) -> tuple[int, int] | None:
+    if given is None:
+        return None
+    if len(given) != 2 or not 1 <= given[0] <= given[1]:
+        raise ValueError(
+            f"Tracing({name}={given}): the first and the last weight update, counted from 1, as in [10, 12]"
+        )
+    return int(given[0]), int(given[1])

@@ -186,10 +186,15 @@ def _closing_words(trainer: Any, run_dir: Path) -> None:
     shown = "  ".join(f"{name}={float(value):.4g}" for name, value in sorted(trainer.callback_metrics.items()))
     where = os.path.relpath(run_dir)
     print(f"\n{trainer.global_step} steps, {trainer.current_epoch} epochs: {shown}")
-    opener = "tensorboard"
-    if "VIRTUAL_ENV" not in os.environ and Path(sys.prefix, "bin", "tensorboard").exists():
-        opener = os.path.relpath(Path(sys.prefix, "bin", "tensorboard"))
-    print(f"the run's folder is {where}; look at it with: {opener} --logdir {os.path.dirname(where) or '.'}")
+    print(f"the run's folder is {where}; look at it with: {_command('tensorboard')} --logdir {Path(where).parent}")
+    if trainer.enable_telemetry and trainer.writes:
+        print(f"where the time went: {_command('fabricx')} report {where}")
+
+
+def _command(name: str) -> str:
+    """Return how a command of this environment is called from here."""
+    file = Path(sys.prefix, "bin", name)
+    return name if "VIRTUAL_ENV" in os.environ or not file.exists() else os.path.relpath(file)
 
 
 if __name__ == "__main__":

@@ -218,7 +218,7 @@ class _Workers:
         for rank in asked:
             with contextlib.suppress(OSError, KeyError):
                 self._controls[rank].send((ASKED, None))
-            if rank not in able and (pid := self._processes[rank].pid) is not None:
+            if self._watch.frozen(rank) and (pid := self._processes[rank].pid) is not None:
                 os.kill(pid, signal.SIGUSR2)  # heard even where something holds the interpreter's lock
         deadline = time.monotonic() + ANSWER_S
         while not self._told.keys() >= able and time.monotonic() < deadline:

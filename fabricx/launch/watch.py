@@ -94,10 +94,14 @@ class Watch:
                 )
         return found
 
+    def frozen(self, rank: int) -> bool:
+        """Return whether a process that gave signs of life gives none any more."""
+        life = self._lives.get(rank)
+        return life is not None and self._clock() - life.heard > self._frozen_after
+
     def answers(self, rank: int) -> bool:
         """Return whether something was heard of a process lately."""
-        life = self._lives.get(rank)
-        return life is not None and self._clock() - life.heard <= self._frozen_after
+        return rank in self._lives and not self.frozen(rank)
 
     def news(self) -> str | None:
         """Return what to say of a pause that is far longer than all before; again when it has become twice as long."""

@@ -85,7 +85,7 @@ class Board:
         step = max(row.step for row in rows.values())
         add = self._writer.add_scalar
         speeds = {rank: row.samples / max(1e-9, row.steps * row.step_s) for rank, row in rows.items()}
-        samples = sum(row.samples / max(1, row.steps) for row in rows.values())
+        samples = sum(row.samples for row in rows.values())
         add("step_ms", 1e3 * max(row.step_s for row in rows.values()), step)
         add("samples_per_s/all", sum(speeds.values()), step)
         add("samples_per_s/per_device", sum(speeds.values()) / len(speeds), step)
@@ -93,7 +93,7 @@ class Board:
             now = self._run.ranks[rank].now
             found = {
                 "busy_ms": 1e3 * row.busy_s, "wait_ms": 1e3 * row.mean(*OTHERS), "data_ms": 1e3 * row.mean("data"),
-                "samples_per_s": speeds[rank], "share": row.samples / max(1, row.steps) / max(1e-9, samples),
+                "samples_per_s": speeds[rank], "share": row.samples / max(1, samples),
                 "straggler": score,
             }  # fmt: skip
             found |= {name: now[name] for name in ("memory_mib", "device_mib", "cpu_cores") if name in now}

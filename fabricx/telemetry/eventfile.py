@@ -8,11 +8,13 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
 FOLDER: Final = "telemetry"  # in the run's folder
+_OPEN: weakref.WeakSet[EventFile] = weakref.WeakSet()
 _IDENTITY: Final = "run"  # the file in it that has the run's id
 
 
@@ -26,6 +28,16 @@ def run_id(run_dir: Path) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(secrets.token_hex(4))
     return path.read_text().strip()
+
+
+def _unlock() -> None:
+    """Let a process that was forked write, too, even if a thread was writing at that moment: it has no such thread."""
+    for file in _OPEN:
+        file._lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
 
 
 @final
@@ -47,6 +59,7 @@ class EventFile:
         name = f"{who.replace(' ', '')}-{os.getpid()}-{secrets.token_hex(3)}.jsonl"
         self._file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._lock = threading.Lock()
+        _OPEN.add(self)
         self._lost, self._torn = 0, False
         self.size = 0  # bytes
 

@@ -168,6 +168,7 @@ class Recorder(Quiet):
         self._sums: dict[str, float] = {}  # of the row that isn't complete
         self._samples = self._steps = 0  # the same
         self._stride = 1  # steps of a row
+        self._traced = False  # was the newest lap written down?
         self._all: dict[str, float] = {}  # of all rows
         self._all_steps = 0
         self._step, self._moved = 0, _clock()
@@ -178,15 +179,16 @@ class Recorder(Quiet):
         self._thread.start()
 
     def begin(self) -> None:
-        self._laps.append((None, _clock(), self.waiting.waited_s, WAITED_S[0], self.waiting.pushed_s))
+        self._laps.append((None, self.every_lap, _clock(), self.waiting.waited_s, WAITED_S[0], self.waiting.pushed_s))
 
     def lap(self, span: Span) -> None:
         waiting = self.waiting
-        self._laps.append((span, _clock(), waiting.waited_s, WAITED_S[0], waiting.pushed_s))
+        self._laps.append((span, self.every_lap, _clock(), waiting.waited_s, WAITED_S[0], waiting.pushed_s))
 
     def end_step(self, step: int) -> None:
         waiting = self.waiting
-        self._laps.append((Span.OTHER, _clock(), waiting.waited_s, WAITED_S[0], waiting.pushed_s, step, self.samples))
+        now = (_clock(), waiting.waited_s, WAITED_S[0], waiting.pushed_s)
+        self._laps.append((Span.OTHER, self.every_lap, *now, step, self.samples))
         self.samples = 0
 
     def event(self, name: str, text: str, step: int, **numbers: float) -> None:
@@ -261,12 +263,11 @@ class Recorder(Quiet):
         return taken
 
     def _take(self, lap: tuple[Any, ...], rows: list[Any], raw: list[Any]) -> None:
-        span, now, waited, joined, pushed, *rest = lap
+        span, wanted, now, waited, joined, pushed, *rest = lap
         before, self._last = self._last, (now, waited, joined, pushed)
         if before is None or span is None:
             self._sums, self._samples, self._steps = {}, 0, 0
-            if self.every_lap:
-                raw.append((None, round(now, 6), 0.0))
+            self._traced = False
             return
         waits, joins = max(0.0, waited - before[1]), joined - before[2]  # who counts them may begin anew
         pushes = max(0.0, pushed - before[3])
@@ -275,8 +276,11 @@ class Recorder(Quiet):
         for name, seconds in ((span, own), (kind, waits), (Span.WAIT, joins), (Span.PUSH, pushes)):
             if seconds > 0.0:
                 sums[name] = sums.get(name, 0.0) + seconds
-        if self.every_lap:
+        if wanted:
+            if not self._traced:  # so far nobody wanted to know where this one began
+                raw.append((None, round(before[0], 6), 0.0))
             raw.append((str(span), round(now, 6), round(waits + joins + pushes, 6)))
+        self._traced = wanted
         if rest:
             step, samples = rest
             self._samples += samples

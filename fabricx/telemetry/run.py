@@ -189,9 +189,8 @@ class Run:
 
     def _start(self, record: Record) -> None:
         self.closed = ""
-        if "size" in record:
-            self.size = record["size"]
-        if record.get("rank") is not None:
+        if record.get("rank") is not None:  # a newcomer has none before it has become one of the group
+            self.size = record.get("size", self.size)
             self._rank(record).begin(record)
 
     def _known(self, record: Record) -> None:

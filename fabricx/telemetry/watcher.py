@@ -76,7 +76,7 @@ class Watcher:
         """Say what would help, where much of a run's time is lost in one place."""
         judged = verdict(self.run)
         if self.run.steps >= _MANY and ("waiting for data" in judged or "is slow in" in judged):
-            print(judged, file=sys.stderr, flush=True)
+            print(f"{judged}\nfor more: fabricx report {os.path.relpath(self.run_dir)}", file=sys.stderr, flush=True)
 
     def _look_on(self) -> None:
         if self._apart:

@@ -39,7 +39,7 @@ CALLBACKS: dict[str, Callable[[], Callback]] = {
     "Profiler": Profiler,
     "ProgressBar": ProgressBar,
     "Timer": lambda: Timer("1h"),
-    "Tracing": lambda: Tracing([2, 3]),
+    "Tracing": lambda: Tracing(operators=[2, 3]),
 }
 
 every = pytest.mark.parametrize("make", CALLBACKS.values(), ids=CALLBACKS)

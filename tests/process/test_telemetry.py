@@ -64,7 +64,8 @@ def slowed(tmp_path_factory: pytest.TempPathFactory) -> fx.Trainer:
     """Train with a rank that reads slowly, and trace it."""
     root = tmp_path_factory.mktemp("slowed")
     trainer = fx.Trainer(
-        devices=2, strategy=DDP(), max_epochs=1, default_root_dir=root, callbacks=[Tracing([5, 6]), Profiler()],
+        devices=2, strategy=DDP(), max_epochs=1, default_root_dir=root,
+        callbacks=[Tracing(operators=[5, 6]), Profiler()],
         **LOGGING,
     )  # fmt: skip
     trainer.fit(Speaking(), DataLoader(Slow(), batch_size=4, shuffle=True), tiny_loader(8, 4))

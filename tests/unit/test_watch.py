@@ -85,3 +85,12 @@ def test_a_supervisor_that_was_stopped_itself_gives_nobody_up(clock: Clock) -> N
     clock.now += 3600.0  # Ctrl-Z, and fg
     assert watch.silent() == {}
     assert run(watch, clock, 5, {0: 1}) == {}
+
+
+def test_only_one_that_gave_signs_of_life_is_called_frozen(clock: Clock) -> None:
+    watch = Watch(10.0, None, clock)
+    assert (watch.answers(0), watch.frozen(0)) == (False, False)  # it is starting, and can't be asked yet
+    watch.heard(0, 1)
+    assert (watch.answers(0), watch.frozen(0)) == (True, False)
+    clock.now += 11.0
+    assert (watch.answers(0), watch.frozen(0)) == (False, True)

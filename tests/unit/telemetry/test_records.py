@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -239,3 +241,22 @@ def test_a_folder_without_records_is_named_with_what_to_give_instead(tmp_path: P
     with pytest.raises(NotARun, match=r"it has runs in it, such as .*run"):
         check_run(tmp_path)
     check_run(tmp_path / "run")
+
+
+FORKS = """
+import os, sys
+from pathlib import Path
+from fabricx.telemetry.eventfile import EventFile
+file = EventFile(Path(sys.argv[1]), "worker 0", 0)
+file._lock.acquire()  # as a thread does that is writing when another one forks
+child = os.fork()
+if not child:
+    file.write("event", name="from a loader's process", text="", step=1)
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_process_that_was_forked_in_the_middle_of_a_write_can_write_too(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], check=True, timeout=30)
+    assert [record["name"] for record in Files(tmp_path).new()] == ["from a loader's process"]
