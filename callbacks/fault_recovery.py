@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 BadGradients = Literal["raise", "roll_back", "skip"]
 _BAD_GRADIENTS = ("raise", "roll_back", "skip")
+_PART = 0.01  # of the time that may go into snapshots
 _FIRST = 20  # weight updates by which it is reckoned how many take `every_s`
 
 
@@ -49,7 +50,8 @@ class FaultRecovery(Callback):
     Args:
         max_restarts: how often in a row, without getting any further.
         every_n_train_steps: weight updates between two snapshots; None for as many as take `every_s`.
-        every_s: seconds between two snapshots; what was trained since the newest may have to be trained again.
+        every_s: seconds between two snapshots, or more where writing one takes more than a hundredth of that; what was
+            trained since the newest may have to be trained again.
         bad_gradients: what becomes of an update whose gradient has NaN or infinity on any rank: None looks at none,
             "raise" ends the run with the names of the parameters, "roll_back" starts again from the newest snapshot,
             "skip" leaves the weights as they are. All ranks decide the same, at the cost of a small collective each
@@ -120,6 +122,7 @@ class FaultRecovery(Callback):
         self.every_n_train_steps, self.every_s = every_n_train_steps, every_s
         self._step_saved = self._step_compared = -1
         self._next = 0  # the step at which a snapshot is due
+        self._took = 0.0  # seconds, the newest snapshot; known to the main rank
         self._measured = False  # is that known, or only when it will be?
         self._looked = (0, 0.0)  # step and time when it was reckoned last
         self._step_reached = -1  # from where it was started again last
@@ -200,27 +203,33 @@ class FaultRecovery(Callback):
             return False
         began, since = self._looked
         seconds = max(1e-6, time.monotonic() - since)
-        steps: int = trainer.world.broadcast_object(max(1, round(self.every_s * (step - began) / seconds)))
+        steps: int = trainer.world.broadcast_object(max(1, round(self.interval_s * (step - began) / seconds)))
         due, self._measured = self._measured, True
         self._looked, self._next = (step, time.monotonic()), step + steps
         return due
+
+    @property
+    def interval_s(self) -> float:
+        """Return the seconds between two snapshots, by what the newest has taken; known to the main rank."""
+        return max(self.every_s, self._took / _PART)
 
     def _save(self, trainer: Trainer) -> None:
         step = trainer.global_step
         if step == self._step_saved or trainer.fast_dev_run:
             return
         path = self._folder(trainer) / f"step={step}"
-        trainer.save_checkpoint(path, wait=False, after=functools.partial(self._drop_others, path))
+        trainer.save_checkpoint(path, wait=False, after=functools.partial(self._complete, path, time.monotonic()))
         self._step_saved = step
 
     @staticmethod
     def _folder(trainer: Trainer) -> Path:
         return Path(trainer.run_dir or trainer.default_root_dir) / "recovery"
 
-    def _drop_others(self, kept: Path) -> None:
-        """Delete all snapshots but one, which is complete."""
+    def _complete(self, kept: Path, began: float) -> None:
+        """Note how long a snapshot has taken, and delete all others."""
         from fabricx import checkpoint
 
+        self._took = time.monotonic() - began
         for path in checkpoint.list_committed(kept.parent):
             if path != kept.absolute():
                 checkpoint.remove(path)
