@@ -55,7 +55,7 @@ def log_step(t: Trainer) -> None:
         t.published.take(values, t.logbook, epoch=False)
         _to_loggers(t, values, epoch=False)
     t.published.step = step
-    if t.recorder.on and (t.is_global_zero or t.strategy.traits.sharded):
+    if t.enable_telemetry and t.writes and (t.is_global_zero or t.strategy.traits.sharded):  # all ranks the same
         _measure(t, t.window.norm if t.window.norm is not None else t.strategy.gradient_norm(t.optimizers))
 
 

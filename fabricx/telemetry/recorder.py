@@ -317,8 +317,8 @@ def open_recorder(
         logs: how the launching process logs, if that isn't this one.
         known: plain data.
     """
+    offset, uncertain = _clock_offset(world)  # all ranks take part, also one that has no room for a file
     file = EventFile(run_dir, f"worker {membership().worker or world.rank}", None if world.newcomer else world.rank)
-    offset, uncertain = _clock_offset(world)
     file.write(
         "start", size=world.size, generation=world.generation, host=socket.gethostname(), pid=os.getpid(),
         clock_offset_s=offset, clock_uncertain_s=uncertain, **known,

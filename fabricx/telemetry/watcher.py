@@ -83,13 +83,12 @@ class Watcher:
             with contextlib.suppress(OSError, AttributeError):  # a system where threads have no priority of their own
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         found = self._files.new()
-        self.run.feed(
-            one for one in found if one.get("at", 0.0) < self._began
-        )  # of earlier attempts: all was said and shown
+        earlier = [record for record in found if record.get("at", 0.0) < self._began]
+        self.run.feed(earlier)  # all that was said and shown in an earlier attempt
         self._heard = len(self.run.logs)
         if self._board is not None:
             self._board.skip()
-        self.run.feed(one for one in found if one.get("at", 0.0) >= self._began)
+        self.run.feed(found[len(earlier) :])  # they are sorted by time
         while not self._over.wait(LOOK_S):
             self._look()
             with self._room_or_not():
