@@ -8,6 +8,7 @@ from collections import deque
 from pathlib import Path
 from typing import Final, final
 
+from fabricx.errors import full_disk_costs
 from fabricx.exchange.messages import Counts
 from fabricx.telemetry.eventfile import EventFile
 
@@ -25,7 +26,10 @@ class Told:
     """
 
     def __init__(self, run_dir: Path | None, number: int, *, traces: bool = False) -> None:
-        self._file = None if run_dir is None else EventFile(run_dir, f"server {number}")
+        self._file: EventFile | None = None
+        if run_dir is not None:
+            with full_disk_costs("the records of a server"):
+                self._file = EventFile(run_dir, f"server {number}")
         self._traces = traces and run_dir is not None
         self._applied: deque[tuple[int, int, float, float]] = deque()
         self._pushes: dict[int, int] = {}
