@@ -30,7 +30,7 @@ class Told:
         if run_dir is not None:
             with full_disk_costs("the records of a server"):
                 self._file = EventFile(run_dir, f"server {number}")
-        self._traces = traces and run_dir is not None
+        self._traces = traces and self._file is not None
         self._applied: deque[tuple[int, int, float, float]] = deque()
         self._pushes: dict[int, int] = {}
         self._before = Counts()

@@ -260,3 +260,34 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_a_process_that_was_forked_in_the_middle_of_a_write_can_write_too(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], check=True, timeout=30)
     assert [record["name"] for record in Files(tmp_path).new()] == ["from a loader's process"]
+
+
+class TwoMachines:
+    """The second of two ranks, whose machine's clock is 30 s ahead; barriers are left late, but for one."""
+
+    size, local_size, newcomer, device = 2, 1, False, torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def barrier(self) -> None:
+        self.rounds += 1
+        if self.rounds != 3:
+            time.sleep(0.02)
+
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        late = 0.0 if self.rounds == 3 else 0.5
+        return torch.stack([own - 30.0 - late, own])
+
+
+def test_clocks_of_machines_are_compared_by_the_round_that_took_least() -> None:
+    offset, uncertain = recorder._clock_offset(TwoMachines())
+    assert offset == pytest.approx(30.0, abs=1e-4)
+    assert 0.0 <= uncertain < 0.02
+
+
+def test_ranks_of_one_machine_have_one_clock() -> None:
+    alone = TwoMachines()
+    alone.local_size = 2
+    assert recorder._clock_offset(alone) == (0.0, 0.0)
+    assert alone.rounds == 0
