@@ -56,11 +56,14 @@ class _Told:
 
     def known(self, progress: tuple[Any, ...]) -> dict[str, Any] | None:
         """Return what is to be gone on from where the others are that far."""
-        return _fitting(self.points, progress) or self.now or (self.points[-1][1] if self.points else None)
+        exact = next((point for key, point in self.points if key == progress), None)
+        return exact or self.now or _newest(self.points, progress)
 
 
-def _fitting(points: list[tuple[Any, dict[str, Any]]], progress: tuple[Any, ...]) -> dict[str, Any] | None:
-    return next((point for key, point in points if key == progress), None)
+def _newest(points: list[tuple[Any, dict[str, Any]]], progress: tuple[Any, ...]) -> dict[str, Any] | None:
+    """Return the newest that isn't ahead: what a worker has left of a batch that the others have done, too."""
+    behind = [(key, point) for key, point in points if key <= progress]
+    return max(behind, key=lambda entry: entry[0])[1] if behind else None
 
 
 def recover(t: Trainer, error: Exception) -> None:
@@ -81,7 +84,6 @@ def take_part(t: Trainer) -> None:
     if t.world.newcomer:
         membership().say("ready")
         _join_others(t, holds=False)
-        leave_word(t)
         return
     if t.copier is not None:
         t.copier.begin(t, range(t.world.size))
@@ -127,6 +129,7 @@ def _join_others(t: Trainer, *, holds: bool) -> None:
             own.shut()
             if not _lost_somebody(number, error):
                 raise
+    leave_word(t)  # before anybody reckons with it: who takes this one's place goes on from that
     own.say("step", (number, t.state.step))
     _report(t, known, step if holds else t.state.step, time.monotonic() - began)
 
@@ -237,7 +240,7 @@ def _word_of(t: Trainer, generation: Generation, point: RestartPoint | None) -> 
 def _of_all(told: list[_Told], furthest: tuple[Any, ...]) -> tuple[list[dict[str, Any]], bool]:
     """Return what the ranks know by themselves, and whether each has its own; else the main rank keeps all sums."""
     known = [one.known(furthest) for one in told]
-    gone = [_fitting(points, furthest) for one in told for points in one.gone]
+    gone = [_newest(points, furthest) for one in told for points in one.gone]
     found = [one for one in (*known, *gone) if one is not None]
     return found, all(one is not None for one in known) and not gone
 

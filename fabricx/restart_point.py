@@ -93,7 +93,10 @@ def go_on_from(t: Trainer, ranks: list[dict[str, Any]], *, own: int | None) -> N
     for saved in mine:
         sums.add_sums(saved["sums"])
         if same:
-            sums.set_latest(saved.get("latest", {}))
+            latest = saved.get("latest", {})
+            sums.set_latest(latest)
+            # Else it would count as one that had no batch, and what was logged in this step would be left out.
+            t.train_logbook.step = max((step for _, step, *_ in latest.values()), default=t.train_logbook.step)
     objects = metric_objects(t.module)
     for metric in objects.values():
         metric.reset()

@@ -23,7 +23,7 @@ class Generation:
     Attributes:
         number: counted from 0.
         workers: by rank; a worker keeps its number whatever its rank.
-        heirs: who has taken the place of whom, among those that weren't in the generation before.
+        heirs: who takes the place of whom, among those that have come and haven't taken over anything yet.
         gone: members of the generation before whose places nobody has taken.
         whole: all members of the generation before are alive.
         failures: what has happened in the run so far.

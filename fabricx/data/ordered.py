@@ -77,7 +77,7 @@ class OrderedFeed(Feed):
         return min(total, count * together)
 
     def batches(self, accumulate: int = 1) -> int | float:
-        cut = self._cut(self._items(), accumulate if self._parts else 1)
+        cut = self._cut(self._items(), accumulate)
         return len(replace(cut, ranks=self._began_with) if self._dealt else cut)
 
     def batches_before(self, position: int, accumulate: int) -> int | None:

@@ -54,6 +54,7 @@ class Changes:
         self._arrived: set[int] = set()  # those that train in this generation
         self._ended: set[int] = set()  # those that have done with training
         self._coming: set[int] = set()  # those that were started to take them
+        self._heirs: dict[int, int] = {}  # who came into this generation, for whom
         self._ready: list[int] = []  # in which order they came
         self._since = 0.0  # the first of what isn't settled yet
         self._broken = False  # has this generation to be followed by another one?
@@ -209,6 +210,10 @@ class Changes:
     def _patience(self) -> float:
         return self._elastic.waits if self._dead else SETTLE_S
 
+    def _left_by(self, worker: int) -> int:
+        """Return who has left what a dead worker knew: the one before it, if it died before it had taken that over."""
+        return worker if worker in self._holding else self._heirs.get(worker, worker)
+
     def _send_away(self, surplus: list[int]) -> None:
         """Let those end that came and aren't wanted any more."""
         if surplus:
@@ -217,18 +222,22 @@ class Changes:
 
     def _go_on(self, leaving: tuple[int, ...] = ()) -> None:
         """Begin the next generation; whoever comes takes the place of one that died, while there are such."""
-        seats, heirs, gone = [], {}, []
+        seats, heirs, gone, lost = [], {}, [], []
         for worker in self._seats:
             if worker in leaving:
                 gone.append(worker)
+                lost.append(worker)
             elif worker not in self._dead:
                 seats.append(worker)
+                if worker in self._heirs and worker not in self._holding:  # it has come, and has taken nothing over yet
+                    heirs[worker] = self._heirs[worker]
             elif self._ready:
                 heir = self._ready.pop(0)
-                heirs[heir] = worker
+                heirs[heir] = self._left_by(worker)
                 seats.append(heir)
             else:
                 gone.append(worker)
+                lost.append(self._left_by(worker))
         self._send_away(self._ready[max(0, self._size - len(seats)) :])
         self._inside.update(heirs, self._ready)
         self._seats = [*seats, *self._ready]
@@ -238,5 +247,6 @@ class Changes:
         self._arrived.clear()
         self._broken = False
         self._number += 1
-        generation = Generation(self._number, self.workers, heirs, tuple(gone), whole, tuple(self._failures))
+        self._heirs = heirs
+        generation = Generation(self._number, self.workers, heirs, tuple(lost), whole, tuple(self._failures))
         self._to_tell.append(((*self.workers, *gone), "generation", generation))  # who isn't named, ends

@@ -197,7 +197,8 @@ class _Workers:
                     self._failures.append(death)
                 else:
                     self._deaths[rank] = death
-                    self._note("death", f"worker {rank}: {death.traceback}")
+                    if process.exitcode:  # else it has left because it was asked to
+                        self._note("death", f"worker {rank}: {death.traceback}")
 
     def _end_the_silent(self) -> None:
         """End processes that give no sign of life, or come no further: others would wait for them for ever."""

@@ -39,7 +39,7 @@ class Noted(Ledger):
 
 
 class Asks(fx.Callback):
-    """Asks for a number of workers after some steps, and goes on when they are there."""
+    """Asks for a number of workers after some steps, once those that were asked for before are there."""
 
     def __init__(self, **workers: int) -> None:
         self.workers = {int(step.removeprefix("at_")): number for step, number in workers.items()}
@@ -48,6 +48,8 @@ class Asks(fx.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         step = max((s for s in self.workers if s <= trainer.global_step), default=0)
         if not trainer.is_global_zero or not step or step in self.asked:
+            return
+        if self.asked and trainer.world.size != self.workers[max(self.asked)]:
             return
         self.asked.add(step)
         ask(trainer.run_dir, self.workers[step])

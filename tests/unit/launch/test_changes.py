@@ -156,3 +156,50 @@ def test_links_that_break_at_the_same_step_again_and_again_are_an_error() -> Non
                 run.changes.told(worker, "step", (generation.number, 7))
     assert len(run.generations) == 3  # the first of them made a step
     assert len(run.failures) == 3
+
+
+def ready(changes: Changes, worker: int) -> None:
+    """Let a worker come that was wanted."""
+    assert changes.wanted() is not None
+    changes.started(worker)
+    changes.told(worker, "ready", None)
+
+
+def named(changes: Changes) -> Generation:
+    """Return the generation that is named now."""
+    [generation] = [content for _, kind, content in changes.news() if kind == "generation"]
+    return generation
+
+
+def test_who_dies_before_it_has_taken_anything_over_leaves_what_the_one_before_it_left() -> None:
+    changes = Changes(Elastic(waits=10.0), 3, [])
+    for worker in range(3):
+        changes.told(worker, "inside", None)
+    assert changes.died(0, "killed")
+    ready(changes, 3)
+    assert named(changes).heirs == {3: 0}
+    assert changes.died(3, "killed")  # before it has said that it trains
+    ready(changes, 4)
+    assert named(changes).heirs == {4: 0}
+    assert changes.died(1, "killed")
+    ready(changes, 5)
+    assert named(changes).heirs == {4: 0, 5: 1}  # the fourth has still not taken anything over
+    for worker in (2, 4, 5):
+        changes.told(worker, "step", (3, 7))
+    assert changes.died(4, "killed")
+    ready(changes, 6)
+    assert named(changes).heirs == {6: 4}
+
+
+def test_what_somebody_left_whose_place_nobody_takes_is_told_by_who_has_left_it() -> None:
+    clock = Clock()
+    changes = Changes(Elastic(waits=1.0), 3, [], clock)
+    for worker in range(3):
+        changes.told(worker, "inside", None)
+    assert changes.died(0, "killed")
+    ready(changes, 3)
+    assert named(changes).heirs == {3: 0}
+    assert changes.died(3, "killed")
+    clock.now += 2.0
+    generation = named(changes)
+    assert (generation.workers, generation.heirs, generation.gone) == ((1, 2), {}, (0,))

@@ -1,0 +1,92 @@
+"""The protocol of recovery under random schedules of deaths, all ranks in one process."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import fabricx as fx
+from fabricx.testing import QUIET, Ledger
+from tests.process.test_recovery import Numbered
+
+from .simulated import Killed, Machine, Simulation, Summed, install
+
+SAMPLES, BATCH, EPOCHS, RANKS = 24, 6, 2, 3
+SCHEDULES = int(os.environ.get("FABRICX_SCHEDULES", "20"))
+
+
+class Mortal(fx.Callback):
+    """Dies between any two hooks."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.machine.point("at the start of an epoch")
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.machine.point("before a forward")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.machine.point("after an update")
+
+    def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, number: int = 0) -> None:
+        self.machine.point("in a validation")
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.machine.point("at the end of an epoch")
+
+
+def parts(machine: Machine, samples: int, accumulate: int) -> tuple[fx.Trainer, fx.Module, Any]:
+    module = Ledger(samples, BATCH)
+    trainer = fx.Trainer(
+        strategy=Summed(), max_epochs=EPOCHS, default_root_dir=machine.folder, callbacks=[Mortal(machine)],
+        accumulate_grad_batches=accumulate, num_sanity_val_steps=0, **QUIET,
+    )  # fmt: skip
+    trainer.run_dir = machine.folder
+    data, validation = Numbered(samples), DataLoader(Numbered(samples), 4)
+    loader = DataLoader(data, BATCH // RANKS, shuffle=True)
+    return trainer, module, (loader, validation)
+
+
+def train(folder: Path, seed: int, kills: int, waits: float, variant: tuple[int, int]) -> tuple[list[Any], Machine]:
+    folder.mkdir()
+    machine = Machine(random.Random(seed), kills, folder)
+    return Simulation(machine, lambda machine: parts(machine, *variant), RANKS, waits).run(), machine
+
+
+VARIANTS = [(24, 1), (23, 1), (22, 2)]  # samples, accumulated batches: with a last batch that is shorter, too
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("waits", [10.0, 0.0], ids=["replaced", "without"])
+def test_under_any_schedule_of_deaths_each_sample_is_trained_once_an_epoch(
+    waits: float, variant: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch)
+    [(reference, quiet), *_], _ = train(tmp_path / "quiet", 0, 0, waits, variant)
+    deaths = 0
+    for seed in range(SCHEDULES):
+        found, machine = train(tmp_path / str(seed), seed, 4, waits, variant)
+        deaths += len(machine.log)
+        for trainer, module in found:
+            assert trainer.global_step == reference.global_step
+            for mine, wanted in zip(module.parameters(), quiet.parameters(), strict=True):
+                assert torch.allclose(mine, wanted, atol=1e-5), (seed, machine.log)
+            # A step's loss is that of a rank's last piece of it, and fewer ranks cut it into other pieces.
+            for name in ("loss", "val") if waits else ("val",):
+                assert float(trainer.callback_metrics[name]) == pytest.approx(
+                    float(reference.callback_metrics[name]), rel=1e-4
+                ), (seed, name, machine.log)
+    assert deaths >= SCHEDULES  # else nothing was tried
+
+
+def test_a_kill_is_nothing_that_fabricx_catches() -> None:
+    assert not issubclass(Killed, Exception)
