@@ -36,12 +36,16 @@ def reached() -> int:
     return _STEPS[0]
 
 
+def is_users(path: str) -> bool:
+    """Return whether a file of code is neither Python's own, nor torch's or fabricx's."""
+    return not path.startswith((_TORCH, _OWN, _PYTHON, "<"))
+
+
 def where() -> str:
     """Return what the main thread is at: the innermost line of the user's own, if it is in any."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = traceback.extract_stack(frame) if frame is not None else []
-    others = (_TORCH, _OWN, _PYTHON, "<")
-    users = [entry for entry in stack if not entry.filename.startswith(others)]
+    users = [entry for entry in stack if is_users(entry.filename)]
     if not stack:
         return ""
     at = (users or stack)[-1]

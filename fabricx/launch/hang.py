@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from fabricx.comm.pulse import Diagnosis
+from fabricx.comm.pulse import Diagnosis, is_users
 
 
 def explain(found: Mapping[int, Diagnosis | None]) -> str:
@@ -36,6 +37,20 @@ def explain(found: Mapping[int, Diagnosis | None]) -> str:
     return ", ".join(
         [*told, f"the others {usual.removeprefix('waits ') if same_verb else usual.replace('waits', 'wait')}"]
     )
+
+
+def from_dump(text: str) -> Diagnosis | None:
+    """Return what a process is at that can't answer itself, from what `faulthandler` has written of it.
+
+    >>> from_dump('Current thread 0x1 (most recent call first):\\n  File "a.py", line 7 in f\\n').where
+    'a.py:7 in f'
+    """
+    _, current, stack = text.partition("Current thread")
+    frames = re.findall(r'File "(.+?)", line (\d+) in (\S+)', stack if current else text)
+    if not frames:
+        return None
+    at = next((frame for frame in frames if is_users(frame[0])), frames[0])
+    return Diagnosis("{}:{} in {}".format(*at), "", "", text)
 
 
 def _state(one: Diagnosis | None) -> str:

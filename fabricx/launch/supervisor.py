@@ -27,7 +27,7 @@ from fabricx.comm.links import nameless
 from fabricx.comm.pulse import Diagnosis
 from fabricx.errors import WorkerFailed
 from fabricx.launch.changes import Changes, Elastic
-from fabricx.launch.hang import explain
+from fabricx.launch.hang import explain, from_dump
 from fabricx.launch.pickling import check_picklable
 from fabricx.launch.scale import wish
 from fabricx.launch.watch import Watch
@@ -39,6 +39,7 @@ PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.optim", "fabric
 FROZEN_S = 60.0  # without a sign of life
 RESTARTS = 3  # of each server
 GATHER_S = 1.0  # after the first failure, how long other ranks may still report theirs
+DUMP_S = 0.1  # until one that can't has shown its stacks
 ANSWER_S = 0.5  # until a worker has said what it is at
 TERMINATE_S = 3.0  # how long a process may take to end when asked to
 
@@ -219,23 +220,31 @@ class _Workers:
         for rank in asked:
             with contextlib.suppress(OSError, KeyError):
                 self._controls[rank].send((ASKED, None))
-            if self._watch.frozen(rank) and (pid := self._processes[rank].pid) is not None:
-                os.kill(pid, signal.SIGUSR2)  # heard even where something holds the interpreter's lock
         deadline = time.monotonic() + ANSWER_S
         while not self._told.keys() >= able and time.monotonic() < deadline:
             self._look(timeout=0.02)
+        self._ask_by_signal([rank for rank in asked if self._watch.frozen(rank)])
         seats = {worker: rank for rank, worker in enumerate(self._members())}
         sentence = explain({seats[worker]: self._told.get(worker) for worker in asked if worker in seats})
-        stacks = [f"rank {seats.get(worker, worker)}:\n{self._stacks_of(worker)}" for worker in asked]
+        stacks = [
+            f"rank {seats.get(worker, worker)}:\n{told.stacks if (told := self._told.get(worker)) else '(no answer)'}"
+            for worker in asked
+        ]
         self._note("hang", "\n\n".join([sentence, *stacks]))
         return sentence
 
-    def _stacks_of(self, worker: int) -> str:
-        if worker in self._told:
-            return self._told[worker].stacks
-        with contextlib.suppress(OSError):
-            return (Path(self._places[worker].folder) / f"stacks-{worker}").read_text() or "(it doesn't answer)"
-        return "(it doesn't answer)"
+    def _ask_by_signal(self, frozen: Sequence[int]) -> None:
+        """Let those show their stacks in which something holds the interpreter's lock; one that is stopped can't."""
+        for rank in frozen:
+            if rank in self._processes and (pid := self._processes[rank].pid) is not None:
+                os.kill(pid, signal.SIGUSR2)
+        if frozen:
+            time.sleep(DUMP_S)
+        for rank in frozen:
+            with contextlib.suppress(OSError):
+                found = from_dump((Path(self._places[rank].folder) / f"stacks-{rank}").read_text())
+                if found is not None:
+                    self._told[rank] = found
 
     def _change_members(self) -> None:
         """Start who is to come, and tell all workers who is gone and who goes on."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from fabricx.comm import pulse
 from fabricx.comm.pulse import Diagnosis
-from fabricx.launch.hang import explain
+from fabricx.launch.hang import explain, from_dump
 
 
 def waits(what: str) -> Diagnosis:
@@ -41,3 +44,22 @@ def busy(where: str, done: str = "") -> Diagnosis:
 )
 def test_the_rank_that_differs_is_named_first(found: dict[int, Diagnosis | None], sentence: str) -> None:
     assert explain(found) == sentence
+
+
+DUMP = f"""\
+Thread 0x00007f1 (most recent call first):
+  File "/home/me/beat.py", line 3 in beat
+
+Current thread 0x00007f2 (most recent call first):
+  File "{re.__file__}", line 166 in match
+  File "/home/me/train.py", line 15 in training_step
+  File "{pulse.__file__}", line 9 in where
+"""
+
+
+def test_a_stack_that_a_signal_has_shown_names_the_users_line_of_the_main_thread() -> None:
+    found = from_dump(DUMP)
+    assert found is not None
+    assert found.where == "/home/me/train.py:15 in training_step"
+    assert found.stacks == DUMP
+    assert from_dump("") is None  # a process that was stopped shows nothing
