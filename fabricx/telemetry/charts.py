@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 POINTS: Final = 240  # the most of a curve; each stands for as many of the original
+_TOGETHER: Final = 600  # the most of a picture
 COLOURS: Final = 8
 _WIDTH, _HEIGHT = 600.0, 180.0
 
@@ -51,7 +52,8 @@ def thinned(points: Points, most: int = POINTS) -> list[tuple[float, float]]:
 
 def chart(title: str, curves: Mapping[str, Points]) -> Chart | None:
     """Return a picture of one or several curves; None if there is nothing to see."""
-    drawn = {name: found for name, points in curves.items() if (found := thinned(points))}
+    most = max(8, min(POINTS, _TOGETHER // max(1, len(curves))))
+    drawn = {name: found for name, points in curves.items() if (found := thinned(points, most))}
     if not drawn:
         return None
     xs = [x for points in drawn.values() for x, _ in points]

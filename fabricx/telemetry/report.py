@@ -19,9 +19,12 @@ from fabricx.telemetry.run import Row, Run, joined
 from fabricx.telemetry.verdict import WORDS, straggler_scores, verdict
 
 SILENT_S: Final = 10.0  # a process that lives says so each second
-_CHARTS: Final = 40  # the most of one page
-_TEXT: Final = 20_000  # characters of one text: a page stays below 1 MB
-_LINES: Final = 200  # of warnings
+_CHARTS: Final = 40  # the most of one kind: a page stays below 1 MB, whatever a run has done
+_TEXT: Final = 20_000  # characters of a file that is shown
+_LINES: Final = 200  # of warnings, and of events
+_LINE: Final = 400  # characters of one
+_STACKS: Final = 40  # events that are shown with all that belongs to them
+_STACK: Final = 4_000  # characters of that
 
 
 @dataclass
@@ -141,7 +144,7 @@ def warnings_of(run: Run) -> list[tuple[str, str, int]]:
             times[text] += 1
             ranks[text].add(line.get("rank", 0))
     who = {text: ", ".join(map(str, sorted(found))) for text, found in ranks.items()}
-    return [(who[text], text[:_TEXT], count) for text, count in times.most_common(_LINES)]
+    return [(who[text], text[:_LINE], count) for text, count in times.most_common(_LINES)]
 
 
 def write_page(seen: Seen) -> Path:
@@ -155,7 +158,7 @@ def write_page(seen: Seen) -> Path:
         "run.html.j2", title=run_dir.resolve().name, summary=summary(seen), complaints=seen.complaints, lines=lines,
         longest=longest, words={str(span): word for span, word in WORDS.items()}, finals=final_values(run),
         metrics=metric_charts(run), speed=speed_charts(run), gauges=gauge_charts(run),
-        events=[_told(event) for event in run.events], warnings=warnings_of(run),
+        events=_told(run.events), warnings=warnings_of(run),
         texts={name: text for name, text in texts.items() if text},
         links=[name for name in links if (run_dir / name).exists()],
     )  # fmt: skip
@@ -252,13 +255,16 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def _told(event: Mapping[str, Any]) -> dict[str, str]:
-    """Return an event for the page: its first line, and the rest to be opened."""
-    first, _, rest = str(event["text"]).strip().partition("\n")
-    return {
-        "at": stamp(event["at"]), "step": str(event.get("step", "")), "name": str(event["name"]),
-        "first": first[:400], "rest": rest[:_TEXT],
-    }  # fmt: skip
+def _told(events: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return the newest events for the page: the first line of each, and of the newest the rest, to be opened."""
+    found = []
+    for place, event in enumerate(events[::-1][:_LINES]):
+        first, _, rest = str(event["text"]).strip().partition("\n")
+        found.append({
+            "at": stamp(event["at"]), "step": str(event.get("step", "")), "name": str(event["name"]),
+            "first": first[:_LINE], "rest": rest[:_STACK] if place < _STACKS else "",
+        })  # fmt: skip
+    return found[::-1]
 
 
 def _text(path: Path) -> str:

@@ -156,3 +156,39 @@ def test_curves_that_have_nothing_to_show_are_no_picture() -> None:
     one = chart("a", {"a": [(1.0, 3.0)]})
     assert one is not None
     assert "circle" in one.svg
+
+
+def test_a_page_stays_small_whatever_a_run_has_done(tmp_path: Path) -> None:
+    folder = tmp_path / "telemetry"
+    folder.mkdir()
+    text = "x" * 5_000
+    for rank in range(64):
+        records: list[dict[str, Any]] = [
+            {"kind": "start", "at": 0.0, "mono": 0.0, "rank": rank, "size": 64, "host": "h", "strategy": "DDP"},
+            {"kind": "steps", "at": 9.0, "mono": 9.0, "rank": rank, "steps": list(range(1, 2001)), "each": 1,
+             "since": 1.0, "ends_us": list(range(2000)), "samples": [8] * 2000, "us": {"forward": [2_000] * 2000}},
+            *({"kind": "log", "at": 3.0, "rank": rank, "level": "WARNING", "name": "own", "text": f"{rank} {n} {text}"}
+              for n in range(20)),
+        ]  # fmt: skip
+        if rank == 0:
+            records += [
+                {
+                    "kind": "metrics",
+                    "at": 2.0,
+                    "rank": 0,
+                    "step": n,
+                    "values": {f"m{m}": n * 1.234567 for m in range(60)},
+                }
+                for n in range(300)
+            ]
+            gauges = {f"balance/{name}_{one}": 0.123456 for name in ("share", "wait") for one in range(64)}
+            records += [{"kind": "gauges", "at": 2.0, "rank": 0, "step": n, "values": gauges} for n in range(300)]
+            records += [
+                {"kind": "event", "at": 3.0, "rank": 0, "name": "hang", "text": f"{n}\n{text}", "step": n}
+                for n in range(500)
+            ]
+        lines = [json.dumps({"run": "a", **record}) + "\n" for record in records]
+        (folder / f"worker{rank}-1-a.jsonl").write_text("".join(lines))
+    page = write_page(look_at(tmp_path)).read_text()
+    Page(page)
+    assert len(page) < 1_000_000
