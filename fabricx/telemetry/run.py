@@ -143,7 +143,7 @@ class Run:
         self.closed = ""  # how the launching process has ended
         self._offsets: dict[str, float] = {}  # of each file's clock, from the main rank's
         self._monos: dict[str, float] = {}  # wall time where each file's monotonic clock is 0
-        self._places: dict[str, int] = {}  # which rank a file is of
+        self._starts: dict[str, Record] = {}  # what each file's process has said of itself
         self._take: Mapping[str, Any] = {
             "start": self._start, "became": self._start, "steps": self._steps, "now": self._now, "end": self._end,
             "metrics": self._metrics, "gauges": self._gauges, "rewind": self._rewind, "lost": self._lose,
@@ -163,7 +163,6 @@ class Run:
             self.began = min(self.began or record["at"], record["at"])
             self.ended = max(self.ended, record["at"])
             if record.get("rank") is not None:
-                self._places[name] = record["rank"]
                 self._rank(record).heard = record["at"]
             take = self._take.get(record["kind"])
             if take is not None:
@@ -189,9 +188,14 @@ class Run:
 
     def _start(self, record: Record) -> None:
         self.closed = ""
-        if record.get("rank") is not None:  # a newcomer has none before it has become one of the group
-            self.size = record.get("size", self.size)
-            self._rank(record).begin(record)
+        known = self._starts[record["file"]] = {**self._starts.get(record["file"], {}), **record}
+        if record.get("rank") is None:  # a newcomer has none before it has become one of the group
+            return
+        self.size, rank = record.get("size", self.size), self._rank(record)
+        if rank.known.get("file") == record["file"]:  # the group has changed, and not who this rank is
+            rank.known |= record
+        else:
+            rank.begin(known)
 
     def _known(self, record: Record) -> None:
         if "rank" in record:

@@ -103,13 +103,16 @@ def test_a_rank_goes_on_in_another_process_and_clocks_of_machines_are_brought_to
         record("start", 0, 100.0, "worker0", size=2, clock_offset_s=0.0, host="a"),
         record("start", 1, 130.0, "worker1", size=2, clock_offset_s=30.0, host="b"),
         steps_of(1, 1, 5, 131.0, "worker1", forward=100),
-        record("start", None, 103.0, "worker2", size=1),
+        record("became", 0, 102.0, "worker0", size=1, generation=1),
+        record("start", None, 103.0, "worker2", size=1, pid=77, host="c"),
         record("became", 1, 104.0, "worker2", size=2, generation=1),
         steps_of(1, 6, 9, 105.0, "worker2", forward=100),
         record("end", 1, 106.0, "worker2", ending="success"),
     ])  # fmt: skip
     rank = run.ranks[1]
     assert (rank.processes, rank.step, rank.ending) == (2, 9, "success")
+    assert (rank.known["pid"], rank.known["host"]) == (77, "c")
+    assert run.ranks[0].processes == 1  # only who it trains with has changed
     assert run.size == 2
     assert run.began == 100.0
     assert [round(row.at, 3) for row in rank.rows] == [101.02, 101.03, 101.04, 105.02, 105.03]
