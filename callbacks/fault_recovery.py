@@ -39,8 +39,13 @@ class FaultRecovery(Callback):
     copies that every few steps to memory that outlives it; those that are left, and another worker, go back to the
     newest copies, also when all have died.
 
-    On GPUs, when all die at once, and after an error, all workers start again from the newest snapshot,
-    and train again what was trained since. Snapshots are checkpoints in the folder `recovery` of the run's folder,
+    On GPUs the same is done with NCCL's groups, which are aborted. For that ddp waits for the gradients before each
+    update, which is little where a step is long. Collectives have no time-out then: a rank that comes no batch further
+    for half an hour is ended (`stuck_after`). No GPU has shown this yet: tests of it use a library on CPUs that behaves
+    like NCCL.
+
+    When all die at once, and after an error, all workers start again from the newest snapshot, and train again what was
+    trained since. Snapshots are checkpoints in the folder `recovery` of the run's folder,
     written while training goes on; only the newest is kept, and none once the run is complete. An error before there
     is one ends the run, and a failure that comes again without any progress isn't tried for ever.
 

@@ -77,12 +77,16 @@ class Copier:
 
     def before_change(self, t: Trainer) -> None:
         """Copy what the newest step has left, in the middle of the next; all members are there, and can do the same."""
-        if not t.torn and self.copies.newest != (progress(t), t.world.generation):
+        if t.torn or t.world.silent:  # what is there may not be what that step has left
+            return
+        if self.copies.newest != (progress(t), t.world.generation):
             with contextlib.suppress(RuntimeError):  # of a collective that was under way when the links were shut
                 self._copy(t, t.restart_point)
 
     def _copy(self, t: Trainer, point: RestartPoint | None = None) -> float:
         began = time.monotonic()
+        if point is None:
+            t.world.settle()
         point = point or RestartPoint(t)
         state = {
             "strategy": t.strategy.own_state(t.module, t.optimizers), "word": pickle.dumps(point.word()), **standing(t)

@@ -24,7 +24,7 @@ from fabricx import provenance
 from fabricx.callback import Callback
 from fabricx.checkpoint import read_manifest
 from fabricx.comm import world as worlds
-from fabricx.comm.world import World
+from fabricx.comm.world import OPERATION, World
 from fabricx.errors import CheckpointError, WorkerFailed, full_disk_costs
 from fabricx.execution import execute, next_job
 from fabricx.job import Job, check_job
@@ -194,12 +194,12 @@ def enter(trainer: Trainer, world: World) -> World:
     ids = trainer.device_ids
     number = ids[world.local_rank] if world.local_rank < len(ids) else world.local_rank
     device = trainer.strategy.device(number, trainer.accelerator)
-    world = replace(world, device=device)
+    world = replace(world, device=device, backend=trainer.strategy.backend(device))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world.newcomer:  # it will be told when to join
         return world
-    world.join("nccl" if device.type == "cuda" else "gloo")
+    world.join()
     return world
 
 
@@ -247,8 +247,6 @@ def _elastic(trainer: Trainer, job: Job) -> Elastic | None:
         return None
     if trainer.strategy.dealer is not None:  # nobody waits for anybody
         return Elastic()
-    if trainer.accelerator == "cuda":  # its groups are another library's, and it has not been seen to work
-        return None
     for one in trainer.callbacks:
         if one.patience is not None:
             return Elastic(one.patience, one.min_ranks, one.max_restarts, not trainer.strategy.traits.alike)
@@ -262,6 +260,8 @@ def _limits(trainer: Trainer) -> dict[str, Any]:
         wanted = [getattr(callback, name) for callback in trainer.callbacks if getattr(callback, name) is not None]
         if wanted:
             found[name] = min(wanted, key=lambda seconds: math.inf if isinstance(seconds, str) else seconds)
+    if trainer.accelerator == "cuda":  # torch ends no collective by itself where others can go on without its members
+        found.setdefault("stuck_after", OPERATION.total_seconds())
     return found
 
 

@@ -15,7 +15,7 @@ from fabricx.provenance import versions
 
 
 def _sum_of_ranks(world: World) -> float:
-    world.join("gloo")
+    world.join()
     return float(world.all_reduce(torch.tensor(float(world.rank + 1))))
 
 

@@ -250,8 +250,8 @@ def _set_up_model(t: Trainer, job: Job) -> None:
     t.members = members = membership() if membership().changes else None
     if members is not None and t.strategy.dealer is None and not t.strategy.traits.alike:
         t.copier = Copier(next((c.copy_every_n_steps for c in t.callbacks if c.copy_every_n_steps), None))
-    elif members is not None and t.strategy.dealer is None and t.world.device.type == "cpu":
-        t.slot = Slot(members.folder, members.worker)  # another device would have to be waited for in each step
+    elif members is not None and t.strategy.dealer is None:
+        t.slot = Slot(members.folder, members.worker)
     t.strategy.setup(module, several_backwards=not module.automatic_optimization)
     wrap_steps(t)
     t.logbook = t.train_logbook = Logbook(t.strategy, training=True, weigh=t.weigh)

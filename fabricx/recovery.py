@@ -74,7 +74,7 @@ def recover(t: Trainer, error: Exception) -> None:
     if any(callback.repeats_after(t, error) for callback in t.callbacks):
         traceback.clear_frames(error.__traceback__)  # and what they hold in memory
         membership().say("again", (t.world.generation, f"{type(error).__name__}; all begin the step again"))
-    if not _lost_somebody(t.world.generation, error):
+    if not _lost_somebody(t.world.generation, error, t.world.silent):
         raise error
     _join_others(t, holds=True)
 
@@ -91,10 +91,16 @@ def take_part(t: Trainer) -> None:
     membership().say("inside")  # it can go on with other members from now on
 
 
-def _lost_somebody(generation: int, error: Exception) -> bool:
-    """Return whether an error comes of somebody's being gone, or of links that were cut."""
+def _lost_somebody(generation: int, error: Exception, silent: bool) -> bool:
+    """Return whether an error comes of somebody's being gone, or of links that were cut.
+
+    Args:
+        generation: in which it was raised.
+        error: it; of whatever kind where collectives that are aborted give anything.
+        silent: they do.
+    """
     own = membership()
-    if not isinstance(error, (RuntimeError, OSError)):
+    if not isinstance(error, (RuntimeError, OSError)) and not silent:
         return False
     if own.becomes_outdated(generation, NOTICE_S):
         return True
@@ -125,9 +131,9 @@ def _join_others(t: Trainer, *, holds: bool) -> None:
                 point = RestartPoint(t)  # should what comes now fail, too
             _go_on(t, generation)
             break
-        except (RuntimeError, OSError) as error:
+        except Exception as error:
             own.shut()
-            if not _lost_somebody(number, error):
+            if not _lost_somebody(number, error, t.world.silent):
                 raise
     leave_word(t)  # before anybody reckons with it: who takes this one's place goes on from that
     own.say("step", (number, t.state.step))

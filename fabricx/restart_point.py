@@ -54,7 +54,7 @@ class RestartPoint:
             "latest": {
                 name: [kind, step, _plain(value), weight] for name, (kind, step, value, weight) in self._latest.items()
             },
-            "objects": self._objects,
+            "objects": {name: _on_cpu(states) for name, states in self._objects.items()},
             "logged": self._logged,
             "position": self._position,
         }
@@ -135,6 +135,15 @@ def _states(metric: Any) -> dict[str, Any]:
         for name, value in metric.metric_state.items()
     }
     return {"updates": int(metric._update_count), "values": copies}
+
+
+def _on_cpu(states: dict[str, Any]) -> dict[str, Any]:
+    """Return them where any process can read them."""
+    values = {
+        name: [item.cpu() for item in value] if isinstance(value, list) else value.cpu()
+        for name, value in states["values"].items()
+    }
+    return {**states, "values": values}
 
 
 def _set_states(metric: Any, saved: dict[str, Any]) -> None:

@@ -45,7 +45,9 @@ def leave_word(t: Trainer, after: Microbatch | None = None) -> None:
 
 def leave_word_meanwhile(t: Trainer, after: Microbatch, loss: Tensor) -> None:
     """Leave word of a batch during its backward, while the last gradients travel, if all is known by then."""
-    if t.hooks.on_after_backward or t.hooks.on_before_optimizer_step:  # those may log, or draw
+    if t.hooks.on_after_backward or not _only_update_left(t):
+        return
+    if t.world.device.type != "cpu":  # it would have to be waited for once more
         return
 
     def computed() -> None:
@@ -54,6 +56,19 @@ def leave_word_meanwhile(t: Trainer, after: Microbatch, loss: Tensor) -> None:
 
     # What is queued where a backward begins is called before DDP waits: that queues its waiting later.
     loss.register_hook(lambda _: Variable._execution_engine.queue_callback(computed))  # type: ignore[attr-defined]
+
+
+def leave_word_before_update(t: Trainer, after: Microbatch) -> None:
+    """Leave word of a batch of which all is computed but its update, unless that was done meanwhile."""
+    if not t.told_ahead:
+        leave_word(t, after)
+        t.told_ahead = _only_update_left(t)
+
+
+def _only_update_left(t: Trainer) -> bool:
+    """Return whether nothing comes between the gradients and the update that may log, or draw a random number."""
+    own = t.overridden
+    return not (t.hooks.on_before_optimizer_step or own.optimizer_step or own.configure_gradient_clipping or t.closures)
 
 
 def take_over(t: Trainer, state: dict[str, Any], place: int | None, *, came: bool) -> None:

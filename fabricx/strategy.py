@@ -256,6 +256,10 @@ class Strategy(ABC):
         """Return the device that a rank works on."""
         return torch.device("cuda", local_rank) if accelerator == "cuda" else torch.device(accelerator)
 
+    def backend(self, device: torch.device) -> str:
+        """Return the name of torch's library for collectives between ranks that work on such a device."""
+        return "nccl" if device.type == "cuda" else "gloo"
+
 
 def _parameter_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
     """Return the names of an optimizer's parameters, in its order; what isn't the module's has a number."""

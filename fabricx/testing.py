@@ -39,7 +39,7 @@ def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list
 
 
 def _joined(world: World, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    replace(world, device=torch.device("cpu")).join("gloo")
+    replace(world, device=torch.device("cpu")).join()
     return function(*arguments)
 
 

@@ -14,7 +14,7 @@ from fabricx import plugins
 from fabricx.answers import Answers
 from fabricx.callback import Callback
 from fabricx.comm import pulse
-from fabricx.comm.generations import Broken, Membership
+from fabricx.comm.generations import Membership
 from fabricx.comm.slots import Slot
 from fabricx.comm.world import World
 from fabricx.data import Balance, Feed
@@ -453,8 +453,8 @@ class Trainer(Answers):
 
     def check_members(self) -> None:
         """Raise an error between two batches that ends this rank's part in its group, if that is outdated."""
-        if self.outdated:
-            raise Broken("others are gone, or have come")
+        if self.members is not None:
+            self.members.stay(self.world.generation)
 
     def to_device(self, batch: Any, loader: int) -> Any:
         """Bring a batch to the device, with the transfer hooks."""
@@ -482,6 +482,8 @@ class Trainer(Answers):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         """Step one optimizer on behalf of the module: in a manual loop, or in its own `optimizer_step`."""
+        if self.slot is not None:
+            self.world.settle()
         self.torn = self.strategy.dealer is None
         if self.module.automatic_optimization:
             passed = closure if id(optimizer) in self.overridden.closures else None

@@ -7,6 +7,7 @@ fails at once. It names the next generation when that is complete.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -47,10 +48,13 @@ class _Sockets:
 
     Args:
         store: port of the store; connections to it aren't a group's.
+        silent: the groups have links of their own, which don't end with sockets; they have to be aborted.
     """
 
-    def __init__(self, store: int | None) -> None:
+    def __init__(self, store: int | None, silent: bool) -> None:
         self._store = store
+        self.silent = silent
+        self._aborted: set[int] = set()
         self._own: set[str] = set()
         self._before: set[str] | None = None
 
@@ -66,6 +70,8 @@ class _Sockets:
 
     def shut(self) -> None:
         """End all connections; never a socket that listens, at which gloo would end the process."""
+        if self.silent:
+            _abort(self._aborted)
         for name, number in _open_sockets().items():
             before = self._before
             if name not in self._own and (before is None or name in before):
@@ -77,6 +83,29 @@ class _Sockets:
                         link.shutdown(socket.SHUT_RDWR)
             except OSError:
                 continue  # it isn't connected, or is closed by now
+
+
+def _abort(aborted: set[int]) -> None:
+    """Abort this process's groups, but for those that were already: who waits for one gets a result, of anything.
+
+    In one go, since else each abort would wait for what another group has begun (pytorch/pytorch#119797).
+    """
+    import torch
+    from torch.distributed import distributed_c10d as c10d
+
+    names = dict(c10d._world.pg_names)
+    groups = sorted((group for group in names if id(group) not in aborted), key=lambda one: names[one], reverse=True)
+    aborted.update(map(id, groups))
+    found: list[Any] = []
+    with contextlib.suppress(RuntimeError):  # a group has none, or is being built
+        found = [group._get_backend(torch.device("cuda")) for group in groups[:1] if c10d.is_nccl_available()]
+    for nccl in found:
+        nccl._group_start()
+    for group in groups:
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+    for nccl in found:
+        nccl._group_end()
 
 
 def _open_sockets() -> dict[str, int]:
@@ -126,9 +155,9 @@ class Membership:
         if self._say is not None:
             self._say(kind, content)
 
-    def building(self, number: int, store: int | None) -> None:
-        """Note that the group of a generation is about to be built."""
-        self._sockets, self._current = _Sockets(store), number
+    def building(self, number: int, store: int | None, *, silent: bool = False) -> None:
+        """Note that the group of a generation is about to be built; one that is silent has to be aborted."""
+        self._sockets, self._current = _Sockets(store, silent), number
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -156,6 +185,11 @@ class Membership:
         """Raise an error if a generation has lost somebody."""
         if self._broken >= number:
             raise Broken("another worker is gone")
+
+    def stay(self, number: int) -> None:
+        """Raise an error if a generation is, or will be, followed by another one."""
+        if self.outdated(number):
+            raise Broken("others are gone, or have come")
 
     def becomes_outdated(self, number: int, timeout: float) -> bool:
         """Wait so many seconds for the news that there is a newer generation, or will be; returns whether it came."""
@@ -190,8 +224,8 @@ class Membership:
     def shut_broken(self) -> bool:
         """Shut the links of a group that has lost somebody; returns whether more of them may be opened."""
         sockets = self._sockets
-        if sockets is None or self._broken < self._current:
-            return False
+        if sockets is None or not (self._broken >= self._current or (sockets.silent and self.outdated(self._current))):
+            return False  # others who leave without being lost end their links, and who waits for them notices
         sockets.shut()
         return True
 

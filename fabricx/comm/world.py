@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Final, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,14 +27,20 @@ MEET: Final = timedelta(seconds=4)  # how long members of a later generation may
 OPERATION: Final = timedelta(minutes=30)  # how long a collective may take
 
 
-def _counted(method: Callable[P, R]) -> Callable[P, R]:
-    """Count the time that a collective takes."""
+def _counted(method: Callable[Concatenate[World, P], R]) -> Callable[Concatenate[World, P], R]:
+    """Count the time that a collective takes; an error of one that was aborted is that somebody is gone."""
 
     @functools.wraps(method)
-    def counted(*arguments: P.args, **options: P.kwargs) -> R:
+    def counted(world: World, /, *arguments: P.args, **options: P.kwargs) -> R:
         began = time.monotonic()
         try:
-            return method(*arguments, **options)
+            found = method(world, *arguments, **options)
+        except Exception:
+            world.settle()  # what has come may be anything, and so may the error be
+            raise
+        else:
+            world.settle()
+            return found
         finally:
             WAITED_S[0] += time.monotonic() - began
 
@@ -58,6 +65,7 @@ class World:
             name of its address (a look-up of ::ffff:127.0.0.1, which is in no hosts file), and a name server may be
             slow. So there are no more of them than needed.
         device: what this rank works on.
+        backend: torch's library for collectives.
         newcomer: others train already, and this rank isn't in their group yet: its rank is its number among all that
             ever were, its size 1, and its local size that of the group to be.
     """
@@ -72,6 +80,7 @@ class World:
     store: dist.Store | None = None
     second: dist.Store | None = None
     device: torch.device = _CPU
+    backend: str = "gloo"
     newcomer: bool = False
 
     @property
@@ -79,15 +88,36 @@ class World:
         """Return whether this is the rank that writes files and speaks to people."""
         return self.rank == 0
 
-    def join(self, backend: str, timeout: timedelta = OPERATION) -> None:
+    @property
+    def silent(self) -> bool:
+        """Return whether collectives that were aborted end without an error, and with any result; NCCL's do."""
+        return "nccl" in self.backend
+
+    def settle(self) -> None:
+        """Wait until this rank's device has done all that it was given to do, where none of that can be trusted else.
+
+        Raises:
+            Broken: somebody has left the group, so that collectives may have been aborted meanwhile.
+        """
+        own = membership()
+        if not (self.silent and own.changes):
+            return
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        own.stay(self.generation)
+
+    def join(self, timeout: timedelta = OPERATION) -> None:
         """Build the process group of this generation, and wait until all its members have."""
         assert self.store is not None
         own = membership()
         if own.changes:
-            own.building(self.generation, getattr(self.store, "port", None))
+            own.building(self.generation, getattr(self.store, "port", None), silent=self.silent)
+            # Else torch ends the process when an operation fails, while the others can still go on without its peer.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
         with own.opening():
             dist.init_process_group(
-                backend,
+                self.backend,
                 store=dist.PrefixStore(f"gen{self.generation}", self.store),
                 rank=self.rank,
                 world_size=self.size,
@@ -105,7 +135,7 @@ class World:
         if dist.is_initialized():
             dist.destroy_process_group()
         # A peer that dies meanwhile is waited for; gloo takes five times as long as it is told.
-        self.join("nccl" if self.device.type == "cuda" else "gloo", MEET)
+        self.join(MEET)
         dist.distributed_c10d._set_pg_timeout(OPERATION)  # type: ignore[attr-defined]
 
     def for_threads(self) -> dist.Store:

@@ -22,6 +22,7 @@ from fabricx.launch.scale import ask
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
 from fabricx.testing import Ledger, cut, kill
 
+from .aborted import silent
 from .served import tells_its_pid
 from .test_recovery import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact, train
 
@@ -61,7 +62,7 @@ class Asks(fx.Callback):
 
 COMING: list[Any] = [
     DDP(), FSDP(), LocalSGD(every=2), AsyncSGD(damp=False), ParameterServer(mode="bounded"), ParameterServer(servers=2),
-    ParameterServer(optimizer="server"), ParameterServer(servers=0, optimizer="server"),
+    ParameterServer(optimizer="server"), ParameterServer(servers=0, optimizer="server"), silent(DDP()), silent(FSDP()),
 ]  # fmt: skip
 TORN: dict[str, Any] = {
     "ddp": DDP,
@@ -89,7 +90,10 @@ def test_workers_come_and_go_while_a_run_goes_on(strategy: Any, tmp_path: Path) 
         assert trainer.global_step == STEPS
 
 
-@pytest.mark.parametrize("way", [DDP, FSDP, ParameterServer, lambda: ParameterServer(servers=0, optimizer="server")])
+@pytest.mark.parametrize(
+    "way",
+    [DDP, FSDP, ParameterServer, lambda: ParameterServer(servers=0, optimizer="server"), lambda: silent(DDP())],
+)
 def test_those_that_are_left_needn_t_wait(way: Any, tmp_path: Path) -> None:
     wanted, one = train(way(), [], tmp_path / "a", devices=3)
     faults = [kill(rank=1).during("backward", step=3), kill(rank=0).during("validation", step=4, attempt=1)]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import fabricx as fx
+from fabricx.callbacks import FaultRecovery
 from fabricx.strategies import AsyncSGD, ParameterServer
-from fabricx.testing import QUIET, TinyModule, tiny_loader
+from fabricx.testing import QUIET, Ledger, TinyModule, kill, tiny_loader
+
+from .test_recovery import Numbered
 
 GPUS = torch.cuda.device_count()
 ON_GPU = {**QUIET, "accelerator": "gpu"}
@@ -72,6 +77,25 @@ def test_two_gpus_over_nccl_compute_what_one_computes_also_with_synchronised_bat
     fx.Trainer(max_epochs=1, devices=2, strategy="ddp", sync_batchnorm=True, **ON_GPU).fit(together, tiny_loader(16, 4))
     for name, tensor in alone.state_dict().items():
         assert torch.allclose(together.state_dict()[name].cpu(), tensor.cpu(), atol=1e-5), name
+
+
+@two_gpus
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_worker_on_a_gpu_that_dies_is_replaced_in_place(strategy: str, tmp_path: Path) -> None:
+    found = []
+    for name, faults in (("a", []), ("b", [kill(rank=1).during("backward", step=3)])):
+        torch.manual_seed(3)
+        module = Ledger(16, 4)
+        trainer = fx.Trainer(
+            max_epochs=3, devices=2, strategy=strategy, callbacks=[*faults, FaultRecovery()],
+            default_root_dir=tmp_path / name, **ON_GPU,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(Numbered(16), 2))
+        assert len(trainer.failures) == len(faults)
+        assert trainer.state.attempt == 0  # nothing was started again
+        found.append(module)
+    for a, b in zip(found[0].parameters(), found[1].parameters(), strict=True):
+        assert torch.equal(a.cpu(), b.cpu())
 
 
 @one_gpu

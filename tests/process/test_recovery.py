@@ -27,6 +27,8 @@ from fabricx.loggers import JSONLogger, TensorBoardLogger
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
 from fabricx.testing import QUIET, Fault, Ledger, cut, fail, freeze, hang, kill, layered_data
 
+from .aborted import silent
+
 SAMPLES, BATCH, EPOCHS = 48, 12, 3
 STEPS = EPOCHS * SAMPLES // BATCH
 
@@ -99,6 +101,8 @@ WAYS: dict[str, Any] = {
     "servers step": lambda: ParameterServer(optimizer="server"),
     "few bytes": lambda: ParameterServer(compression="topk", compression_keep=0.2, pull_compression="bf16", servers=2),
     "thin matrices": lambda: ParameterServer(compression="powersgd"),
+    "ddp, nothing is an error": lambda: silent(DDP()),
+    "fsdp, nothing is an error": lambda: silent(FSDP()),
 }
 
 
