@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 
 from fabricx.callback import Callback
 from fabricx.callbacks.balance import Law, Seen, share_batch
 from fabricx.comm.agree import Agreement
+from fabricx.comm.norm import has_own_statistics, synchronised
 from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -106,6 +107,12 @@ class LoadBalancer(Callback):
                 "LoadBalancer: global batches can't be divided here: that takes a map-style DataLoader with a "
                 "batch_size, no batch_sampler of its own, and use_distributed_sampler=True"
             )
+        together = trainer.sync_batchnorm or synchronised(module)
+        if together and (self.max_batch_size is not None or trainer.accumulate_grad_batches > 1):
+            raise ValueError(
+                "LoadBalancer: SyncBatchNorm sees what ranks compute at once, and with max_batch_size or accumulation "
+                "that would depend on the shares; leave those out, or take another normalisation"
+            )
         if global_batch is not None and global_batch * trainer.accumulate_grad_batches < ranks:
             raise ValueError(f"LoadBalancer: a global batch of {global_batch} samples is too small for {ranks} ranks")
         if isinstance(self.shares, list) and len(self.shares) != ranks:
@@ -114,12 +121,11 @@ class LoadBalancer(Callback):
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         self._generation = -1
         self.check_fit(trainer, module, trainer.train_feed.global_batch)
-        own = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-        if trainer.is_global_zero and any(not isinstance(part, nn.SyncBatchNorm) for part in own):
+        if trainer.is_global_zero and has_own_statistics(module):
             warnings.warn(
                 "LoadBalancer: batch normalisation uses the statistics of each rank's own samples, and ranks will have "
                 "different numbers of them, so that results differ from those with equal shares; "
-                "sync_batchnorm=True makes them exact (on GPUs), as does another normalisation",
+                "sync_batchnorm=True makes them exact, as does another normalisation",
                 stacklevel=2,
             )
 
@@ -271,7 +277,7 @@ class LoadBalancer(Callback):
     def repeats_after(self, trainer: Trainer, error: Exception) -> bool:
         size = trainer.logbook.size or 0
         out = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-        if not out or size < 2 or self._idle(trainer):
+        if not out or size < 2 or self._idle(trainer) or synchronised(trainer.module):
             return False
         self._fits = size // 2
         return True

@@ -19,6 +19,7 @@ from fabricx import evaluation, loop, provenance
 from fabricx.checkpoint.places import as_path
 from fabricx.comm.agree import Agreement
 from fabricx.comm.generations import membership
+from fabricx.comm.norm import synchronise, synchronised
 from fabricx.comm.slots import Slot
 from fabricx.comm.world import World
 from fabricx.copying import Copier
@@ -229,8 +230,8 @@ def _set_up_model(t: Trainer, job: Job) -> None:
     module = t.module
     t.precision_plugin = make_precision(t.precision, t.world.device)
     t.precision_plugin.convert(module)
-    if t.sync_batchnorm and t.world.size > 1:
-        nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    if t.sync_batchnorm and (t.world.size > 1 or t.world.newcomer):
+        synchronise(module, t.world.device)
     t.strategy.place(module)
     _compile(t)
     own: dict[str, Any] = {
@@ -240,6 +241,7 @@ def _set_up_model(t: Trainer, job: Job) -> None:
     t.overridden = Overridden(**own, ckpt_path=as_path(job.ckpt_path) if job.ckpt_path else None)
     t.bring = _transfer(t)
     load_data(t, job)
+    _check_ranks_together(t, job)
     if t.train_feed is not None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         t.recorder.knows(loader_processes=t.train_feed.processes, cores=max(1, cores // max(1, t.world.local_size)))
@@ -264,6 +266,17 @@ def _set_up_model(t: Trainer, job: Job) -> None:
     t.closures = bool(t.overridden.closures)
     if module.example_input_array is not None:
         t.scribe.each(lambda logger: logger.log_graph(module, module.example_input_array))
+
+
+def _check_ranks_together(t: Trainer, job: Job) -> None:
+    """Refuse data of which a rank sometimes has none, where the others can't compute without it."""
+    if job.stage != "fit" or t.world.size == 1 or not synchronised(t.module):
+        return
+    if t.train_feed.leaves_out(t.accumulate_grad_batches):
+        raise ValueError(
+            "SyncBatchNorm needs a sample on each rank in each batch, and the last ones of an epoch are too few for "
+            f"{t.world.size} ranks: set drop_last=True on the DataLoader, or take another batch_size"
+        )
 
 
 def _compile(t: Trainer) -> None:

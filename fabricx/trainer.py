@@ -98,7 +98,7 @@ class Trainer(Answers):
         profiler: "simple" prints where the time went, "trace" writes `trace.json` for ui.perfetto.dev; the callbacks
             `Profiler` and `Tracing` are the same, with options. None for neither.
         detect_anomaly: let autograd look for NaN and say where they come from (slow).
-        sync_batchnorm: batch normalisation over all ranks' samples (CUDA).
+        sync_batchnorm: batch normalisation over all ranks' samples, of which each rank needs some in each batch.
         reload_dataloaders_every_n_epochs: ask for the loaders anew each n epochs.
         fast_dev_run: run one batch (True) or n of everything, without loggers and checkpoints, to find mistakes.
         logger: True for TensorBoard, False for none, a `Logger`, any object with its four methods, or a list of them.

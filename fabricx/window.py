@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from fabricx.comm.norm import synchronised
 from fabricx.data import Microbatch
 from fabricx.errors import RanksDisagree
 
@@ -57,6 +58,8 @@ class Window:
     def sit_out(self, t: Trainer, micro: Microbatch, why: str, *company: Any) -> None:
         """Contribute nothing to a microbatch, and say so where the other ranks can see it."""
         world = t.world
+        if world.size > 1 and synchronised(t.module):  # the others wait for what only this rank's step would give
+            raise ValueError(f"rank {world.rank} {why}, and SyncBatchNorm needs all ranks in each batch")
         known = micro.size == 0 and micro.position > 0  # the order says that this rank's part is empty
         if world.size == 1 and not known:
             return

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabricx.comm import pulse
+from fabricx.comm import flowing, pulse
 from fabricx.comm.generations import membership
 
 P = ParamSpec("P")
@@ -219,9 +219,7 @@ class World:
         if self.size == 1:
             return tensor.unsqueeze(0)
         if sync_grads:
-            from torch.distributed.nn.functional import all_gather
-
-            return torch.stack(list(all_gather(tensor)))
+            return flowing.gather(tensor)
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(parts, tensor.contiguous())
         return torch.stack(parts)

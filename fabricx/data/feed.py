@@ -74,6 +74,10 @@ class Feed(ABC):
     def load_state_dict(self, state: Any) -> None:
         """Let the next epoch begin where a `state_dict` was taken."""
 
+    def leaves_out(self, accumulate: int) -> bool:
+        """Return whether it is known that some rank has no sample of some batch."""
+        return False
+
     def batches_before(self, position: int, accumulate: int) -> int | None:
         """Return how many of an epoch's batches lie before a position; None where only counting tells."""
         return None

@@ -174,6 +174,18 @@ class Cut:
         whole, rest = divmod(self.items, self.global_batch)
         return whole * self._microbatches(self.global_batch) + self._microbatches(rest)
 
+    @property
+    def leaves_out(self) -> bool:
+        """Return whether some rank has no sample of some microbatch.
+
+        >>> [Cut(items=items, batch=4, ranks=2).leaves_out for items in (16, 17, 18)]
+        [False, True, False]
+        >>> Cut(items=9, batch=4, ranks=2, accumulate=2).leaves_out, Cut(16, 4, ranks=3, began_with=4).leaves_out
+        (True, False)
+        """
+        windows = {min(self.items, self.global_batch), self.items % self.global_batch} - {0}
+        return any(places // self.ranks <= (self._microbatches(places) - 1) * self.batch for places in windows)
+
     def batches_before(self, position: int) -> int:
         """Return the microbatches ahead of a position, which is where a global batch begins.
 

@@ -80,6 +80,9 @@ class OrderedFeed(Feed):
         cut = self._cut(self._items(), accumulate)
         return len(replace(cut, ranks=self._began_with) if self._dealt else cut)
 
+    def leaves_out(self, accumulate: int) -> bool:
+        return self._cut(self._items(), accumulate).leaves_out
+
     def batches_before(self, position: int, accumulate: int) -> int | None:
         return self._cut(self._items(), accumulate).batches_before(position)
 

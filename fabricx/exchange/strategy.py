@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fabricx.comm.apart import apart
 from fabricx.comm.generations import membership
+from fabricx.comm.norm import synchronised
 from fabricx.comm.world import World
 from fabricx.errors import did_you_mean
 from fabricx.exchange.apart import Apart
@@ -118,7 +119,7 @@ class ServedStrategy(Strategy):
                 "servers step once a batch, and a manually optimised module steps by itself: take "
                 "strategy=parameter_server with optimizer=worker, strategy=ddp, or automatic optimization"
             )
-        if self._apart is not None and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+        if self._apart is not None and synchronised(module):
             raise ValueError(
                 "SyncBatchNorm needs all ranks in each forward, and here each goes at its own pace: use BatchNorm (its "
                 "statistics are joined for validation and checkpoints), or strategy=ddp"

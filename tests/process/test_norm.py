@@ -1,0 +1,161 @@
+"""Batch normalisation over all ranks' samples: what several ranks compute is what one does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import fabricx as fx
+from fabricx.callbacks import LoadBalancer
+from fabricx.comm import world
+from fabricx.comm.norm import SyncBatchNorm, synchronise
+from fabricx.errors import WorkerFailed
+from fabricx.strategies import DDP, FSDP, ParameterServer
+from fabricx.testing import QUIET, Ledger, kill, run_ranks
+
+from .test_recovery import Numbered
+
+SAMPLES, BATCH, EPOCHS = 48, 12, 2
+
+
+class Normalised(Ledger):
+    """Its inputs are normalised by what a whole batch is."""
+
+    def __init__(self) -> None:
+        super().__init__(SAMPLES, BATCH)
+        inputs = Numbered(1)[0][0].shape[-1]
+        self.norm = nn.BatchNorm1d(inputs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step((self.norm(batch[0]), *batch[1:]), batch_idx)
+
+
+def train(strategy: Any, tmp_path: Path, *callbacks: Any, devices: int = 3, **options: Any) -> Normalised:
+    torch.manual_seed(3)
+    module = Normalised()
+    trainer = fx.Trainer(
+        devices=devices, strategy=strategy, max_epochs=EPOCHS, default_root_dir=tmp_path, callbacks=list(callbacks),
+        sync_batchnorm=True, **{**QUIET, **options},
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(Numbered(SAMPLES), BATCH // devices, shuffle=True))
+    return module
+
+
+WAYS: dict[str, tuple[Any, list[Any]]] = {
+    "ddp": (DDP(), []),
+    "fsdp": (FSDP(), []),
+    "parameter_server": (ParameterServer(), []),
+    "other shares": (DDP(), [LoadBalancer(shares=[0.6, 0.3, 0.1])]),
+    "other shares, sharded": (FSDP(), [LoadBalancer(shares=[0.6, 0.3, 0.1])]),
+    "a worker is killed": (DDP(), [kill(rank=1).during("backward", step=3), fx.callbacks.FaultRecovery()]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_together_are_like_one(way: str, tmp_path: Path) -> None:
+    strategy, callbacks = WAYS[way]
+    found, wanted = train(strategy, tmp_path / "a", *callbacks), train("auto", tmp_path / "b", devices=1)
+    for (name, a), b in zip(found.state_dict().items(), wanted.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4, msg=name)  # sums in another order, of float32
+    assert float((found.entries.detach() + EPOCHS).abs().max()) < 1e-4
+
+
+def _of_parts(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return outputs, both gradients and the running variance of this rank's part of a batch."""
+    own = world.current()
+    assert own is not None
+    begin, end = [(0, 5), (5, 6)][own.rank]
+    inputs = torch.randn(shape, generator=torch.Generator().manual_seed(1))[begin:end].to(dtype).requires_grad_()
+    block = nn.Sequential(nn.BatchNorm2d(shape[1], momentum=None))
+    synchronise(block, torch.device("cpu"))
+    output = block(inputs)
+    output.float().pow(3).sum().backward()
+    block.eval()
+    with torch.no_grad():
+        block(inputs)  # needs no other rank
+    [norm] = block
+    assert inputs.grad is not None
+    return output.detach(), inputs.grad, norm.weight.grad, norm.running_var
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+def test_parts_of_any_size_are_normalised_by_the_whole(dtype: torch.dtype, near: float) -> None:
+    shape = (6, 3, 4, 5)
+    parts = run_ranks(_of_parts, 2, shape, dtype)
+    inputs = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    norm = nn.BatchNorm2d(3, momentum=None)
+    output = norm(inputs)
+    output.float().pow(3).sum().backward()
+    assert inputs.grad is not None
+    assert norm.weight.grad is not None
+    assert parts[0][0].dtype is dtype
+    for number, wanted in enumerate((output.detach(), inputs.grad)):
+        torch.testing.assert_close(torch.cat([part[number] for part in parts]), wanted, atol=near, rtol=near)
+    gradient: Any = sum(part[2] for part in parts)
+    torch.testing.assert_close(gradient, norm.weight.grad, atol=10 * near, rtol=near)
+    for part in parts:
+        torch.testing.assert_close(part[3], norm.running_var, atol=near, rtol=near)
+
+
+def _gathered() -> tuple[Tensor, Tensor | None]:
+    own = world.current()
+    assert own is not None
+    tensor = torch.tensor([1.0 + own.rank, 5.0]).requires_grad_()
+    gathered = own.all_gather(tensor, sync_grads=True)
+    ((own.rank + 1) * gathered * torch.tensor([[1.0, 2.0], [3.0, 4.0]])).sum().backward()
+    return gathered.detach(), tensor.grad
+
+
+def test_gradients_flow_through_what_was_gathered() -> None:
+    first, second = run_ranks(_gathered, 2)
+    assert first[0].tolist() == second[0].tolist() == [[1.0, 5.0], [2.0, 5.0]]
+    assert (first[1].tolist(), second[1].tolist()) == ([3.0, 6.0], [9.0, 12.0])  # both ranks' losses, 1 and 2 times
+
+
+def _too_few() -> str:
+    block = nn.Sequential(nn.BatchNorm1d(2))
+    synchronise(block, torch.device("cpu"))
+    try:
+        block(torch.ones(1 if world.current().main_rank else 0, 2))  # type: ignore[union-attr]
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_one_value_is_too_few() -> None:
+    assert all("1 value per channel" in found for found in run_ranks(_too_few, 2))
+
+
+def test_a_single_rank_normalises_as_ever() -> None:
+    module, plain = nn.Sequential(nn.BatchNorm1d(2)), nn.BatchNorm1d(2)
+    synchronise(module, torch.device("cpu"))
+    inputs = torch.randn(4, 2)
+    assert isinstance(module[0], SyncBatchNorm)
+    assert torch.equal(module(inputs), plain(inputs))
+    assert torch.equal(module[0].running_var, plain.running_var)
+
+
+class Silent(Normalised):
+    """One rank has no loss for one batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if self.global_rank == 1 and batch_idx == 2 else loss
+
+
+def test_a_rank_without_samples_is_an_error_before_anybody_waits(tmp_path: Path) -> None:
+    options: Any = {**QUIET, "max_epochs": 1, "sync_batchnorm": True, "default_root_dir": tmp_path, "devices": 2}
+    with pytest.raises(WorkerFailed, match="drop_last=True"):
+        fx.Trainer(**options).fit(Normalised(), DataLoader(Numbered(13), 6))
+    fx.Trainer(**options).fit(Normalised(), DataLoader(Numbered(13), 6, drop_last=True))
+    with pytest.raises(WorkerFailed, match="rank 1 gave no loss, and SyncBatchNorm needs all ranks"):
+        fx.Trainer(**options).fit(Silent(), DataLoader(Numbered(48), 6))
+    for more in ({"accumulate_grad_batches": 2}, {}):
+        balancer = LoadBalancer(max_batch_size=None if more else 4)
+        with pytest.raises(ValueError, match="SyncBatchNorm sees what ranks compute at once"):
+            fx.Trainer(**options, **more, callbacks=[balancer]).fit(Normalised(), DataLoader(Numbered(48), 6))
