@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from fabricx.comm.generations import membership
 from fabricx.comm.sharding import AsBuilt, Waits
 from fabricx.comm.world import World
 from fabricx.errors import did_you_mean
@@ -148,16 +147,17 @@ class FSDP(Strategy):
         return self.world.device.type != "cpu"  # else: the shards are in main memory as it is
 
     def _mesh(self) -> Any:
-        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
         size, kind = self.world.size, self.world.device.type
         if size % self.replicas:
             raise ValueError(f"replicas={self.replicas} doesn't divide the {size} ranks into groups of one size")
         if self.replicas == 1:
             return init_device_mesh(kind, (size,), mesh_dim_names=("dp_shard",))
-        shape = (self.replicas, size // self.replicas)
-        with membership().opening():  # each dimension has groups of its own
-            return init_device_mesh(kind, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+        places = torch.arange(size).view(self.replicas, size // self.replicas)
+        lines = [[line.tolist() for line in lines] for lines in (places.T, places)]
+        groups = [self.world.group_of_mine(each) for each in lines]
+        return DeviceMesh.from_group(groups, kind, mesh=places, mesh_dim_names=("dp_replicate", "dp_shard"))
 
     def _agree_on_weights(self, module: nn.Module) -> None:
         """Give all ranks the weights of rank 0: each of them will keep a part of its own."""

@@ -25,7 +25,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         self._check_input_dim(input)
         several = dist.is_initialized() and dist.get_world_size() > 1
         if not several or not (self.training or self.running_mean is None):
-            alone: Tensor = super().forward(input)
+            alone: Tensor = super().forward(input)  # type: ignore[no-untyped-call]
             return alone
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         axes = [0, *range(2, values.dim())]
@@ -41,7 +41,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         found = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:
             found = found * self.weight.view(shape) + self.bias.view(shape)
-        return found.to(input.dtype)
+        normalised: Tensor = found.to(input.dtype)
+        return normalised
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:

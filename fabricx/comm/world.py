@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar
@@ -137,6 +137,22 @@ class World:
         # A peer that dies meanwhile is waited for; gloo takes five times as long as it is told.
         self.join(MEET)
         dist.distributed_c10d._set_pg_timeout(OPERATION)  # type: ignore[attr-defined]
+
+    def group_of_mine(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """Build a group for each of several parts of the ranks, on all ranks; returns the one that this rank is in.
+
+        Raises:
+            RuntimeError: a rank didn't come.
+        """
+        found: list[Any] = []
+        with membership().opening():
+            for ranks in parts:
+                group = dist.new_group(list(ranks), timeout=MEET if self.generation else OPERATION)
+                if self.rank in ranks:
+                    found.append(group)
+        [mine] = found
+        dist.distributed_c10d._set_pg_timeout(OPERATION, mine)  # type: ignore[attr-defined]
+        return mine
 
     def for_threads(self) -> dist.Store:
         """Return a connection to the store at which the main thread never waits."""

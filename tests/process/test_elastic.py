@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import torch
 import fabricx as fx
 from fabricx import dispatch
 from fabricx.callbacks import FaultRecovery
+from fabricx.comm.generations import membership
 from fabricx.launch.scale import ask
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
 from fabricx.testing import Ledger, cut, kill
@@ -249,3 +251,18 @@ def test_nothing_is_left_of_those_that_died(tmp_path: Path) -> None:
     assert exact(module)
     assert (own.num_fds(), threading.active_count(), len(own.children(recursive=True))) == before
     assert set(os.listdir("/dev/shm")) <= shared
+
+
+def _dies_once(strategy: FSDP) -> Any:
+    """Die while the groups of the first change are built, in the place of one that had died."""
+    if membership().worker == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return FSDP._mesh(strategy)
+
+
+def test_who_dies_while_groups_are_built_is_not_waited_for_long(tmp_path: Path) -> None:
+    strategy = FSDP(replicas=2)
+    vars(strategy)["_mesh"] = functools.partial(_dies_once, strategy)
+    module, trainer = train(strategy, [kill(rank=1).during("backward", step=3)], tmp_path, devices=4)
+    assert len(trainer.failures) == 2  # torch's own limit is half an hour, this test's two minutes
+    assert exact(module)
