@@ -150,7 +150,7 @@ class World:
                 group = dist.new_group(list(ranks), timeout=MEET if self.generation else OPERATION)
                 if self.rank in ranks:
                     found.append(group)
-        [mine] = found
+        mine: dist.ProcessGroup = found[0]
         dist.distributed_c10d._set_pg_timeout(OPERATION, mine)  # type: ignore[attr-defined]
         return mine
 
