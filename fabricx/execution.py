@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fabricx import evaluation, loop, provenance
+from fabricx.arguments import described
 from fabricx.checkpoint.places import as_path
 from fabricx.comm.agree import Agreement
 from fabricx.comm.generations import membership
@@ -212,7 +213,12 @@ def _open_loggers(t: Trainer, job: Job) -> None:
     if job.stage != "fit":
         return
     provenance.write(t.run_dir, None)
-    for name in ("config.yaml", "command.txt"):
+    made: dict[str, Any] = {"trainer": t.arguments}
+    for name, one in (("module", t.module), ("datamodule", t.datamodule)):
+        if one is not None:
+            made[name] = {"class": type(one).__name__, **described(one.hparams)}
+    provenance.write_arguments(t.run_dir, made)
+    for name in ("config.yaml", "arguments.yaml", "command.txt"):
         if (file := t.run_dir / name).is_file():
             text = (file.stem, file.read_text())
             t.scribe.each(lambda logger, text=text: logger.log_text(*text))  # type: ignore[misc]

@@ -25,9 +25,21 @@ def write(run_dir: Path, config: Mapping[str, Any] | None) -> None:
             json.dumps({**versions(), "git": git_commit(Path.cwd())}, indent=2) + "\n"
         )
     if config is not None:
-        import yaml  # type: ignore[import-untyped]
+        (run_dir / "config.yaml").write_text(_yaml(config))
 
-        (run_dir / "config.yaml").write_text(yaml.safe_dump(dict(config), sort_keys=False))
+
+def write_arguments(run_dir: Path, made_of: Mapping[str, Any]) -> None:
+    """Write `arguments.yaml` if there is no configuration: what a run was made with in Python."""
+    target = run_dir / "arguments.yaml"
+    if not (run_dir / "config.yaml").exists() and not target.exists():
+        target.write_text(_yaml(made_of))
+
+
+def _yaml(data: Mapping[str, Any]) -> str:
+    import yaml  # type: ignore[import-untyped]
+
+    text: str = yaml.safe_dump(dict(data), sort_keys=False)
+    return text
 
 
 def versions() -> dict[str, str | None]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabricx import plugins
+from fabricx import arguments, plugins
 from fabricx.answers import Answers
 from fabricx.callback import Callback
 from fabricx.comm import pulse
@@ -158,6 +158,7 @@ class Trainer(Answers):
         default_root_dir: str | Path | None = None,
         compile: bool | Mapping[str, Any] = False,
     ) -> None:
+        self.arguments = arguments.given(Trainer.__init__, locals())
         self.accelerator = check_accelerator(accelerator)
         self.device_ids = check_devices(devices, self.accelerator)
         self.devices_given = devices != "auto"
@@ -201,7 +202,7 @@ class Trainer(Answers):
         self.compile = compile
         self.default_root_dir = check_root(default_root_dir)
         self.run_dir: Path | None = None
-        self.configuration: dict[str, Any] | None = None  # what it was made from, if not in Python
+        self.configuration: dict[str, Any] | None = None  # what it was made from; in Python that is `arguments`
         self.enable_checkpointing = enable_checkpointing and not fast_dev_run
         self.enable_telemetry = enable_telemetry and not fast_dev_run
         self.fast_dev_run = fast_dev_run

@@ -20,6 +20,7 @@ from fabricx.telemetry.verdict import WORDS, straggler_scores, verdict
 
 SILENT_S: Final = 10.0  # a process that lives says so each second
 _CHARTS: Final = 40  # the most of one kind: a page stays below 1 MB, whatever a run has done
+_MADE_OF: Final = ("config.yaml", "arguments.yaml")  # a run has one of them
 _TEXT: Final = 20_000  # characters of a file that is shown
 _LINES: Final = 200  # of warnings, and of events
 _LINE: Final = 400  # characters of one
@@ -152,7 +153,7 @@ def write_page(seen: Seen) -> Path:
     run, run_dir = seen.run, seen.run_dir
     lines = rank_lines(run)
     longest = max((sum(line.spans.values()) for line in lines), default=1.0) or 1.0
-    texts = {name: _text(run_dir / name) for name in ("config.yaml", "command.txt", "versions.json")}
+    texts = {name: _text(run_dir / name) for name in (*_MADE_OF, "command.txt", "versions.json")}
     links = ["checkpoints", "logs", "trace.json", FOLDER]
     page = _render(
         "run.html.j2", title=run_dir.resolve().name, summary=summary(seen), complaints=seen.complaints, lines=lines,
@@ -233,7 +234,7 @@ def write_comparison(folder: Path, runs: Sequence[Seen]) -> Path:
 
 def comparison(runs: Sequence[Seen]) -> tuple[list[str], list[list[str]]]:
     """Return a table: for each run what differs in its configuration, and the last value of each metric."""
-    flat = [_flat(yaml.safe_load(_text(seen.run_dir / "config.yaml") or "{}") or {}) for seen in runs]
+    flat = [_flat(_made_of(seen.run_dir)) for seen in runs]
     keys = sorted({key for one in flat for key in one})
     differ = [key for key in keys if len({one.get(key) for one in flat}) > 1]
     metrics = sorted({name for seen in runs for name in seen.run.metrics if name != "epoch"})
@@ -243,6 +244,13 @@ def comparison(runs: Sequence[Seen]) -> tuple[list[str], list[list[str]]]:
         shown = [f"{float(last[name]):.4g}" if name in last else "" for name in metrics]
         rows.append([seen.run_dir.name, *(one.get(key, "") for key in differ), *shown, seen.state])
     return ["run", *differ, *metrics, "state"], rows
+
+
+def _made_of(run_dir: Path) -> Mapping[str, Any]:
+    """Return a run's configuration, or what it was made with in Python."""
+    found = (_text(run_dir / name) for name in _MADE_OF)
+    made: Mapping[str, Any] = yaml.safe_load(next(filter(None, found), "{}")) or {}
+    return made
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 from torch.utils.data import DataLoader, Dataset
 
 import fabricx as fx
@@ -82,6 +83,10 @@ def test_a_rank_that_reads_slowly_is_named(slowed: fx.Trainer) -> None:
     assert {"forward", "backward", "optimizer", "other"} <= first.spans.keys()
     assert (first.steps, second.steps) == (20, 20)
     assert (seen.state, seen.complaints) == ("done", [])
+    made = yaml.safe_load((seen.run_dir / "arguments.yaml").read_text())
+    assert made["trainer"]["strategy"]["class"] == "DDP"
+    assert made["trainer"]["callbacks"][0] == {"class": "Tracing", "steps": None, "operators": [5, 6]}
+    assert made["module"] == {"class": "Speaking", "lr": 0.1}
     assert set(seen.run.metrics) == {"loss", "val_loss", "epoch"}
     assert seen.run.gauges.keys() == {"gradient_norm", "learning_rate"}
     assert {step: float(f"{lr:.6f}") for step, lr in seen.run.gauges["learning_rate"].items()} == dict.fromkeys(
@@ -136,6 +141,7 @@ def look_at_board(address: str, name: str) -> None:
     assert by_rank | {"step_ms", "samples_per_s/all", "gradient_norm", "learning_rate"} <= found[telemetry].keys()
     shown = ask(f"scalars/scalars?run={telemetry}&tag=straggler/rank_1")
     assert 0.3 < shown[-1][2] <= 1.0
+    assert "arguments/text_summary" in ask("text/tags")[name]
     [category] = ask("custom_scalars/layout")["category"]
     assert "busy time, ms" in [one["title"] for one in category["chart"]]
 

@@ -117,6 +117,9 @@ def test_runs_of_a_sweep_are_compared_by_what_differs(tmp_path: Path) -> None:
     assert rows == [["0", "0.1", "0.01", "done"], ["1", "0.01", "0.005", "done"]]
     page = Page(write_comparison(tmp_path, runs).read_text())
     assert page.tags.count("polyline") == 2
+    for name in ("0", "1"):  # started from Python: what the trainer and the module were made with
+        (tmp_path / name / "config.yaml").rename(tmp_path / name / "arguments.yaml")
+    assert comparison(runs) == (header, rows)
 
 
 def test_the_command_shows_tables_and_says_where_the_page_is(
