@@ -54,7 +54,9 @@ class FaultRecovery(Callback):
 
     Args:
         max_restarts: how often in a row, without getting any further.
-        every_n_train_steps: weight updates between two snapshots; None for as many as take `every_s`.
+        every_n_train_steps: weight updates between two snapshots; None for as many as take `every_s`. A snapshot of
+            local_sgd joins the ranks, as each checkpoint does: for weights that are the same to the bit in each run,
+            say at which steps. One that is due while the one before isn't complete is left out.
         every_s: seconds between two snapshots, or more where writing one takes more than a hundredth of that; what was
             trained since the newest may have to be trained again.
         bad_gradients: what becomes of an update whose gradient has NaN or infinity on any rank: None looks at none,
@@ -184,7 +186,7 @@ class FaultRecovery(Callback):
         if every and step % every == 0 and step != self._step_compared:
             _compare(trainer, module)
             self._step_compared = step
-        if self._due(trainer):
+        if self._due(trainer) and not self._waits(trainer):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
@@ -212,6 +214,16 @@ class FaultRecovery(Callback):
         due, self._measured = self._measured, True
         self._looked, self._next = (step, time.monotonic()), step + steps
         return due
+
+    def _waits(self, trainer: Trainer) -> bool:
+        """Return whether the snapshot before isn't complete, for which training would wait: then this one is left out.
+
+        Unless training goes on from a snapshot otherwise than without, and they were asked for at certain steps.
+        """
+        joins = not trainer.strategy.traits.synchronous and trainer.strategy.dealer is None
+        if trainer.writer is None or (joins and self.every_n_train_steps is not None):
+            return False
+        return trainer.writer.busy
 
     @property
     def interval_s(self) -> float:

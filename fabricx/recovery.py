@@ -186,6 +186,7 @@ def _join(t: Trainer, generation: Generation) -> None:
     t.strategy.world_changed(joined)
     wrap_steps(t)
     t.training_step = t.strategy.wrap_step(t.training_step)
+    world.forget_left()
 
 
 def _wait_for_all(world: World, generation: Generation) -> None:

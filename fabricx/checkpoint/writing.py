@@ -105,6 +105,17 @@ class Writer:
         if self._written is not None and self._error is not None and self._written.is_set():
             self._raise_unless_full(self._error)
 
+    @property
+    def busy(self) -> bool:
+        """Return whether the latest checkpoint is still being written on any rank; every rank asks at the same moment.
+
+        Ranks wait for each other in the store where a checkpoint is committed, and that may be out of reach.
+        """
+        if self._written is None:
+            return False
+        own = torch.tensor(float(not self._written.is_set()), device=self._world.device)
+        return bool(self._world.all_reduce(own, "max"))
+
     def finish(self) -> bool:
         """Wait until nothing is being written; every rank calls this at the same moment.
 

@@ -22,6 +22,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _CPU = torch.device("cpu")
 WAITED_S: Final = [0.0]  # seconds that this process has spent in the collectives here, which are mostly waiting
+_LEFT: list[Any] = []  # process groups of generations before, which strategies may still refer to
 _CURRENT: list[World] = []  # the world that this process has joined, if any
 MEET: Final = timedelta(seconds=4)  # how long members of a later generation may take to find each other
 OPERATION: Final = timedelta(minutes=30)  # how long a collective may take
@@ -132,11 +133,27 @@ class World:
         Raises:
             RuntimeError: one of them didn't come.
         """
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self.leave_groups()
         # A peer that dies meanwhile is waited for; gloo takes five times as long as it is told.
         self.join(MEET)
         dist.distributed_c10d._set_pg_timeout(OPERATION)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def leave_groups() -> None:
+        """Leave all process groups, if any; `forget_left` is to follow."""
+        if dist.is_initialized():
+            _LEFT.extend(dist.distributed_c10d._world.pg_map)
+            dist.destroy_process_group()
+
+    @staticmethod
+    def forget_left() -> None:
+        """Wait until groups that were left have ended; nothing of their operations can change a tensor after that.
+
+        The end of an operation may take the interpreter's lock. What a strategy has built on a group (DDP's reducer)
+        would wait for it with that lock held, and nothing would go on in this process; Python's own reference, which is
+        the last one here, gives the lock back first.
+        """
+        _LEFT.clear()
 
     def group_of_mine(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """Build a group for each of several parts of the ranks, on all ranks; returns the one that this rank is in.

@@ -9,20 +9,24 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 import fabricx as fx
 from fabricx import dispatch
 from fabricx.callbacks import FaultRecovery
+from fabricx.comm import world as worlds
 from fabricx.comm.generations import membership
 from fabricx.launch.scale import ask
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
-from fabricx.testing import Ledger, cut, kill
+from fabricx.testing import Ledger, cut, kill, run_ranks
 
 from .aborted import silent
 from .served import tells_its_pid
@@ -266,3 +270,35 @@ def test_who_dies_while_groups_are_built_is_not_waited_for_long(tmp_path: Path) 
     module, trainer = train(strategy, [kill(rank=1).during("backward", step=3)], tmp_path, devices=4)
     assert len(trainer.failures) == 2  # torch's own limit is half an hour, this test's two minutes
     assert exact(module)
+
+
+def _leaves_while_an_operation_is_under_way() -> bool:
+    own = worlds.current()
+    assert own is not None
+    assert own.store is not None
+    reducing = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    if not own.main_rank:
+        own.store.wait(["the other can speak"], timedelta(seconds=30))
+        dist.all_reduce(torch.ones(1))
+        return True
+    dist.all_reduce(torch.ones(1), async_op=True)
+    leaving = threading.Event()
+
+    def speak() -> None:
+        leaving.wait()
+        time.sleep(0.2)
+        own.store.set("the other can speak", "")  # type: ignore[union-attr]
+
+    thread = threading.Thread(target=speak)
+    thread.start()
+    own.leave_groups()
+    worlds._CURRENT.clear()
+    leaving.set()
+    del reducing  # whose end would be that of the group, and wait
+    own.forget_left()
+    thread.join()
+    return True
+
+
+def test_what_waits_for_the_end_of_a_group_lets_others_of_its_process_go_on() -> None:
+    assert all(run_ranks(_leaves_while_an_operation_is_under_way, 2))

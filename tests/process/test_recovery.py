@@ -355,6 +355,45 @@ def test_a_run_whose_supervisor_was_killed_is_resumed_from_its_snapshot(own_fold
     assert f"{steps} steps" in done.stdout
 
 
+LONG = """
+import sys
+from pathlib import Path
+import fabricx as fx
+from torch.utils.data import DataLoader
+from fabricx.callbacks import FaultRecovery
+from fabricx.testing import QUIET, Ledger
+from tests.process.test_recovery import BATCH, SAMPLES, Numbered
+
+class Counts(fx.Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        Path(f"step-{trainer.global_rank}").write_text(str(trainer.global_step))
+
+if __name__ == "__main__":
+    callbacks = [Counts(), FaultRecovery(every_n_train_steps=5)]
+    trainer = fx.Trainer(devices=2, max_epochs=10**6, callbacks=callbacks, **QUIET)
+    trainer.fit(Ledger(SAMPLES, BATCH), DataLoader(Numbered(), BATCH // 2, shuffle=True))
+"""
+
+
+def test_training_goes_on_while_the_supervisor_and_its_store_are_out_of_reach(own_folder: Path) -> None:
+    (own_folder / "script.py").write_text(LONG)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+    def steps() -> int:
+        found = [path.read_text() for path in own_folder.glob("step-*")]
+        return min((int(text or 0) for text in found), default=0)
+
+    with subprocess.Popen([sys.executable, "script.py"], env=environment, stderr=subprocess.PIPE, text=True) as process:
+        for number, more in ((signal.SIGSTOP, 100), (signal.SIGCONT, 20), (signal.SIGTERM, 0)):
+            wait_for(lambda: steps() > 5)
+            before = steps()
+            process.send_signal(number)
+            wait_for(lambda before=before, more=more: steps() >= before + more)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert "failed" not in said
+
+
 SCRIPT = """
 import sys, torch
 import fabricx as fx

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fabricx.callbacks import FaultRecovery, fault_recovery
 from fabricx.comm.world import World
+from fabricx.strategies import DDP, LocalSGD
 
 
 class Trainer:
@@ -22,6 +24,11 @@ class Trainer:
         self.fast_dev_run, self.run_dir, self.default_root_dir = False, root, root
         self.writing_s = writing_s
         self.ends: list[tuple[float, Callable[[], None]]] = []
+        self.strategy: Any = DDP()
+
+    @property
+    def writer(self) -> Any:
+        return SimpleNamespace(busy=bool(self.ends))
 
     def save_checkpoint(self, path: Path, *, wait: bool, after: Callable[[], None]) -> None:
         self.saved.append(self.global_step)
@@ -35,8 +42,11 @@ class Trainer:
         recovery.on_train_batch_end(self, None, None, None, 0)
 
 
-def snapshots(root: Path, writing_s: float, steps: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[int]:
+def snapshots(
+    root: Path, writing_s: float, steps: int, monkeypatch: pytest.MonkeyPatch, strategy: Any = None, **options: Any
+) -> list[int]:
     trainer, recovery = Trainer(root, writing_s), FaultRecovery(**options)
+    trainer.strategy = strategy or trainer.strategy
     monkeypatch.setattr(fault_recovery.time, "monotonic", lambda: trainer.now)
     recovery.on_train_start(trainer, None)
     for _ in range(steps):
@@ -59,4 +69,12 @@ def test_one_that_takes_long_comes_so_rarely_that_it_is_a_hundredth_of_the_time(
 
 
 def test_steps_that_were_asked_for_are_kept_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert snapshots(tmp_path, 5.0, 40, monkeypatch, every_n_train_steps=10) == [10, 20, 30, 40]
+    assert snapshots(tmp_path, 2.0, 40, monkeypatch, every_n_train_steps=10) == [10, 20, 30, 40]
+
+
+def test_one_that_would_have_to_wait_is_left_out_unless_numbers_depend_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: Any = {"writing_s": 3.0, "steps": 40, "monkeypatch": monkeypatch, "every_n_train_steps": 5}
+    assert snapshots(tmp_path, **options) == [5, 20, 35]  # each takes 12 steps
+    assert snapshots(tmp_path, strategy=LocalSGD(), **options) == [5, 10, 15, 20, 25, 30, 35, 40]
