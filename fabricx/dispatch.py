@@ -7,7 +7,6 @@ import contextlib
 import functools
 import itertools
 import math
-import os
 import signal
 import sys
 import threading
@@ -31,6 +30,7 @@ from fabricx.job import Job, check_job
 from fabricx.launch import environment
 from fabricx.launch.changes import Elastic
 from fabricx.launch.lock import only_here
+from fabricx.launch.notices import notices
 from fabricx.launch.scale import ELASTIC
 from fabricx.outcome import Outcome
 from fabricx.run_dir import checkpoints_of, new_run_dir, newest_whole, resolve_checkpoint
@@ -71,12 +71,12 @@ def _run(trainer: Trainer, job: Job) -> Any:
         _settle_down(trainer, job, here, stack)
         _watch(trainer, job, here, stack)
         if here is not None and here.size > 1:
-            stack.enter_context(_interruptible(trainer, (signal.SIGINT, *_notices())))
+            stack.enter_context(_interruptible(trainer, (signal.SIGINT, *notices())))
             return execute(trainer, job, here).results
         if _has_workers(trainer, job):
             return _in_workers(trainer, job)
         device = trainer.strategy.device(trainer.device_ids[0], trainer.accelerator)
-        stack.enter_context(_interruptible(trainer, (signal.SIGINT, *_notices())))
+        stack.enter_context(_interruptible(trainer, (signal.SIGINT, *notices())))
         return execute(trainer, job, World(device=device)).results
 
 
@@ -206,7 +206,7 @@ def enter(trainer: Trainer, world: World) -> World:
 def _work(world: World, trainer: Trainer, job: Job) -> Outcome | None:
     """Run a job as one rank; the main rank's outcome goes back to the caller."""
     world = enter(trainer, world)
-    with _interruptible(trainer, _notices()):  # the supervisor cares for Ctrl-C, but anybody may signal one rank
+    with _interruptible(trainer, notices()):  # the supervisor cares for Ctrl-C, but anybody may signal one rank
         outcome = execute(trainer, job, world)
     weights = trainer.strategy.whole_weights(trainer.module)
     return outcome.portable(trainer, weights) if trainer.world.main_rank else None
@@ -232,7 +232,7 @@ def _in_workers(trainer: Trainer, job: Job) -> Any:
                 note=None if trainer.watcher is None else trainer.watcher.note, **_limits(trainer),
             )[0]  # fmt: skip
         except WorkerFailed as error:
-            if job.stage != "fit" or not _starts_again(trainer, job, error):
+            if job.stage != "fit" or error.stopping or not _starts_again(trainer, job, error):
                 raise
         else:
             outcome.absorb(trainer, job)
@@ -342,11 +342,6 @@ def _serve(
         world.store, prefix, number, world.size, folder=folder, generation=world.generation, run_dir=run_dir,
         traces=traces,
     )  # fmt: skip
-
-
-def _notices() -> tuple[signal.Signals, ...]:
-    """Return the signals by which a machine's owner asks a process to end; USR1 is a custom of SLURM's users."""
-    return (signal.SIGTERM, signal.SIGUSR1) if "SLURM_JOB_ID" in os.environ else (signal.SIGTERM,)
 
 
 @contextlib.contextmanager

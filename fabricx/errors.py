@@ -35,13 +35,21 @@ class FabricxError(RuntimeError):
 
 
 class WorkerFailed(FabricxError):
-    """A worker process ended the run: with an exception of its own, or killed by a signal."""
+    """A worker process ended the run: with an exception of its own, or killed by a signal.
+
+    Attributes:
+        rank: whose.
+        traceback: of its exception.
+        exit_code: of its process.
+        stopping: all had been asked to stop by then.
+    """
 
     def __init__(self, message: str, *, rank: int, traceback: str = "", exit_code: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
         self.traceback = traceback
         self.exit_code = exit_code
+        self.stopping = False
 
 
 class RanksDisagree(FabricxError):

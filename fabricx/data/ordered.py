@@ -16,6 +16,7 @@ from fabricx.data.deal import Deal, Dealer, Section
 from fabricx.data.feed import Feed, Microbatch
 from fabricx.data.order import Balance, Cut, epoch_order, epoch_seed
 from fabricx.data.preprocess import Preprocess
+from fabricx.data.processes import EndsWithItsTrainer
 from fabricx.data.seeded import Seeded
 
 
@@ -237,7 +238,7 @@ def _copy_loader(loader: DataLoader[Any], picked: _Picked, ranks: int) -> DataLo
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
+        worker_init_fn=EndsWithItsTrainer(loader.worker_init_fn) if workers > 0 else None,
         multiprocessing_context=loader.multiprocessing_context,
         generator=torch.Generator(),
         **several,

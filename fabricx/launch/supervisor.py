@@ -28,6 +28,7 @@ from fabricx.comm.pulse import Diagnosis
 from fabricx.errors import WorkerFailed
 from fabricx.launch.changes import Changes, Elastic
 from fabricx.launch.hang import explain, from_dump
+from fabricx.launch.notices import notices
 from fabricx.launch.pickling import check_picklable
 from fabricx.launch.scale import wish
 from fabricx.launch.watch import Watch
@@ -35,7 +36,10 @@ from fabricx.launch.worker import ASKED, Failure, Place
 from fabricx.launch.worker import main as worker_main
 
 Note = Callable[[str, str], None]
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.optim", "fabricx.trainer", "fabricx.strategies"]
+PRELOAD = [
+    "torch", "torch.distributed", "torch._dynamo", "torch.optim", "fabricx.trainer", "fabricx.strategies",
+    "fabricx.launch.notices",
+]  # fmt: skip
 FROZEN_S = 60.0  # without a sign of life
 RESTARTS = 3  # of each server
 GATHER_S = 1.0  # after the first failure, how long other ranks may still report theirs
@@ -102,6 +106,7 @@ class _Workers:
     ) -> None:  # fmt: skip
         self._watch, self._run_dir = watch, run_dir
         self._note: Note = note or (lambda name, text: None)
+        self._asked = False  # to stop
         self._ended: dict[int, str] = {}  # those that the supervisor has ended, and why
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the system chooses the port
         self._size = size
@@ -311,6 +316,7 @@ class _Workers:
         who = f"server {first.rank - self._size}" if serves else f"rank {first.rank}"
         message = f"{who} failed:\n\n{first.traceback.rstrip()}{also}"
         failed = WorkerFailed(message, rank=first.rank, traceback=first.traceback)
+        failed.stopping = self._asked
         failed.__cause__ = None if first.error is None else first.error.with_traceback(None)
         failed.__suppress_context__ = True
         return failed
@@ -335,23 +341,21 @@ class _Workers:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM stop all ranks at the next step they agree on; a second one ends them at once."""
+        """Ctrl-C and notices stop all ranks at the next step they agree on; a second one ends them at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        asked = False
 
         def stop(number: int, frame: FrameType | None) -> None:
-            nonlocal asked
-            if asked:
+            if self._asked:
                 for process in self._processes.values():
                     process.kill()
                 raise KeyboardInterrupt
-            asked = True
+            self._asked = True
             print("\nstopping at the next step; once more stops at once", file=sys.stderr, flush=True)
             self._store.set(EVERYBODY, "interrupted" if number == signal.SIGINT else "terminated")
 
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, *notices())}
         try:
             yield
         finally:

@@ -13,13 +13,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import set_forkserver_preload
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from fabricx.comm import generations, pulse
 from fabricx.errors import brief_traceback
+from fabricx.launch import notices
 
+PRELOAD = ["torch.utils.data", "fabricx.launch.notices"]
 BEAT_S = 0.5  # between two signs of life
 LONG_S = 10.0  # without a further batch, after which signs of life say what the main thread is at
 SHUT_S = 0.02  # between two looks for links of a broken group, while its worker is still busy with it
@@ -58,7 +61,10 @@ class Failure:
 def main(place: Place, control: Connection) -> None:
     """Run the function that the supervisor has left in the folder, and leave the result there."""
     os.setpgrp()  # whatever it starts can be ended with it
+    set_forkserver_preload(["__main__", *PRELOAD])  # should it start one of its own, for processes that load data
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the supervisor decides
+    if place.serve is not None:  # it ends when the workers have
+        notices.ignore()
     report = _Report(control)
     say = report.send if place.changes else None
     generations.enter(generations.Membership(place.rank, place.folder, say, lambda: _exit(0)))
@@ -164,7 +170,7 @@ def _exit(code: int) -> None:
     import multiprocessing
 
     for child in multiprocessing.active_children():
-        child.terminate()
+        child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

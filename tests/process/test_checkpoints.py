@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import psutil
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
@@ -279,8 +280,8 @@ SIGNALLED = """
 
     if __name__ == "__main__":
         options = {**QUIET, "enable_checkpointing": True, "callbacks": [ModelCheckpoint("saved")]}
-        trainer = fx.Trainer(max_epochs=10**6, devices=int(sys.argv[1]), **options)
-        trainer.fit(Tells(), tiny_loader(10**6, 1))
+        trainer = fx.Trainer(max_epochs=10**6, devices=int(sys.argv[1]), strategy=sys.argv[2], **options)
+        trainer.fit(Tells(), tiny_loader(10**6, 1, num_workers=int(sys.argv[3])))
         print("fit returned")
 """
 
@@ -293,6 +294,7 @@ SIGNALLED = """
         (2, "rank-1", signal.SIGTERM, 143),
         (2, "rank-0", signal.SIGUSR1, 143),
         (2, "main", signal.SIGINT, 0),
+        (2, "all", signal.SIGTERM, 143),  # as schedulers do: servers, who loads data and the fork server, too
     ],
     ids=str,
 )
@@ -301,8 +303,8 @@ def test_a_signal_to_any_process_leaves_one_whole_checkpoint(
 ) -> None:
     (own_folder / "script.py").write_text(textwrap.dedent(SIGNALLED))
     process = subprocess.Popen(
-        [sys.executable, "script.py", str(devices)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "SLURM_JOB_ID": "7"},
+        [sys.executable, "script.py", str(devices), *(("parameter_server", "1") if whom == "all" else ("auto", "0"))],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "SLURM_JOB_ID": "7"},
     )  # fmt: skip
     ranks = [own_folder / f"rank-{rank}" for rank in range(devices)]
     deadline = time.monotonic() + 60
@@ -310,10 +312,17 @@ def test_a_signal_to_any_process_leaves_one_whole_checkpoint(
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
-    os.kill(process.pid if whom == "main" else int((own_folder / whom).read_text()), sent)
+    every = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    if whom == "all":
+        assert len(every) >= 7  # the fork server, the resource tracker, two workers with a process each, a server
+        for one in every:
+            one.send_signal(sent)
+    else:
+        os.kill(process.pid if whom == "main" else int((own_folder / whom).read_text()), sent)
     said, errors = process.communicate(timeout=30)
     assert process.returncode == code, errors
     assert ("fit returned" in said) is (code == 0)
     [saved] = checkpoint.list_committed(own_folder / "saved")
     checkpoint.verify(saved)
     assert _step(saved) >= 5
+    assert not psutil.wait_procs(every, timeout=10)[1]

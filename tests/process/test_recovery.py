@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import FaultRecovery, ModelCheckpoint
+from fabricx.comm.agree import EVERYBODY
 from fabricx.errors import WorkerFailed
 from fabricx.loggers import JSONLogger, TensorBoardLogger
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
@@ -309,6 +310,27 @@ def test_a_rank_whose_weights_differ_is_named_and_all_begin_again(tmp_path: Path
     assert "step 6: the weights of rank 1 differ" in failure
     for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+class StopsAndFails(Ledger):
+    """Asks the supervisor to stop all, and fails when that is on its way."""
+
+    supervisor = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 4 and self.global_rank == 1:
+            os.kill(self.supervisor, signal.SIGTERM)
+            self.trainer.world.store.wait([EVERYBODY])  # type: ignore[union-attr]
+            raise ValueError("while stopping")
+        return super().training_step(batch, batch_idx)
+
+
+def test_nobody_starts_again_who_was_asked_to_stop(tmp_path: Path) -> None:
+    module = StopsAndFails(SAMPLES, BATCH)
+    vars(module)["supervisor"] = os.getpid()
+    with pytest.raises(WorkerFailed, match="while stopping"):
+        train(DDP(), [], tmp_path, module=module)
+    assert snapshots(tmp_path)  # to go on from
 
 
 def test_tries_without_getting_further_are_counted(tmp_path: Path) -> None:

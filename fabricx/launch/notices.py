@@ -1,0 +1,33 @@
+"""Signals by which a machine's owner asks a process to end, and who is to hear them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Final
+
+_ALL: Final = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def notices() -> tuple[signal.Signals, ...]:
+    """Return the signals by which a machine's owner asks a process to end; USR1 is a custom of SLURM's users."""
+    return _ALL if "SLURM_JOB_ID" in os.environ else (signal.SIGTERM,)
+
+
+def ignore() -> None:
+    """Hear none of them: others that do will end this process in time."""
+    for number in _ALL:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _hear() -> None:
+    for number in _ALL:
+        signal.signal(number, signal.SIG_DFL)
+
+
+# A scheduler that ends a job signals each of its processes. The fork server would end, and nobody would know any more
+# what becomes of the workers; it ends with the process that started it. Those that it forks hear as ever.
+if "multiprocessing.forkserver" in " ".join(sys.orig_argv):
+    ignore()
+    os.register_at_fork(after_in_child=_hear)
