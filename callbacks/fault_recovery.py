@@ -54,9 +54,10 @@ class FaultRecovery(Callback):
 
     Args:
         max_restarts: how often in a row, without getting any further.
-        every_n_train_steps: weight updates between two snapshots; None for as many as take `every_s`. A snapshot of
-            local_sgd joins the ranks, as each checkpoint does: for weights that are the same to the bit in each run,
-            say at which steps. One that is due while the one before isn't complete is left out.
+        every_n_train_steps: weight updates between two snapshots; None for as many as take `every_s`. One that is due
+            while the one before isn't complete is left out. A snapshot of local_sgd joins the ranks, and one of servers
+            that send differences brings what those leave out, as each checkpoint does: for weights that are the same to
+            the bit in each run, say at which steps; those are kept to.
         every_s: seconds between two snapshots, or more where writing one takes more than a hundredth of that; what was
             trained since the newest may have to be trained again.
         bad_gradients: what becomes of an update whose gradient has NaN or infinity on any rank: None looks at none,
@@ -218,10 +219,10 @@ class FaultRecovery(Callback):
     def _waits(self, trainer: Trainer) -> bool:
         """Return whether the snapshot before isn't complete, for which training would wait: then this one is left out.
 
-        Unless training goes on from a snapshot otherwise than without, and they were asked for at certain steps.
+        Unless numbers depend on it, and the user has said at which steps.
         """
-        joins = not trainer.strategy.traits.synchronous and trainer.strategy.dealer is None
-        if trainer.writer is None or (joins and self.every_n_train_steps is not None):
+        asked = trainer.strategy.traits.joins and self.every_n_train_steps is not None
+        if trainer.writer is None or asked:
             return False
         return trainer.writer.busy
 

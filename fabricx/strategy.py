@@ -28,6 +28,7 @@ class Traits:
         sharded: a rank holds only a part of the weights or of the optimizer's state.
         private: nor is all of it in what another rank holds: a server has some, or each rank has its own.
         elastic: the world may change under it.
+        joins: a checkpoint brings ranks to one state, from which they go on otherwise than without it.
         max_ranks: the most ranks it can run on; None for any number.
     """
 
@@ -35,6 +36,7 @@ class Traits:
     sharded: bool = False
     private: bool = False
     elastic: bool = False
+    joins: bool = False
     max_ranks: int | None = None
 
     @property

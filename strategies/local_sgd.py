@@ -86,7 +86,7 @@ class LocalSGD(Strategy):
         keep_local: what part of a rank's own weights stays where a result comes late: 0 takes the result alone.
     """
 
-    traits = Traits(synchronous=False, elastic=True)
+    traits = Traits(synchronous=False, elastic=True, joins=True)
 
     def __init__(
         self,

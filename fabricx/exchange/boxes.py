@@ -66,6 +66,7 @@ class Boxes(Generic[L]):
         self._back = back
         self._came = link.inbox[: shard.dense] if back is None else torch.zeros(shard.dense, dtype=link.inbox.dtype)
         self._in = [self._came[start:stop] for start, stop in rooms]
+        self._begun = False  # have weights come from which the next ones are differences?
         self._early: set[int] = set()  # pieces that are on their way already
         self._views: dict[int, Tensor] = {}  # of pieces that are a parameter's whole gradient
         if views and codec is None and back is None:
@@ -152,12 +153,23 @@ class Boxes(Generic[L]):
         """Decode what has come: sums as they are, and weights as their differences from what was here before."""
         if self._back is None:
             return
+        self._begun = not sums
         if reply.scale is None:
             self._came.copy_(self.link.inbox[: self.shard.dense])
             return
         raw = self.link.inbox.view(torch.uint8)
         decoded = self._back.decode(raw, len(self._came), reply.scale, self._came.dtype)
         self._came.copy_(decoded) if sums else self._came.add_(decoded)
+
+    @property
+    def came(self) -> Tensor | None:
+        """Return the weights that came so far, flat, if differences from them follow."""
+        return self._came.clone() if self._begun else None
+
+    @came.setter
+    def came(self, weights: Tensor) -> None:
+        self._begun = True
+        self._came.copy_(weights)
 
     @property
     def kept(self) -> Tensor:

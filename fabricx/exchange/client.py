@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, Literal, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from fabricx.exchange.messages import (
     Counts,
     Granted,
     Groups,
+    Have,
     Norm,
     Open,
     Pull,
@@ -379,9 +380,27 @@ class Client:
 
     def velocity(self) -> list[Tensor]:
         """Return the velocity of the servers' outer optimizer, by parameter."""
+        return self._by_parameter("velocity")
+
+    def weights(self) -> list[Tensor]:
+        """Return the servers' weights, by parameter; what they reckon that this worker has stays."""
+        return self._by_parameter("weights")
+
+    def came(self) -> list[Tensor | None]:
+        """Return what each server has sent of its weights, where differences from that follow."""
+        return [boxes.came for boxes in self._boxes]
+
+    def have(self, came: Sequence[Tensor | None]) -> None:
+        """Go on with differences from what `came` has returned."""
+        for number, weights in enumerate(came):
+            if weights is not None:
+                self._boxes[number].came = weights
+                self._say(number, Have(weights))
+
+    def _by_parameter(self, what: Literal["velocity", "weights"]) -> list[Tensor]:
         found = [torch.zeros(parameter.shape, dtype=self.dtype) for parameter in self._parameters]
         for number, shard in enumerate(self._shards):
-            told = self._asked(number, Tell("velocity")).content
+            told = self._asked(number, Tell(what)).content
             for part, (start, stop) in zip(shard.parts, shard.spans, strict=True):
                 part_of(found[part.parameter], part).view(-1).copy_(told[start:stop])
         return found

@@ -195,10 +195,17 @@ class Apply:
 
 @dataclass(slots=True)
 class Tell:
-    """Ask for something besides: "state" of the optimizers, "velocity" of the outer one, what was "lost" by
-    compressing sums, or "counts"."""
+    """Ask for something besides: "state" of the optimizers, "velocity" of the outer one, the server's own "weights",
+    what was "lost" by compressing sums, or "counts"."""
 
-    what: Literal["state", "velocity", "lost", "counts"]
+    what: Literal["state", "velocity", "weights", "lost", "counts"]
+
+
+@dataclass(slots=True)
+class Have:
+    """Say what weights this worker has, flat: what comes next is what the server's are more than these."""
+
+    weights: Tensor
 
 
 @dataclass(slots=True)

@@ -259,6 +259,8 @@ class Holding(Together):
         self._scales: list[tuple[list[Tensor], float]] = []
         self._limits: list[tuple[list[Tensor], float]] = []
         self._pushed = False
+        self._whole: list[Tensor] | None = None  # the servers' weights, where this worker's may be less
+        self._came: list[Tensor | None] = []  # what it has of them, by server, where differences follow
 
     def complete(self) -> bool:
         self.world.barrier()  # whether there will be an update is known when all have come this far
@@ -304,18 +306,26 @@ class Holding(Together):
 
     def own(self) -> Any:
         self.client.finish_pull()
+        came = self.client.came()
         if not self.world.main_rank:
-            return None
-        tables = [parameter.detach().clone() for parameter in self._parameters] if self.client.partial else None
-        if tables is not None:  # the rows here are those that were looked up last
-            self.client.pull(tables)
-        return self.client.optimizer_states(), tables
+            return None, None, came
+        return self.client.optimizer_states(), self.client.weights() if self.client.partial else None, came
+
+    def starts(self, step: int) -> None:
+        whole, came = self._whole, self._came
+        self._whole, self._came = None, []
+        differ = any(weights is not None for weights in came)
+        own = [parameter.detach().clone() for parameter in self._parameters] if differ else []
+        for parameter, weights in zip(self._parameters, whole or (), strict=False):
+            parameter.detach().copy_(weights)
+        super().starts(step)
+        for parameter, weights in zip(self._parameters, own, strict=False):
+            parameter.detach().copy_(weights)
+        self.client.have(came)
 
     def take_own(self, owns: Sequence[Any]) -> None:
-        if owns[0] is None:
+        states, self._whole, self._came = owns[0]
+        if states is None:
             return  # the servers get all from the main rank
-        states, tables = owns[0]
-        for parameter, table in zip(self._parameters, tables or (), strict=False):
-            parameter.detach().copy_(table)
         for optimizer, mine in zip(self._optimizers, states, strict=True):
             optimizer.state.update({p: state for p, state in zip(self._parameters, mine, strict=True) if state})

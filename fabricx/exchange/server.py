@@ -20,6 +20,7 @@ from fabricx.exchange.messages import (
     Counts,
     Granted,
     Groups,
+    Have,
     Norm,
     Open,
     Pull,
@@ -150,6 +151,9 @@ class Server:
         if isinstance(message, Close):
             if message.section == self._leases.section:
                 self._leases.close()
+            return None
+        if isinstance(message, Have):
+            self._seen[worker] = message.weights
             return None
         if isinstance(message, Tell):
             return Reply(self.version, self.trained, self._told(message.what))
@@ -465,6 +469,8 @@ class Server:
             return self.counts
         if what == "lost":
             return None if self._back is None else self._back.lost
+        if what == "weights":
+            return self.values
         if what == "velocity":
             return self._rule.velocity if isinstance(self._rule, Outer) else None
         return self._rule.state() if isinstance(self._rule, Step) else []

@@ -88,8 +88,8 @@ class ServedStrategy(Strategy):
         self.traits = Traits(
             synchronous=pace is None,
             private=pace is None and (servers_step or self._compresses),
-            # Weights that come as differences from those before aren't what the servers have.
-            elastic=pace is not None or not (servers_step and settings.pull_compression is not None),
+            elastic=True,
+            joins=pace is None and servers_step and settings.pull_compression is not None,
         )
         self._settings = settings
         self._servers_step = servers_step
