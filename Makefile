@@ -10,12 +10,14 @@ help:  ## what can be made
 	@echo "make TARGET, where TARGET is one of"
 	@sed -nE 's/^([a-z]+):[^#]*## *(.*)/  \1\t\2/p' $(MAKEFILE_LIST)
 
-# Installed again only when what is to be installed has changed.
+# Installed again only when what is to be installed has changed. As a plain path ("compat"): else a folder named fabricx
+# beside a script, such as this clone, would hide the package.
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "fabricx needs Python 3.11 or later; give one with make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "installing fabricx and its tools into $(VENV) (once; a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--config-settings editable_mode=compat --editable '.[dev]'
 	@touch $@
 
 install: $(INSTALLED)  ## make the virtual environment

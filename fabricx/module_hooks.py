@@ -51,8 +51,8 @@ class ModuleHooks:
         The gradient is then the mean over the terms of the whole global batch, whichever rank had how many, and so are
         logged means; that takes one number to be summed over the ranks each step. With 0, the batch is left out.
 
-        >>> import torch
-        >>> class Tokens(Module):
+        >>> import torch, fabricx as fx
+        >>> class Tokens(fx.Module):
         ...     def batch_weight(self, batch):
         ...         return (batch != -100).sum()  # what `ignore_index` leaves
         >>> int(Tokens().batch_weight(torch.tensor([[4, 2, -100], [7, -100, -100]])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib
 import os
 import re
@@ -135,6 +136,13 @@ def test_what_is_installed_from_the_wheel_finds_its_plugins(wheel, tmp_path):
     assert python(program, cwd=tmp_path, path=wheel).startswith(str(wheel))
 
 
+def test_a_folder_of_that_name_beside_a_script_hides_nothing(tmp_path):
+    (tmp_path / "fabricx" / "tests").mkdir(parents=True)  # as a clone is
+    (tmp_path / "script.py").write_text("import fabricx as fx; print(fx.Module.__name__)")
+    ended = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.stdout == "Module\n", ended.stderr + "\ninstall it with make, which asks for a plain path"
+
+
 # -- folders and words --------------------------------------------------------------------------------------------
 
 
@@ -183,6 +191,13 @@ def test_every_module_begins_with_what_it_is():
 
 
 # -- what depends on what (more of it in pyproject.toml, for import-linter) -----------------------------------------
+
+
+@pytest.mark.parametrize("path", [path for path in PYTHON if ">>> " in path.read_text()], ids=short)
+def test_examples_in_docstrings_run(path):
+    inside = path.relative_to(ROOT).with_suffix("").parts
+    module = importlib.import_module(".".join(inside if inside[0] == "fabricx" else ("fabricx", *inside)))
+    assert doctest.testmod(module).failed == 0
 
 
 def test_torch_distributed_is_met_in_comm_launch_and_strategies_only():
