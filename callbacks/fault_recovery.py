@@ -224,7 +224,7 @@ class FaultRecovery(Callback):
         asked = trainer.strategy.traits.joins and self.every_n_train_steps is not None
         if trainer.writer is None or asked:
             return False
-        return trainer.writer.busy
+        return trainer.writer.busy()
 
     @property
     def interval_s(self) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Any, Final
 
-_DEPTH: Final = 3  # of objects in objects
+from fabricx.hparams import is_plain, plain
+
+_LONG: Final = 200  # characters, or elements: what has more is data
 _NO_TEXT: Final[Any] = object.__str__
 
 
@@ -18,29 +20,30 @@ def given(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, 
     {'rate': 0.1, 'sizes': [3]}
     """
     known = {name: one.default for name, one in inspect.signature(function).parameters.items() if name != "self"}
-    plain = {name: described(values[name]) for name in known if name in values}
-    return {name: value for name, value in plain.items() if value != described(known[name])}
+    found = {name: described(values[name]) for name in known if name in values}
+    return {name: value for name, value in found.items() if value != described(known[name])}
 
 
-def described(value: Any, depth: int = 0) -> Any:
-    """Return plain data that says what a value is; of an object its class and its public attributes.
+def described(value: Any) -> Any:
+    """Return plain data that says what a value is; of an object its class and those public attributes that are plain.
 
     >>> class Clip:
-    ...     def __init__(self): self.limit, self._seen = 0.5, 3
+    ...     def __init__(self): self.limit, self._seen, self.trainer = 0.5, 3, object()
     >>> described({"clip": Clip(), "of": int, "sizes": (1, 2)})
     {'clip': {'class': 'Clip', 'limit': 0.5}, 'of': 'int', 'sizes': [1, 2]}
     """
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): described(item, depth + 1) for name, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [described(item, depth + 1) for item in value]
+    return plain(value, _of_object)
+
+
+def _of_object(value: Any) -> Any:
     if inspect.isclass(value) or inspect.isroutine(value):
         return value.__name__
-    has_text = type(value).__str__ is not _NO_TEXT
-    if has_text or not hasattr(value, "__dict__") or depth >= _DEPTH:
-        text = str(value)
+    if type(value).__str__ is not _NO_TEXT or not hasattr(value, "__dict__"):
+        text = str(value)[:_LONG]
         return type(value).__name__ if " at 0x" in text else text
-    public = {name: item for name, item in vars(value).items() if not name.startswith("_")}
-    return {"class": type(value).__name__, **{name: described(item, depth + 1) for name, item in public.items()}}
+    public = {name: item for name, item in vars(value).items() if not name.startswith("_") and _is_short(item)}
+    return {"class": type(value).__name__, **plain(public)}
+
+
+def _is_short(value: Any) -> bool:
+    return is_plain(value) and (not isinstance(value, Sized) or len(value) <= _LONG)

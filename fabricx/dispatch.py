@@ -223,13 +223,14 @@ def _in_workers(trainer: Trainer, job: Job) -> Any:
              "datamodule": job.datamodule}  # fmt: skip
     trainer.failures = []
     trainer.log_settings = LogSettings.of_this_process()
+    elastic = _elastic(trainer, job)
     while True:
         try:
             outcome = run_workers(
                 _work, (trainer, job), size=len(trainer.device_ids), named=named, servers=_servers(trainer, job),
-                serve=functools.partial(_serve, records=_records(trainer)), elastic=_elastic(trainer, job),
+                serve=functools.partial(_serve, records=_records(trainer)), elastic=elastic,
                 failures=trainer.failures, run_dir=trainer.run_dir,
-                note=None if trainer.watcher is None else trainer.watcher.note, **_limits(trainer),
+                note=None if trainer.watcher is None else trainer.watcher.note, **_limits(trainer, elastic),
             )[0]  # fmt: skip
         except WorkerFailed as error:
             if job.stage != "fit" or error.stopping or not _starts_again(trainer, job, error):
@@ -253,14 +254,14 @@ def _elastic(trainer: Trainer, job: Job) -> Elastic | None:
     return None
 
 
-def _limits(trainer: Trainer) -> dict[str, Any]:
-    """Return how long the supervisor is to wait for workers, where callbacks say so."""
+def _limits(trainer: Trainer, elastic: Elastic | None) -> dict[str, Any]:
+    """Return how long the supervisor is to wait for workers that may be replaced, where callbacks say so."""
     found = {}
     for name in ("frozen_after", "stuck_after"):
         wanted = [getattr(callback, name) for callback in trainer.callbacks if getattr(callback, name) is not None]
         if wanted:
             found[name] = min(wanted, key=lambda seconds: math.inf if isinstance(seconds, str) else seconds)
-    if trainer.accelerator == "cuda":  # torch ends no collective by itself where others can go on without its members
+    if trainer.accelerator == "cuda" and elastic is not None:  # torch ends no collective of such a group by itself
         found.setdefault("stuck_after", OPERATION.total_seconds())
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -76,7 +76,7 @@ class HyperParameters:
         dropped = {ignore} if isinstance(ignore, str) else set(ignore)
         kept = {name: value for name, value in found.items() if name not in dropped}
         self.hparams.update(kept)
-        self.__dict__["_hparams_initial"] = copy.deepcopy(kept) if _is_plain(kept) else AttributeDict(kept)
+        self.__dict__["_hparams_initial"] = copy.deepcopy(kept) if is_plain(kept) else AttributeDict(kept)
         self.__dict__["_hparams_initial"] = AttributeDict(self.__dict__["_hparams_initial"])
         self.__dict__["_log_hyperparams"] = logger
 
@@ -99,22 +99,23 @@ def _init_arguments(frame: FrameType | None, cls: type) -> dict[str, Any]:
     return collected
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Return whether a value, with all that is in it, is of Python's plain types."""
     if isinstance(value, Mapping):
-        return all(_is_plain(item) for item in value.values())
+        return all(is_plain(item) for item in value.values())
     if isinstance(value, (list, tuple, set)):
-        return all(_is_plain(item) for item in value)
+        return all(is_plain(item) for item in value)
     return value is None or isinstance(value, (bool, int, float, complex, str, bytes))
 
 
-def plain(value: Any) -> Any:
-    """Return hyperparameters as data that JSON and YAML can hold; what isn't plain becomes its text.
+def plain(value: Any, otherwise: Callable[[Any], Any] = str) -> Any:
+    """Return hyperparameters as data that JSON and YAML can hold; what isn't plain becomes its text, or `otherwise`.
 
     >>> plain({"sizes": (1, 2), "activation": len})
     {'sizes': [1, 2], 'activation': '<built-in function len>'}
     """
     if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
+        return {str(name): plain(item, otherwise) for name, item in value.items()}
     if isinstance(value, (list, tuple, set)):
-        return [plain(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+        return [plain(item, otherwise) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else otherwise(value)

@@ -27,7 +27,7 @@ from fabricx.publishing import log_measured, log_step, log_step_alone, publish_e
 from fabricx.recovery import recover, take_part
 from fabricx.restart_point import BufferCopies, RestartPoint, metric_objects
 from fabricx.seed import random_kept, seed_everything
-from fabricx.standing import leave_word, leave_word_before_update, leave_word_meanwhile
+from fabricx.standing import before_update, leave_word, leave_word_meanwhile
 from fabricx.state import Phase, Stage
 from fabricx.telemetry.recorder import Span
 
@@ -326,9 +326,8 @@ def _zero_grad(t: Trainer, micro: Microbatch) -> None:
 
 def _update(t: Trainer, micro: Microbatch, batch: Any) -> None:
     """Update the weights with the gradient of a whole window; several optimizers step together."""
-    if t.slot is not None:  # else all go back to a copy, whatever this update takes in
-        t.world.settle()
-        leave_word_before_update(t, micro)
+    if t.slot is not None:
+        before_update(t, micro)
     for optimizer in t.optimizers:
         t.precision_plugin.unscale(optimizer)
         for hook in t.hooks.on_before_optimizer_step:

@@ -123,6 +123,22 @@ def check_max_time(max_time: Any) -> timedelta | None:
     return timedelta(**max_time) if isinstance(max_time, dict) else parse_duration(max_time)
 
 
+def check_clipping(limit: float | None, algorithm: str | None) -> tuple[float | None, str]:
+    """Return by how much gradients are clipped, and whether that is their "norm" or each "value"."""
+    if algorithm not in (None, "norm", "value"):
+        raise ValueError(f"gradient_clip_algorithm={algorithm!r}: 'norm' or 'value'")
+    if limit is not None and limit < 0:
+        raise ValueError(f"gradient_clip_val={limit}: a limit of 0 or more, or None to clip nothing")
+    return limit, algorithm or "norm"
+
+
+def check_deterministic(value: bool | str) -> bool | str:
+    """Return True, False, "warn" or "elastic"."""
+    if value not in (False, True, "warn", "elastic"):
+        raise ValueError(f"deterministic={value!r}: False, True, 'warn' or 'elastic'")
+    return value
+
+
 def check_profiler(value: str | None) -> str | None:
     """Return the name of a profiler, or None."""
     known = ("simple", "trace")

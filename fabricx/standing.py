@@ -58,8 +58,13 @@ def leave_word_meanwhile(t: Trainer, after: Microbatch, loss: Tensor) -> None:
     loss.register_hook(lambda _: Variable._execution_engine.queue_callback(computed))  # type: ignore[attr-defined]
 
 
-def leave_word_before_update(t: Trainer, after: Microbatch) -> None:
-    """Leave word of a batch of which all is computed but its update, unless that was done meanwhile."""
+def before_update(t: Trainer, after: Microbatch) -> None:
+    """Leave word of a batch of which all is computed but its update, unless that was done meanwhile.
+
+    Where a group's end is no error, what was computed has to be waited for first: with garbage in its weights a rank
+    that has no copy couldn't go on.
+    """
+    t.world.settle()
     if not t.told_ahead:
         leave_word(t, after)
         t.told_ahead = _only_update_left(t)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,6 +59,7 @@ class Strategy(ABC):
     waited_s = 0.0  # seconds that this rank has waited for others while it computed and updated, if they are counted
     waits_for_servers = False  # those are whom it waits for
     pushed_s = 0.0  # seconds in which it has given gradients to them
+    closes = True  # does the next backward end an accumulation window?
     parts = 0  # that each global batch is cut into, whoever computes them; 0 for as many as there are ranks
 
     def __init__(self) -> None:
@@ -122,7 +123,15 @@ class Strategy(ABC):
 
     def accumulate(self) -> AbstractContextManager[Any]:
         """Return a context for microbatches that don't end a window: no gradient has to travel yet."""
-        return nullcontext()
+        return self._window_goes_on()
+
+    @contextmanager
+    def _window_goes_on(self) -> Iterator[None]:
+        self.closes = False
+        try:
+            yield
+        finally:
+            self.closes = True
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients; after the last microbatch of a window they are the global mean."""

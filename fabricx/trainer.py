@@ -35,7 +35,9 @@ from fabricx.restart_point import RestartPoint
 from fabricx.scribe import Scribe
 from fabricx.settings import (
     check_accelerator,
+    check_clipping,
     check_count,
+    check_deterministic,
     check_devices,
     check_limit,
     check_max_time,
@@ -183,15 +185,10 @@ class Trainer(Answers):
         self.num_sanity_val_steps = num_sanity_val_steps
         self.log_every_n_steps = check_count("log_every_n_steps", log_every_n_steps, "step") or 0
         self.accumulate_grad_batches = check_count("accumulate_grad_batches", accumulate_grad_batches, "batch", 1) or 1
-        self.gradient_clip_val = gradient_clip_val
-        self.gradient_clip_algorithm = gradient_clip_algorithm or "norm"
-        if self.gradient_clip_algorithm not in ("norm", "value"):
-            raise ValueError(f"gradient_clip_algorithm={gradient_clip_algorithm!r}: 'norm' or 'value'")
-        if gradient_clip_val is not None and gradient_clip_val < 0:
-            raise ValueError(f"gradient_clip_val={gradient_clip_val}: a limit of 0 or more, or None to clip nothing")
-        if deterministic not in (False, True, "warn", "elastic"):
-            raise ValueError(f"deterministic={deterministic!r}: False, True, 'warn' or 'elastic'")
-        self.deterministic = deterministic
+        self.gradient_clip_val, self.gradient_clip_algorithm = check_clipping(
+            gradient_clip_val, gradient_clip_algorithm
+        )
+        self.deterministic = check_deterministic(deterministic)
         self.benchmark = benchmark
         self.inference_mode = inference_mode
         self.use_distributed_sampler = use_distributed_sampler

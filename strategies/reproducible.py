@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Final, final
 
 import torch
@@ -40,7 +39,6 @@ class Reproducible(Strategy):
             raise ValueError(f"parts={parts}: between 1 and 1024")
         self.parts = parts
         self._sums: IntegerSums | None = None
-        self._closes = True
         self._threads = 0
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
@@ -81,24 +79,16 @@ class Reproducible(Strategy):
         self._sums, self._threads = None, 0
         super().teardown()
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        self._closes = False
-        try:
-            yield
-        finally:
-            self._closes = True
-
     def backward(self, loss: Tensor) -> None:
         super().backward(loss)
         assert self._sums is not None
         self._sums.add()
-        if self._closes:
+        if self.closes:
             self._sums.join(self.world)
 
     def backward_nothing(self, *company: Any) -> bool:
         assert self._sums is not None
-        if self._closes:
+        if self.closes:
             self._sums.join(self.world)
         return True
 

@@ -105,7 +105,6 @@ class Writer:
         if self._written is not None and self._error is not None and self._written.is_set():
             self._raise_unless_full(self._error)
 
-    @property
     def busy(self) -> bool:
         """Return whether the latest checkpoint is still being written on any rank; every rank asks at the same moment.
 

@@ -113,6 +113,7 @@ class World:
         own = membership()
         if own.changes:
             own.building(self.generation, getattr(self.store, "port", None), silent=self.silent)
+        if own.changes and self.silent:
             # Else torch ends the process when an operation fails, while the others can still go on without its peer.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")

@@ -24,10 +24,9 @@ class EndsWithItsTrainer:
         self._trainer = os.getpid()  # it needn't be the parent: there may be a fork server between them
 
     def __call__(self, number: int) -> None:
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, {signal.SIGTERM}
-        )  # threads that are started from here on block it, too
-        threading.Thread(target=_wait, args=(self._trainer,), name="fabricx-signals", daemon=True).start()
+        if hasattr(signal, "sigwaitinfo"):  # else nobody can tell who has asked
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # also in threads that are started from here on
+            threading.Thread(target=_wait, args=(self._trainer,), name="fabricx-signals", daemon=True).start()
         if self._first is not None:
             self._first(number)
 

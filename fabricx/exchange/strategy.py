@@ -6,7 +6,6 @@ import contextlib
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal, cast
 
 import torch
@@ -98,7 +97,6 @@ class ServedStrategy(Strategy):
         self._client: Client | None = None
         self._optimizers: list[Optimizer] = []
         self._several_backwards = False
-        self._closing = True  # does the next backward end an accumulation window?
         self._parameters: list[Tensor] = []
         check_choice(name, "overlap", overlap, ("backward", "forward"))
         if overlap == "forward" and (not servers_step or settings.outer is not None):
@@ -233,27 +231,24 @@ class ServedStrategy(Strategy):
 
     @contextlib.contextmanager
     def _window_goes_on(self) -> Iterator[None]:
-        self._closing = self._hears(False)
-        try:
-            yield
-        finally:
-            self._closing = self._hears(True)
+        with super()._window_goes_on():
+            self._hear(closing=False)
+            try:
+                yield
+            finally:
+                self._hear(closing=True)
 
-    def _hears(self, closing: bool) -> bool:
+    def _hear(self, *, closing: bool) -> None:
         if self._client is not None:
             self._client.hears = closing
-        return closing
-
-    def accumulate(self) -> AbstractContextManager[Any]:
-        return self._window_goes_on()
 
     def backward(self, loss: Tensor) -> None:
         assert self._pace is not None
-        self._pace.backward(loss, closing=self._closing)
+        self._pace.backward(loss, closing=self.closes)
 
     def backward_nothing(self, *company: Any) -> bool:
         assert self._pace is not None
-        return self._pace.complete() if self._closing else True
+        return self._pace.complete() if self.closes else True
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         assert self._pace is not None

@@ -7,7 +7,7 @@ import signal
 import sys
 from typing import Final
 
-_ALL: Final = (signal.SIGTERM, signal.SIGUSR1)
+_ALL: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
 def notices() -> tuple[signal.Signals, ...]:

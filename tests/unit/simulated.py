@@ -6,13 +6,12 @@ the supervisor, are stand-ins here, so that a schedule of deaths takes a fractio
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import queue
 import random
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -182,18 +181,6 @@ class Summed(Strategy):
 
     traits = Traits(elastic=True)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._closes = True
-
-    @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
-        self._closes = False
-        try:
-            yield
-        finally:
-            self._closes = True
-
     def backward(self, loss: Tensor) -> None:
         super().backward(loss)
         self._sum()
@@ -203,7 +190,7 @@ class Summed(Strategy):
         return True
 
     def _sum(self) -> None:
-        if not self._closes:
+        if not self.closes:
             return
         assert self.module is not None
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]

@@ -28,7 +28,7 @@ class Trainer:
 
     @property
     def writer(self) -> Any:
-        return SimpleNamespace(busy=bool(self.ends))
+        return SimpleNamespace(busy=lambda: bool(self.ends))
 
     def save_checkpoint(self, path: Path, *, wait: bool, after: Callable[[], None]) -> None:
         self.saved.append(self.global_step)
