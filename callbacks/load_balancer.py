@@ -34,8 +34,11 @@ class LoadBalancer(Callback):
 
     Global batches stay what they are, and so does the gradient: the mean over all samples, whoever computes which. A
     rank's speed is that of its own work, without waiting; all look at each other's every so many steps, at the cost of
-    one small collective, and at once when a rank becomes much slower. A change that doesn't make steps shorter is taken
-    back. Strategies in which each rank goes at its own pace (`async_sgd`, or `parameter_server` with `mode="async"`,
+    one small collective, and at once when a rank becomes much slower. When ranks come or go, shares follow at once the
+    speeds that are known; who has just come counts as one of the middle. A change that doesn't make steps shorter is
+    taken back.
+
+    Strategies in which each rank goes at its own pace (`async_sgd`, or `parameter_server` with `mode="async"`,
     `mode="bounded"` or `backup_workers`) need none of this: there a rank takes the next batch of the one order when it
     has done the last, and the callback does nothing.
 
@@ -83,6 +86,7 @@ class LoadBalancer(Callback):
         self._generation = -1  # for which shares hold
         self._most: tuple[int, ...] | None = None  # samples at once, by rank
         self._fits = 0  # samples at once on this rank, since it has run out of memory
+        self._speed = 0.0  # of this rank, as all know it since the newest decision; 0 before
         self._step, self._logged = -1, 0
         self._alarm: Agreement | None = None  # to decide at once
         self._alarms = self._slow = 0  # how many there were, and how many steps in a row were slow
@@ -134,13 +138,16 @@ class LoadBalancer(Callback):
             return
         resumed = self._saved if self._generation < 0 and trainer.world.generation == 0 else []
         self._generation, self._step = trainer.world.generation, trainer.global_step
-        own = torch.tensor([self._fits or self.max_batch_size or 0], device=trainer.world.device)
-        most = [int(n) or 2**31 for n in trainer.world.all_gather(own)]
+        own = torch.tensor([float(self._fits or self.max_batch_size or 0), self._speed], device=trainer.world.device)
+        told = trainer.world.all_gather(own).tolist()
+        most = [int(n) or 2**31 for n, _ in told]
         self._most = tuple(most) if min(most) < 2**31 else None
         measures = self.shares is None and trainer.world.size > 1
-        self._law = self._law_of(trainer, resumed) if measures else None
+        self._law = self._law_of(trainer, _assumed([speed for _, speed in told]), resumed) if measures else None
         weights = self._law.shares if self._law is not None else self._fixed(trainer.world.size)
         self._apply(trainer, weights, 0)
+        if self._law is not None and self._law.speeds:
+            self._tell(trainer, self._law.shares)
         self._forget(_WARM_UP)
         self._alarms = 0  # who comes counts from here
         self._listen(trainer if measures else None)
@@ -152,10 +159,15 @@ class LoadBalancer(Callback):
         self._alarms += 1
         self._alarm = None if trainer is None else Agreement(trainer.world, f"balance/{self._alarms}")
 
-    def _law_of(self, trainer: Trainer, resumed: Sequence[int] = ()) -> Law:
+    def _law_of(self, trainer: Trainer, speeds: list[float], resumed: Sequence[int] = ()) -> Law:
+        """Return a law that begins with the shares of an earlier run, or with those of speeds, if they are known."""
         samples, ranks = _samples(trainer), trainer.world.size
         fits = len(resumed) == ranks and sum(resumed) == samples
-        return Law(samples, list(resumed) if fits else share_batch([1.0] * ranks, samples))
+        return Law(samples, list(resumed) if fits else share_batch(speeds or [1.0] * ranks, samples), speeds)
+
+    @staticmethod
+    def _tell(trainer: Trainer, shares: list[int]) -> None:
+        trainer.scribe.event("rebalance", f"shares of the ranks: {shares}", trainer.global_step)
 
     def _fixed(self, ranks: int) -> Sequence[float]:
         """Return the shares that were asked for; equal ones if they were for other ranks."""
@@ -231,17 +243,18 @@ class LoadBalancer(Callback):
         seen = [Seen(*row) for row in trainer.world.all_gather(self._seen(trainer)).tolist()]
         self._forget(0)
         if law.samples != _samples(trainer):  # accumulation has changed
-            self._law = law = self._law_of(trainer)
+            self._law = law = self._law_of(trainer, law.speeds)
             self._apply(trainer, law.shares, trainer.train_feed.ahead)
             return
         if not all(one.speed > 0.0 for one in seen):
             return
         before, shares = law.shares, law.decide(seen)
+        self._speed = law.speeds[trainer.global_rank]
         if shares is not None:
             ahead = trainer.train_feed.ahead
             self._apply(trainer, shares, ahead)
             self._forget(ahead + 1)
-            trainer.scribe.event("rebalance", f"shares of the ranks: {shares}", trainer.global_step)
+            self._tell(trainer, shares)
         due = trainer.global_step - self._logged >= (trainer.log_every_n_steps or 1)
         if trainer.scribe and (due or shares is not None):
             self._logged = trainer.global_step
@@ -295,6 +308,16 @@ class LoadBalancer(Callback):
 
 def _samples(trainer: Trainer) -> int:
     return trainer.train_feed.global_batch * trainer.accumulate_grad_batches
+
+
+def _assumed(speeds: Sequence[float]) -> list[float]:
+    """Return the speeds of all ranks; one that isn't known, as of a rank that has just come, is that of the middle one.
+
+    >>> _assumed([4.0, 0.0, 2.0, 3.0]), _assumed([0.0, 0.0])
+    ([4.0, 3.0, 2.0, 3.0], [])
+    """
+    known = [speed for speed in speeds if speed > 0.0]
+    return [speed or statistics.median(known) for speed in speeds] if known else []
 
 
 def _now(trainer: Trainer) -> Any:

@@ -24,7 +24,7 @@ import fabricx as fx
 from fabricx.callbacks import LoadBalancer
 from fabricx.testing import QUIET
 
-BATCH, STEPS = 72, 160
+BATCH, STEPS = 72, 200
 SAMPLE_S = 0.0015  # of the fastest rank; what ddp exchanges takes some 4 ms a step beside it, here
 Speeds = Sequence[float]
 

@@ -30,6 +30,7 @@ class Paced(Ledger):
         self.seconds, self.since, self.until, self.memory = seconds, since, until, memory
         self.now, self.had = 0.0, list[int]()
         self.by_rank: list[list[int]] = []
+        self.step_had, self.by_step = dict[int, int](), list[dict[int, int]]()
         self.rows: list[Any] = []
 
     def on_fit_start(self) -> None:
@@ -43,10 +44,12 @@ class Paced(Ledger):
         slow = rank < len(self.seconds) and self.since <= self.trainer.global_step < self.until
         self.now += size * (self.seconds[rank] if slow else 0.01)
         self.had.append(size)
+        self.step_had[self.trainer.global_step] = size
         return super().training_step(batch, batch_idx)
 
     def on_train_end(self) -> None:
         self.by_rank = self.trainer.world.gather_objects(self.had)
+        self.by_step = self.trainer.world.gather_objects(self.step_had)
 
 
 def train(
@@ -218,6 +221,19 @@ def test_ranks_that_die_take_no_sample_with_them(strategy: Any, tmp_path: Path) 
     assert len(trainer.failures) == 2
     assert module.by_rank[0][-1] > module.by_rank[2][-1]
     assert_like_one_process(module, tmp_path, 6)
+
+
+@pytest.mark.parametrize("patience", [10.0, 0.0], ids=["replaced", "without"])
+def test_whoever_is_left_goes_on_by_the_speeds_that_are_known(patience: float, tmp_path: Path) -> None:
+    module = Paced(0.01, 0.01, 0.03)
+    trainer = train(
+        DDP(), module, tmp_path / "a", LoadBalancer(every_n_steps=2), FaultRecovery(patience=patience),
+        kill(rank=0).during("forward", step=25), enable_checkpointing=True,
+    )  # fmt: skip
+    assert len(trainer.failures) == 1
+    # Who has come counts as one between the others; two ranks compute their 18 and 6 samples in two pieces.
+    assert [steps[25] for steps in module.by_step if 25 in steps] == ([8, 12, 4] if patience else [9, 3])
+    assert_like_one_process(module, tmp_path)
 
 
 def test_a_run_goes_on_with_the_shares_that_it_had(tmp_path: Path) -> None:
