@@ -1,7 +1,11 @@
-"""Going on in place where each rank holds something that no other has: all go back to the newest copies in memory.
+"""Going on where each rank holds something that no other has: all go back to the newest copies in memory.
 
 Each rank copies its part, with its random numbers and sums, every so many steps; all at the same ones. What makes the
 copies of one moment a state is that those of all ranks are there.
+
+Where fabricx starts the workers, who is left goes back to them at once. torchrun ends all processes of all machines
+when one dies; there the copies are in memory that outlives those, of each rank on its own machine and on another one,
+its buddy, should a machine be lost (Wang et al., "Gemini", SOSP 2023).
 """
 
 from __future__ import annotations
@@ -10,12 +14,13 @@ import contextlib
 import math
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 
-from fabricx.checkpoint import memory, tree
+from fabricx.checkpoint import memory, read_manifest, tree
 from fabricx.comm.generations import membership
 from fabricx.comm.world import World
 from fabricx.restart_point import RestartPoint, of_word
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
 
 COST: Final = 0.01  # the part of the time that copies may take
 LOOK: Final = 20  # steps after which that is reckoned again, at least
+CHUNK: Final = 1 << 26  # bytes that go between machines at once
 
 
 @final
@@ -33,15 +39,17 @@ class Copier:
     """Copies what this rank holds, when it is time to.
 
     Args:
+        world: whose part.
         every: weight updates between two copies; None for so many that copies take a hundredth of the time.
 
     Attributes:
         seconds: how long all copies took.
     """
 
-    def __init__(self, every: int | None = None) -> None:
+    def __init__(self, world: World, every: int | None = None) -> None:
         own = membership()
-        self.copies = memory.Copies(own.folder, own.worker)
+        self.copies = memory.Copies(own.folder, own.worker, own.slot)
+        self._buddy = _Buddy(world, own.folder) if _has_buddy(world) else None
         self._members: Sequence[int] = ()
         self._every = every
         self._steps = every or 1
@@ -65,7 +73,12 @@ class Copier:
         step = t.state.step
         if step < self._next:
             return
-        took = self._copy(t)
+        began = time.monotonic()
+        if not t.strategy.traits.synchronous:  # else one that is far ahead would overwrite what others haven't made yet
+            t.world.barrier()
+        waited = time.monotonic() - began
+        self.seconds += waited
+        took = waited + self._copy(t)
         if self._every is None and step >= self._look_at:
             before, since = self._began
             each = (time.monotonic() - since - self.seconds + self._took) / max(1, step - before)
@@ -83,6 +96,12 @@ class Copier:
             with contextlib.suppress(RuntimeError):  # of a collective that was under way when the links were shut
                 self._copy(t, t.restart_point)
 
+    def keep(self, key: Any) -> None:
+        """Let the next copies not take the places of these."""
+        self.copies.keep(key)
+        if self._buddy is not None:
+            self._buddy.copies.keep(key)
+
     def _copy(self, t: Trainer, point: RestartPoint | None = None) -> float:
         began = time.monotonic()
         if point is None:
@@ -93,9 +112,93 @@ class Copier:
         }  # fmt: skip
         state["strategy"]["module"].update(point.buffers)
         self.copies.make((progress(t), t.world.generation), self._members, state)
+        if self._buddy is not None:
+            self._buddy.exchange(self.copies)
         took = time.monotonic() - began
         self.seconds += took
         return took
+
+
+@final
+class _Buddy:
+    """Gives this rank's copies to a rank of the next machine, and keeps those of one of the machine before."""
+
+    def __init__(self, world: World, folder: str) -> None:
+        self._world = world
+        self.copies = memory.Copies(folder, -1, world.local_size + world.local_rank)
+
+    def exchange(self, own: memory.Copies) -> None:
+        """Let the newest copy be there twice; every rank calls it."""
+        world, by = self._world, self._world.local_size
+        header, mine = own.content()
+        theirs = torch.empty(len(header), dtype=torch.uint8)
+        world.shift(torch.frombuffer(bytearray(header), dtype=torch.uint8), theirs, by)
+        with self.copies.taking(bytes(theirs.tolist())) as room:
+            for begin in range(0, max(len(mine), len(room)), CHUNK):
+                world.shift(mine[begin : begin + CHUNK], room[begin : begin + CHUNK], by)
+
+
+def _has_buddy(world: World) -> bool:
+    """Return whether there are several machines, with as many ranks each, in order; every rank asks."""
+    if world.size == world.local_size:
+        return False
+    places = world.gather_objects((world.node_rank, world.local_rank, world.local_size))
+    count = world.local_size
+    in_order = all((place, size) == (rank % count, count) for rank, (_, place, size) in enumerate(places))
+    return in_order and len({node for node, *_ in places}) * count == world.size
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A state of which all parts are somewhere.
+
+    Attributes:
+        key: of its copies.
+        step: of the run.
+        here: the copies that this machine has, by the rank whose part each is.
+        holders: by part, the ranks that have found it to be what it was when it was made.
+        nodes: of all ranks.
+    """
+
+    key: Any
+    step: int
+    here: dict[int, memory.Copy]
+    holders: list[list[int]]
+    nodes: list[int]
+
+    def has(self, rank: int, part: int) -> bool:
+        """Return whether a rank's machine has a part."""
+        return any(self.nodes[holder] == self.nodes[rank] for holder in self.holders[part])
+
+    def parts(self, world: World, wanted: list[set[int]]) -> Iterator[memory.Copy]:
+        """Yield those of the parts that this rank wants, in order; every rank takes all of them.
+
+        Args:
+            world: of all ranks.
+            wanted: by each rank.
+        """
+        for part, holders in enumerate(self.holders):
+            copy = self.here.get(part)
+            if any(part in wants and not self.has(rank, part) for rank, wants in enumerate(wanted)):
+                copy = _send(world, copy if world.rank == holders[0] else None, holders[0])
+            if part in wanted[world.rank]:
+                assert copy is not None
+                yield copy
+
+
+def _send(world: World, copy: memory.Copy | None, holder: int) -> memory.Copy:
+    """Return one rank's copy on all."""
+    size = torch.empty(0, dtype=torch.uint8)
+    told = (replace(copy, memory=size), len(copy.memory)) if copy is not None else None
+    came, length = world.broadcast_object(told, holder)
+    room = torch.empty(length, dtype=torch.uint8) if copy is None else copy.memory
+    for begin in range(0, length, CHUNK):
+        chunk = room[begin : begin + CHUNK]
+        chunk.copy_(world.broadcast(chunk.to(world.device), holder))
+    found: memory.Copy = replace(came, memory=room)
+    if not found.whole():
+        raise RuntimeError("a copy has changed on its way between two machines")
+    return found
 
 
 def go_back(t: Trainer, *, came: bool) -> int:
@@ -108,27 +211,64 @@ def go_back(t: Trainer, *, came: bool) -> int:
     Raises:
         RuntimeError: there is no such state.
     """
+    source = _newest(t.world)
+    if source is None:
+        raise RuntimeError("there is no state in memory of which each rank's part is whole")
+    return _take(t, source, came=came)
+
+
+def come_back(t: Trainer) -> bool:
+    """Go on from copies that processes before these have left, if those are newer than the checkpoint that was chosen.
+
+    Returns:
+        whether there were such; the same on all ranks.
+    """
+    source, path = _newest(t.world), t.overridden.ckpt_path
+    if source is None:
+        return False
+    saved = t.world.broadcast_object(read_manifest(path)["step"] if path is not None and t.world.main_rank else -1)
+    if source.step < saved:
+        return False
+    _take(t, source, came=True)
+    t.state.attempt += 1
+    t.scribe.rewind(t.state.step)
+    return True
+
+
+def _take(t: Trainer, source: _Source, *, came: bool) -> int:
     assert t.copier is not None
-    copies = _newest(t.world, memory.read(membership().folder))
-    place = t.world.rank if len(copies) == t.world.size else None
-    room = tree.like(t.strategy.sharded_parameters(), t.world.device)
-    parts = [place] if place is not None else range(1 if t.strategy.traits.sharded else len(copies))
-    states = [memory.join(copies, part, room) for part in parts]
+    world, sharded, size = t.world, t.strategy.traits.sharded, len(source.holders)
+    place = world.rank if size == world.size else None
+    room = tree.like(t.strategy.sharded_parameters(), world.device)
+    parts = source.parts(world, [{rank} if size == world.size else set(range(size)) for rank in range(world.size)])
+    states = [memory.join(parts, room)] if sharded else [memory.join([copy], room) for copy in parts]
+    words = {part: copy.rest["word"] for part, copy in source.here.items() if world.rank in source.holders[part]}
+    words = {part: word for told in world.gather_objects(words) for part, word in told.items()}
     t.strategy.load_own_states([state["strategy"] for state in states], t.module, t.optimizers)
     state = states[0]
-    state["ranks"] = [of_word(pickle.loads(copy.rest["word"])) for copy in copies]
+    state["ranks"] = [of_word(pickle.loads(words[part])) for part in range(size)]
     take_over(t, state, place, came=came)
-    t.copier.copies.keep(copies[0].key)
+    t.copier.keep(source.key)
     known: int = state["failures"]
     return known
 
 
-def _newest(world: World, states: dict[Any, list[memory.Copy]]) -> list[memory.Copy]:
-    """Return the copies that all ranks choose; each looks whether those of some are what they were."""
-    told = world.gather_objects({
-        key: all(copy.whole() for copy in copies[world.rank :: world.size]) for key, copies in states.items()
-    })  # fmt: skip
-    whole = [key for key in states if all(one.get(key) for one in told)]
-    if not whole:
-        raise RuntimeError("there is no state in memory of which each rank's part is whole")
-    return states[max(whole)]
+def _newest(world: World) -> _Source | None:
+    """Return the newest state that is whole; all ranks choose the same. The ranks of a machine share the looking."""
+    states = memory.read(membership().folder)
+    mine = {
+        (key, members, int(copy.rest["state"]["step"]), part)
+        for (key, members), copies in states.items()
+        for part, copy in copies.items()
+        if part % world.local_size == world.local_rank and copy.whole()
+    }
+    told = world.gather_objects((world.node_rank, mine))
+    nodes = [node for node, _ in told]
+    for key, members, step in sorted({one[:3] for _, found in told for one in found}, reverse=True):
+        holders = [
+            [rank for rank, (_, found) in enumerate(told) if (key, members, step, part) in found]
+            for part in range(len(members))
+        ]
+        if all(holders):
+            return _Source(key, step, states.get((key, members), {}), holders, nodes)
+    return None

@@ -21,13 +21,15 @@ import torch
 
 from fabricx import provenance
 from fabricx.callback import Callback
-from fabricx.checkpoint import read_manifest
+from fabricx.checkpoint import memory, read_manifest
 from fabricx.comm import world as worlds
+from fabricx.comm.generations import Membership
+from fabricx.comm.generations import enter as enter_membership
 from fabricx.comm.world import OPERATION, World
 from fabricx.errors import CheckpointError, WorkerFailed, full_disk_costs
 from fabricx.execution import execute, next_job
 from fabricx.job import Job, check_job
-from fabricx.launch import environment
+from fabricx.launch import environment, keeper
 from fabricx.launch.changes import Elastic
 from fabricx.launch.lock import only_here
 from fabricx.launch.notices import notices
@@ -65,9 +67,9 @@ def _run(trainer: Trainer, job: Job) -> Any:
     if (place := _server_of_cluster(trainer)) is not None:
         return _serve_in_cluster(trainer, job, place)
     here = worlds.current() or _join_cluster(trainer)
-    if job.stage == "fit" and here is not None:
-        _take_up_launch(trainer, job, here)
     with contextlib.ExitStack() as stack:
+        if job.stage == "fit" and here is not None:
+            _take_up_launch(trainer, job, here, stack)
         _settle_down(trainer, job, here, stack)
         _watch(trainer, job, here, stack)
         if here is not None and here.size > 1:
@@ -113,7 +115,7 @@ def _stop_watching(trainer: Trainer, kind: Any, error: BaseException | None, tra
         watcher.close("interrupted" if stopped else "success" if error is None else "failed")
 
 
-def _take_up_launch(trainer: Trainer, job: Job, here: World) -> None:
+def _take_up_launch(trainer: Trainer, job: Job, here: World, stack: contextlib.ExitStack) -> None:
     """Go on with the run that torchrun's processes were training when it ended them and started these.
 
     A mark in the run's folder says which launch, and which call of `fit` in the script, it belongs to.
@@ -127,8 +129,7 @@ def _take_up_launch(trainer: Trainer, job: Job, here: World) -> None:
 
     def look() -> tuple[Path, Path | None, int]:
         root = Path(trainer.default_root_dir)
-        assert here.store is not None
-        restarts = int(here.store.get(environment.RESTARTS))
+        restarts = environment.restarts(here)
         for place in sorted(root.glob(f"runs/*/recovery/{mark}"), reverse=True) if restarts else ():
             found = checkpoints_of(place.parent.parent)
             return place.parent.parent, newest_whole(found) if found else None, restarts
@@ -141,6 +142,27 @@ def _take_up_launch(trainer: Trainer, job: Job, here: World) -> None:
     trainer.failures = ["torchrun has started all processes again"] * times
     if newest is not None:
         job.ckpt_path = newest
+    if not trainer.strategy.traits.alike and trainer.strategy.dealer is None and not trainer.strategy.servers:
+        stack.enter_context(_copies_kept(here, keeper.folder_of(number)))
+
+
+@contextlib.contextmanager
+def _copies_kept(here: World, folder: Path) -> Iterator[None]:
+    """Let what ranks copy to memory outlive them, for the processes that torchrun may start in their place."""
+    slots = range(2 * here.local_size)  # of each rank here, and of one of another machine
+    names = {slot: [memory.path_of("", slot, place).name for place in range(memory.NEWEST)] for slot in slots}
+    if here.local_rank == 0:
+        keeper.start(folder, [name for own in names.values() for name in own])
+    here.barrier()
+    mine = [*names[here.local_rank], *names[here.local_size + here.local_rank]]
+    if all(here.gather_objects(all((folder / name).exists() for name in mine))):
+        enter_membership(Membership(here.rank, str(folder), slot=here.local_rank))
+    try:
+        yield
+    finally:
+        enter_membership(Membership())
+    if here.local_rank == 0:  # after an error torchrun may start the processes again
+        keeper.end(folder)
 
 
 def _alone(trainer: Trainer, job: Job, here: World | None) -> contextlib.AbstractContextManager[None]:

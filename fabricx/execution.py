@@ -255,11 +255,12 @@ def _set_up_model(t: Trainer, job: Job) -> None:
         wrap_steps(t)
         t.attach_log(None)
         return
-    t.members = members = membership() if membership().changes else None
-    if members is not None and t.strategy.dealer is None and not t.strategy.traits.alike:
-        t.copier = Copier(next((c.copy_every_n_steps for c in t.callbacks if c.copy_every_n_steps), None))
-    elif members is not None and t.strategy.dealer is None:
-        t.slot = Slot(members.folder, members.worker)
+    mine = membership()
+    t.members = mine if mine.changes else None
+    if mine.folder and t.strategy.dealer is None and not t.strategy.traits.alike:
+        t.copier = Copier(t.world, next((c.copy_every_n_steps for c in t.callbacks if c.copy_every_n_steps), None))
+    elif t.members is not None and t.strategy.dealer is None:
+        t.slot = Slot(mine.folder, mine.worker)
     t.strategy.setup(module, several_backwards=not module.automatic_optimization)
     wrap_steps(t)
     t.logbook = t.train_logbook = Logbook(t.strategy, training=True, weigh=t.weigh)

@@ -18,6 +18,7 @@ from fabricx.boundaries import (
     validation_due_at_end,
 )
 from fabricx.comm.generations import membership
+from fabricx.copying import come_back
 from fabricx.data import Microbatch
 from fabricx.data.order import epoch_seed
 from fabricx.evaluation import sanity_check, validate_in_fit
@@ -46,7 +47,8 @@ def fit(t: Trainer, job: object = None) -> None:
     call(t.hooks.on_fit_start)
     t.restart_point, t.stage, t.meeting = None, Stage.BETWEEN, None
     if not t.world.newcomer:
-        t.restore()
+        if t.copier is None or not come_back(t):
+            t.restore()
         t.strategy.starts(t.state.step)
         sanity_check(t)
     t.state.phase = Phase.TRAIN
@@ -62,7 +64,7 @@ def fit(t: Trainer, job: object = None) -> None:
             t.strategy.quiesce()  # whoever looks at the weights from now on sees those of all ranks
             call(t.hooks.on_train_end)
             t.finish_checkpoint()
-            if t.members is not None:  # none leaves while another may need it for going on
+            if t.members is not None or t.copier is not None:  # none leaves while another may need it for going on
                 t.world.barrier()
             break
         except Exception as error:
@@ -159,8 +161,8 @@ def _train_batches(t: Trainer) -> bool:
             return micro.last
         if micro.closes and t.members is not None:
             t.check_members()
-            if t.copier is not None:
-                t.copier.after_step(t)
+        if micro.closes and t.copier is not None:
+            t.copier.after_step(t)
         if micro.closes and buffers is not None:
             t.restart_point = RestartPoint(t, buffers.take(), t.metric_objects)
     return True

@@ -1,16 +1,18 @@
 """Copies of what one rank alone holds, in memory that outlives its process; together, those of all ranks are a state.
 
-The files belong to the supervisor, which keeps them open and names them in the run's folder; they are on no disk.
+The files belong to the supervisor, or to a keeper under torchrun, which has them open and names them in a folder; they
+are on no disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import pickle
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -27,9 +29,9 @@ NEWEST: Final = 2  # copies that are kept of each rank: while one is being made,
 Target = Callable[[str, torch.Size, torch.dtype], Tensor]
 
 
-def path_of(folder: str, worker: int, place: int) -> Path:
-    """Return the name of a worker's file for one of its copies."""
-    return Path(folder) / f"copy-{worker}-{place}"
+def path_of(folder: str, slot: int, place: int) -> Path:
+    """Return the name of a file for one of the copies of whoever has that slot."""
+    return Path(folder) / f"copy-{slot}-{place}"
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,14 @@ class Copy:
     Attributes:
         key: greater for a later state; the same on all ranks.
         members: the workers that have the other parts, by rank.
+        worker: whose part this is.
         rest: the state without its tensors.
         pieces: where those are in `memory`, by name.
     """
 
     key: Any
     members: tuple[int, ...]
+    worker: int
     rest: Any
     pieces: dict[str, Piece]
     memory: Tensor
@@ -78,22 +82,36 @@ class Copy:
 
 @final
 class Copies:
-    """Makes one worker's copies.
+    """Makes one worker's copies, or takes those of another.
 
     Args:
-        folder: of the run, where the files are.
-        worker: whose.
+        folder: where the files are.
+        worker: whose copies are made.
+        slot: whose files they are in; the worker's own if not given.
     """
 
-    def __init__(self, folder: str, worker: int) -> None:
-        self._places = [_Place(path_of(folder, worker, number)) for number in range(NEWEST)]
+    def __init__(self, folder: str, worker: int, slot: int | None = None) -> None:
+        slot = worker if slot is None else slot
+        self._worker = worker
+        self._places = [_Place(path_of(folder, slot, number)) for number in range(NEWEST)]
         self._newest = 0
 
     def make(self, key: Any, members: Sequence[int], state: Any) -> None:
         """Copy a state of nested plain data and tensors, of a DTensor this rank's shard, in the place of the older."""
         self._newest = 1 - self._newest
         rest, tensors = tree.split(state)
-        self._places[self._newest].write((key, tuple(members), rest), tensors)
+        self._places[self._newest].write((key, tuple(members), self._worker, rest), tensors)
+
+    def content(self) -> tuple[bytes, Tensor]:
+        """Return the newest copy as it lies in its file: its header, and what comes behind that."""
+        return self._places[self._newest].content()
+
+    @contextlib.contextmanager
+    def taking(self, header: bytes) -> Iterator[Tensor]:
+        """Let another's copy be written in the place of the older, as its `content` is; whole when the context ends."""
+        self._newest = 1 - self._newest
+        with self._places[self._newest].taking(header) as room:
+            yield room
 
     @property
     def newest(self) -> Any:
@@ -101,9 +119,9 @@ class Copies:
         return self._places[self._newest].key
 
     def keep(self, key: Any) -> None:
-        """Let the next copy not take the place of this one, if it is there."""
+        """Let the next copy not take the place of this one, if it is there; an earlier process may have made it."""
         for number, place in enumerate(self._places):
-            if place.key == key:
+            if place.key == key or place.holds(key):
                 self._newest = number
 
 
@@ -121,9 +139,7 @@ class _Place:
     def write(self, head: tuple[Any, ...], tensors: Mapping[str, Tensor]) -> None:
         blocks, pieces, size = _lay_out(tensors)
         data = pickle.dumps((*head, pieces), pickle.HIGHEST_PROTOCOL)
-        if self._memory is None or ALIGN + size + len(data) > len(self._memory):
-            self._take_room(ALIGN + size + 2 * len(data))
-            self._pieces = {}
+        self._take_room(ALIGN + size + len(data), spare=len(data))
         if pieces != self._pieces:
             self._tensors = torch.frombuffer(self._memory, dtype=torch.uint8, offset=ALIGN)[:size]
             self._views = [_view(self._tensors, piece) for piece in pieces.values()]
@@ -137,10 +153,35 @@ class _Place:
         HEADER.pack_into(self._memory, 0, size, len(data), zlib.crc32(data), _sum(self._tensors))
         self.key = head[0]
 
-    def _take_room(self, size: int) -> None:
-        with self._path.open("rb+") as file:
-            os.ftruncate(file.fileno(), size)
-            self._memory = mmap.mmap(file.fileno(), size)
+    def content(self) -> tuple[bytes, Tensor]:
+        assert self._memory is not None
+        header = self._memory[: HEADER.size]
+        return header, torch.frombuffer(self._memory, dtype=torch.uint8, offset=ALIGN, count=_length(header))
+
+    @contextlib.contextmanager
+    def taking(self, header: bytes) -> Iterator[Tensor]:
+        self._take_room(ALIGN + _length(header))
+        assert self._memory is not None
+        HEADER.pack_into(self._memory, 0, 0, 0, 0, 0)
+        yield torch.frombuffer(self._memory, dtype=torch.uint8, offset=ALIGN, count=_length(header))
+        self._memory[: HEADER.size] = header
+
+    def holds(self, key: Any) -> bool:
+        copy = _read(self._path)
+        return copy is not None and copy.key == key
+
+    def _take_room(self, size: int, spare: int = 0) -> None:
+        if self._memory is None or size > len(self._memory):
+            with self._path.open("rb+") as file:
+                os.ftruncate(file.fileno(), size + spare)
+                self._memory = mmap.mmap(file.fileno(), size + spare)
+            self._pieces = {}
+
+
+def _length(header: bytes) -> int:
+    """Return how many bytes come behind a header."""
+    size, length, *_ = HEADER.unpack(header)
+    return int(size + length)
 
 
 def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Piece], int]:
@@ -165,18 +206,14 @@ def _sum(memory: Tensor) -> int:
     return int(memory.view(torch.int64).sum())
 
 
-def read(folder: str) -> dict[Any, list[Copy]]:
-    """Return the states of which each rank's copy is there, by key: the copies by rank."""
+def read(folder: str) -> dict[tuple[Any, tuple[int, ...]], dict[int, Copy]]:
+    """Return what is there of states, by key and members: copies, by the rank whose part each is."""
     found: dict[Any, dict[int, Copy]] = {}
     for path in Path(folder).glob("copy-*"):
         copy = _read(path)
         if copy is not None:
-            found.setdefault((copy.key, copy.members), {})[int(path.name.split("-")[1])] = copy
-    return {
-        key: [copies[member] for member in members]
-        for (key, members), copies in found.items()
-        if copies.keys() >= set(members)
-    }
+            found.setdefault((copy.key, copy.members), {})[copy.members.index(copy.worker)] = copy
+    return found
 
 
 def _read(path: Path) -> Copy | None:
@@ -191,46 +228,59 @@ def _read(path: Path) -> Copy | None:
     data = memory[ALIGN + size : ALIGN + size + length]
     if not length or zlib.crc32(data) != checksum:
         return None
-    key, members, rest, pieces = pickle.loads(data)
     tensors = torch.frombuffer(memory, dtype=torch.uint8, offset=ALIGN, count=max(1, size))[:size]
-    return Copy(key, members, rest, pieces, tensors, total)
+    key, members, worker, rest, pieces = pickle.loads(data)
+    return Copy(key, members, worker, rest, pieces, tensors, total)
 
 
-def join(copies: Sequence[Copy], rank: int, target: Target) -> Any:
-    """Return the state of which ranks have copies.
+def join(copies: Iterable[Copy], target: Target) -> Any:
+    """Return the state of which ranks have copies; each copy is looked at once, and may be gone after that.
 
     Args:
-        copies: by rank.
-        rank: whose plain data to take, and those tensors that aren't blocks.
+        copies: the first is the one whose plain data to take, and those tensors that aren't blocks.
         target: gives room for a tensor by name, shape and dtype: all of it, or a shard.
 
     Raises:
         RuntimeError: a part of a tensor is nowhere.
     """
-    mine = copies[rank]
-    tensors = {}
-    for name, piece in mine.pieces.items():
-        tensors[name] = target(name, piece.whole or piece.shape, piece.dtype)
-        blocks = [mine] if piece.whole is None else copies
-        _fill(tensors[name], [(copy.pieces[name], copy.tensor(name)) for copy in blocks], name)
-    return tree.join(mine.rest, tensors)
+    mine: Copy | None = None
+    rooms: dict[str, _Room] = {}
+    for copy in copies:
+        if mine is None:
+            mine = copy
+            for name, piece in copy.pieces.items():
+                rooms[name] = _Room(target(name, piece.whole or piece.shape, piece.dtype))
+        for name, room in rooms.items():
+            if copy is mine or mine.pieces[name].whole is not None:
+                room.fill(copy.pieces[name], copy.tensor(name))
+    assert mine is not None
+    for name, room in rooms.items():
+        if not room.full():
+            raise RuntimeError(f"a part of {name} is in no copy")
+    return tree.join(mine.rest, {name: room.tensor for name, room in rooms.items()})
 
 
-def _fill(tensor: Tensor, blocks: Sequence[tuple[Piece, Tensor]], name: str) -> None:
-    """Fill this rank's part of a tensor with what blocks have of it."""
-    own, found = own_block(tensor)
-    origin = (0,) * own.dim()
-    begin = found or origin
-    filled = {}
-    for piece, block in blocks:
-        offsets = piece.offsets or origin
+class _Room:
+    """This rank's part of a tensor, as blocks of it come."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._own, found = own_block(tensor)
+        self._begin = found or (0,) * self._own.dim()
+        self._filled: dict[tuple[int, ...], int] = {}
+
+    def fill(self, piece: Piece, block: Tensor) -> None:
+        """Take what a block has of it."""
+        own, begin = self._own, self._begin
+        offsets = piece.offsets or (0,) * own.dim()
         first = [max(a, b) for a, b in zip(begin, offsets, strict=True)]
         last = [min(a + n, b + m) for a, n, b, m in zip(begin, own.shape, offsets, block.shape, strict=True)]
         if any(a >= b for a, b in zip(first, last, strict=True)):
-            continue
+            return
         here = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, begin, strict=True))
         there = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offsets, strict=True))
         own[here].copy_(block[there])
-        filled[tuple(first)] = own[here].numel()
-    if sum(filled.values()) != own.numel():
-        raise RuntimeError(f"a part of {name} is in no copy")
+        self._filled[tuple(first)] = own[here].numel()
+
+    def full(self) -> bool:
+        return sum(self._filled.values()) == self._own.numel()

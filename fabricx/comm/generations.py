@@ -127,15 +127,16 @@ class Membership:
 
     Attributes:
         worker: this worker's number.
-        folder: where workers leave what others need if they die.
+        folder: where workers leave what others need if they die; "" where nothing outlives them.
         leave: ends this process, which the others don't need any more.
+        slot: under which this worker's copies are in the folder, if not under its number.
     """
 
     def __init__(
         self, worker: int = 0, folder: str = "", say: Callable[[str, Any], None] | None = None,
-        leave: Callable[[], None] = lambda: None,
+        leave: Callable[[], None] = lambda: None, slot: int | None = None,
     ) -> None:  # fmt: skip
-        self.worker, self.folder, self.leave = worker, folder, leave
+        self.worker, self.folder, self.leave, self.slot = worker, folder, leave, slot
         self._say = say
         self._newest: Generation | None = None
         self._broken = -1

@@ -248,6 +248,23 @@ class World:
         return tensor
 
     @_counted
+    def shift(self, sent: Tensor, received: Tensor, by: int) -> None:
+        """Send a tensor to the rank that is so many places further, and receive the one from as far before.
+
+        Either may be empty, on both of its ends; `by` isn't a multiple of the number of ranks.
+        """
+        room = torch.empty_like(received, device=self.device) if self.device.type != "cpu" else received
+        operations = []
+        if sent.numel():
+            operations.append(dist.P2POp(dist.isend, sent.to(self.device), (self.rank + by) % self.size))
+        if room.numel():
+            operations.append(dist.P2POp(dist.irecv, room, (self.rank - by) % self.size))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        if room is not received:
+            received.copy_(room)
+
+    @_counted
     def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all ranks, shape [size, ...]; with `sync_grads`, gradients flow back."""
         if self.size == 1:

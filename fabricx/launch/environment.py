@@ -15,7 +15,7 @@ from torch.distributed import Store, TCPStore
 
 from fabricx.comm.world import World
 
-RESTARTS: Final = "restarts"  # how often torchrun has started all processes again, in the store
+RESTARTS: Final = "restarts"  # how often torchrun has started all processes again, by rank, in the store
 
 
 def detect(environ: Mapping[str, str] | None = None) -> World | None:
@@ -105,6 +105,12 @@ def address(environ: Mapping[str, str]) -> tuple[str, int]:
     return first.rstrip("]"), 15000 + int(environ.get("SLURM_JOB_ID", "0")[-4:])
 
 
+def restarts(world: World) -> int:
+    """Return how often torchrun has started all processes again; a machine that has come later doesn't know it."""
+    assert world.store is not None
+    return max(int(world.store.get(f"{RESTARTS}/{rank}")) for rank in range(world.size))
+
+
 def connect(world: World, environ: Mapping[str, str] | None = None) -> World:
     """Return the world with the store that its ranks share."""
     env = os.environ if environ is None else environ
@@ -118,5 +124,6 @@ def connect(world: World, environ: Mapping[str, str] | None = None) -> World:
     # torchrun shares its store between attempts: keys of a dead one must not be read.
     attempt = attempt_of(store, int(env["RANK"]), int(env["WORLD_SIZE"])) if agent_has_it else 1
     prefix = f"fabricx/attempt{attempt}"
-    store.set(f"{prefix}/{RESTARTS}", str(max(attempt - 1, int(env.get("TORCHELASTIC_RESTART_COUNT", "0")))))
+    restarts = max(attempt - 1, int(env.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    store.set(f"{prefix}/{RESTARTS}/{world.rank}", str(restarts))
     return replace(world, store=PrefixStore(prefix, store), second=PrefixStore(prefix, store.clone()))  # type: ignore[attr-defined]

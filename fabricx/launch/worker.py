@@ -67,7 +67,7 @@ def main(place: Place, control: Connection) -> None:
         notices.ignore()
     report = _Report(control)
     say = report.send if place.changes else None
-    generations.enter(generations.Membership(place.rank, place.folder, say, lambda: _exit(0)))
+    generations.enter(generations.Membership(place.rank, place.folder if say else "", say, lambda: _exit(0)))
     faulthandler.register(signal.SIGUSR2, (Path(place.folder) / f"stacks-{place.rank}").open("w"))
     threading.Thread(target=_listen, args=(control, report), daemon=True).start()
     threading.Thread(target=report.beat, daemon=True).start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from .test_recovery import SCRIPT, STEPS
+from .test_recovery import MEMORY, SCRIPT, STEPS
 
 NAMES = (f"fx{os.getpid()}a", f"fx{os.getpid()}b")
 ADDRESSES = ("10.203.77.1", "10.203.77.2")
@@ -50,23 +51,24 @@ def nodes() -> Iterator[list[list[str]]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
+def start(node: int, inside: list[str], folder: Path, *arguments: str, **more: str) -> subprocess.Popen[str]:
+    """Let torchrun start a rank of the script on a node."""
+    command = [
+        *inside, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29411", "--rdzv-conf", f"is_host={1 - node}",
+        "--rdzv-id", "nodes", "--local-addr", ADDRESSES[node], "--max-restarts", "3", "script.py", *arguments,
+    ]  # fmt: skip
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]),
+        "GLOO_SOCKET_IFNAME": f"{NAMES[node]}0", "TMPDIR": str(folder),
+        **more,
+    }  # fmt: skip
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
 def test_two_nodes_go_on_with_their_run_after_kills(nodes: list[list[str]], own_folder: Path) -> None:
     (own_folder / "script.py").write_text(SCRIPT.replace("strategy=sys.argv[1]", "strategy='ddp', num_nodes=2"))
-    nodes_running = []
-    for rank, (inside, address, name) in enumerate(zip(nodes, ADDRESSES, NAMES, strict=True)):
-        command = [
-            *inside, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
-            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29411",
-            "--rdzv-conf", f"is_host={1 - rank}",
-            "--rdzv-id", "nodes", "--local-addr", address, "--max-restarts", "3", "script.py",
-        ]  # fmt: skip
-        environment = {
-            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]),
-            "GLOO_SOCKET_IFNAME": f"{name}0",
-        }  # fmt: skip
-        nodes_running.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
+    nodes_running = [start(node, inside, own_folder) for node, inside in enumerate(nodes)]
     try:
         texts = [node.communicate(timeout=100) for node in nodes_running]
     finally:
@@ -74,3 +76,20 @@ def test_two_nodes_go_on_with_their_run_after_kills(nodes: list[list[str]], own_
             node.kill()
     said = [line for line in texts[0][0].splitlines() if line.startswith("fit 1")]
     assert said[-1:] == [f"fit 1 {STEPS} True 2"], "".join(texts[0])[-3000:] + "".join(texts[1])[-3000:]
+
+
+def test_what_a_lost_node_held_comes_from_its_buddy(nodes: list[list[str]], own_folder: Path) -> None:
+    (own_folder / "script.py").write_text(MEMORY)
+    apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torchrun lets no other node into a later attempt
+    running = [start(node, inside, own_folder, "fsdp", "2", **apart) for node, inside in enumerate(nodes)]
+    try:
+        assert running[1].wait(60) == -signal.SIGKILL
+        running.append(start(1, nodes[1], own_folder, "fsdp", "2", **apart))
+        texts = [node.communicate(timeout=100) for node in running]
+    finally:
+        for node in running:
+            node.kill()
+    said = [line for text, _ in texts for line in text.splitlines() if line.startswith(("rank", "fit"))]
+    assert sorted(said) == sorted([
+        "rank 0 begins at 0", "rank 1 begins at 0", "rank 0 begins at 5", "rank 1 begins at 5", f"fit {STEPS} True"
+    ]), texts  # fmt: skip

@@ -451,6 +451,59 @@ def test_torchrun_starts_again_and_the_run_goes_on(own_folder: Path) -> None:
     assert not list(own_folder.glob("runs/*/recovery"))
 
 
+MEMORY = """
+import os, signal, sys, torch
+import fabricx as fx
+from torch.utils.data import DataLoader
+from fabricx.callbacks import FaultRecovery
+from fabricx.launch import keeper
+from fabricx.testing import QUIET, Ledger, kill
+from tests.process.test_recovery import BATCH, EPOCHS, SAMPLES, Numbered
+
+def say(line):
+    os.write(1, (line + "\\n").encode())  # at once, as others may speak meanwhile
+
+class Told(Ledger):
+    def on_train_start(self):
+        say(f"rank {self.global_rank} begins at {self.trainer.global_step}")
+
+class LosesMachine(fx.Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_rank == 1 and trainer.global_step == 5 and not trainer.failures:
+            for process in (int((keeper.folder_of(0) / "keeper").read_text()), os.getppid(), os.getpid()):
+                os.kill(process, signal.SIGKILL)
+
+if __name__ == "__main__":
+    torch.manual_seed(3)
+    module = Told(SAMPLES, BATCH)
+    nodes = int(sys.argv[2])
+    kills = [kill(rank=1).during("backward", step=5), kill(rank=0).during("forward", step=9, attempt=1)]
+    trainer = fx.Trainer(strategy=sys.argv[1], max_epochs=EPOCHS, num_nodes=nodes, **QUIET, callbacks=[
+        *(kills if nodes == 1 else [LosesMachine()]), FaultRecovery(every_n_train_steps=1000, copy_every_n_steps=1)])
+    trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
+    entries = module.entries.detach()
+    whole = entries.full_tensor() if hasattr(entries, "full_tensor") else entries
+    if trainer.is_global_zero:
+        say(f"fit {trainer.global_step} {float((whole + EPOCHS).abs().max()) < 1e-4}")
+"""
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "local_sgd"])
+def test_what_ranks_have_copied_outlives_what_torchrun_ends(strategy: str, own_folder: Path) -> None:
+    (own_folder / "script.py").write_text(MEMORY)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               "--max-restarts", "3", "script.py", strategy, "1"]  # fmt: skip
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(own_folder)
+    }  # fmt: skip
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    said = done.stdout.splitlines()
+    begun = [line for line in said if line.startswith("rank 0 begins")]
+    assert begun == [f"rank 0 begins at {step}" for step in (0, 5, 9)], done.stdout + done.stderr[-3000:]
+    assert said[-1] == f"fit {STEPS} True"
+    assert not list(own_folder.glob("fabricx-*"))
+
+
 def snapshots(folder: Path) -> list[int]:
     """Return the steps of the complete snapshots of all runs."""
     found = [path for place in folder.glob("runs/*/recovery") for path in checkpoint.list_committed(place)]
