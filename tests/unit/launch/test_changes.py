@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import random
+import os
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fabricx.comm.generations import Generation
 from fabricx.launch.changes import Changes, Elastic
+
+SCHEDULES = 40 * int(os.environ.get("FABRICX_SCHEDULES", "20"))  # of each kind
 
 
 class Clock:
@@ -91,42 +95,51 @@ class Workers:
         self.copies[worker] = [*kept[-1:], (generation.number, generation.workers)]
 
 
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["act"] * 6 + ["die", "die", "cut", "resize"]), st.integers(0, 7), st.integers(0, 1000)
+    ), max_size=50
+)  # fmt: skip
+
+
+def happens(run: Workers, event: str, number: int) -> None:
+    alive = sorted(run.alive)
+    if event == "die":
+        if len(run.holding) > 1 or (run.outlived and alive):
+            run.end(alive[number % len(alive)])
+    elif event == "cut":
+        run.changes.told(0, "cut", len(run.generations))
+    elif event == "resize":
+        run.changes.resize(1 + number % 4)
+    elif alive:
+        run.act(alive[number % len(alive)])
+
+
+@given(events=EVENTS, size=st.integers(1, 4))
+@settings(max_examples=SCHEDULES, deadline=None, derandomize=True)
 @pytest.mark.parametrize("waits", [0.0, 1.0, 1e9])
 @pytest.mark.parametrize("outlived", [False, True])
-def test_whatever_happens_those_that_are_left_come_together_again(waits: float, outlived: bool) -> None:
-    for seed in range(700):
-        choose = random.Random(seed)
-        size = choose.randint(1, 4)
-        run = Workers(Elastic(waits, tries=10**6, outlived=outlived), size)
-        for _ in range(choose.randint(0, 40)):
-            event = choose.random()
-            run.clock.now += choose.random()
-            if event < 0.15 and (len(run.holding) > 1 or (outlived and run.alive)):
-                run.end(choose.choice(sorted(run.alive)))
-            elif event < 0.2:
-                run.changes.told(0, "cut", len(run.generations))
-            elif event < 0.25:
-                size = choose.randint(1, 4)
-                run.changes.resize(size)
-            elif run.alive:
-                run.act(choose.choice(sorted(run.alive)))
-            run.supervise()
-            if run.failed:
-                break
+def test_whatever_happens_those_that_are_left_come_together_again(
+    waits: float, outlived: bool, events: list[tuple[str, int, int]], size: int
+) -> None:
+    run = Workers(Elastic(waits, tries=10**6, outlived=outlived), size)
+    for event, number, milliseconds in events:
+        run.clock.now += milliseconds / 1000
+        happens(run, event, number)
+        run.supervise()
         if run.failed:  # only because all that know how far the run is were gone
             assert not run.holding & set(run.changes.workers)
-            continue
-        for _ in range(200):
-            run.clock.now += 1.0
-            for worker in sorted(run.alive):
-                run.act(worker)
-            run.supervise()
-        assert run.alive == set(run.changes.workers)
-        assert len(run.alive) == run.changes._size
-        newest = len(run.generations)
-        assert all(run.joined[worker] == newest for worker in run.alive), (seed, run.joined)
-        numbers = [generation.number for generation in run.generations]
-        assert numbers == list(range(1, newest + 1))
+            return
+    for _ in range(200):
+        run.clock.now += 1.0
+        for worker in sorted(run.alive):
+            run.act(worker)
+        run.supervise()
+    assert run.alive == set(run.changes.workers)
+    assert len(run.alive) == run.changes._size
+    newest = len(run.generations)
+    assert all(run.joined[worker] == newest for worker in run.alive), run.joined
+    assert [generation.number for generation in run.generations] == list(range(1, newest + 1))
 
 
 def test_who_comes_when_training_has_ended_is_sent_away() -> None:
