@@ -7,6 +7,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 import torch
@@ -88,6 +89,7 @@ class LoadBalancer(Callback):
         self._fits = 0  # samples at once on this rank, since it has run out of memory
         self._speed = 0.0  # of this rank, as all know it since the newest decision; 0 before
         self._step, self._logged = -1, 0
+        self._pauses: list[tuple[Any, Any]] = []  # of this microbatch, on a device
         self._alarm: Agreement | None = None  # to decide at once
         self._alarms = self._slow = 0  # how many there were, and how many steps in a row were slow
         self._forget(0)
@@ -148,6 +150,7 @@ class LoadBalancer(Callback):
         self._apply(trainer, weights, 0)
         if self._law is not None and self._law.speeds:
             self._tell(trainer, self._law.shares)
+        self._pauses = trainer.strategy.pauses(_event) if measures else []
         self._forget(_WARM_UP)
         self._alarms = 0  # who comes counts from here
         self._listen(trainer if measures else None)
@@ -186,13 +189,14 @@ class LoadBalancer(Callback):
         self._speeds: list[float] = []
         self._steps: list[float] = []
         self._begun: Any = None
-        self._own: list[tuple[Any, Any]] = []  # of the microbatches of this step: when they began and were computed
+        self._own: list[_Computed] = []  # the microbatches of this step
         self._samples = 0
-        self._computing: deque[tuple[int, list[tuple[Any, Any]]]] = deque()  # the same of steps that a device may be at
+        self._computing: deque[tuple[int, list[_Computed]]] = deque()  # the same of steps that a device may be at
         self._ended = _clock()
 
     def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
         if self._law is not None:
+            self._pauses.clear()
             self._begun = _now(trainer)
             self._samples += trainer.logbook.size or 0
 
@@ -202,7 +206,7 @@ class LoadBalancer(Callback):
         begun, self._begun = self._begun, None
 
         def computed() -> None:
-            self._own.append((begun, _now(trainer)))
+            self._own.append(_Computed(begun, _now(trainer), tuple(self._pauses)))
 
         # What is queued where a backward begins is called when all is computed, before others are waited for.
         loss.register_hook(lambda _: Variable._execution_engine.queue_callback(computed))  # type: ignore[attr-defined]
@@ -221,9 +225,9 @@ class LoadBalancer(Callback):
         self._ended = now
         if samples and own:
             self._computing.append((samples, own))
-        while self._computing and _is_over(self._computing[0][1][-1][1]):
+        while self._computing and self._computing[0][1][-1].is_over():
             samples, own = self._computing.popleft()
-            self._speeds.append(samples / max(1e-9, sum(_seconds(*span) for span in own)))
+            self._speeds.append(samples / max(1e-9, sum(one.seconds() for one in own)))
             self._look_whether_slower(law, trainer.global_rank)
         at_once = self._alarm is not None and self._alarm.at_boundary(self._step)
         if at_once or len(self._steps) == self.every_n_steps:
@@ -322,21 +326,33 @@ def _assumed(speeds: Sequence[float]) -> list[float]:
 
 def _now(trainer: Trainer) -> Any:
     """Return the time as this rank's device sees it."""
-    if trainer.world.device.type != "cuda":
-        return _clock() - trainer.strategy.waited_s
+    return _event() if trainer.world.device.type == "cuda" else _clock() - trainer.strategy.waited_s
+
+
+def _event() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
-def _seconds(begun: Any, ended: Any) -> float:
-    if isinstance(begun, float):
-        return float(ended - begun)
-    return float(begun.elapsed_time(ended)) / 1000.0
+@dataclass(frozen=True)
+class _Computed:
+    """When a microbatch began and was computed, and when the device waited for other ranks in between."""
+
+    begun: Any
+    ended: Any
+    pauses: tuple[tuple[Any, Any], ...] = ()
+
+    def is_over(self) -> bool:
+        return isinstance(self.ended, float) or bool(self.ended.query())
+
+    def seconds(self) -> float:
+        """Return for how long this rank has worked."""
+        return _between(self.begun, self.ended) - sum(_between(*pause) for pause in self.pauses)
 
 
-def _is_over(ended: Any) -> bool:
-    return isinstance(ended, float) or bool(ended.query())
+def _between(begun: Any, ended: Any) -> float:
+    return float(ended - begun) if isinstance(begun, float) else float(begun.elapsed_time(ended)) / 1000.0
 
 
 def _for_loggers(law: Law, shares: Sequence[int], seen: Sequence[Seen]) -> dict[str, float]:

@@ -230,6 +230,17 @@ class Strategy(ABC):
             "optimizers": [_by_name(optimizer, names) for optimizer in optimizers],
         }
 
+    def pauses(self, mark: Callable[[], Any]) -> list[tuple[Any, Any]]:
+        """Let it be marked when this rank's device waits for others while it computes.
+
+        Args:
+            mark: returns a moment of the device's time.
+
+        Returns:
+            a list that is added to: begin and end of each pause. Where nothing waits on a device it stays empty.
+        """
+        return []
+
     def own_state(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         """Return what `load_state_dict` needs to bring this rank where it is; nothing is communicated."""
         return self.state_dict(module, optimizers)

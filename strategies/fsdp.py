@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from fabricx.comm.sharding import AsBuilt, Waits
+from fabricx.comm.sharding import AsBuilt, Pauses, Waits
 from fabricx.comm.world import World
 from fabricx.errors import did_you_mean
 from fabricx.strategy import Strategy, Traits
@@ -142,6 +142,11 @@ class FSDP(Strategy):
     @property
     def waited_s(self) -> float:  # type: ignore[override]
         return self._waits.seconds if self._waits is not None else 0.0
+
+    def pauses(self, mark: Callable[[], Any]) -> list[tuple[Any, Any]]:
+        if self.module is None or self.world.size == 1 or not self._has_device():
+            return []
+        return Pauses(self.module, mark).spans
 
     def _has_device(self) -> bool:
         return self.world.device.type != "cpu"  # else: the shards are in main memory as it is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -93,6 +94,42 @@ def _remove_hooks(part: nn.Module) -> None:
         if name.endswith("hooks") and isinstance(hooks, dict):
             for key in [key for key, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith(_FSDP)]:
                 del hooks[key]
+
+
+@final
+class Pauses:
+    """Marks when a device waits for what other ranks have to give to a sharded module, within its steps.
+
+    FSDP lets the stream that computes wait for others' shards before a block is used, and after its backward for the
+    reduction of gradients of the one before. What it does beside that there, copying, takes as long for any number of
+    samples.
+
+    Args:
+        module: sharded, as are some of its parts.
+        mark: returns a moment of the device's time, such as an event that was just recorded.
+
+    Attributes:
+        spans: begin and end of each pause so far.
+    """
+
+    def __init__(self, module: nn.Module, mark: Callable[[], Any]) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        self.spans: list[tuple[Any, Any]] = []
+        self._mark = mark
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                state: Any = part._get_fsdp_state()
+                several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
+                for group in [state._fsdp_param_group] if several is None else several:
+                    for name in ("wait_for_unshard", "post_backward") if group is not None else ():
+                        setattr(group, name, functools.partial(self._within, getattr(type(group), name), group))
+
+    def _within(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        began = self._mark()
+        found = method(*args, **options)
+        self.spans.append((began, self._mark()))
+        return found
 
 
 @final

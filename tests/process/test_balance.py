@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx.callbacks import FaultRecovery, LoadBalancer, load_balancer
+from fabricx.comm.sharding import Pauses
 from fabricx.loggers import JSONLogger
 from fabricx.strategies import DDP, FSDP, AsyncSGD, ParameterServer, Single
 from fabricx.testing import QUIET, Ledger, kill
@@ -147,6 +149,38 @@ def test_waiting_for_others_is_no_work_of_one_s_own(strategy: Any, tmp_path: Pat
     train(strategy, module, tmp_path, devices=2, epochs=3)
     first, second = module.waited
     assert first > 12 * 0.04 > second
+
+
+class Waiting(Paced):
+    """Is kept waiting within its steps as a device is, on its faster rank: before each block and after its backward."""
+
+    def __init__(self, *seconds: float, marked: bool) -> None:
+        super().__init__(*seconds)
+        self.marked = marked
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        for name in ("wait_for_unshard", "post_backward"):
+            setattr(FSDPParamGroup, name, self.waiting(getattr(FSDPParamGroup, name)))
+        if self.marked:
+            module = self
+            FSDP.pauses = lambda strategy, mark: Pauses(module, lambda: module.now).spans  # type: ignore[method-assign]
+
+    def waiting(self, method: Any) -> Any:
+        def wait(group: Any) -> Any:
+            self.now += 0.01 if self.global_rank == 0 else 0.0
+            return method(group)
+
+        return wait
+
+
+def test_what_a_device_waits_for_within_a_step_is_no_work_of_its_own(tmp_path: Path) -> None:
+    module = Waiting(0.01, 0.03, marked=True)
+    train(FSDP(), module, tmp_path / "a", LoadBalancer(every_n_steps=2), devices=2)
+    assert [had[-1] for had in module.by_rank] == [18, 6]
+    module = Waiting(0.01, 0.03, marked=False)
+    train(FSDP(), module, tmp_path / "b", LoadBalancer(every_n_steps=2), devices=2)
+    assert module.by_rank[0][-1] < 18  # it would pass for work
 
 
 class Asked(fx.Callback):

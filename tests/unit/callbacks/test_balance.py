@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fabricx as fx
-from fabricx.callbacks import LoadBalancer
+from fabricx.callbacks import LoadBalancer, load_balancer
 from fabricx.callbacks.balance import Law, Seen, share_batch
 from fabricx.testing import QUIET, Ledger, layered_data
 
@@ -214,3 +214,24 @@ def test_batch_normalisation_is_warned_of() -> None:
     data = torch.utils.data.TensorDataset(*layered_data(8).tensors, torch.arange(8))
     with pytest.warns(UserWarning, match="batch normalisation"):
         trainer.fit(Normed(), torch.utils.data.DataLoader(data, 4))
+
+
+class Event:
+    """A moment of a device's time, as torch's events are."""
+
+    def __init__(self, milliseconds: float) -> None:
+        self.milliseconds = milliseconds
+
+    def elapsed_time(self, other: Event) -> float:
+        return other.milliseconds - self.milliseconds
+
+    def query(self) -> bool:
+        return self.milliseconds < 50.0
+
+
+def test_a_device_s_work_is_what_is_left_of_its_time_without_pauses() -> None:
+    pauses = ((Event(10.0), Event(14.0)), (Event(20.0), Event(21.0)))
+    computed = load_balancer._Computed(Event(1.0), Event(41.0), pauses)
+    assert computed.is_over()
+    assert computed.seconds() == pytest.approx(0.035)
+    assert not load_balancer._Computed(Event(1.0), Event(51.0)).is_over()
