@@ -55,14 +55,16 @@ class Victim(Ledger):
         return super().training_step(batch, batch_idx)
 
 
-def storm(folder: Path, over: threading.Event, every: float, rng: random.Random, done: list[str]) -> None:
+def storm(
+    folder: Path, over: threading.Event, every: float, freezes: float, rng: random.Random, done: list[str]
+) -> None:  # fmt: skip
     """Kill or freeze a worker every so often."""
     while not over.wait(every * rng.uniform(0.5, 1.5)):
         alive = [path for path in sorted(folder.glob("pid-*")) if Path("/proc", path.name[4:]).exists()]
         if not alive:
             continue
         victim = rng.choice(alive)
-        frozen = rng.random() < 0.2
+        frozen = rng.random() < freezes
         victim.unlink()
         try:
             os.kill(int(victim.name[4:]), signal.SIGSTOP if frozen else signal.SIGKILL)
@@ -71,7 +73,9 @@ def storm(folder: Path, over: threading.Event, every: float, rng: random.Random,
         done.append("freeze" if frozen else "kill")
 
 
-def run(strategy: Any, epochs: int, every: float | None, seed: int) -> tuple[float, list[float], list[str], float]:
+def run(
+    strategy: Any, epochs: int, every: float | None, freezes: float, seed: int
+) -> tuple[float, list[float], list[str], float]:  # fmt: skip
     """Train, and return the seconds, the gaps between steps of the main rank, the faults, and what the ledger lacks."""
     with tempfile.TemporaryDirectory() as name:
         folder, over, faults = Path(name), threading.Event(), list[str]()
@@ -82,7 +86,7 @@ def run(strategy: Any, epochs: int, every: float | None, seed: int) -> tuple[flo
         trainer = fx.Trainer(
             devices=WORKERS, strategy=strategy, max_epochs=epochs, default_root_dir=name, callbacks=[recovery], **QUIET
         )
-        killer = threading.Thread(target=storm, args=(folder, over, every, random.Random(seed), faults))
+        killer = threading.Thread(target=storm, args=(folder, over, every, freezes, random.Random(seed), faults))
         if every is not None:
             killer.start()
         begun = time.monotonic()
@@ -113,14 +117,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two faults")
+    parser.add_argument("--freezes", type=float, default=0.2, help="part of the faults; each is waited for for 2 s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategy", choices=[*WAYS], nargs="*", default=[*WAYS])
     args = parser.parse_args()
     print(f"\n{WORKERS} workers, a kill or a freeze about every {args.every:g} s")
     for name in args.strategy:
-        calm, _, _, _ = run(WAYS[name](), args.epochs, None, args.seed)
+        calm, _, _, _ = run(WAYS[name](), args.epochs, None, 0.0, args.seed)
         before = left_over()
-        seconds, gaps, faults, off = run(WAYS[name](), args.epochs, args.every, args.seed)
+        seconds, gaps, faults, off = run(WAYS[name](), args.epochs, args.every, args.freezes, args.seed)
         left = {kind: count - before[kind] for kind, count in left_over().items() if count > before[kind]}
         longest = sorted(gaps)[-max(1, len(faults)) :]
         print(
