@@ -52,8 +52,9 @@ class FaultRecovery(Callback):
     Where fabricx starts the workers it starts them again; under torchrun that does, with `--max-restarts`, and the
     script goes on with the run that it was training: with fsdp and local_sgd from copies in memory that torchrun's end
     of the processes leaves as it is. With several machines each rank's copies are on another machine, too, its buddy,
-    from where whoever comes in the place of a lost machine gets them (torchrun lets others in later only with
-    `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`). With both lost, and with the other strategies, it is the newest snapshot.
+    or a replica (HSDP) has the same shards; who comes in the place of a lost machine gets them from there (torchrun
+    lets others in later only with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`). With both lost, and with the other
+    strategies, it is the newest snapshot.
 
     Args:
         max_restarts: how often in a row, without getting any further.

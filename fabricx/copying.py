@@ -5,7 +5,8 @@ copies of one moment a state is that those of all ranks are there.
 
 Where fabricx starts the workers, who is left goes back to them at once. torchrun ends all processes of all machines
 when one dies; there the copies are in memory that outlives those, of each rank on its own machine and on another one,
-its buddy, should a machine be lost (Wang et al., "Gemini", SOSP 2023).
+its buddy, should a machine be lost (Wang et al., "Gemini", SOSP 2023). Where a replica on another machine has the same
+shard, the buddy keeps but what is the rank's own beside it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import contextlib
 import math
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
     from fabricx.trainer import Trainer
 
 COST: Final = 0.01  # the part of the time that copies may take
+Replicas = Callable[[int, int], list[int]]
 LOOK: Final = 20  # steps after which that is reckoned again, at least
 CHUNK: Final = 1 << 26  # bytes that go between machines at once
+_OWN: Final = ("word", "state")  # of a copy, what no replica has, and how far that is
 
 
 @final
@@ -40,16 +43,17 @@ class Copier:
 
     Args:
         world: whose part.
+        replicas: which ranks, of how many, hold the same tensors as one of them.
         every: weight updates between two copies; None for so many that copies take a hundredth of the time.
 
     Attributes:
         seconds: how long all copies took.
     """
 
-    def __init__(self, world: World, every: int | None = None) -> None:
+    def __init__(self, world: World, replicas: Replicas, every: int | None = None) -> None:
         own = membership()
         self.copies = memory.Copies(own.folder, own.worker, own.slot)
-        self._buddy = _Buddy(world, own.folder) if _has_buddy(world) else None
+        self._buddy = _buddy(world, replicas)
         self._members: Sequence[int] = ()
         self._every = every
         self._steps = every or 1
@@ -113,7 +117,7 @@ class Copier:
         state["strategy"]["module"].update(point.buffers)
         self.copies.make((progress(t), t.world.generation), self._members, state)
         if self._buddy is not None:
-            self._buddy.exchange(self.copies)
+            self._buddy.exchange(self.copies, {name: state[name] for name in _OWN})
         took = time.monotonic() - began
         self.seconds += took
         return took
@@ -121,16 +125,20 @@ class Copier:
 
 @final
 class _Buddy:
-    """Gives this rank's copies to a rank of the next machine, and keeps those of one of the machine before."""
+    """Gives this rank's copies to a rank of the next machine, and keeps those of one of the machine before.
 
-    def __init__(self, world: World, folder: str) -> None:
-        self._world = world
-        self.copies = memory.Copies(folder, -1, world.local_size + world.local_rank)
+    Attributes:
+        light: tensors needn't be given, since a replica on another machine has them.
+    """
 
-    def exchange(self, own: memory.Copies) -> None:
-        """Let the newest copy be there twice; every rank calls it."""
+    def __init__(self, world: World, *, light: bool) -> None:
+        self._world, self.light = world, light
+        self.copies = memory.Copies(membership().folder, -1, world.local_size + world.local_rank)
+
+    def exchange(self, own: memory.Copies, rest: dict[str, Any]) -> None:
+        """Let the newest copy be there twice, or what of it no replica has; every rank calls it."""
         world, by = self._world, self._world.local_size
-        header, mine = own.content()
+        header, mine = own.without_tensors(rest) if self.light else own.content()
         theirs = torch.empty(len(header), dtype=torch.uint8)
         world.shift(torch.frombuffer(bytearray(header), dtype=torch.uint8), theirs, by)
         with self.copies.taking(bytes(theirs.tolist())) as room:
@@ -138,14 +146,17 @@ class _Buddy:
                 world.shift(mine[begin : begin + CHUNK], room[begin : begin + CHUNK], by)
 
 
-def _has_buddy(world: World) -> bool:
-    """Return whether there are several machines, with as many ranks each, in order; every rank asks."""
+def _buddy(world: World, replicas: Replicas) -> _Buddy | None:
+    """Return this rank's buddy if there are several machines, with as many ranks each, in order; every rank asks."""
     if world.size == world.local_size:
-        return False
+        return None
     places = world.gather_objects((world.node_rank, world.local_rank, world.local_size))
-    count = world.local_size
+    nodes, count = [node for node, *_ in places], world.local_size
     in_order = all((place, size) == (rank % count, count) for rank, (_, place, size) in enumerate(places))
-    return in_order and len({node for node, *_ in places}) * count == world.size
+    if not in_order or len(set(nodes)) * count != world.size:
+        return None
+    elsewhere = [any(nodes[one] != nodes[rank] for one in replicas(rank, world.size)) for rank in range(world.size)]
+    return _Buddy(world, light=all(elsewhere))
 
 
 @dataclass(frozen=True)
@@ -157,6 +168,8 @@ class _Source:
         step: of the run.
         here: the copies that this machine has, by the rank whose part each is.
         holders: by part, the ranks that have found it to be what it was when it was made.
+        words: by part, the ranks that have what is its rank's own beside tensors.
+        same: by part, those that hold its tensors, itself first, of which somebody has one.
         nodes: of all ranks.
     """
 
@@ -164,19 +177,23 @@ class _Source:
     step: int
     here: dict[int, memory.Copy]
     holders: list[list[int]]
+    words: list[list[int]]
+    same: list[list[int]]
     nodes: list[int]
 
     def has(self, rank: int, part: int) -> bool:
         """Return whether a rank's machine has a part."""
         return any(self.nodes[holder] == self.nodes[rank] for holder in self.holders[part])
 
-    def parts(self, world: World, wanted: list[set[int]]) -> Iterator[memory.Copy]:
-        """Yield those of the parts that this rank wants, in order; every rank takes all of them.
+    def parts(self, world: World) -> Iterator[memory.Copy]:
+        """Yield the parts that this rank needs, in order; every rank takes all of them.
 
-        Args:
-            world: of all ranks.
-            wanted: by each rank.
+        Its own, or a replica's that its machine has; all of them if there are other ranks than there were.
         """
+        if len(self.holders) == world.size:
+            wanted = [{max(same, key=lambda part: self.has(rank, part))} for rank, same in enumerate(self.same)]
+        else:
+            wanted = [{same[0] for same in self.same}] * world.size
         for part, holders in enumerate(self.holders):
             copy = self.here.get(part)
             if any(part in wants and not self.has(rank, part) for rank, wants in enumerate(wanted)):
@@ -211,7 +228,7 @@ def go_back(t: Trainer, *, came: bool) -> int:
     Raises:
         RuntimeError: there is no such state.
     """
-    source = _newest(t.world)
+    source = _newest(t.world, t.strategy.replicas_of)
     if source is None:
         raise RuntimeError("there is no state in memory of which each rank's part is whole")
     return _take(t, source, came=came)
@@ -223,7 +240,7 @@ def come_back(t: Trainer) -> bool:
     Returns:
         whether there were such; the same on all ranks.
     """
-    source, path = _newest(t.world), t.overridden.ckpt_path
+    source, path = _newest(t.world, t.strategy.replicas_of), t.overridden.ckpt_path
     if source is None:
         return False
     saved = t.world.broadcast_object(read_manifest(path)["step"] if path is not None and t.world.main_rank else -1)
@@ -240,9 +257,9 @@ def _take(t: Trainer, source: _Source, *, came: bool) -> int:
     world, sharded, size = t.world, t.strategy.traits.sharded, len(source.holders)
     place = world.rank if size == world.size else None
     room = tree.like(t.strategy.sharded_parameters(), world.device)
-    parts = source.parts(world, [{rank} if size == world.size else set(range(size)) for rank in range(world.size)])
+    parts = source.parts(world)
     states = [memory.join(parts, room)] if sharded else [memory.join([copy], room) for copy in parts]
-    words = {part: copy.rest["word"] for part, copy in source.here.items() if world.rank in source.holders[part]}
+    words = {part: copy.rest["word"] for part, copy in source.here.items() if world.rank in source.words[part]}
     words = {part: word for told in world.gather_objects(words) for part, word in told.items()}
     t.strategy.load_own_states([state["strategy"] for state in states], t.module, t.optimizers)
     state = states[0]
@@ -253,11 +270,11 @@ def _take(t: Trainer, source: _Source, *, came: bool) -> int:
     return known
 
 
-def _newest(world: World) -> _Source | None:
+def _newest(world: World, replicas: Replicas) -> _Source | None:
     """Return the newest state that is whole; all ranks choose the same. The ranks of a machine share the looking."""
     states = memory.read(membership().folder)
     mine = {
-        (key, members, int(copy.rest["state"]["step"]), part)
+        (key, members, int(copy.rest["state"]["step"]), part, "strategy" in copy.rest)
         for (key, members), copies in states.items()
         for part, copy in copies.items()
         if part % world.local_size == world.local_rank and copy.whole()
@@ -265,10 +282,11 @@ def _newest(world: World) -> _Source | None:
     told = world.gather_objects((world.node_rank, mine))
     nodes = [node for node, _ in told]
     for key, members, step in sorted({one[:3] for _, found in told for one in found}, reverse=True):
-        holders = [
-            [rank for rank, (_, found) in enumerate(told) if (key, members, step, part) in found]
-            for part in range(len(members))
-        ]
-        if all(holders):
-            return _Source(key, step, states.get((key, members), {}), holders, nodes)
+        size = len(members)
+        entries = [[(key, members, step, part, tensors) for tensors in (True, False)] for part in range(size)]
+        holders = [[rank for rank, (_, found) in enumerate(told) if one in found] for one, _ in entries]
+        words = [[rank for rank, (_, found) in enumerate(told) if found.intersection(both)] for both in entries]
+        same = [[one for one in replicas(part, size) if holders[one]] for part in range(size)]
+        if all(words) and all(same):
+            return _Source(key, step, states.get((key, members), {}), holders, words, same, nodes)
     return None

@@ -258,7 +258,8 @@ def _set_up_model(t: Trainer, job: Job) -> None:
     mine = membership()
     t.members = mine if mine.changes else None
     if mine.folder and t.strategy.dealer is None and not t.strategy.traits.alike:
-        t.copier = Copier(t.world, next((c.copy_every_n_steps for c in t.callbacks if c.copy_every_n_steps), None))
+        every = next((c.copy_every_n_steps for c in t.callbacks if c.copy_every_n_steps), None)
+        t.copier = Copier(t.world, t.strategy.replicas_of, every)
     elif t.members is not None and t.strategy.dealer is None:
         t.slot = Slot(mine.folder, mine.worker)
     t.strategy.setup(module, several_backwards=not module.automatic_optimization)

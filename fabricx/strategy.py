@@ -230,6 +230,10 @@ class Strategy(ABC):
             "optimizers": [_by_name(optimizer, names) for optimizer in optimizers],
         }
 
+    def replicas_of(self, rank: int, size: int) -> list[int]:
+        """Return which of so many ranks hold the same shards as one of them, itself first."""
+        return [rank]
+
     def pauses(self, mark: Callable[[], Any]) -> list[tuple[Any, Any]]:
         """Let it be marked when this rank's device waits for others while it computes.
 

@@ -143,6 +143,10 @@ class FSDP(Strategy):
     def waited_s(self) -> float:  # type: ignore[override]
         return self._waits.seconds if self._waits is not None else 0.0
 
+    def replicas_of(self, rank: int, size: int) -> list[int]:
+        group = size // self.replicas if size % self.replicas == 0 else size
+        return [rank, *(one for one in range(rank % group, size, group) if one != rank)]
+
     def pauses(self, mark: Callable[[], Any]) -> list[tuple[Any, Any]]:
         if self.module is None or self.world.size == 1 or not self._has_device():
             return []

@@ -93,18 +93,24 @@ class Copies:
     def __init__(self, folder: str, worker: int, slot: int | None = None) -> None:
         slot = worker if slot is None else slot
         self._worker = worker
+        self._members: tuple[int, ...] = ()
         self._places = [_Place(path_of(folder, slot, number)) for number in range(NEWEST)]
         self._newest = 0
 
     def make(self, key: Any, members: Sequence[int], state: Any) -> None:
         """Copy a state of nested plain data and tensors, of a DTensor this rank's shard, in the place of the older."""
-        self._newest = 1 - self._newest
+        self._newest, self._members = 1 - self._newest, tuple(members)
         rest, tensors = tree.split(state)
-        self._places[self._newest].write((key, tuple(members), self._worker, rest), tensors)
+        self._places[self._newest].write((key, self._members, self._worker, rest), tensors)
 
     def content(self) -> tuple[bytes, Tensor]:
         """Return the newest copy as it lies in its file: its header, and what comes behind that."""
         return self._places[self._newest].content()
+
+    def without_tensors(self, rest: Any) -> tuple[bytes, Tensor]:
+        """Return a copy of the newest one's key and members that has this plain data only, as `content` does."""
+        data = pickle.dumps((self.newest, self._members, self._worker, rest, {}), pickle.HIGHEST_PROTOCOL)
+        return HEADER.pack(0, len(data), zlib.crc32(data), 0), torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     @contextlib.contextmanager
     def taking(self, header: bytes) -> Iterator[Tensor]:

@@ -78,13 +78,16 @@ def test_two_nodes_go_on_with_their_run_after_kills(nodes: list[list[str]], own_
     assert said[-1:] == [f"fit 1 {STEPS} True 2"], "".join(texts[0])[-3000:] + "".join(texts[1])[-3000:]
 
 
-def test_what_a_lost_node_held_comes_from_its_buddy(nodes: list[list[str]], own_folder: Path) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_what_a_lost_node_held_comes_from_its_buddy_or_a_replica(
+    strategy: str, nodes: list[list[str]], own_folder: Path
+) -> None:
     (own_folder / "script.py").write_text(MEMORY)
     apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torchrun lets no other node into a later attempt
-    running = [start(node, inside, own_folder, "fsdp", "2", **apart) for node, inside in enumerate(nodes)]
+    running = [start(node, inside, own_folder, strategy, "2", **apart) for node, inside in enumerate(nodes)]
     try:
         assert running[1].wait(60) == -signal.SIGKILL
-        running.append(start(1, nodes[1], own_folder, "fsdp", "2", **apart))
+        running.append(start(1, nodes[1], own_folder, strategy, "2", **apart))
         texts = [node.communicate(timeout=100) for node in running]
     finally:
         for node in running:

@@ -457,6 +457,7 @@ import fabricx as fx
 from torch.utils.data import DataLoader
 from fabricx.callbacks import FaultRecovery
 from fabricx.launch import keeper
+from fabricx.strategies import FSDP
 from fabricx.testing import QUIET, Ledger, kill
 from tests.process.test_recovery import BATCH, EPOCHS, SAMPLES, Numbered
 
@@ -478,7 +479,8 @@ if __name__ == "__main__":
     module = Told(SAMPLES, BATCH)
     nodes = int(sys.argv[2])
     kills = [kill(rank=1).during("backward", step=5), kill(rank=0).during("forward", step=9, attempt=1)]
-    trainer = fx.Trainer(strategy=sys.argv[1], max_epochs=EPOCHS, num_nodes=nodes, **QUIET, callbacks=[
+    strategy = FSDP(replicas=2) if sys.argv[1] == "hsdp" else sys.argv[1]
+    trainer = fx.Trainer(strategy=strategy, max_epochs=EPOCHS, num_nodes=nodes, **QUIET, callbacks=[
         *(kills if nodes == 1 else [LosesMachine()]), FaultRecovery(every_n_train_steps=1000, copy_every_n_steps=1)])
     trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
     entries = module.entries.detach()

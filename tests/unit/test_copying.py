@@ -17,6 +17,7 @@ from torch import Tensor
 from fabricx import copying
 from fabricx.checkpoint import memory
 from fabricx.comm.world import World
+from fabricx.strategies import FSDP
 
 
 class Meeting:
@@ -69,26 +70,34 @@ def together(root: Path, nodes: list[str], work: Callable[[Threads], Any], monke
         return list(pool.map(run, range(len(nodes))))
 
 
-def copy_steps(*steps: int) -> Callable[[Threads], None]:
+def in_groups(groups: int) -> Callable[[int, int], list[int]]:
+    return FSDP(replicas=groups).replicas_of
+
+
+def state_of(step: int, shard: int) -> dict[str, Any]:
+    weights = torch.full((1000,), 10.0 * step + shard)
+    return {"strategy": weights, "word": f"{step} of {shard}", "state": {"step": step}}
+
+
+def copy_steps(*steps: int, groups: int = 1) -> Callable[[Threads], None]:
     def work(world: Threads) -> None:
-        copier = copying.Copier(world)
+        copier = copying.Copier(world, in_groups(groups))
         for step in steps:
-            state = {"weights": torch.full((1000,), 10.0 * step + world.rank), "state": {"step": step}}
+            state = state_of(step, world.rank % (world.size // groups))
             copier.copies.make((step,), range(world.size), state)
             assert copier._buddy is not None
-            copier._buddy.exchange(copier.copies)
+            copier._buddy.exchange(copier.copies, {"word": f"{step} of rank {world.rank}", "state": state["state"]})
 
     return work
 
 
-def found(world: Threads) -> tuple[int, list[float]] | None:
+def found(world: Threads, groups: int = 1) -> tuple[int, list[float]] | None:
     """Return from which step this rank goes on, and what it gets."""
-    source = copying._newest(world)
+    source = copying._newest(world, in_groups(groups))
     if source is None:
         return None
-    parts = len(source.holders)
-    wanted = [{rank} if parts == world.size else set(range(parts)) for rank in range(world.size)]
-    return source.step, [float(copy.tensor("weights").unique()) for copy in source.parts(world, wanted)]
+    assert all(source.words)
+    return source.step, [float(copy.tensor("strategy").unique()) for copy in source.parts(world)]
 
 
 @pytest.mark.parametrize("chunk", [1 << 26, 999])
@@ -126,10 +135,26 @@ def test_a_copy_that_its_buddy_hasn_t_yet_doesn_t_count_once_the_machine_is_lost
     together(tmp_path, ["a", "b"], copy_steps(1, 2), monkeypatch)
 
     def die_while_copying(world: Threads) -> None:
-        copier = copying.Copier(world)
+        copier = copying.Copier(world, in_groups(1))
         copier.keep((2,))
-        copier.copies.make((3,), range(2), {"weights": torch.full((1000,), 30.0), "state": {"step": 3}})
+        copier.copies.make((3,), range(2), state_of(3, 0))
 
     together(tmp_path, ["a", "b"], die_while_copying, monkeypatch)
     assert together(tmp_path, ["a", "b"], found, monkeypatch) == [(3, [30.0]), (3, [30.0])]
     assert together(tmp_path, ["a", "c"], found, monkeypatch) == [(2, [20.0]), (2, [21.0])]
+
+
+def test_a_replica_has_the_tensors_and_the_buddy_what_is_a_rank_s_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(world: Threads) -> tuple[int, list[float]] | None:
+        return found(world, groups=2)
+
+    together(tmp_path, ["a", "a", "b", "b"], copy_steps(1, 2, groups=2), monkeypatch)
+    sizes = {path.name[5]: path.stat().st_size for path in (tmp_path / "a").glob("copy-*-1")}
+    assert max(sizes["2"], sizes["3"]) < 1000 < 4000 < min(sizes["0"], sizes["1"])
+    same = [(2, [20.0]), (2, [21.0])] * 2
+    assert together(tmp_path, ["a", "a", "b", "b"], look, monkeypatch) == same
+    assert together(tmp_path, ["a", "a", "c", "c"], look, monkeypatch) == same  # b is lost, whose tensors a has
+    assert together(tmp_path, ["b", "b"], look, monkeypatch) == [(2, [20.0, 21.0])] * 2  # without c
+    assert together(tmp_path, ["c", "c", "d", "d"], look, monkeypatch) == [None] * 4
