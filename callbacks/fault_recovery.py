@@ -50,11 +50,11 @@ class FaultRecovery(Callback):
     is one ends the run, and a failure that comes again without any progress isn't tried for ever.
 
     Where fabricx starts the workers it starts them again; under torchrun that does, with `--max-restarts`, and the
-    script goes on with the run that it was training: with fsdp and local_sgd from copies in memory that torchrun's end
-    of the processes leaves as it is. With several machines each rank's copies are on another machine, too, its buddy,
-    or a replica (HSDP) has the same shards; who comes in the place of a lost machine gets them from there (torchrun
-    lets others in later only with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`). With both lost, and with the other
-    strategies, it is the newest snapshot.
+    script goes on with the run that it was training, from copies in memory that torchrun's end of the processes leaves
+    as it is. With several machines each rank's copies are on another machine, too, its buddy, or a replica (ddp, HSDP)
+    has the same tensors; who comes in the place of a lost machine gets them from there (torchrun lets others in later
+    only with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`). With both lost, and with servers, it is the newest snapshot. So
+    it is, too, where a machine hasn't enough memory left for two copies of what its ranks hold.
 
     Args:
         max_restarts: how often in a row, without getting any further.
@@ -78,8 +78,8 @@ class FaultRecovery(Callback):
             with the same global batches, and it joins them later. Who comes in time takes over the numbers of the dead
             one to the bit.
         min_ranks: the fewest that go on without.
-        copy_every_n_steps: weight updates between two copies in memory, of strategies that need them; None for so many
-            that copies take a hundredth of the time. Between machines they travel, too.
+        copy_every_n_steps: weight updates between two copies in memory, of strategies that need them, and under
+            torchrun; None for so many that copies take a hundredth of the time.
         compare_every_n_steps: weight updates between two comparisons of what should be the same weights on all ranks,
             by a sum over their bits; 0 for none. A rank that differs is named, and all begin again from the snapshot.
     """

@@ -60,11 +60,15 @@ class Copier:
         self._next = self._look_at = 0  # steps
         self._began = (0, 0.0)  # step and time from which it is reckoned
         self._took = 0.0  # seconds of copies by then
+        self._fits = True  # into memory
         self.seconds = 0.0
 
     def begin(self, t: Trainer, members: Sequence[int]) -> None:
         """Copy now; these are the members from now on."""
         self._members = members
+        self._fits = self._look_for_room(t)
+        if not self._fits:
+            return
         self._copy(t)
         step = t.state.step
         self._steps = self._every or 1
@@ -75,7 +79,7 @@ class Copier:
     def after_step(self, t: Trainer) -> None:
         """Copy if it is due; all ranks do at the same steps."""
         step = t.state.step
-        if step < self._next:
+        if step < self._next or not self._fits:
             return
         began = time.monotonic()
         if not t.strategy.traits.synchronous:  # else one that is far ahead would overwrite what others haven't made yet
@@ -111,16 +115,42 @@ class Copier:
         if point is None:
             t.world.settle()
         point = point or RestartPoint(t)
-        state = {
-            "strategy": t.strategy.own_state(t.module, t.optimizers), "word": pickle.dumps(point.word()), **standing(t)
-        }  # fmt: skip
-        state["strategy"]["module"].update(point.buffers)
+        state = {**_tensors(t), "word": pickle.dumps(point.word()), **standing(t)}
+        if "strategy" in state:
+            state["strategy"]["module"].update(point.buffers)
         self.copies.make((progress(t), t.world.generation), self._members, state)
         if self._buddy is not None:
             self._buddy.exchange(self.copies, {name: state[name] for name in _OWN})
         took = time.monotonic() - began
         self.seconds += took
         return took
+
+    def _look_for_room(self, t: Trainer) -> bool:
+        """Return whether each machine has memory for the copies; all ranks come to the same."""
+        need = float(memory.NEWEST * memory.bytes_of(_tensors(t)))
+        if not any(optimizer.state for optimizer in t.optimizers):
+            need *= 3  # of each weight two more numbers will be remembered
+        if self._buddy is not None and not self._buddy.light:
+            need *= 2
+        need -= self.copies.room + (self._buddy.copies.room if self._buddy is not None else 0)
+        told = t.world.gather_objects((t.world.node_rank, max(0.0, need), memory.free()))
+        for node in sorted({node for node, *_ in told}):
+            needed = sum(one for other, one, _ in told if other == node)
+            left = min(one for other, _, one in told if other == node)
+            if needed > left:
+                t.print(
+                    f"copies in memory take up to {needed / 2**30:.1f} GiB on machine {node}, which has "
+                    f"{left / 2**30:.1f} GiB left: after a death the run goes on from the newest snapshot instead"
+                )
+                return False
+        return True
+
+
+def _tensors(t: Trainer) -> dict[str, Any]:
+    """Return what this rank holds; nothing if another one of its machine holds the same."""
+    if t.strategy.traits.alike and t.world.local_rank:
+        return {}
+    return {"strategy": t.strategy.own_state(t.module, t.optimizers)}
 
 
 @final
@@ -193,7 +223,7 @@ class _Source:
         if len(self.holders) == world.size:
             wanted = [{max(same, key=lambda part: self.has(rank, part))} for rank, same in enumerate(self.same)]
         else:
-            wanted = [{same[0] for same in self.same}] * world.size
+            wanted = [{min(same) for same in self.same}] * world.size
         for part, holders in enumerate(self.holders):
             copy = self.here.get(part)
             if any(part in wants and not self.has(rank, part) for rank, wants in enumerate(wanted)):

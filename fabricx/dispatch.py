@@ -142,7 +142,7 @@ def _take_up_launch(trainer: Trainer, job: Job, here: World, stack: contextlib.E
     trainer.failures = ["torchrun has started all processes again"] * times
     if newest is not None:
         job.ckpt_path = newest
-    if not trainer.strategy.traits.alike and trainer.strategy.dealer is None and not trainer.strategy.servers:
+    if environment.starts_again() and trainer.strategy.dealer is None and not trainer.strategy.servers:
         stack.enter_context(_copies_kept(here, keeper.folder_of(number)))
 
 

@@ -257,7 +257,7 @@ def _set_up_model(t: Trainer, job: Job) -> None:
         return
     mine = membership()
     t.members = mine if mine.changes else None
-    if mine.folder and t.strategy.dealer is None and not t.strategy.traits.alike:
+    if mine.folder and t.strategy.dealer is None and not (t.members is not None and t.strategy.traits.alike):
         every = next((c.copy_every_n_steps for c in t.callbacks if c.copy_every_n_steps), None)
         t.copier = Copier(t.world, t.strategy.replicas_of, every)
     elif t.members is not None and t.strategy.dealer is None:

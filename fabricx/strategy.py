@@ -231,8 +231,8 @@ class Strategy(ABC):
         }
 
     def replicas_of(self, rank: int, size: int) -> list[int]:
-        """Return which of so many ranks hold the same shards as one of them, itself first."""
-        return [rank]
+        """Return which of so many ranks hold the same tensors as one of them, itself first."""
+        return [rank, *(one for one in range(size) if one != rank)] if self.traits.alike else [rank]
 
     def pauses(self, mark: Callable[[], Any]) -> list[tuple[Any, Any]]:
         """Let it be marked when this rank's device waits for others while it computes.

@@ -7,6 +7,7 @@ are on no disk.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import pickle
@@ -32,6 +33,25 @@ Target = Callable[[str, torch.Size, torch.dtype], Tensor]
 def path_of(folder: str, slot: int, place: int) -> Path:
     """Return the name of a file for one of the copies of whoever has that slot."""
     return Path(folder) / f"copy-{slot}-{place}"
+
+
+def free() -> float:
+    """Return how many bytes of memory this machine has left, or this process's control group; infinity if unknown."""
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        found.append(1024.0 * int(lines["MemAvailable"].split()[0]))
+    with contextlib.suppress(OSError, ValueError):  # there is no limit, or it is kept elsewhere
+        group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
+        found.append(float(int((group / "memory.max").read_text()) - used))
+    return min(found, default=math.inf)
+
+
+def bytes_of(state: Any) -> int:
+    """Return how much a copy of a state takes, but for its plain data."""
+    return sum(own_block(tensor)[0].nbytes for tensor in tree.split(state)[1].values())
 
 
 @dataclass(frozen=True)
@@ -124,6 +144,11 @@ class Copies:
         """Return the key of the newest copy."""
         return self._places[self._newest].key
 
+    @property
+    def room(self) -> int:
+        """Return how many bytes this process has taken for copies."""
+        return sum(place.room for place in self._places)
+
     def keep(self, key: Any) -> None:
         """Let the next copy not take the place of this one, if it is there; an earlier process may have made it."""
         for number, place in enumerate(self._places):
@@ -158,6 +183,10 @@ class _Place:
         self._memory[ALIGN + size : ALIGN + size + len(data)] = data
         HEADER.pack_into(self._memory, 0, size, len(data), zlib.crc32(data), _sum(self._tensors))
         self.key = head[0]
+
+    @property
+    def room(self) -> int:
+        return 0 if self._memory is None else len(self._memory)
 
     def content(self) -> tuple[bytes, Tensor]:
         assert self._memory is not None

@@ -58,6 +58,15 @@ def launch(environ: Mapping[str, str] | None = None) -> str | None:
     return (os.environ if environ is None else environ).get("TORCHELASTIC_RUN_ID")
 
 
+def starts_again(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether torchrun would start all processes again, should one die.
+
+    >>> starts_again({"TORCHELASTIC_MAX_RESTARTS": "0"})
+    False
+    """
+    return int((os.environ if environ is None else environ).get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+
 def attempt_of(store: Store, rank: int, size: int) -> int:
     """Return a number, from 1, that all processes have which torchrun has started together, and none from before.
 

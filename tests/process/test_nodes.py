@@ -78,7 +78,7 @@ def test_two_nodes_go_on_with_their_run_after_kills(nodes: list[list[str]], own_
     assert said[-1:] == [f"fit 1 {STEPS} True 2"], "".join(texts[0])[-3000:] + "".join(texts[1])[-3000:]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
 def test_what_a_lost_node_held_comes_from_its_buddy_or_a_replica(
     strategy: str, nodes: list[list[str]], own_folder: Path
 ) -> None:

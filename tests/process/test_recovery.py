@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import FaultRecovery, ModelCheckpoint
+from fabricx.checkpoint import memory
 from fabricx.comm.agree import EVERYBODY
 from fabricx.errors import WorkerFailed
 from fabricx.loggers import JSONLogger, TensorBoardLogger
@@ -490,7 +491,26 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "local_sgd"])
+class Cramped(Ledger):
+    """Finds little memory left on its machine."""
+
+    def on_fit_start(self) -> None:
+        memory.free = lambda: 1000.0
+
+
+def test_where_memory_has_no_room_for_copies_it_is_the_snapshot(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    faults = [kill(rank=1).during("backward", step=5)]
+    module, trainer = train(FSDP(), faults, tmp_path, module=Cramped(SAMPLES, BATCH))
+    assert "there is no state in memory" in trainer.failures[1]  # as those that are left have found
+    assert exact(module)
+    said = capfd.readouterr()
+    assert "copies in memory take up to 0.0 GiB on machine 0, which has 0.0 GiB left" in said.out
+    assert "all workers start again from step 4" in said.err
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local_sgd"])
 def test_what_ranks_have_copied_outlives_what_torchrun_ends(strategy: str, own_folder: Path) -> None:
     (own_folder / "script.py").write_text(MEMORY)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
