@@ -507,7 +507,7 @@ def test_where_memory_has_no_room_for_copies_it_is_the_snapshot(
     assert exact(module)
     said = capfd.readouterr()
     assert "copies in memory take up to 0.0 GiB on machine 0, which has 0.0 GiB left" in said.out
-    assert "all workers start again from step 4" in said.err
+    assert "all workers start again from step" in said.err  # the newest that was complete
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local_sgd"])
