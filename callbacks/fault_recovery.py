@@ -181,6 +181,7 @@ class FaultRecovery(Callback):
         if self.bad_gradients != "skip":
             names = [name for name, parameter in module.named_parameters() if any(parameter is one for one in bad)]
             where = ", ".join(names) or "another rank"
+            _forget_copies(trainer)
             raise FloatingPointError(f"step {trainer.global_step}: the gradient isn't finite in {where}")
         trainer.scribe.event("bad gradient", "not finite: the update was skipped", trainer.global_step)
         for parameter in parameters:
@@ -269,7 +270,14 @@ def _compare(trainer: Trainer, module: Module) -> None:
         return
     others = [rank for rank, one in enumerate(sums) if one != usual]
     who = f"rank {', '.join(map(str, others))}" if many > world.size / 2 else "all ranks"
+    _forget_copies(trainer)
     raise RuntimeError(f"step {trainer.global_step}: the weights of {who} differ, and should be the same everywhere")
+
+
+def _forget_copies(trainer: Trainer) -> None:
+    """Let nobody go on from what is wrong; all ranks do."""
+    if trainer.copier is not None:
+        trainer.copier.forget()
 
 
 def _bits(tensors: Iterable[Tensor]) -> int:

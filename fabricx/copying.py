@@ -1,12 +1,12 @@
-"""Going on where each rank holds something that no other has: all go back to the newest copies in memory.
+"""Going on where nobody is left who holds what a rank has held: all go back to the newest copies in memory.
 
 Each rank copies its part, with its random numbers and sums, every so many steps; all at the same ones. What makes the
 copies of one moment a state is that those of all ranks are there.
 
-Where fabricx starts the workers, who is left goes back to them at once. torchrun ends all processes of all machines
-when one dies; there the copies are in memory that outlives those, of each rank on its own machine and on another one,
-its buddy, should a machine be lost (Wang et al., "Gemini", SOSP 2023). Where a replica on another machine has the same
-shard, the buddy keeps but what is the rank's own beside it.
+Where fabricx starts the workers, those that are left go back to them at once, if each holds something that no other
+has. torchrun ends all processes of all machines when one dies; there the copies are in memory that outlives those, of
+each rank on its own machine and on another one, its buddy, should a machine be lost (Wang et al., "Gemini", SOSP 2023).
+Where a replica on another machine has the same tensors, the buddy keeps but what is the rank's own beside them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from fabricx.standing import progress, standing, take_over
 if TYPE_CHECKING:
     from fabricx.trainer import Trainer
 
-COST: Final = 0.01  # the part of the time that copies may take
 Replicas = Callable[[int, int], list[int]]
+COST: Final = 0.01  # the part of the time that copies may take
 LOOK: Final = 20  # steps after which that is reckoned again, at least
 CHUNK: Final = 1 << 26  # bytes that go between machines at once
 _OWN: Final = ("word", "state")  # of a copy, what no replica has, and how far that is
@@ -109,6 +109,12 @@ class Copier:
         self.copies.keep(key)
         if self._buddy is not None:
             self._buddy.copies.keep(key)
+
+    def forget(self) -> None:
+        """Let nobody go back to these copies; every rank calls it."""
+        self.copies.forget()
+        if self._buddy is not None:
+            self._buddy.copies.forget()
 
     def _copy(self, t: Trainer, point: RestartPoint | None = None) -> float:
         began = time.monotonic()

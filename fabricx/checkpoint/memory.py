@@ -144,6 +144,11 @@ class Copies:
         """Return the key of the newest copy."""
         return self._places[self._newest].key
 
+    def forget(self) -> None:
+        """Let there be none."""
+        for place in self._places:
+            place.forget()
+
     @property
     def room(self) -> int:
         """Return how many bytes this process has taken for copies."""
@@ -200,6 +205,12 @@ class _Place:
         HEADER.pack_into(self._memory, 0, 0, 0, 0, 0)
         yield torch.frombuffer(self._memory, dtype=torch.uint8, offset=ALIGN, count=_length(header))
         self._memory[: HEADER.size] = header
+
+    def forget(self) -> None:
+        self.key = None
+        with self._path.open("rb+") as file:
+            if os.fstat(file.fileno()).st_size >= HEADER.size:
+                file.write(bytes(HEADER.size))
 
     def holds(self, key: Any) -> bool:
         copy = _read(self._path)

@@ -510,20 +510,41 @@ def test_where_memory_has_no_room_for_copies_it_is_the_snapshot(
     assert "all workers start again from step" in said.err  # the newest that was complete
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local_sgd"])
-def test_what_ranks_have_copied_outlives_what_torchrun_ends(strategy: str, own_folder: Path) -> None:
-    (own_folder / "script.py").write_text(MEMORY)
+def begun_by_torchrun(script: str, folder: Path, strategy: str) -> list[int]:
+    """Let torchrun start two ranks, and again when one dies; returns at which steps they began."""
+    (folder / "script.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                "--max-restarts", "3", "script.py", strategy, "1"]  # fmt: skip
     environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(own_folder)
+        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(folder)
     }  # fmt: skip
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
     said = done.stdout.splitlines()
-    begun = [line for line in said if line.startswith("rank 0 begins")]
-    assert begun == [f"rank 0 begins at {step}" for step in (0, 5, 9)], done.stdout + done.stderr[-3000:]
-    assert said[-1] == f"fit {STEPS} True"
-    assert not list(own_folder.glob("fabricx-*"))
+    assert said[-1:] == [f"fit {STEPS} True"], done.stdout + done.stderr[-3000:]
+    assert not list(folder.glob("fabricx-*"))
+    return [int(line.split()[-1]) for line in said if line.startswith("rank 0 begins")]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local_sgd"])
+def test_what_ranks_have_copied_outlives_what_torchrun_ends(strategy: str, own_folder: Path) -> None:
+    assert begun_by_torchrun(MEMORY, own_folder, strategy) == [0, 5, 9]
+
+
+DIVERGES = """
+class Diverges(fx.Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_rank == 1 and trainer.global_step == 4 and not trainer.failures:
+            module.layer.weight.data += 1.0
+
+if __name__"""
+
+
+def test_nobody_goes_back_to_a_copy_of_weights_that_were_found_to_be_wrong(own_folder: Path) -> None:
+    script = MEMORY.replace("\nif __name__", DIVERGES).replace(
+        "*(kills if nodes == 1 else [LosesMachine()])", "Diverges()"
+    )
+    script = script.replace("every_n_train_steps=1000", "every_n_train_steps=3, compare_every_n_steps=5")
+    assert begun_by_torchrun(script, own_folder, "ddp") == [0, 3]  # the snapshot, and not the copies of step 4
 
 
 def snapshots(folder: Path) -> list[int]:

@@ -83,6 +83,16 @@ def test_a_process_that_comes_later_keeps_what_one_before_has_left(tmp_path: Pat
     assert set(whole(tmp_path)) == {2, 3}
 
 
+def test_what_is_forgotten_is_gone_also_what_one_before_has_left(tmp_path: Path) -> None:
+    for copies in ranks(tmp_path):
+        copies.make(1, MEMBERS, state(1.0))
+    [later, _] = ranks(tmp_path)
+    later.forget()
+    assert not whole(tmp_path)
+    later.make(2, MEMBERS, state(2.0))
+    assert len(memory.read(str(tmp_path))[2, MEMBERS]) == 1
+
+
 def test_a_copy_is_passed_on_bit_by_bit_and_is_none_before_it_is_complete(tmp_path: Path) -> None:
     one, other = ranks(tmp_path)
     for number in range(memory.NEWEST):
