@@ -11,6 +11,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,8 @@ def folder_of(number: int) -> Path:
     Args:
         number: which run of the script it is.
     """
-    return Path(tempfile.gettempdir()) / f"fabricx-{os.getuid()}-{os.getppid()}-{number}"
+    where = f"{socket.gethostname()}-{os.getuid()}-{os.getppid()}"  # machines may share a folder for temporary files
+    return Path(tempfile.gettempdir()) / f"fabricx-{where}-{number}"
 
 
 def start(folder: Path, names: list[str]) -> bool:
@@ -37,7 +39,7 @@ def start(folder: Path, names: list[str]) -> bool:
     """
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):  # another system than Linux
         return False
-    if _is_kept(folder):
+    if _is_kept(folder, names):
         return True
     shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, "-I", __file__, str(os.getppid()), str(folder), *names]
@@ -45,17 +47,18 @@ def start(folder: Path, names: list[str]) -> bool:
     # In a session of its own: torchrun ends the groups of its processes.
     _STARTED.append(subprocess.Popen(command, cwd="/", stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True))
     deadline = time.monotonic() + START_S
-    while not _is_kept(folder):
+    while not _is_kept(folder, names):
         if _STARTED[-1].poll() is not None or time.monotonic() > deadline:
             return False
         time.sleep(0.005)
     return True
 
 
-def _is_kept(folder: Path) -> bool:
-    """Return whether a keeper of this user's has a folder."""
-    with contextlib.suppress(OSError, ValueError):
-        return folder.stat().st_uid == os.getuid() and Path(f"/proc/{_keeper_of(folder)}/fd").is_dir()
+def _is_kept(folder: Path, names: list[str]) -> bool:
+    """Return whether a keeper of this user's has these files."""
+    with contextlib.suppress(OSError):
+        kept = [os.readlink(os.readlink(folder / name)).startswith("/memfd:fabricx") for name in names]
+        return folder.stat().st_uid == os.getuid() and (folder / "keeper").exists() and all(kept)
     return False
 
 

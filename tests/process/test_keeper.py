@@ -1,0 +1,89 @@
+"""Memory that outlives processes: there as long as who they were started by, and gone with its keeper."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fabricx.launch import keeper
+
+NAMES = ["copy-0-0", "copy-0-1"]
+# A process between this one and the keeper, as torchrun's are between it and theirs.
+WORKER = """
+import os, sys
+from pathlib import Path
+from fabricx.launch import keeper
+print(keeper.start(Path(sys.argv[1]), sys.argv[2:]))
+"""
+
+
+def wait_for_the_end_of(folder: Path) -> None:
+    deadline = time.monotonic() + 20
+    while folder.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> subprocess.Popen[str]:
+    """Start what stands for torchrun: a process that starts others, as often as it is told to."""
+    code = f"""
+import subprocess, sys
+for line in sys.stdin:
+    subprocess.run([sys.executable, "-c", {WORKER!r}, {str(tmp_path / "kept")!r}, *{NAMES!r}])
+"""
+    root = str(Path(__file__).parents[2])
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": root},
+    )  # fmt: skip
+
+
+def started(torchrun: subprocess.Popen[str]) -> bool:
+    assert torchrun.stdin is not None
+    assert torchrun.stdout is not None
+    torchrun.stdin.write("again\n")
+    torchrun.stdin.flush()
+    return torchrun.stdout.readline() == "True\n"
+
+
+def test_what_one_process_writes_the_next_one_reads_until_their_parent_ends(
+    torchrun: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "kept"
+    with torchrun:
+        assert started(torchrun)
+        (folder / NAMES[1]).write_bytes(b"copied")
+        first = (folder / "keeper").read_text()
+        assert started(torchrun)
+        assert (folder / "keeper").read_text() == first  # and no other
+        assert (folder / NAMES[1]).read_bytes() == b"copied"
+        torchrun.kill()
+        wait_for_the_end_of(folder)
+
+
+def test_one_that_was_killed_is_followed_by_another_with_nothing(
+    torchrun: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "kept"
+    with torchrun:
+        assert started(torchrun)
+        (folder / NAMES[0]).write_bytes(b"copied")
+        os.kill(int((folder / "keeper").read_text()), signal.SIGKILL)
+        assert started(torchrun)
+        assert (folder / NAMES[0]).read_bytes() == b""
+        keeper.end(folder)
+        wait_for_the_end_of(folder)
+        torchrun.kill()
+
+
+def test_where_a_folder_can_t_be_made_nothing_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert not keeper.start(tmp_path / "file" / "kept", NAMES)
+    assert not (tmp_path / "file" / "kept").exists()
