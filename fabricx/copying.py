@@ -139,17 +139,29 @@ class Copier:
         if self._buddy is not None and not self._buddy.light:
             need *= 2
         need -= self.copies.room + (self._buddy.copies.room if self._buddy is not None else 0)
-        told = t.world.gather_objects((t.world.node_rank, max(0.0, need), memory.free()))
-        for node in sorted({node for node, *_ in told}):
-            needed = sum(one for other, one, _ in told if other == node)
-            left = min(one for other, _, one in told if other == node)
-            if needed > left:
-                t.print(
-                    f"copies in memory take up to {needed / 2**30:.1f} GiB on machine {node}, which has "
-                    f"{left / 2**30:.1f} GiB left: after a death the run goes on from the newest snapshot instead"
-                )
-                return False
-        return True
+        short = _short_of_room(t.world.gather_objects((t.world.node_rank, max(0.0, need), memory.free())))
+        if short is not None:
+            t.print(f"{short}: none are made, and after a death the run goes on from the newest snapshot")
+        return short is None
+
+
+def _short_of_room(told: Sequence[tuple[int, float, float]]) -> str | None:
+    """Return which machine has no room for copies, if any.
+
+    Args:
+        told: by rank: its machine, how many bytes its copies take, and how many that machine has left.
+
+    >>> _short_of_room([(0, 2.0**30, 3.0 * 2**30), (0, 2.0**30, 3.0 * 2**30)])
+    >>> _short_of_room([(0, 2.0**31, 3.0 * 2**30), (0, 2.0**31, 3.0 * 2**30), (1, 0.0, 2.0**30)])
+    'copies in memory may take 4.0 GiB of machine 0, which has 3.0 left'
+    """
+    for node in sorted({node for node, *_ in told}):
+        needed = sum(one for other, one, _ in told if other == node)
+        left = min(one for other, _, one in told if other == node)
+        if needed > left:
+            gib = 2.0**30
+            return f"copies in memory may take {needed / gib:.1f} GiB of machine {node}, which has {left / gib:.1f} left"
+    return None
 
 
 def _tensors(t: Trainer) -> dict[str, Any]:

@@ -505,9 +505,7 @@ def test_where_memory_has_no_room_for_copies_it_is_the_snapshot(
     module, trainer = train(FSDP(), faults, tmp_path, module=Cramped(SAMPLES, BATCH))
     assert "there is no state in memory" in trainer.failures[1]  # as those that are left have found
     assert exact(module)
-    said = capfd.readouterr()
-    assert "copies in memory take up to 0.0 GiB on machine 0, which has 0.0 GiB left" in said.out
-    assert "all workers start again from step" in said.err  # the newest that was complete
+    assert "all workers start again from step" in capfd.readouterr().err  # the newest that was complete
 
 
 def begun_by_torchrun(script: str, folder: Path, strategy: str) -> list[int]:
