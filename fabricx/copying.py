@@ -153,14 +153,14 @@ def _short_of_room(told: Sequence[tuple[int, float, float]]) -> str | None:
 
     >>> _short_of_room([(0, 2.0**30, 3.0 * 2**30), (0, 2.0**30, 3.0 * 2**30)])
     >>> _short_of_room([(0, 2.0**31, 3.0 * 2**30), (0, 2.0**31, 3.0 * 2**30), (1, 0.0, 2.0**30)])
-    'copies in memory may take 4.0 GiB of machine 0, which has 3.0 left'
+    'copies in memory take 4.0 GiB of machine 0, which has 3.0 left'
     """
     for node in sorted({node for node, *_ in told}):
         needed = sum(one for other, one, _ in told if other == node)
         left = min(one for other, _, one in told if other == node)
         if needed > left:
             gib = 2.0**30
-            return f"copies in memory may take {needed / gib:.1f} GiB of machine {node}, which has {left / gib:.1f} left"
+            return f"copies in memory take {needed / gib:.1f} GiB of machine {node}, which has {left / gib:.1f} left"
     return None
 
 
