@@ -168,7 +168,8 @@ class FaultRecovery(Callback):
             trainer.scribe.rewind(step)
             text = f"started again from step {step}: {trainer.failures[-1]}"
             seconds = time.time() - trainer.failed_at if trainer.failed_at else 0.0
-            trainer.scribe.event("recovery", text, step, seconds=seconds)
+            again = max(0, trainer.step_reached - step)
+            trainer.scribe.event("recovery", text, step, steps_again=again, seconds=seconds)
 
     def _look_at_gradients(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

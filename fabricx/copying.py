@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import mmap
 import pickle
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
@@ -61,6 +64,7 @@ class Copier:
         self._began = (0, 0.0)  # step and time from which it is reckoned
         self._took = 0.0  # seconds of copies by then
         self._fits = True  # into memory
+        self.reached = None if own.changes else _Reached(Path(own.folder) / f"reached-{own.slot}")
         self.seconds = 0.0
 
     def begin(self, t: Trainer, members: Sequence[int]) -> None:
@@ -79,6 +83,8 @@ class Copier:
     def after_step(self, t: Trainer) -> None:
         """Copy if it is due; all ranks do at the same steps."""
         step = t.state.step
+        if self.reached is not None:
+            self.reached.note(step)
         if step < self._next or not self._fits:
             return
         began = time.monotonic()
@@ -162,6 +168,26 @@ def _short_of_room(told: Sequence[tuple[int, float, float]]) -> str | None:
             gib = 2.0**30
             return f"copies in memory take {needed / gib:.1f} GiB of machine {node}, which has {left / gib:.1f} left"
     return None
+
+
+@final
+class _Reached:
+    """Which step a rank has done last, and when, where a process that comes after it finds that."""
+
+    _FORM: Final = struct.Struct("<qd")
+
+    def __init__(self, path: Path) -> None:
+        with path.open("ab+") as file:
+            file.truncate(self._FORM.size)
+            self._memory = mmap.mmap(file.fileno(), self._FORM.size)
+
+    def note(self, step: int) -> None:
+        self._FORM.pack_into(self._memory, 0, step, time.time())
+
+    def newest(self) -> tuple[int, float]:
+        """Return the step, and seconds since 1970; zeros if there was none."""
+        step, at = self._FORM.unpack_from(self._memory, 0)
+        return int(step), float(at)
 
 
 def _tensors(t: Trainer) -> dict[str, Any]:
@@ -288,6 +314,9 @@ def come_back(t: Trainer) -> bool:
     Returns:
         whether there were such; the same on all ranks.
     """
+    assert t.copier is not None
+    assert t.copier.reached is not None
+    t.step_reached, t.failed_at = max(t.world.gather_objects(t.copier.reached.newest()))
     source, path = _newest(t.world, t.strategy.replicas_of), t.overridden.ckpt_path
     if source is None:
         return False

@@ -47,7 +47,7 @@ def fit(t: Trainer, job: object = None) -> None:
     call(t.hooks.on_fit_start)
     t.restart_point, t.stage, t.meeting = None, Stage.BETWEEN, None
     if not t.world.newcomer:
-        if t.copier is None or not come_back(t):
+        if t.copier is None or t.members is not None or not come_back(t):
             t.restore()
         t.strategy.starts(t.state.step)
         sanity_check(t)

@@ -233,6 +233,7 @@ class Trainer(Answers):
         self.published = Published()
         self.failures: list[str] = []  # after which this run was started again
         self.failed_at = 0.0  # when that was last, in seconds since 1970
+        self.step_reached = 0  # by then, where no other process knows it
         self.log_settings: LogSettings | None = None  # of the process that launches, where that isn't this one
         self.balance = Balance()  # who gets how much of each global batch
         self.meeting: Any = None  # of ranks that were apart, begun and not done

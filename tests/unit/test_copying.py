@@ -62,7 +62,7 @@ def together(root: Path, nodes: list[str], work: Callable[[Threads], Any], monke
         for slot in (rank % each, each + rank % each):
             for place in range(memory.NEWEST):
                 memory.path_of(str(folder), slot, place).touch()
-        own.membership = SimpleNamespace(folder=str(folder), worker=rank, slot=rank % each)
+        own.membership = SimpleNamespace(folder=str(folder), worker=rank, slot=rank % each, changes=False)
         place = Threads(rank, len(nodes), rank % each, each, ord(node), meeting=meeting)
         return work(place)
 
