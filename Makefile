@@ -25,8 +25,19 @@ install: $(INSTALLED)  ## make the virtual environment
 demo: $(INSTALLED)  ## train handwritten digits on two processes, and test
 	@$(BIN)/fabricx fit experiment=digits strategy=ddp trainer.devices=2
 
+# Three processes for two cores: each has a fork server and ranks of its own, and two work while one waits.
+TEST := $(BIN)/python -m pytest -q -n 3 --dist worksteal
+
 test: $(INSTALLED)  ## run the tests
-	$(BIN)/python -m pytest -q
+	$(TEST) --durations=10
+
+SOAK ?= 1
+SOAK_TESTS ?= tests
+soak: $(INSTALLED)  ## try many more combinations and schedules of faults than the tests do; SOAK=0.3 for a part of them
+	FABRICX_SOAK=$(SOAK) $(TEST) -m soak --timeout 3600 $(SOAK_TESTS)
+
+gpu: $(INSTALLED)  ## run the tests that need GPUs
+	$(BIN)/python -m pytest -q -rs -m gpu
 
 lint: $(INSTALLED)  ## style, formatting, types, direction of imports
 	$(BIN)/ruff check .
@@ -54,4 +65,4 @@ chaos: $(INSTALLED)  ## kill workers all the time, and see what is lost
 clean:  ## remove the virtual environment and what tools leave behind
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
-.PHONY: help install demo test lint bench chaos clean
+.PHONY: help install demo test soak gpu lint bench chaos clean

@@ -17,6 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fabricx import testing
+from fabricx.launch import supervisor
+from tests import pool, warm
+
+# What test modules import, which workers import with them: the fork server does it once for all.
+supervisor.PRELOAD += [
+    "torchmetrics", "pytest", "psutil", "tensorboard.backend.event_processing.event_accumulator", "safetensors.torch",
+    "torch.distributed.tensor.debug", "fabricx.testing", "fabricx.loggers.tensorboard", "torch._inductor.compile_fx",
+]  # fmt: skip
 GRACE_S = 2.0  # how long something that is ending already may take
 # Set once in a process by a library, at its import or first use; they belong to nobody.
 LIBRARIES_SET = {
@@ -57,6 +66,13 @@ def own_folder(leaves_nothing_behind: None, tmp_path: Path, monkeypatch: pytest.
     """Run each test in an empty folder, so that runs' folders don't end up in the project's."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let jobs run on ranks that stay from test to test; for tests of what ranks do, not of how they start and end."""
+    monkeypatch.setattr(supervisor, "run_workers", pool.run_workers)
+    monkeypatch.setattr(testing, "run_workers", pool.run_workers)
 
 
 def _state() -> dict[str, dict[str, Any]]:
@@ -100,8 +116,9 @@ def _end_process_groups() -> list[str]:
 
 
 def _processes() -> list[str]:
-    """Name processes that the test has started, and end them; the fork server stays: starting it is what costs."""
+    """Name processes that the test has started, and end them; those that stay warm are kept."""
     kept = {getattr(forkserver._forkserver, "_forkserver_pid", None), resource_tracker._resource_tracker._pid}
+    kept |= warm.templates() | pool.processes()
     mine = psutil.Process()
 
     def found() -> list[psutil.Process]:
@@ -123,7 +140,7 @@ def _that_exist(found: Callable[[], list[psutil.Process]]) -> list[psutil.Proces
 
 def _threads(before: dict[str, Any]) -> list[str]:
     fresh = (thread for thread in threading.enumerate() if str(id(thread)) not in before)
-    return [f"thread {thread.name}" for thread in fresh if thread.is_alive()]
+    return [f"thread {thread.name}" for thread in fresh if thread.is_alive() and thread not in pool.threads()]
 
 
 def _open_files(folder: Path) -> list[str]:

@@ -1,0 +1,229 @@
+"""Ranks that stay from test to test: processes that are started once, and train again and again.
+
+`warm_ranks` (a fixture) lets `run_workers` hand its job to them. Each job has a store, a process group, a folder and
+random numbers of its own, as in ranks that were just started; what it leaves in a rank fails its test. A rank that
+fails or hangs ends its pool, and the next job starts another. Jobs whose ranks may come and go start their own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import itertools
+import os
+import pickle
+import random
+import secrets
+import signal
+import sys
+import threading
+import time
+import warnings
+from dataclasses import replace
+from multiprocessing import active_children
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from fabricx import execution
+from fabricx.comm import pulse
+from fabricx.comm import world as worlds
+from fabricx.comm.store_server import StoreServer
+from fabricx.comm.world import World
+from fabricx.launch import supervisor, worker
+from fabricx.launch.worker import Place
+from fabricx.scratch import private_folder
+
+MOST: Final = 6  # pools that are kept
+GRACE_S: Final = 2.0  # in which a thread that is ending may end
+_START_RANKS: Final = supervisor.run_workers
+
+
+class Pool:
+    """So many ranks and servers, which take jobs until one of them fails.
+
+    Args:
+        size: ranks.
+        servers: processes beside those that serve in each job.
+    """
+
+    def __init__(self, size: int, servers: int) -> None:
+        self.size, self._error = size, None
+        self._open = contextlib.ExitStack()
+        folder = self._open.enter_context(private_folder())
+        before = set(threading.enumerate())
+        address, key = f"{folder}/jobs", secrets.token_bytes(16)
+        with Listener(address, "AF_UNIX", backlog=size + servers, authkey=key) as listener:
+            serve = functools.partial(_serve_jobs, address=address, authkey=key)
+            options = {"size": size, "servers": servers, "serve": serve}
+            self._thread = threading.Thread(target=self._supervise, args=((address, key), options), name="warm ranks")
+            self._thread.daemon = True
+            self._thread.start()
+            connections = [listener.accept() for _ in range(size + servers)]
+        hellos = {connection.recv(): connection for connection in connections}
+        self._connections: list[Connection] = [hellos[hello] for hello in sorted(hellos)]
+        self.threads = set(threading.enumerate()) - before
+        self.pids = [pid for _, pid in sorted(hellos)]
+
+    def _supervise(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        try:
+            _START_RANKS(_take_jobs, arguments, **options)
+        except BaseException as error:
+            self._error = error
+
+    def run(self, function: Any, arguments: tuple[Any, ...], named: Any, serve: Any) -> list[Any]:
+        """Run a job on all ranks; returns the results by rank.
+
+        Raises:
+            WorkerFailed: a rank failed; the pool has ended.
+            AssertionError: the job has left something behind in a rank.
+        """
+        with private_folder() as folder, contextlib.ExitStack() as stack:
+            supervisor._write_job(Path(folder), function, arguments, named or {})
+            key = secrets.token_bytes(32)
+            store = StoreServer(folder, key)
+            stack.callback(store.close)
+            path = tuple(entry or os.path.abspath(entry) for entry in sys.path)
+            place = Place(0, self.size, store.path, key, folder, path, os.getcwd())
+            answers: list[Any] = []
+            try:
+                for rank, connection in enumerate(self._connections):
+                    connection.send(replace(place, rank=rank, serve=serve if rank >= self.size else None))
+                answers += [connection.recv() for connection in self._connections]
+            except (EOFError, OSError):
+                self.close()
+            except BaseException:  # such as this test's time-out
+                self.close()
+                raise
+        if not answers:  # raised here, since it has a cause of its own
+            raise self._error or RuntimeError("warm ranks ended without an error")
+        left = [f"rank {rank}: {leak}" for rank, (_, leaks) in enumerate(answers) for leak in leaks]
+        if left:
+            self.close()
+        assert not left, "the job left behind in its ranks:\n  " + "\n  ".join(left)
+        return [pickle.loads(result) for result, _ in answers[: self.size]]
+
+    def close(self) -> None:
+        """End all processes."""
+        if self in _POOLS.values():
+            _POOLS.pop(next(key for key, pool in _POOLS.items() if pool is self))
+        if self._error is None and self._thread.is_alive():
+            self._thread.join(2 * supervisor.GATHER_S)  # a rank has failed: the others may still report
+        for pid in self.pids if self._thread.is_alive() else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._thread.join(30)
+        for connection in self._connections:
+            connection.close()
+        self._open.close()
+
+
+_POOLS: dict[tuple[int, int], Pool] = {}
+
+
+@atexit.register
+def close() -> None:
+    """End all pools."""
+    for pool in list(_POOLS.values()):
+        pool._error = pool._error or SystemExit()
+        pool.close()
+
+
+def processes() -> set[int]:
+    """Return the processes that are kept for further jobs."""
+    return {pid for pool in _POOLS.values() for pid in pool.pids}
+
+
+def threads() -> set[threading.Thread]:
+    """Return the threads of this process that look after them."""
+    return {thread for pool in _POOLS.values() for thread in pool.threads}
+
+
+def run_workers(function: Any, arguments: tuple[Any, ...], **options: Any) -> list[Any]:
+    """Do what `fabricx.launch.supervisor.run_workers` does, on ranks that are there already, if it can be."""
+    known = {"size", "servers", "serve", "named", "elastic", "failures", "run_dir", "note", "stops_at_step"}
+    if options.get("elastic") is not None or options.keys() - known:
+        return _START_RANKS(function, arguments, **options)
+    key = options["size"], options.get("servers", 0)
+    pool = _POOLS.pop(key, None) or Pool(*key)
+    _POOLS[key] = pool  # the last one used is the last one that is ended
+    while len(_POOLS) > MOST:
+        oldest = next(iter(_POOLS.values()))
+        oldest._error = SystemExit()
+        oldest.close()
+    return pool.run(function, arguments, options.get("named"), options.get("serve"))
+
+
+def _take_jobs(world: World, address: str, authkey: bytes) -> None:
+    _work(address, authkey, world.rank)
+
+
+def _serve_jobs(world: World, number: int, folder: str, *, address: str, authkey: bytes) -> None:
+    _work(address, authkey, world.size + number)
+
+
+def _work(address: str, authkey: bytes, rank: int) -> None:
+    """Be a rank, or a server, of one job after the other."""
+    fresh = _Fresh()
+    with Client(address, "AF_UNIX", authkey=authkey) as connection:
+        connection.send((rank, os.getpid()))
+        while True:
+            place = connection.recv()
+            fresh.restore()
+            sys.path[:] = [*place.sys_path, *(entry for entry in sys.path if entry not in place.sys_path)]
+            os.chdir(place.cwd)
+            with warnings.catch_warnings():
+                result = pickle.dumps(worker._run(place))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            connection.send((result, fresh.leaks()))
+
+
+class _Fresh:
+    """What a process is like before its first job."""
+
+    def __init__(self) -> None:
+        self._threads = set(threading.enumerate())
+        self._environment = dict(os.environ)
+        self._random = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        self._switches = _switches()
+
+    def restore(self) -> None:
+        """Give the next job what a new process has."""
+        random.setstate(self._random[0])
+        np.random.set_state(self._random[1])
+        torch.set_rng_state(self._random[2])
+        execution._JOBS = itertools.count()
+        pulse.set_reached(0)
+        pulse._JOINED[0] = 0
+        worlds.WAITED_S[0] = 0.0
+        torch._dynamo.reset()
+
+    def leaks(self) -> list[str]:
+        """Return what a job has left behind."""
+        deadline = time.monotonic() + GRACE_S
+        while (threads := set(threading.enumerate()) - self._threads) and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.01)
+        found = [f"thread {thread.name}" for thread in threads]
+        found += [f"process {child.pid}" for child in active_children()]
+        found += ["a process group"] if torch.distributed.is_initialized() else []
+        allowed = {"GLOO_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_CACHE_DIR"}
+        changed = {name for name, value in {*os.environ.items()} ^ {*self._environment.items()}} - allowed
+        found += [f"environment: {name}" for name in sorted(changed)]
+        return found + [f"{name} is {value}" for name, value in _switches().items() if value != self._switches[name]]
+
+
+def _switches() -> dict[str, Any]:
+    return {
+        "grad mode": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "anomaly detection": torch.is_anomaly_enabled(),
+        "SIGTERM": signal.getsignal(signal.SIGTERM),
+    }
