@@ -9,6 +9,7 @@ from pathlib import Path
 from fabricx.checkpoint.files import MARKER, is_committed, oldest_first, read_manifest, verify, written
 from fabricx.checkpoint.places import as_path, is_local
 from fabricx.errors import CheckpointError
+from fabricx.redaction import printable
 
 
 def main(arguments: list[str]) -> int:
@@ -57,7 +58,7 @@ def table(checkpoints: list[Path]) -> str:
             rows.append(("?", "?", "?", "?", "?", when, f"{path}  ({error})"))
             continue
         size = sum(listed["bytes"] for listed in m["files"].values()) / 2**20
-        shown = (str(m.get(key, "")) for key in ("step", "epoch", "world_size", "strategy"))
+        shown = (printable(str(m.get(key, ""))) for key in ("step", "epoch", "world_size", "strategy"))
         rows.append((*shown, f"{size:.1f}", when, str(path)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return "\n".join(
@@ -83,13 +84,13 @@ def _export(checkpoints: list[Path], target: Path | None) -> int:
         return 1
     from safetensors.torch import save_file
 
-    from fabricx.checkpoint.loading import load
+    from fabricx.checkpoint.loading import load, weights_of
 
     [path] = checkpoints
     # Beside a checkpoint of this machine; into the current folder from behind a URL.
     target = target or (path if is_local(path) else Path(path.name)).with_suffix(".safetensors")
     try:
-        weights = load(path)["strategy"]["module"]
+        weights = weights_of(load(path), path)
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

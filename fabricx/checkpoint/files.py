@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
-import pickle
+import re
 import secrets
 import sys
 import zlib
@@ -19,6 +18,7 @@ from typing import Any, Final
 import torch
 
 from fabricx.checkpoint.places import Place, as_path, discard, is_local
+from fabricx.comm import plain
 from fabricx.errors import CheckpointError
 
 FORMAT: Final = 2
@@ -28,6 +28,8 @@ STATE: Final = "state.pt"
 INDEX: Final = "index.json"
 SHARDS: Final = "rank-*.safetensors"
 BLOCK: Final = 1 << 22  # bytes that are read, written and summed at a time
+_FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)  # no separator, no drive, no leading dot
+_LARGEST: Final = {MARKER: 1 << 10, MANIFEST: 1 << 28}  # bytes; neither is covered by a checksum when it is opened
 
 
 def folder_to_write(path: Path) -> Path:
@@ -46,31 +48,42 @@ def serialized(rest: Any) -> bytes:
     Raises:
         CheckpointError: something in it is not plain data, so that loading would run code.
     """
-    stream = io.BytesIO()
-    torch.save(rest, stream)
-    stream.seek(0)
     try:
-        torch.load(stream, map_location="meta", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).split("Please file an issue")[0].strip().splitlines()
+        return plain.dumps(rest)
+    except TypeError as error:
         raise CheckpointError(
             "the checkpoint holds something that is neither a tensor nor plain data, so reading it would run code: "
-            f"{reason[-1] if reason else error}\n  keep numbers, text, lists, dicts and tensors in state_dict() and "
-            "on_save_checkpoint"
+            f"{error}\n  keep numbers, text, lists, dicts and tensors in state_dict() and on_save_checkpoint"
         ) from None
-    return stream.getvalue()
 
 
-def commit(
-    work: Path, path: Path, rest: bytes, index: Mapping[str, Any], manifest: Mapping[str, Any], files: Mapping[str, Any]
+def deserialized(data: bytes, file: Path) -> Any:
+    """Return what `serialized` has written; nothing in it is executed.
+
+    Args:
+        data: content of the file.
+        file: its path, for the message.
+
+    Raises:
+        CheckpointError: it holds anything but tensors and plain data, or isn't such a file at all.
+    """
+    try:
+        return plain.loads(data)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{file} was refused, and nothing in it was executed: {error}\n  fabricx writes tensors and "
+            "plain data only, so this file was altered or comes from another program; load a checkpoint of a source "
+            "that you trust. Weights alone are exchanged as safetensors: fabricx checkpoint export"
+        ) from None
+
+
+def complete(
+    work: Path, rest: bytes, index: Mapping[str, Any], manifest: Mapping[str, Any], files: Mapping[str, Any]
 ) -> None:
-    """Complete a folder of shards, and rename it into place.
-
-    Whatever was at `path` stays until then; a crash at any moment leaves either the old or the new one.
+    """Complete a folder of shards, up to its marker; `put_in_place` renames it.
 
     Args:
         work: the folder, with all ranks' shards.
-        path: the folder to be.
         rest: what `serialized` returned.
         index: of the tensors.
         manifest: what a person wants to know of it; format, versions, sizes and checksums are added.
@@ -85,6 +98,13 @@ def commit(
         _write(work / name, data)
     _write(work / MARKER, _mark(written).encode())
     _sync(work)
+
+
+def put_in_place(work: Path, path: Path) -> None:
+    """Rename a complete folder to `path`.
+
+    Whatever was at `path` stays until then; a crash at any moment leaves either the old or the new one.
+    """
     if work == path:
         return
     aside = None
@@ -111,23 +131,64 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Return what a checkpoint says of itself.
 
     Raises:
-        CheckpointError: it isn't complete, or was written by a newer format.
+        CheckpointError: it isn't complete, was written by a newer format, or names files outside of its folder.
     """
     if not is_committed(path):
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MARKER}")
     damaged = CheckpointError(f"{path / MANIFEST} is damaged: it isn't what {MARKER} says")
     try:
-        data = (path / MANIFEST).read_bytes()
+        data, wanted = _small(path, MANIFEST), _small(path, MARKER)
         manifest: dict[str, Any] = json.loads(data)
         found = int(manifest["format"])
-        wanted = (path / MARKER).read_text()
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise damaged from None
-    if wanted != _mark(data):
+    if wanted != _mark(data).encode():
         raise damaged
     if found > FORMAT:
         raise CheckpointError(f"{path} has format {found}, this fabricx reads up to {FORMAT}; update fabricx")
+    _check_files(path, manifest.get("files"))
     return manifest
+
+
+def _small(path: Path, name: str) -> bytes:
+    """Return a file that has no checksum yet; a pipe would block, and a sparse file fill the memory."""
+    file = member(path, name)
+    if not file.is_file() or file.stat().st_size > _LARGEST[name]:
+        raise OSError(f"{file} is no file of {name}'s size")
+    return file.read_bytes()
+
+
+def member(path: Path, name: object) -> Path:
+    """Return the path of a file of a checkpoint, whose name may come from the checkpoint itself.
+
+    Raises:
+        CheckpointError: the name leads out of the folder, or a link is in its place.
+    """
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+        raise CheckpointError(
+            f"{path} names the file {name!r}, which is no plain name in its own folder; nothing outside of a "
+            "checkpoint is read. It was altered, or wasn't written by fabricx: don't load it"
+        )
+    file = path / name
+    if file.is_symlink():
+        raise CheckpointError(
+            f"{file} is a symbolic link; nothing outside of a checkpoint is read. If it is yours, copy the folder with "
+            "the files in the place of the links (cp -rL), and load the copy"
+        )
+    return file
+
+
+def _check_files(path: Path, files: Any) -> None:
+    """Check the manifest's list of files before any of them is opened."""
+    if not isinstance(files, dict) or not {STATE, INDEX} <= files.keys():
+        raise CheckpointError(
+            f"{path / MANIFEST} is damaged: it lists no {STATE} and {INDEX}, so neither has a checksum"
+        )
+    for name, listed in files.items():
+        member(path, name)
+        numbers = [listed.get("bytes"), listed.get("crc32")] if isinstance(listed, dict) else [None]
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise CheckpointError(f"{path / MANIFEST} is damaged: {name} has no size and checksum there")
 
 
 def _mark(manifest: bytes) -> str:
@@ -135,17 +196,44 @@ def _mark(manifest: bytes) -> str:
     return f"{MANIFEST} crc32 {zlib.crc32(manifest)}\n"
 
 
-def verify(path: Place) -> None:
-    """Read all files of a checkpoint, and compare sizes and checksums with the manifest.
+def verify(path: Place) -> dict[str, Any]:
+    """Read all files of a checkpoint, and compare sizes and checksums with the manifest, which is returned.
 
     Raises:
         CheckpointError: it isn't complete, or a file is damaged; the message names it.
     """
     path = as_path(path)
-    for name, listed in read_manifest(path)["files"].items():
-        file = path / name
-        if not file.is_file() or file.stat().st_size != listed["bytes"] or _crc32(file) != listed["crc32"]:
-            raise CheckpointError(f"{file} is damaged: its size or checksum isn't what the manifest says")
+    manifest = read_manifest(path)
+    for name, listed in manifest["files"].items():
+        check_size(path, name, listed)
+        if _crc32(path / name) != listed["crc32"]:
+            raise _damaged(path / name)
+    return manifest
+
+
+def check_size(path: Path, name: str, listed: Mapping[str, int]) -> None:
+    """Raise `CheckpointError` if a file isn't there with the size that the manifest lists."""
+    file = member(path, name)
+    if not file.is_file() or file.stat().st_size != listed["bytes"]:
+        raise _damaged(file)
+
+
+def read_listed(path: Path, name: str, manifest: Mapping[str, Any]) -> bytes:
+    """Return a file's content, which is what the manifest says.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    listed = manifest["files"][name]
+    check_size(path, name, listed)
+    data = (path / name).read_bytes()
+    if len(data) != listed["bytes"] or zlib.crc32(data) != listed["crc32"]:
+        raise _damaged(path / name)
+    return data
+
+
+def _damaged(file: Path) -> CheckpointError:
+    return CheckpointError(f"{file} is damaged: its size or checksum isn't what the manifest says")
 
 
 def is_committed(path: Place) -> bool:

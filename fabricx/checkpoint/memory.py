@@ -224,6 +224,12 @@ class _Place:
             self._pieces = {}
 
 
+def pickled_part(header: bytes, content: Tensor) -> bytes:
+    """Return what will be unpickled of a copy's content, which has to come from a process of the run."""
+    size, length, *_ = HEADER.unpack(header)
+    return content[size : size + length].numpy().tobytes()
+
+
 def _length(header: bytes) -> int:
     """Return how many bytes come behind a header."""
     size, length, *_ = HEADER.unpack(header)

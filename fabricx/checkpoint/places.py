@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
+
+from fabricx.scratch import private_folder
 
 Place = str | os.PathLike[str]
 
@@ -57,7 +58,7 @@ def at_hand(file: Path) -> Iterator[Path]:
     if is_local(file):
         yield file
         return
-    with tempfile.TemporaryDirectory(prefix="fabricx-") as folder:
+    with private_folder() as folder:
         fetched = Path(folder) / file.name
         cast(Any, file).fs.get_file(cast(Any, file).path, str(fetched))
         yield fetched

@@ -12,10 +12,10 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
@@ -23,42 +23,23 @@ from torch.distributed.checkpoint import (
     LoadPlan,
     LoadPlanner,
     Metadata,
+    SavePlan,
     StorageReader,
 )
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from fabricx.checkpoint.direct import DirectFile
-from fabricx.checkpoint.files import BLOCK
+from fabricx.checkpoint.files import BLOCK, member
+from fabricx.checkpoint.index import DTYPES, Chunk, Index
 from fabricx.checkpoint.places import at_hand, is_local
 from fabricx.comm.world import World
-
-_DTYPES: Final = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.uint16: "U16",
-    torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL", torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-
-
-class Chunk(TypedDict):
-    """A block of a tensor: where it lies in the tensor, and where in the files."""
-
-    offsets: list[int]
-    sizes: list[int]
-    file: str
-    name: str
-
-
-class Entry(TypedDict):
-    """A whole tensor: `dtype` as torch calls it, `size`, and the chunks that it is made of."""
-
-    dtype: str
-    size: list[int]
-    chunks: list[Chunk]
-
-
-Index = dict[str, Entry]
+from fabricx.errors import CheckpointError
 
 
 @dataclass
@@ -90,7 +71,8 @@ def plan(tensors: Mapping[str, Tensor], world: World, room: Mapping[str, Tensor]
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(tensors), is_coordinator=world.main_rank)
     # Each rank works out the whole plan from the same local ones, so that none has to be sent back.
-    plans, _ = planner.create_global_plan(world.gather_objects(planner.create_local_plan()))
+    told = world.gather_objects([_entry(item) for item in planner.create_local_plan().items])
+    plans, _ = planner.create_global_plan([SavePlan([_item(*entry) for entry in entries]) for entries in told])
     index: Index = {}
     for rank, one in enumerate(plans):
         for item in one.items:
@@ -98,6 +80,30 @@ def plan(tensors: Mapping[str, Tensor], world: World, room: Mapping[str, Tensor]
     mine = planner.finish_plan(plans[world.rank])
     copies = {_name(item): _copy(planner.resolve_data(item), (room or {}).get(_name(item))) for item in mine.items}
     return Part(_file(world.rank), copies, index)
+
+
+def _entry(item: WriteItem) -> tuple[Any, ...]:
+    """Return an item of a plan as plain data, the arguments of `_item`."""
+    data, index = item.tensor_data, item.index
+    assert data is not None
+    return (
+        index.fqn,
+        index.offset,
+        index.index,
+        item.type.name,
+        data.chunk.offsets,
+        data.chunk.sizes,
+        data.size,
+        data.properties.dtype,
+    )
+
+
+def _item(
+    name: str, offset: torch.Size | None, index: int | None, kind: str, offsets: torch.Size, sizes: torch.Size,
+    size: torch.Size, dtype: torch.dtype,
+) -> WriteItem:  # fmt: skip
+    data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype), size)
+    return WriteItem(MetadataIndex(name, offset, index), WriteItemType[kind], tensor_data=data)
 
 
 def _file(rank: int) -> str:
@@ -143,7 +149,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     for name, tensor in tensors.items():
         end = position + tensor.nbytes
         header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
+            "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [position, end],
         }
@@ -202,13 +208,17 @@ class _Reader(StorageReader):
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
             chunk = self._chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
-            by_file.setdefault(chunk["file"], []).append((item, chunk["name"]))
+            by_file.setdefault(chunk["file"], []).append((item, chunk))
         for file, items in by_file.items():
-            with at_hand(self._folder / file) as here, safe_open(here, framework="pt") as opened:
-                for item, name in items:
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(_slice(opened, name, item))
-                    planner.commit_tensor(item, target)
+            path = member(self._folder, file)
+            try:
+                with at_hand(path) as here, safe_open(here, framework="pt") as opened:
+                    for item, chunk in items:
+                        target = planner.resolve_tensor(item).detach()
+                        target.copy_(_slice(opened, chunk, target.dtype, item))
+                        planner.commit_tensor(item, target)
+            except SafetensorError as error:
+                raise CheckpointError(f"{path} is damaged: it isn't a safetensors file as expected: {error}") from None
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
@@ -234,10 +244,16 @@ class _Reader(StorageReader):
         return True
 
 
-def _slice(opened: Any, name: str, item: Any) -> Tensor:
+def _slice(opened: Any, chunk: Chunk, dtype: torch.dtype, item: Any) -> Tensor:
+    part = opened.get_slice(chunk["name"])
+    if list(part.get_shape()) != chunk["sizes"] or part.get_dtype() != DTYPES[dtype]:  # copying would broadcast
+        raise SafetensorError(
+            f"{chunk['name']} is {part.get_dtype()} {part.get_shape()} there, and {DTYPES[dtype]} {chunk['sizes']} in "
+            "the index"
+        )
     if not item.lengths:
-        found: Tensor = opened.get_tensor(name)
-        return found
+        whole: Tensor = opened.get_tensor(chunk["name"])
+        return whole
     begin_end = zip(item.storage_offsets, item.lengths, strict=True)
-    part: Tensor = opened.get_slice(name)[tuple(slice(begin, begin + length) for begin, length in begin_end)]
-    return part
+    found: Tensor = part[tuple(slice(begin, begin + length) for begin, length in begin_end)]
+    return found

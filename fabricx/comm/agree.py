@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import final
 
+from torch.distributed import Store
+
+from fabricx.comm.authentication import AuthenticationError
 from fabricx.comm.generations import membership
 from fabricx.comm.world import World
 
@@ -76,16 +80,30 @@ class Agreement:
         return self._world.key(f"{self._name}/{self._world.generation}/{name}")
 
     def _watch(self) -> None:
-        store = self._world.for_threads()  # a blocked main thread doesn't hold it up
+        store = self._store
         told = -1
         keys = [self._key("requested"), *([EVERYBODY] if self._name == "stop" else [])]
         try:
             while not self._closed.wait(POLL_S if self.reason is None else ANSWER_S):
                 if self.reason is None:
-                    found = [key for key in keys if store.check([key])]
-                    self.reason = store.get(found[0]).decode() if found else None
+                    self._look(store, keys)
                 elif self._passed != told:
                     told = self._passed
                     store.set(self._key(f"passed/{self._world.rank}"), str(told))
         except Exception:
             return  # the store is gone, and with it everybody who could ask
+
+    def _look(self, store: Store, keys: list[str]) -> None:
+        """Take over a request of another process."""
+        found = _requested(store, keys)
+        if found is not None:  # else this rank's own request, made while the store was asked, would be lost
+            self.reason = found
+
+
+def _requested(store: Store, keys: list[str]) -> str | None:
+    """Return the reason of a request, if there is one that a process of the run has signed."""
+    for key in keys:
+        with contextlib.suppress(AuthenticationError):
+            if store.check([key]):
+                return store.get(key).decode()
+    return None

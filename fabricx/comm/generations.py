@@ -47,11 +47,11 @@ class _Sockets:
     """The connections that process groups open: what there is after they were built and wasn't before.
 
     Args:
-        store: port of the store; connections to it aren't a group's.
+        store: connections to it aren't a group's.
         silent: the groups have links of their own, which don't end with sockets; they have to be aborted.
     """
 
-    def __init__(self, store: int | None, silent: bool) -> None:
+    def __init__(self, store: Any, silent: bool) -> None:
         self._store = store
         self.silent = silent
         self._aborted: set[int] = set()
@@ -79,7 +79,9 @@ class _Sockets:
             try:
                 with socket.socket(fileno=os.dup(number)) as link:
                     peer, internet = link.getpeername(), link.family in (socket.AF_INET, socket.AF_INET6)
-                    if not internet or peer[1] != self._store:
+                    # Asked for now: the address is known once the store has a connection.
+                    store = getattr(self._store, "port" if internet else "peer", None)
+                    if (peer[1] if internet else peer) != store:
                         link.shutdown(socket.SHUT_RDWR)
             except OSError:
                 continue  # it isn't connected, or is closed by now
@@ -143,6 +145,8 @@ class Membership:
         self._sockets: _Sockets | None = None
         self._current = -1  # whose sockets those are
         self._news = threading.Condition()
+        self._died: set[int] = set()
+        self._on_death: Callable[[int], None] = lambda worker: None
 
     @property
     def changes(self) -> bool:
@@ -156,7 +160,7 @@ class Membership:
         if self._say is not None:
             self._say(kind, content)
 
-    def building(self, number: int, store: int | None, *, silent: bool = False) -> None:
+    def building(self, number: int, store: Any, *, silent: bool = False) -> None:
         """Note that the group of a generation is about to be built; one that is silent has to be aborted."""
         self._sockets, self._current = _Sockets(store, silent), number
 
@@ -221,6 +225,15 @@ class Membership:
             elif kind == "generation":
                 self._newest = content
             self._news.notify_all()
+        if kind == "died":
+            self._died.add(content)
+            self._on_death(content)
+
+    def watch_deaths(self, call: Callable[[int], None]) -> None:
+        """Call a function with the number of each worker that has died, or dies; a server is told of those."""
+        self._on_death = call
+        for worker in sorted(self._died):
+            call(worker)
 
     def shut_broken(self) -> bool:
         """Shut the links of a group that has lost somebody; returns whether more of them may be opened."""

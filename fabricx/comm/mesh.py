@@ -7,18 +7,19 @@ import functools
 import mmap
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing import reduction
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Connection, wait
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from fabricx.comm import authentication
 from fabricx.comm.generations import membership
-from fabricx.comm.links import Store, mapped, nameless
+from fabricx.comm.links import DOOR, Store, mapped, nameless
+from fabricx.scratch import private_folder
 
 
 @final
@@ -33,6 +34,7 @@ class Mesh:
         rank, size: which of how many.
         dtype, elements: of the vectors.
         generation: that all of them are of.
+        secret: the run's key, which each of them has to have.
 
     Attributes:
         rank: see above.
@@ -44,9 +46,9 @@ class Mesh:
 
     def __init__(
         self, store: Store | None, key: str, rank: int, size: int, dtype: torch.dtype, elements: int,
-        generation: int = 0,
+        generation: int = 0, secret: bytes = b"",
     ) -> None:  # fmt: skip
-        self.rank, self._generation = rank, generation
+        self.rank, self._generation, self._secret = rank, generation, secret
         self._others: dict[int, Connection] = {}
         vectors: dict[int, Tensor] = {}
         own = nameless(elements * dtype.itemsize)
@@ -59,19 +61,22 @@ class Mesh:
         self, store: Store, key: str, own: int, vectors: dict[int, Tensor], dtype: torch.dtype, elements: int, size: int
     ) -> None:  # fmt: skip
         """Get to know each other rank: a rank goes to those before it, and lets those after it in."""
-        with tempfile.TemporaryDirectory(prefix="fabricx-") as folder:
-            door = Listener(os.path.join(folder, "door"), "AF_UNIX", backlog=size)
-            store.set(f"{key}/{self.rank}", f"{socket.gethostname()}:{door.address}")
+        with private_folder() as folder:
+            door = authentication.listen(folder, DOOR)
+            store.set(f"{key}/{self.rank}", f"{socket.gethostname()}:{os.path.join(folder, DOOR)}")
             for other in range(self.rank):
                 self._wait_until(functools.partial(store.check, [f"{key}/{other}"]))
-                connection: Any = Client(_path(store.get(f"{key}/{other}").decode(), other), "AF_UNIX")
+                path = _path(store.get(f"{key}/{other}").decode(), other)
+                connection: Any = authentication.connect(path, self._secret)
                 connection.send(self.rank)
                 self._others[other] = connection
                 reduction.send_handle(connection, own, 0)
                 vectors[other] = mapped(reduction.recv_handle(connection), dtype, elements)
             for _ in range(self.rank + 1, size):
-                self._wait_until(lambda: wait([door._listener._socket], 0.02))  # type: ignore[attr-defined]
-                connection = door.accept()
+                connection = None
+                while connection is None:
+                    self._wait_until(lambda: wait([door], 0.02))
+                    connection = authentication.accept(door, self._secret)
                 other = connection.recv()
                 self._others[other] = connection
                 vectors[other] = mapped(reduction.recv_handle(connection), dtype, elements)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -57,15 +57,24 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.running_var.lerp_(variance.to(self.running_var), part)
 
 
+_SYNCHRONISED: Final = (SyncBatchNorm, nn.SyncBatchNorm)
+
+
 def synchronise(module: nn.Module, device: torch.device) -> None:
     """Let batch normalisation, at whatever depth inside of a module, see the samples of all ranks.
+
+    Parts that already do stay as they are: a module may be trained or evaluated again, and parameters and hooks of its
+    parts then belong to a strategy.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     >>> synchronise(model, torch.device("cpu"))
     >>> type(model[1]).__name__, sorted(model.state_dict())[:2]
     ('SyncBatchNorm', ['0.bias', '0.weight'])
     """
-    nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    for parent in list(module.modules()):
+        for name, part in parent.named_children():
+            if isinstance(part, nn.modules.batchnorm._BatchNorm) and not isinstance(part, _SYNCHRONISED):
+                setattr(parent, name, nn.SyncBatchNorm.convert_sync_batchnorm(part))
     on_cpu: Any = SyncBatchNorm
     for part in module.modules() if device.type == "cpu" else ():
         if type(part) is nn.SyncBatchNorm:
@@ -74,10 +83,10 @@ def synchronise(module: nn.Module, device: torch.device) -> None:
 
 def synchronised(module: nn.Module) -> bool:
     """Return whether a forward of this module takes all ranks."""
-    return any(isinstance(part, (SyncBatchNorm, nn.SyncBatchNorm)) for part in module.modules())
+    return any(isinstance(part, _SYNCHRONISED) for part in module.modules())
 
 
 def has_own_statistics(module: nn.Module) -> bool:
     """Return whether batch normalisation in this module sees a rank's own samples only."""
     own = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    return any(not isinstance(part, (SyncBatchNorm, nn.SyncBatchNorm)) for part in own)
+    return any(not isinstance(part, _SYNCHRONISED) for part in own)

@@ -123,7 +123,11 @@ class Pauses:
                 several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
                 for group in [state._fsdp_param_group] if several is None else several:
                     for name in ("wait_for_unshard", "post_backward") if group is not None else ():
-                        setattr(group, name, functools.partial(self._within, getattr(type(group), name), group))
+                        method = getattr(group, name)
+                        method = getattr(method, "unmarked", method)  # of an earlier run in this process
+                        marked: Any = functools.partial(self._within, method)
+                        marked.unmarked = method
+                        setattr(group, name, marked)
 
     def _within(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
         began = self._mark()
@@ -138,35 +142,44 @@ class Waits:
 
     Args:
         module: sharded, as are some of its parts.
+        note: called before each collective with a description of it; None for no call.
 
     Attributes:
         seconds: so far.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, note: Callable[[str], None] | None = None) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         self.seconds = 0.0
         # torch 2.13 has new names for them, and warns of the old ones.
-        gather: Any = _Timed(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, self)
-        scatter: Any = _Timed(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, self)
-        for part in module.modules():
+        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        for name, part in module.named_modules():
             if isinstance(part, FSDPModule):
-                part.set_custom_all_gather(gather)
-                part.set_custom_reduce_scatter(scatter)
+                named = name or type(module).__name__
+                timed: Any = _Timed(gather, self, f"gathers the weights of {named}", note)
+                part.set_custom_all_gather(timed)
+                timed = _Timed(scatter, self, f"reduces the gradients of {named}", note)
+                part.set_custom_reduce_scatter(timed)
 
 
 @final
 class _Timed:
     """A collective as FSDP calls it, with memory for its result."""
 
-    def __init__(self, collective: Callable[..., Any], waits: Waits) -> None:
+    def __init__(
+        self, collective: Callable[..., Any], waits: Waits, what: str, note: Callable[[str], None] | None
+    ) -> None:  # fmt: skip
         self._collective, self._waits = collective, waits
+        self._what, self._note = what, note
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> Any:
+        if self._note is not None:
+            self._note(self._what)
         began = time.perf_counter()
         work = self._collective(output_tensor, input_tensor, *args, **options)
         self._waits.seconds += time.perf_counter() - began

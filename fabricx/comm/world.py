@@ -6,7 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabricx.comm import flowing, pulse
+from fabricx.comm import authentication, flowing, peers, pulse
 from fabricx.comm.generations import membership
 
 P = ParamSpec("P")
@@ -25,7 +25,14 @@ WAITED_S: Final = [0.0]  # seconds that this process has spent in the collective
 _LEFT: list[Any] = []  # process groups of generations before, which strategies may still refer to
 _CURRENT: list[World] = []  # the world that this process has joined, if any
 MEET: Final = timedelta(seconds=4)  # how long members of a later generation may take to find each other
+CONFIRM: Final = timedelta(seconds=20)  # how long they may take to compare their connections then
 OPERATION: Final = timedelta(minutes=30)  # how long a collective may take
+KEYLESS: Final = (
+    "\n  without a key, processes on several machines exchange plain data and tensors only, as anything else could "
+    "run code: umask 077; openssl rand -hex 32 > key; then set FABRICX_KEY_FILE=key (a path) for all processes "
+    "(docs/security.md)"
+)
+DEPARTURE_S: Final = 10.0  # ranks have all done the same collectives: they differ by moments
 
 
 def _counted(method: Callable[Concatenate[World, P], R]) -> Callable[Concatenate[World, P], R]:
@@ -61,10 +68,9 @@ class World:
         node_rank: which machine.
         generation: number of this membership, counted from 0.
         job: number of the run in this world; keys in the store carry it.
-        store: where ranks find each other, hosted by none of them where fabricx started them.
-        second: another connection to it, for threads. Each connection may take seconds to open: torch asks for the
-            name of its address (a look-up of ::ffff:127.0.0.1, which is in no hosts file), and a name server may be
-            slow. So there are no more of them than needed.
+        store: where ranks find each other, hosted by none of them; its threads never wait for each other.
+        secret: key of this run, under which its processes sign what they send each other; b"" where the launcher of
+            several machines gave none.
         device: what this rank works on.
         backend: torch's library for collectives.
         newcomer: others train already, and this rank isn't in their group yet: its rank is its number among all that
@@ -79,7 +85,7 @@ class World:
     generation: int = 0
     job: int = 0
     store: dist.Store | None = None
-    second: dist.Store | None = None
+    secret: bytes = field(default=b"", repr=False)
     device: torch.device = _CPU
     backend: str = "gloo"
     newcomer: bool = False
@@ -112,11 +118,12 @@ class World:
         assert self.store is not None
         own = membership()
         if own.changes:
-            own.building(self.generation, getattr(self.store, "port", None), silent=self.silent)
+            own.building(self.generation, self.store, silent=self.silent)
         if own.changes and self.silent:
             # Else torch ends the process when an operation fails, while the others can still go on without its peer.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
+        before = peers.internet_sockets()
         with own.opening():
             dist.init_process_group(
                 self.backend,
@@ -125,8 +132,14 @@ class World:
                 world_size=self.size,
                 timeout=timeout,
             )
+        if self.size > 1 and self.secret and not self.silent:
+            links = dist.PrefixStore(f"links{self.generation}", self.store)
+            peers.confirm(links, self.rank, self.size, before, max(timeout, CONFIRM), self._stay)
         _CURRENT[:] = [self]
         pulse.joined()
+
+    def _stay(self) -> None:
+        membership().check(self.generation)
 
     def follow(self) -> None:
         """Leave the group of the generation before, if any, and join this one; all its members do.
@@ -172,22 +185,6 @@ class World:
         dist.distributed_c10d._set_pg_timeout(OPERATION, mine)  # type: ignore[attr-defined]
         return mine
 
-    def for_threads(self) -> dist.Store:
-        """Return a connection to the store at which the main thread never waits."""
-        assert self.store is not None
-        return self.second or self.store.clone()  # type: ignore[attr-defined]
-
-    def reconnected(self) -> World:
-        """Return the same with connections to the store that work, should these be lost."""
-        try:
-            assert self.store is not None
-            self.store.check([""])
-            self.for_threads().check([""])
-        except RuntimeError:
-            store: Any = self.store
-            return replace(self, store=store.clone(), second=store.clone())
-        return self
-
     def key(self, name: str) -> str:
         """Return a key of the store that belongs to this run."""
         return f"job{self.job}/{name}"
@@ -197,6 +194,23 @@ class World:
         """Wait for all ranks."""
         if self.size > 1:
             dist.barrier()
+
+    def await_departure(self, timeout_s: float = DEPARTURE_S) -> None:
+        """Wait until all ranks have finished their last collective; called by each rank after its own.
+
+        A rank that has its result closes its connections, and what another rank has not yet read from them can be lost
+        (a reset of the connection drops received data). So ranks report in the store, which is no rank's, and leave
+        when all have. A peer that dies meanwhile ends the wait, or `timeout_s` does.
+        """
+        if self.size == 1 or self.store is None:
+            return
+        keys = [self.key(f"departure/{self.generation}/{rank}") for rank in range(self.size)]
+        store, deadline = self.store, time.monotonic() + timeout_s
+        store.set(keys[self.rank], "done")
+        while not store.check(keys) and time.monotonic() < deadline:
+            if membership().outdated(self.generation):
+                return
+            time.sleep(0.001)
 
     @_counted
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
@@ -277,21 +291,72 @@ class World:
 
     @_counted
     def gather_objects(self, obj: Any) -> list[Any]:
-        """Return the objects of all ranks, by rank, on every rank."""
+        """Return the objects of all ranks, by rank, on every rank.
+
+        Raises:
+            TypeError: on every rank: the object of one can't be sent; without a key on several machines only plain data
+                and tensors can, and those arrive in main memory.
+            AuthenticationError: a message does not come from a process of this run.
+            ValueError: there is no key, and a message is not plain data; nothing in it was executed.
+        """
         if self.size == 1:
             return [obj]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, obj)
-        return found
+        message, _ = self._packed("gather", obj)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self._wire) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([message.numel()], device=self._wire))
+        lengths = [int(size) for size in sizes]
+        room = torch.zeros(max(lengths), dtype=torch.uint8, device=self._wire)
+        room[: message.numel()] = message
+        parts = [torch.empty_like(room) for _ in lengths]
+        dist.all_gather(parts, room)
+        return [
+            self._unpacked("gather", rank, part[:length])
+            for rank, (part, length) in enumerate(zip(parts, lengths, strict=True))
+        ]
 
     @_counted
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of one rank, on every rank."""
+        """Return the object of one rank, on every rank; errors are those of `gather_objects`."""
         if self.size == 1:
             return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
+        sends = self.rank == src
+        message, refused = self._packed("broadcast", obj) if sends else (None, "")
+        size = torch.tensor([0 if message is None else message.numel()], device=self._wire)
+        dist.broadcast(size, src)
+        if message is None:
+            message = torch.empty(int(size), dtype=torch.uint8, device=self._wire)
+        dist.broadcast(message, src)
+        if refused:
+            raise TypeError(refused)
+        return obj if sends else self._unpacked("broadcast", src, message)
+
+    @property
+    def _wire(self) -> torch.device:
+        """Return the device whose tensors the default group exchanges."""
+        return self.device if self.silent else _CPU
+
+    def _packed(self, kind: str, obj: Any) -> tuple[Tensor, str]:
+        """Return an object of this rank as signed bytes: an address in a store or a port may be another program's.
+
+        Where it can't be sent, the bytes are the reason, which all ranks raise, and the reason is returned as well.
+        """
+        context, refused = [kind, self.generation, self.rank], ""
+        try:
+            signed = authentication.dumps(self.secret, context, ("", obj))
+        except Exception as error:
+            refused = f"an object of rank {self.rank} can't be sent to other ranks: {error}" + (
+                "" if self.secret else KEYLESS
+            )
+            signed = authentication.dumps(self.secret, context, (refused, None))
+        return torch.frombuffer(bytearray(signed), dtype=torch.uint8).to(self._wire), refused
+
+    def _unpacked(self, kind: str, rank: int, message: Tensor) -> Any:
+        """Return the object that a rank has packed."""
+        signed = message.cpu().numpy().tobytes()
+        refused, obj = authentication.loads(self.secret, [kind, self.generation, rank], signed)
+        if refused:
+            raise TypeError(refused)
+        return obj
 
 
 def current() -> World | None:

@@ -46,6 +46,7 @@ class Changes:
         self, elastic: Elastic, size: int, failures: list[str], clock: Callable[[], float] = time.monotonic
     ) -> None:  # fmt: skip
         self._seats = list(range(size))  # members of this generation, by rank
+        self._ranks = {worker: worker for worker in range(size)}  # the newest rank of each worker that had one
         self._dead: set[int] = set()  # those of them
         self._elastic, self._size, self._failures, self._clock = elastic, size, failures, clock
         self._number = 0
@@ -118,7 +119,8 @@ class Changes:
         if self._elastic.outlived:
             able = not self._ended and (self._number > 0 or worker in self._holding)
         else:
-            able = not self._holding.isdisjoint(left) and len(left) >= self._elastic.least
+            begun = self._number > 0 or worker in self._holding  # else what it would have drawn at the start is lost
+            able = begun and not self._holding.isdisjoint(left) and len(left) >= self._elastic.least
         if not able or not self._inside.issuperset(left) or self._tries > self._elastic.tries:
             return False
         self._failures.append(f"rank {self._seats.index(worker)} failed: {why}")
@@ -163,6 +165,10 @@ class Changes:
     def missing(self) -> frozenset[int]:
         """Return who died, and the others haven't gone on since."""
         return frozenset(self._dead)
+
+    def rank_of(self, worker: int) -> int | None:
+        """Return the rank that a worker has, or had last; None for one that has never been a member."""
+        return self._ranks.get(worker)
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -241,6 +247,7 @@ class Changes:
         self._send_away(self._ready[max(0, self._size - len(seats)) :])
         self._inside.update(heirs, self._ready)
         self._seats = [*seats, *self._ready]
+        self._ranks |= {worker: rank for rank, worker in enumerate(self._seats)}
         whole = not self._dead
         self._dead.clear()
         self._ready.clear()

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
-import time
 from collections.abc import Mapping
-from dataclasses import replace
-from datetime import timedelta
 from typing import Final
-
-from torch.distributed import Store, TCPStore
 
 from fabricx.comm.world import World
 
-RESTARTS: Final = "restarts"  # how often torchrun has started all processes again, by rank, in the store
+LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
 
 def detect(environ: Mapping[str, str] | None = None) -> World | None:
@@ -67,39 +61,6 @@ def starts_again(environ: Mapping[str, str] | None = None) -> bool:
     return int((os.environ if environ is None else environ).get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
-def attempt_of(store: Store, rank: int, size: int) -> int:
-    """Return a number, from 1, that all processes have which torchrun has started together, and none from before.
-
-    torchrun's own count differs between machines: one that starts its processes again because those of another have
-    died doesn't count that. So the first rank takes the next number, and the others tell it that they are there; the
-    number is theirs once it has named them, since what they find may be of processes that are gone.
-
-    Raises:
-        RuntimeError: not all came within five minutes.
-    """
-    current = "fabricx/attempt"
-    if rank == 0:
-        attempt = store.add("fabricx/attempts", 1)
-        store.set(current, str(attempt))
-        others = [f"{current}{attempt}/here/{other}" for other in range(1, size)]
-        if others:
-            store.wait(others)
-        store.set(f"{current}{attempt}/members", " ".join(store.get(key).decode() for key in others))
-        return attempt
-    name, seen, deadline = secrets.token_hex(8), 0, time.monotonic() + 300.0
-    store.wait([current])
-    while time.monotonic() < deadline:
-        attempt = int(store.get(current))
-        if attempt != seen:
-            store.set(f"{current}{attempt}/here/{rank}", name)
-            seen = attempt
-        members = f"{current}{attempt}/members"
-        if store.check([members]) and name in store.get(members).decode().split():
-            return attempt
-        time.sleep(0.02)
-    raise RuntimeError(f"rank {rank}: the first rank was not started again within 5 minutes")
-
-
 def address(environ: Mapping[str, str]) -> tuple[str, int]:
     """Return host and port of the store: torchrun names both; under SLURM they follow from the job.
 
@@ -114,25 +75,14 @@ def address(environ: Mapping[str, str]) -> tuple[str, int]:
     return first.rstrip("]"), 15000 + int(environ.get("SLURM_JOB_ID", "0")[-4:])
 
 
-def restarts(world: World) -> int:
-    """Return how often torchrun has started all processes again; a machine that has come later doesn't know it."""
-    assert world.store is not None
-    return max(int(world.store.get(f"{RESTARTS}/{rank}")) for rank in range(world.size))
+def on_one_machine(env: Mapping[str, str]) -> bool:
+    """Return whether the launcher has started all processes on this machine; False if it doesn't say so.
 
-
-def connect(world: World, environ: Mapping[str, str] | None = None) -> World:
-    """Return the world with the store that its ranks share."""
-    env = os.environ if environ is None else environ
-    host, port = address(env)
-    agent_has_it = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store: Store = TCPStore(
-        host, port, is_master=world.rank == 0 and not agent_has_it, wait_for_workers=False, timeout=timedelta(minutes=5)
-    )
-    from torch.distributed import PrefixStore
-
-    # torchrun shares its store between attempts: keys of a dead one must not be read.
-    attempt = attempt_of(store, int(env["RANK"]), int(env["WORLD_SIZE"])) if agent_has_it else 1
-    prefix = f"fabricx/attempt{attempt}"
-    restarts = max(attempt - 1, int(env.get("TORCHELASTIC_RESTART_COUNT", "0")))
-    store.set(f"{prefix}/{RESTARTS}/{world.rank}", str(restarts))
-    return replace(world, store=PrefixStore(prefix, store), second=PrefixStore(prefix, store.clone()))  # type: ignore[attr-defined]
+    >>> on_one_machine({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu07"})
+    True
+    >>> on_one_machine({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "gpu07"})
+    False
+    """
+    if "RANK" in env and "MASTER_ADDR" in env:
+        return env.get("LOCAL_WORLD_SIZE", "") == env["WORLD_SIZE"] or env["MASTER_ADDR"] in LOOPBACK
+    return env.get("SLURM_NNODES", env.get("SLURM_JOB_NUM_NODES", "1")) == "1"

@@ -39,7 +39,7 @@ def start(folder: Path, names: list[str]) -> bool:
     """
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):  # another system than Linux
         return False
-    if _is_kept(folder, names):
+    if is_kept(folder, names):
         return True
     shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, "-I", __file__, str(os.getppid()), str(folder), *names]
@@ -47,18 +47,21 @@ def start(folder: Path, names: list[str]) -> bool:
     # In a session of its own: torchrun ends the groups of its processes.
     _STARTED.append(subprocess.Popen(command, cwd="/", stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True))
     deadline = time.monotonic() + START_S
-    while not _is_kept(folder, names):
+    while not is_kept(folder, names):
         if _STARTED[-1].poll() is not None or time.monotonic() > deadline:
             return False
         time.sleep(0.005)
     return True
 
 
-def _is_kept(folder: Path, names: list[str]) -> bool:
-    """Return whether a keeper of this user's has these files."""
+def is_kept(folder: Path, names: list[str]) -> bool:
+    """Return whether a keeper of this user's has these files, in a folder that no other user can have made."""
+    from fabricx.comm.authentication import check_private  # here, since the keeper itself runs without fabricx
+
     with contextlib.suppress(OSError):
+        check_private(folder)
         kept = [os.readlink(os.readlink(folder / name)).startswith("/memfd:fabricx") for name in names]
-        return folder.stat().st_uid == os.getuid() and (folder / "keeper").exists() and all(kept)
+        return (folder / "keeper").exists() and all(kept)
     return False
 
 
@@ -78,9 +81,15 @@ def end(folder: Path) -> None:
 
 def _keep(parent: int, folder: Path, names: list[str]) -> None:
     """Have the files open until a process ends, or this one is told to."""
+    import fcntl  # here: not every system that imports this module has it
+
     watched = os.pidfd_open(parent)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    folder.mkdir(mode=0o700)
+    folder.mkdir(mode=0o700)  # never one that is there: its name can be guessed
+    lock = os.open(folder / "alive.new", os.O_RDWR | os.O_CREAT, 0o600)  # as fabricx.scratch: a later run may remove it
+    os.write(lock, socket.gethostname().encode())
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.rename(folder / "alive.new", folder / "alive")
     try:
         for name in names:
             (folder / name).symlink_to(f"/proc/{os.getpid()}/fd/{os.memfd_create('fabricx')}")

@@ -31,8 +31,9 @@ def only_here(run_dir: Path, word: str = "") -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
+            process = (file.read().split() or ["?"])[0]
             raise ValueError(
-                f"process {file.read().split()[0]} is training in {run_dir}: wait for it, or stop it with Ctrl-C"
+                f"process {process} is training in {run_dir}: wait for it, or stop it with Ctrl-C"
             ) from None
         file.truncate(0)
         file.write(f"{os.getpid()} {word}".rstrip())

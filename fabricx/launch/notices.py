@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import Final
+from typing import Final, NoReturn
 
+TERMINATED: Final = 128 + signal.SIGTERM  # exit status, as shells and schedulers use it
 _ALL: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
@@ -19,6 +20,18 @@ def ignore() -> None:
     """Hear none of them: others that do will end this process in time."""
     for number in _ALL:
         signal.signal(number, signal.SIG_IGN)
+
+
+def stop_now(number: int) -> NoReturn:
+    """End what this process does by an exception.
+
+    Raises:
+        KeyboardInterrupt: the signal is SIGINT.
+        SystemExit: with 143, for any other signal.
+    """
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(TERMINATED)
 
 
 def _hear() -> None:

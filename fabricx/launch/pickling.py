@@ -1,9 +1,12 @@
-"""Finds which part of an object can't be sent to another process."""
+"""Finds what can't be sent to another process: a part of an object, or the script itself."""
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from fabricx.errors import NotPicklable
@@ -24,6 +27,33 @@ def check_picklable(named: Mapping[str, object], error: BaseException | None = N
                 "  functions and classes have to be defined at the top level of a module, and open files, locks and "
                 "connections be made in setup(), which runs in each worker"
             ) from error
+
+
+def check_script(kind: type) -> None:
+    """Refuse to start workers from a script that they can't import, or that would start workers of its own in them.
+
+    Args:
+        kind: class of the module that is trained.
+
+    Raises:
+        RuntimeError: this process is a worker that imports the script, and has come to the call that started it.
+        NotPicklable: there is no file of the script, and workers need it.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "each worker imports the script, and this one has come to the call that starts the workers: put what the "
+            'script does under `if __name__ == "__main__":`'
+        )
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if getattr(main, "__spec__", None) is not None or (file is not None and Path(file).exists()):
+        return
+    if file is not None or kind.__module__ == "__main__":
+        raise NotPicklable(
+            f"{kind.__name__} is used in a session that is no file ({file or 'a prompt, a notebook, or python -c'}), "
+            "which the worker processes can't import: put the classes into a file (.py) and import them, start that "
+            "file, or take devices=1"
+        )
 
 
 def _describe(value: object) -> str:

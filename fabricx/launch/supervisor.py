@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,21 +18,27 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from torch.distributed import TCPStore
-
 from fabricx.checkpoint import memory
+from fabricx.comm import authentication
 from fabricx.comm.agree import EVERYBODY
 from fabricx.comm.links import nameless
 from fabricx.comm.pulse import Diagnosis
-from fabricx.errors import WorkerFailed
+from fabricx.comm.store_server import StoreServer
+from fabricx.errors import WorkerFailed, lost_a_link
 from fabricx.launch.changes import Changes, Elastic
 from fabricx.launch.hang import explain, from_dump
-from fabricx.launch.notices import notices
+from fabricx.launch.notices import notices, stop_now
 from fabricx.launch.pickling import check_picklable
-from fabricx.launch.scale import wish
+from fabricx.launch.scale import Requests
 from fabricx.launch.watch import Watch
 from fabricx.launch.worker import ASKED, Failure, Place
 from fabricx.launch.worker import main as worker_main
+from fabricx.scratch import (
+    give_multiprocessing_a_folder,
+    multiprocessing_folder_of,
+    private_folder,
+    unlink_semaphores_of,
+)
 
 Note = Callable[[str, str], None]
 PRELOAD = [
@@ -53,6 +58,7 @@ def run_workers(
     servers: int = 0, serve: Callable[..., Any] | None = None, elastic: Elastic | None = None,
     frozen_after: float = FROZEN_S, stuck_after: float | Literal["learned"] | None = None,
     failures: list[str] | None = None, run_dir: Path | None = None, note: Note | None = None,
+    stops_at_step: bool = True,
 ) -> list[Any]:  # fmt: skip
     """Run `function(world, *arguments)` in `size` processes, and return what each of them returned, by rank.
 
@@ -72,6 +78,8 @@ def run_workers(
         failures: where each death is noted that the others have survived.
         run_dir: where somebody may ask for more or fewer workers, if the run is elastic.
         note: is told what has happened, by a name and in words.
+        stops_at_step: whether Ctrl-C and SIGTERM stop the workers at the next step that they agree on; otherwise they
+            end all at once.
 
     Returns:
         what the workers returned that were there at the end, by rank.
@@ -79,13 +87,17 @@ def run_workers(
     Raises:
         NotPicklable: an argument can't be sent; the message names the attribute.
         WorkerFailed: a worker raised, or was killed; all others have been ended.
-        KeyboardInterrupt: Ctrl-C came a second time.
+        KeyboardInterrupt: Ctrl-C came a second time, or once where nothing stops at a step.
+        SystemExit: with 143, after SIGTERM where nothing stops at a step.
     """
-    with tempfile.TemporaryDirectory(prefix="fabricx-") as folder:
+    give_multiprocessing_a_folder()
+    with private_folder() as folder:
         _write_job(Path(folder), function, arguments, named or {})
         watch = Watch(frozen_after, stuck_after)
         failures = [] if failures is None else failures
-        return _Workers(folder, size, servers, serve, watch, elastic, failures, run_dir, note).supervise()
+        workers = _Workers(folder, size, servers, serve, watch, elastic, failures, run_dir, note)
+        with workers.signals() if stops_at_step else _stopped_at_once():
+            return workers.supervise()
 
 
 def _write_job(folder: Path, function: Any, arguments: tuple[Any, ...], named: Mapping[str, object]) -> None:
@@ -94,7 +106,7 @@ def _write_job(folder: Path, function: Any, arguments: tuple[Any, ...], named: M
     except Exception as error:
         check_picklable({"function": function, **(named or {"arguments": arguments})}, error)
         raise
-    (folder / "job").write_bytes(job)
+    authentication.write_private(folder / "job", job)
 
 
 class _Workers:
@@ -104,11 +116,13 @@ class _Workers:
         self, folder: str, size: int, servers: int, serve: Callable[..., Any] | None, watch: Watch,
         elastic: Elastic | None, failures: list[str], run_dir: Path | None, note: Note | None,
     ) -> None:  # fmt: skip
-        self._watch, self._run_dir = watch, run_dir
+        self._watch = watch
+        self._requests = None if run_dir is None else Requests(run_dir)
         self._note: Note = note or (lambda name, text: None)
         self._asked = False  # to stop
         self._ended: dict[int, str] = {}  # those that the supervisor has ended, and why
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the system chooses the port
+        key = authentication.new_key()
+        self._store = StoreServer(folder, key)
         self._size = size
         self._changes = None if elastic is None else Changes(elastic, size, failures)
         self._results: dict[int, str] = {}
@@ -117,33 +131,33 @@ class _Workers:
         self._deaths: dict[int, Failure] = {}  # those that others could go on after
         self._controls: dict[int, Connection] = {}
         self._processes: dict[int, BaseProcess] = {}
-        self._memory: dict[int, list[int]] = {}  # files of each worker's copies, which outlive it
+        self._memory: dict[int, list[int]] = {}  # files of each process's copies, which outlive it
+        self._dead: set[int] = set()  # workers
         path = tuple(entry or os.path.abspath(entry) for entry in sys.path)
         self._places = [
             Place(
-                rank, size, self._store.port, folder, path, os.getcwd(), changes=elastic is not None and rank < size,
-                serve=serve if rank >= size else None,
+                rank, size, self._store.path, key, folder, path, os.getcwd(),
+                changes=elastic is not None and rank < size, serve=serve if rank >= size else None,
             )
             for rank in range(size + servers)
         ]  # fmt: skip
 
     def supervise(self) -> list[Any]:
         """Start all workers, and wait for their ends."""
-        with self._signals():
-            try:
-                for place in self._places:
-                    self._start(place)
-                while not self._complete():
-                    self._look(timeout=1.0 if self._changes is None else self._changes.due())
-                    self._end_the_silent()
-                    self._change_members()
-                    if self._failures:
-                        if not any(failure.kind == "killed" for failure in self._failures):
-                            self._gather()
-                        raise self._primary()
-                return [pickle.loads(Path(self._results[rank]).read_bytes()) for rank in self._members()]
-            finally:
-                self._end()
+        try:
+            for place in self._places:
+                self._start(place)
+            while not self._complete():
+                self._look(timeout=1.0 if self._changes is None else self._changes.due())
+                self._end_the_silent()
+                self._change_members()
+                if self._failures:
+                    if not any(failure.kind == "killed" for failure in self._failures):
+                        self._gather()
+                    raise self._primary()
+            return [pickle.loads(Path(self._results[rank]).read_bytes()) for rank in self._members()]
+        finally:
+            self._end()
 
     def _complete(self) -> bool:
         """Return whether all workers have left their results; a server has none to give."""
@@ -156,11 +170,12 @@ class _Workers:
 
     def _start(self, place: Place) -> None:
         context = _context()
-        if place.changes:
+        if (place.changes or place.serve is not None) and place.rank not in self._memory:
             self._open_memory(place)
         ours, theirs = context.Pipe()
         # Not a daemon: a worker may have children of its own, such as those of a DataLoader.
         process = context.Process(target=worker_main, args=(place, theirs), name=f"fabricx-rank-{place.rank}")
+        multiprocessing_folder_of(process, place.folder, place.rank)
         process.start()
         theirs.close()
         self._controls[place.rank], self._processes[place.rank] = ours, process
@@ -194,6 +209,8 @@ class _Workers:
                 if rank in self._results or any(failure.rank == rank for failure in self._failures):
                     continue
                 serves = self._places[rank].serve is not None
+                if not serves:
+                    self._tell_servers(rank)
                 death = _death(rank, process.exitcode, self._ended.get(rank))
                 if serves and process.exitcode == 0:  # it ends when its workers have
                     continue
@@ -204,11 +221,19 @@ class _Workers:
                 else:
                     self._deaths[rank] = death
                     if process.exitcode:  # else it has left because it was asked to
-                        self._note("death", f"worker {rank}: {death.traceback}")
+                        self._note("death", f"{self._name(rank)}: {death.traceback}")
+
+    def _tell_servers(self, worker: int) -> None:
+        """Let servers give what a dead worker had to others, also one that has just been started and waits for it."""
+        self._dead.add(worker)
+        for rank, control in self._controls.items():
+            if self._places[rank].serve is not None:
+                with contextlib.suppress(OSError):
+                    control.send(("died", worker))
 
     def _end_the_silent(self) -> None:
         """End processes that give no sign of life, or come no further: others would wait for them for ever."""
-        silent, news = self._watch.silent(), self._watch.news()
+        silent, news = self._watch.silent(), self._watch.news(self._name)
         what = self._diagnose() if silent or news else ""
         for rank, why in silent.items():
             self._ended[rank] = f"{why}; {what}"
@@ -232,7 +257,7 @@ class _Workers:
         seats = {worker: rank for rank, worker in enumerate(self._members())}
         sentence = explain({seats[worker]: self._told.get(worker) for worker in asked if worker in seats})
         stacks = [
-            f"rank {seats.get(worker, worker)}:\n{told.stacks if (told := self._told.get(worker)) else '(no answer)'}"
+            f"{self._name(worker)}:\n{told.stacks if (told := self._told.get(worker)) else '(no answer)'}"
             for worker in asked
         ]
         self._note("hang", "\n\n".join([sentence, *stacks]))
@@ -255,7 +280,7 @@ class _Workers:
         """Start who is to come, and tell all workers who is gone and who goes on."""
         if self._changes is None or self._complete():
             return
-        if self._run_dir is not None and (workers := wish(self._run_dir)) is not None:
+        if self._requests is not None and (workers := self._requests.take()) is not None:
             print(self._changes.resize(workers), file=sys.stderr, flush=True)
         while (seat := self._changes.wanted()) is not None:
             place = replace(self._places[0], rank=len(self._places), seat=seat, newcomer=True)
@@ -278,6 +303,8 @@ class _Workers:
         print(text, file=sys.stderr)
         self._places[rank] = replace(self._places[rank], generation=self._places[rank].generation + 1)
         self._start(self._places[rank])
+        for worker in self._dead:
+            self._controls[rank].send(("died", worker))
 
     def _receive(self, rank: int, control: Connection | None) -> None:
         if control is None:
@@ -310,16 +337,27 @@ class _Workers:
         if self._changes is not None:  # what the others say may come of a death
             self._failures += [self._deaths[rank] for rank in self._changes.missing if rank in self._deaths]
         first = min(self._failures, key=lambda failure: (_is_echo(failure), failure.at))
-        others = sorted({failure.rank for failure in self._failures if failure.rank != first.rank})
-        also = f"\n(rank {', '.join(map(str, others))} failed after that)" if others else ""
-        serves = self._places[first.rank].serve is not None
-        who = f"server {first.rank - self._size}" if serves else f"rank {first.rank}"
+        who = self._name(first.rank)
+        others = sorted({self._name(failure.rank) for failure in self._failures} - {who})
+        also = f"\n({', '.join(others)} failed after that)" if others else ""
         message = f"{who} failed:\n\n{first.traceback.rstrip()}{also}"
-        failed = WorkerFailed(message, rank=first.rank, traceback=first.traceback)
+        failed = WorkerFailed(message, rank=self._rank(first.rank), traceback=first.traceback)
         failed.stopping = self._asked
         failed.__cause__ = None if first.error is None else first.error.with_traceback(None)
         failed.__suppress_context__ = True
         return failed
+
+    def _rank(self, worker: int) -> int:
+        """Return the rank that a worker has or had last; of one that has not joined, the rank it was started for."""
+        rank = None if self._changes is None else self._changes.rank_of(worker)
+        place = self._places[worker]
+        return rank if rank is not None else place.seat if place.newcomer else worker
+
+    def _name(self, worker: int) -> str:
+        """Return how messages name a process: newcomers' numbers go beyond the ranks of a run."""
+        if self._places[worker].serve is not None:
+            return f"server {worker - self._size}"
+        return f"rank {self._rank(worker)}"
 
     def _end(self) -> None:
         """Leave no process behind."""
@@ -338,13 +376,10 @@ class _Workers:
         for control in self._controls.values():
             control.close()
         self._close_memory(list(self._memory))
+        self._store.close()
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
+    def signals(self) -> contextlib.AbstractContextManager[None]:
         """Ctrl-C and notices stop all ranks at the next step they agree on; a second one ends them at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
 
         def stop(number: int, frame: FrameType | None) -> None:
             if self._asked:
@@ -353,21 +388,35 @@ class _Workers:
                 raise KeyboardInterrupt
             self._asked = True
             print("\nstopping at the next step; once more stops at once", file=sys.stderr, flush=True)
-            self._store.set(EVERYBODY, "interrupted" if number == signal.SIGINT else "terminated")
+            self._store.set(EVERYBODY, b"interrupted" if number == signal.SIGINT else b"terminated")
 
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, *notices())}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return _handled(stop)
+
+
+def _stopped_at_once() -> contextlib.AbstractContextManager[None]:
+    return _handled(lambda number, frame: stop_now(number))
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Let a function handle Ctrl-C and notices, in the main thread; others never receive signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, *notices())}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def _end_children(process: BaseProcess) -> None:
-    """End what a process that was killed has started, such as those that load data: they may not notice."""
+    """End what a process that was killed has started, such as those that load data, and remove its semaphores."""
     if process.exitcode and process.pid is not None:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # there is none
             os.killpg(process.pid, signal.SIGKILL)
+    unlink_semaphores_of(process)
 
 
 def _context() -> Any:
@@ -381,8 +430,7 @@ def _context() -> Any:
 
 def _is_echo(failure: Failure) -> bool:
     """Return whether a rank only tells that another process is gone."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "ServerLost")
-    return any(sign in failure.traceback for sign in signs)
+    return lost_a_link(failure.traceback) or "ServerLost" in failure.traceback
 
 
 def _death(rank: int, code: int | None, why: str | None) -> Failure:
@@ -394,5 +442,5 @@ def _death(rank: int, code: int | None, why: str | None) -> Failure:
         hint = " (was the machine out of memory?)" if name == "SIGKILL" else ""
         text = f"its process was killed by {name}{hint}; it left no traceback"
     else:
-        text = f"its process ended with exit code {code} and left no traceback"
+        text = f"its process ended with exit code {code} and left no traceback (what it printed is above)"
     return Failure(rank, time.monotonic(), kind, text, None)

@@ -103,15 +103,19 @@ class Watch:
         """Return whether something was heard of a process lately."""
         return rank in self._lives and not self.frozen(rank)
 
-    def news(self) -> str | None:
-        """Return what to say of a pause that is far longer than all before; again when it has become twice as long."""
+    def news(self, name: Callable[[int], str] = "rank {}".format) -> str | None:
+        """Return what to say of a pause that is far longer than all before; again when it has become twice as long.
+
+        Args:
+            name: of a process, by its number.
+        """
         now = self._clock()
         last = min((self._lives[rank] for rank in self._holding_up()), key=lambda life: life.since, default=None)
         if last is None or now - last.since < max(self._learned, 2 * last.told):
             return None
         last.told = now - last.since
         lines = [
-            f"  rank {rank} {'waits for others' if life.waits else 'is'} at {life.where}"
+            f"  {name(rank)} {'waits for others' if life.waits else 'is'} at {life.where}"
             for rank, life in sorted(self._lives.items())
             if life.where
         ]

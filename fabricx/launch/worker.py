@@ -11,8 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field
 from multiprocessing import set_forkserver_preload
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,22 +20,30 @@ from typing import Any
 from fabricx.comm import generations, pulse
 from fabricx.errors import brief_traceback
 from fabricx.launch import notices
+from fabricx.scratch import remove_if_abandoned, sweep
 
 PRELOAD = ["torch.utils.data", "fabricx.launch.notices"]
 BEAT_S = 0.5  # between two signs of life
 LONG_S = 10.0  # without a further batch, after which signs of life say what the main thread is at
 SHUT_S = 0.02  # between two looks for links of a broken group, while its worker is still busy with it
+ABANDONED_S = 1.0  # until the system has let go of the lock of a process that was killed
 FAILED = 1
 ASKED = "diagnosis"  # the supervisor asks what a worker is at, and is told
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker stands: plain data that reaches it before anything is unpickled."""
+    """Where a worker stands: plain data that reaches it before anything is unpickled.
+
+    Attributes:
+        store: path of the socket at which the supervisor hosts the store.
+        key: of the run; only its processes have it.
+    """
 
     rank: int
     size: int
-    port: int
+    store: str
+    key: bytes = field(repr=False)
     folder: str
     sys_path: tuple[str, ...]
     cwd: str
@@ -69,14 +76,15 @@ def main(place: Place, control: Connection) -> None:
     say = report.send if place.changes else None
     generations.enter(generations.Membership(place.rank, place.folder if say else "", say, lambda: _exit(0)))
     faulthandler.register(signal.SIGUSR2, (Path(place.folder) / f"stacks-{place.rank}").open("w"))
-    threading.Thread(target=_listen, args=(control, report), daemon=True).start()
+    threading.Thread(target=_listen, args=(control, report, place.folder), daemon=True).start()
     threading.Thread(target=report.beat, daemon=True).start()
     sys.path[:] = [*place.sys_path, *(entry for entry in sys.path if entry not in place.sys_path)]
     os.chdir(place.cwd)
     try:
         result = _run(place)
         target = Path(place.folder) / f"result-{place.rank}"
-        target.write_bytes(pickle.dumps(result))
+        with target.open("wb") as file:  # not by way of a copy in memory: it has all weights
+            pickle.dump(result, file)
         report.send("result", str(target))
     except BaseException as error:
         report.send("failure", _failure(place.rank, error))
@@ -109,22 +117,21 @@ class _Report:
 
 def _run(place: Place) -> Any:
     import torch
-    from torch.distributed import TCPStore
 
     from fabricx.comm import world as worlds
+    from fabricx.comm.store import PrivateStore
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.size))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine; no name has to be looked up
-    store = TCPStore("127.0.0.1", place.port, is_master=False, wait_for_workers=False, timeout=timedelta(minutes=5))
     world = worlds.World(
         rank=place.rank,
         size=1 if place.newcomer else place.size,
         local_rank=place.seat if place.newcomer else place.rank,
         local_size=place.size,
         generation=place.generation,
-        store=store,
-        second=store.clone(),  # type: ignore[attr-defined]
+        store=PrivateStore(place.store, place.key),
+        secret=place.key,
         newcomer=place.newcomer,
     )
     if place.serve is not None:
@@ -148,7 +155,7 @@ def _failure(rank: int, error: BaseException) -> Failure:
     return Failure(rank, time.monotonic(), type(error).__name__, text, sent)
 
 
-def _listen(control: Connection, report: _Report) -> None:
+def _listen(control: Connection, report: _Report, folder: str) -> None:
     """Hear what the supervisor says; when its end of the pipe closes it has died: end all that was started here."""
     membership = generations.membership()
     busy = False
@@ -162,6 +169,8 @@ def _listen(control: Connection, report: _Report) -> None:
                     membership.heard(kind, content)
             busy = membership.shut_broken()
     except (EOFError, OSError):
+        if remove_if_abandoned(folder, wait_s=ABANDONED_S):  # of a supervisor that was killed
+            sweep(os.path.dirname(folder))
         os.killpg(0, signal.SIGKILL)
 
 

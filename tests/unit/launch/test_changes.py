@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabricx.comm.generations import Generation
 from fabricx.launch.changes import Changes, Elastic
+from tests.soak import rounds
 
-SCHEDULES = 40 * int(os.environ.get("FABRICX_SCHEDULES", "20"))  # of each kind
+SCHEDULES = rounds(short=200, full=800)  # of each kind
 
 
 class Clock:
@@ -115,6 +114,7 @@ def happens(run: Workers, event: str, number: int) -> None:
         run.act(alive[number % len(alive)])
 
 
+@pytest.mark.soak
 @given(events=EVENTS, size=st.integers(1, 4))
 @settings(max_examples=SCHEDULES, deadline=None, derandomize=True)
 @pytest.mark.parametrize("waits", [0.0, 1.0, 1e9])
@@ -216,3 +216,21 @@ def test_what_somebody_left_whose_place_nobody_takes_is_told_by_who_has_left_it(
     clock.now += 2.0
     generation = named(changes)
     assert (generation.workers, generation.heirs, generation.gone) == ((1, 2), {}, (0,))
+
+
+def test_a_worker_that_came_is_named_by_its_rank_as_long_as_it_has_one_and_after() -> None:
+    changes = Changes(Elastic(waits=60.0), 2, [])
+    for worker in (0, 1):
+        changes.told(worker, "inside", None)
+    assert [changes.rank_of(worker) for worker in (0, 1, 2)] == [0, 1, None]
+    for dying, coming in ((1, 2), (2, 3), (3, 4)):  # always rank 1, with the numbers 2, 3, 4
+        assert changes.died(dying, "killed")
+        assert changes.wanted() == 1
+        changes.started(coming)
+        changes.told(coming, "ready", None)
+        assert list(changes.news())
+        assert changes.workers == (0, coming)
+        assert [changes.rank_of(worker) for worker in (0, dying, coming)] == [0, 1, 1]
+        for worker in (0, coming):
+            changes.told(worker, "inside", None)
+            changes.told(worker, "step", (coming - 1, coming))

@@ -1,0 +1,38 @@
+"""Sums of logged values from several ranks: by name, [kind of the series, total, weights]; a kind begins with how."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+
+def plain(value: Any) -> Any:
+    """Return a number as Python's own; a tensor of one element is pickled a hundred times as slowly."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def merge_sums(sums: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
+    """Return the sums of two parts of an epoch.
+
+    >>> kind = ["mean", False, True, False, True, False]
+    >>> merge_sums({"loss": [kind, 2.0, 1]}, {"loss": [kind, 4.0, 3]})["loss"][1:]
+    [6.0, 4]
+    """
+    merged = dict(sums)
+    for name, (kind, total, weights) in added.items():
+        if name not in merged:
+            merged[name] = [kind, total, weights]
+            continue
+        _, before, weights_before = merged[name]
+        merged[name] = [kind, _joined(kind[0], plain(before), plain(total)), weights_before + weights]
+    return merged
+
+
+def _joined(reduction: str, old: float, new: float) -> float:
+    if reduction in ("mean", "sum"):
+        return old + new
+    if math.isnan(old) or math.isnan(new):
+        return math.nan
+    return max(old, new) if reduction == "max" else min(old, new)

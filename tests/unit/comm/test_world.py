@@ -1,0 +1,35 @@
+"""What ranks tell each other through the store."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch.distributed as dist
+
+from fabricx.comm.world import World
+
+
+def test_no_rank_leaves_before_all_have_done_their_last_collective() -> None:
+    store = dist.HashStore()
+    first, second = (World(rank=rank, size=2, store=store) for rank in (0, 1))
+    order: list[str] = []
+
+    def leave() -> None:
+        second.await_departure(60.0)
+        order.append("the second rank leaves")
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    while not store.check([second.key("departure/0/1")]):
+        time.sleep(0.001)
+    order.append("the first rank has done its last collective")
+    first.await_departure(60.0)
+    thread.join()
+    assert order == ["the first rank has done its last collective", "the second rank leaves"]
+
+
+def test_a_peer_that_is_gone_is_not_waited_for_without_end() -> None:
+    store = dist.HashStore()
+    World(rank=0, size=2, store=store).await_departure(0.0)
+    World().await_departure()

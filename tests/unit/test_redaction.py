@@ -1,0 +1,159 @@
+"""Secrets are masked wherever a configuration goes, and nothing else is."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+
+from fabricx import redaction
+from fabricx.redaction import MASK, is_secret, masked, masked_command, masked_keys, masked_text, printable
+
+SECRET = [
+    "password",
+    "passwd",
+    "PASSWORD",
+    "db_password",
+    "userPassword",
+    "dbpassword",
+    "passphrase",
+    "secret",
+    "client_secret",
+    "clientSecret",
+    "aws_secret_access_key",
+    "token",
+    "auth_token",
+    "authtoken",
+    "hf_token",
+    "HF_TOKEN",
+    "access-token",
+    "accessToken",
+    "api_token",
+    "api_key",
+    "apikey",
+    "apiKey",
+    "API_KEY",
+    "WANDB_API_KEY",
+    "x-api-key",
+    "access_key",
+    "private_key",
+    "ssh_key",
+    "account_key",
+    "credential",
+    "credentials",
+    "auth",
+    "basic_auth",
+    "oauth",
+    "authorization",
+    "Authorization",
+    "logger.wandb.api_key",
+    "auth.user",
+    "db_pass",
+    "pwd",
+    "refresh_tokens",
+    "my_token",
+    "secretKey",
+]
+OPEN = [
+    "tokenizer",
+    "num_tokens",
+    "max_tokens",
+    "token_embedding",
+    "author",
+    "authors",
+    "authority",
+    "pad_token",
+    "eos_token",
+    "cls_token",
+    "use_cls_token",
+    "tokens",
+    "tokens_per_batch",
+    "token_dim",
+    "key",
+    "keys",
+    "sort_key",
+    "num_keys",
+    "key_dim",
+    "query_key_norm",
+    "monkey",
+    "lr",
+    "hidden",
+    "passes",
+    "forward_pass",
+    "bypass",
+    "compass",
+    "secretary",
+    "password_file",
+    "token_path",
+    "special_tokens",
+    "mask_token",
+    "accessor",
+    "path",
+    "monitor",
+    "authored_by",
+]
+
+
+@pytest.mark.parametrize(("keys", "expected"), [(SECRET, True), (OPEN, False)], ids=["secret", "open"])
+def test_a_secret_is_known_by_its_key(keys: list[str], expected: bool) -> None:
+    assert [key for key in keys if is_secret(key) is not expected] == []
+
+
+def test_all_below_a_secret_key_is_masked_and_what_is_no_secret_stays() -> None:
+    given = {
+        "auth": {"user": "me", "parts": ["abc", 7]}, "password": 12345, "token": None, "use_auth_token": True,
+        "secret": "", "net": {"max_tokens": 5, "sizes": (1, 2)}, "pad_token": "<pad>",
+    }  # fmt: skip
+    assert masked(given) == {
+        "auth": {"user": MASK, "parts": [MASK, MASK]}, "password": MASK, "token": None, "use_auth_token": True,
+        "secret": "", "net": {"max_tokens": 5, "sizes": (1, 2)}, "pad_token": "<pad>",
+    }  # fmt: skip
+    assert list(masked_keys(masked(given))) == ["auth.user", "auth.parts.0", "auth.parts.1", "password"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "postgres://me:hunter2@host/db", "http://me:hunter2@host:80/a?b=c", "redis://:hunter2@host", r"pg\://me\:hunter2@host",
+        "mongodb+srv://a:hunter2@b",
+        "https://hunter2@github.com/a/b", "https://host/path?token=hunter2&x=1", "https://host/?a=1&api_key=hunter2",
+        "Server=a;Password=hunter2;Timeout=3", "host=a password='hunter2' port=3", "api_key: hunter2",
+        '{"api_key": "hunter2"}', "{'token': 'hunter2', 'a': 1}", "Net(api_key='hunter2', lr=1)",
+        "Authorization: Bearer hunter2", "Bearer hunter2hunter2",
+        "logger.api_key=hunter2", "could not parse +logger.wandb.password=hunter2", "http://a:p@hunter2@host/",
+    ],
+)  # fmt: skip
+def test_no_text_shows_a_secret(text: str) -> None:
+    assert "hunter2" not in masked_text(text)
+    assert MASK in masked_text(text)
+
+
+def test_an_ordinary_text_stays_as_it_is() -> None:
+    for text in ("lr=0.1, max_tokens=5", "see https://host/a:b", "git@github.com:a/b", "ssh://git@host/a", "a: b",
+                 "3 tokens: 5", "token=null", "tokenizer: bert", "s3://bucket/key=1/a", "author: me"):  # fmt: skip
+        assert masked_text(text) == text
+
+
+def test_a_value_that_was_masked_once_is_found_in_any_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction, "_known", set())
+    masked({"logger": {"api_key": "a-long-value", "password": "abc"}, "url": "pg://me:another-one@host"})
+    assert masked_text("refused: a-long-value, another-one, abc") == f"refused: {MASK}, {MASK}, abc"
+
+
+def test_a_command_line_keeps_its_form() -> None:
+    given = ["python", "-m", "fabricx", "fit", "~x", "++a.token=a, b", "--api-key=abc", "--password", "abc",
+             "--verbose", "+logger.w={api_key:abc,project:x}", "url=http://a:abc@b", "module.lr=0.1,0.2",
+             "--token", "--fast"]  # fmt: skip
+    said = masked_command(given)
+    assert "abc" not in said
+    assert "a, b" not in said
+    for kept in ("python -m fabricx fit '~x'", "++a.token=", "project:x", "module.lr=0.1,0.2", "--verbose", "--fast"):
+        assert kept in said
+
+
+def test_what_is_printed_does_not_steer_the_terminal() -> None:
+    assert printable("a\x1b[2J\x07\x9b\r\u202eb\n\té") == "a�[2J����b\n\té"
+
+
+def test_its_examples() -> None:
+    assert doctest.testmod(redaction).failed == 0
