@@ -15,7 +15,8 @@ class AsyncSGD(ServedStrategy):
     """Each worker takes the next batch when it is ready, and its gradient is applied when it arrives.
 
     A gradient was computed with weights that others have changed since; its staleness is the number of updates in
-    between. By default it is divided by that, so that the learning rate of ddp stays a stable one.
+    between. By default the update (not the gradient, whose scale Adam divides by) is divided by that, so that the
+    learning rate of ddp stays a stable one. Moments see the whole gradient.
 
     Sources: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012; division by staleness: Zhang et al., IJCAI
     2016; delay compensation: Zheng et al., "Asynchronous SGD with Delay Compensation", ICML 2017; elastic averaging:
@@ -26,11 +27,11 @@ class AsyncSGD(ServedStrategy):
         bound: "version": no gradient older than that is applied; "clock": no worker has done more than that many
             batches more than the slowest.
         on_stale: what happens at a bound by version: others "wait", the gradient is dropped ("drop", and its batch
-            trained again), or it counts less ("damp"; that bounds nothing).
+            trained again), or its update is divided by its staleness ("damp"; that bounds nothing).
         compensation: "dc" or "dc-adaptive".
         dc_lambda: strength of the compensation; 0.04 for "dc" and 2.0 for "dc-adaptive" if not given.
         dc_momentum: of the mean square of "dc-adaptive".
-        damp: divide gradients by their staleness; "auto" does without compensation.
+        damp: divide updates by the staleness of their gradients; "auto" does without compensation.
         every: steps that a worker makes by itself, with its own optimizer, before it brings what it has moved.
         outer: what the servers do with that: "sum" (Downpour), "average" (that, divided by the number of workers),
             "nesterov" (asynchronous DiLoCo, with the momentum delayed), or "elastic" (a worker keeps its own weights,
@@ -42,10 +43,12 @@ class AsyncSGD(ServedStrategy):
             largest `compression_keep` of the elements, 8 bytes each), or "sign" (a bit each).
         compression_keep: the part of the elements that "topk" sends.
         pull_compression: the same of the differences of weights that come back.
-        snapshot_every: updates between two snapshots of each server, from which it is started again when it dies (the
-            updates since are lost, and their data trained again); 0 for none. Not under torchrun.
+        snapshot_every: updates between two snapshots of each server. A server that dies is started again from the
+            newest and a journal of what it was sent since, so that nothing is lost; these take the memory of 6 copies
+            of the weights and 2 of the moments. 0: neither, and the run ends with a server. Not under torchrun.
         link: "auto" is shared memory on one machine and gloo between machines; "gloo" is gloo everywhere.
-        shard_by: "element", "tensor", or "auto", which knows torch's optimizers.
+        shard_by: where parameters may be cut among servers: "element", "tensor" (nowhere), or "auto", which knows
+            torch's optimizers. With one server nothing is cut. Of optimizers of other kinds it is tried at set-up.
         overlap: gradients leave while "backward" goes on; with "forward", where servers step, weights come while the
             next step has begun: layer after layer, as they are called. Callbacks between two steps see the old ones.
     """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, final
 
 import torch
@@ -13,12 +13,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from fabricx.comm.unused import Unused, reached, requiring_grad, with_sparse_gradients, zero
 from fabricx.comm.world import World
 from fabricx.errors import did_you_mean
-from fabricx.strategy import Strategy, Traits
+from fabricx.strategy import Strategy, Traits, check_dense
 
 Compression = Literal["fp16", "bf16", "powersgd"]
 _COMPRESSIONS = ("fp16", "bf16", "powersgd")
+_GRAPH_CHANGED = (
+    "static_graph=True needs gradients of the same parameters in each step, and in this one others have them than in "
+    "the first: leave static_graph out"
+)
 # torch 2.13 renamed it, and warns about the old name.
 _SIGNATURE = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
 _BUFFERS_ARGUMENT = "forward_sync_buffers" if "forward_sync_buffers" in _SIGNATURE else "broadcast_buffers"
@@ -32,8 +37,11 @@ class DDP(Strategy):
 
     Args:
         bucket_mib: gradients travel in buckets of this size, in MiB.
-        static_graph: the same parameters take part in each step, in the same order; lets torch optimise for that.
-        find_unused_parameters: some parameters get no gradient in some steps. Costs a walk through the graph.
+        static_graph: the same parameters take part in each step, in the same order; lets torch optimise for that. Three
+            ranks and more then add in another order in the first step of a run that goes on: the result is the same
+            but for rounding.
+        find_unused_parameters: some parameters get no gradient in some steps, and no warning says so. The result is
+            right without it too; a step in which all parameters get a gradient costs nothing more.
         compression: "fp16", "bf16" (half the bytes) or "powersgd" (low rank) for the gradients on their way.
         powersgd_rank: rank of the approximation; larger is closer and slower.
         broadcast_buffers: give all ranks the buffers of rank 0 at each forward, as batch normalisation wants it.
@@ -69,34 +77,114 @@ class DDP(Strategy):
         self._computed = 0.0  # when the newest gradient was, on a CPU
         self._ddp: nn.parallel.DistributedDataParallel | None = None
         self._step: _Step | None = None
+        self._frozen: list[nn.Parameter] = []  # parameters that DDP does not know
+        self._retired: nn.parallel.DistributedDataParallel | None = None
+        self._unused: Unused | None = None
+        self._of_each_step: set[Tensor] = set()  # parameters that get a gradient, with static_graph
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         super().setup(module)
         self._several_backwards = several_backwards
-        if self.world.size == 1 or not any(parameter.requires_grad for parameter in module.parameters()):
+        if self.world.size == 1:
             return  # nothing to average
         if several_backwards and self.static_graph:
-            raise ValueError("static_graph=True needs one backward per step; a manually optimised module has several")
+            raise ValueError(
+                "static_graph=True needs one backward per step, and a manually optimised module has several: "
+                "leave it out"
+            )
+        if self.compression:
+            check_dense(module, f"compression={self.compression!r}")
         self._step = _Step(module)
+        self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        self._build(init_sync=self.world.generation == 0)  # else all have the same weights already
+        self._lay_out_buckets()
+
+    def _build(self, *, init_sync: bool) -> None:
+        """Construct torch's DDP over all parameters that are not in `_frozen`; every rank calls it."""
+        assert self.module is not None
+        assert self._step is not None
+        frozen = set(self._frozen)
+        known = [parameter for parameter in self.module.parameters() if parameter not in frozen]
+        if not known:
+            return  # all parameters are frozen so far
         more: dict[str, Any] = {_BUFFERS_ARGUMENT: self.broadcast_buffers}
-        self._ddp = nn.parallel.DistributedDataParallel(
-            self._step,
-            bucket_cap_mb=self.bucket_mib,
-            static_graph=self.static_graph,
-            # One backward of several reaches only a part of the parameters: the others have to be found.
-            find_unused_parameters=self.find_unused_parameters or several_backwards,
-            gradient_as_bucket_view=True,
-            init_sync=self.world.generation == 0,  # else all have the same weights already
-            **more,
-        )
+        with requiring_grad(known):
+            self._ddp = nn.parallel.DistributedDataParallel(
+                self._step,
+                bucket_cap_mb=self.bucket_mib,
+                static_graph=self.static_graph,
+                # One backward of several reaches only a part of the parameters. With one, `Unused` finds the others.
+                find_unused_parameters=self._several_backwards,
+                gradient_as_bucket_view=True,
+                init_sync=init_sync,
+                **more,
+            )
+        self._unused = Unused(self.world, known, with_sparse_gradients(self.module), self._unused)
         if self.compression:
             _compress(self._ddp, self.compression, self.powersgd_rank)
 
+    def _lay_out_buckets(self) -> None:
+        """Let DDP lay out its buckets before the first step, by a reduction of zeros; every rank calls it.
+
+        DDP lays them out anew after its first reduction, and where a gradient lies in a bucket decides in which order
+        those of three ranks and more are added. A run that goes on from a checkpoint, or after a failure, would round
+        otherwise in its first step than one without interruption.
+        """
+        rebuilds = not self._several_backwards and not self.static_graph
+        if self._ddp is None or self._unused is None or self.module is None or self.world.size == 2 or not rebuilds:
+            return
+        parameters = self._unused.parameters
+        with requiring_grad(parameters):
+            self._ddp.reducer.prepare_for_backward([])
+            zero(parameters, with_sparse_gradients(self.module)).backward()
+        for parameter in parameters:
+            parameter.grad = None
+
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        if self._ddp is None or self._step is None:
+        if self._step is None:
             return step
         self._step.step = step
-        return self._forward_unprepared if self._several_backwards else self._ddp.forward
+        if self._several_backwards:
+            return self._forward_unprepared
+        if self._ddp is None or self._frozen:  # DDP is constructed anew when a parameter is unfrozen
+            return self._forward
+        return self._ddp.forward
+
+    def _forward(self, *args: Any) -> Any:
+        assert self._step is not None
+        return self._step(*args) if self._ddp is None else self._ddp.forward(*args)
+
+    def _take_in_unfrozen(self) -> None:
+        """Construct DDP anew if a parameter that it does not know requires a gradient now.
+
+        This is done between forward and backward, so that it does not matter where a module unfreezes its parameters.
+        All ranks have to unfreeze the same ones in the same step.
+
+        Raises:
+            ValueError: `static_graph` is set.
+        """
+        unfrozen = {parameter for parameter in self._frozen if parameter.requires_grad}
+        if not unfrozen:
+            return
+        assert self.module is not None
+        if self.static_graph:
+            names = [name for name, parameter in self.module.named_parameters() if parameter in unfrozen]
+            raise ValueError(
+                f"static_graph=True needs the same parameters in each step, and {names[0]} has been unfrozen: leave "
+                "static_graph out"
+            )
+        self._frozen = [parameter for parameter in self._frozen if parameter not in unfrozen]
+        old = self._ddp
+        if old is not None:
+            for parameter in self.module.parameters():
+                if parameter.grad is not None:  # a view of the old buckets
+                    parameter.grad = parameter.grad.clone()
+            self._retired = old  # the graph of this step refers to it, but its hooks have to go
+            del old.reducer, old.logger
+        self._build(init_sync=False)
+        assert self._ddp is not None
+        if not self._several_backwards:
+            self._ddp.reducer.prepare_for_backward([])
 
     def world_changed(self, world: World) -> None:
         module = self.module
@@ -114,8 +202,8 @@ class DDP(Strategy):
             for parameter in self.module.parameters():
                 if parameter.grad is not None:  # a view into buckets that go away
                     parameter.grad = None
-        self._ddp = None
-        self._step = None
+        self._ddp = self._step = self._retired = self._unused = None
+        self._frozen, self._of_each_step = [], set()
 
     def quiesce(self, copies: Mapping[str, Tensor] | None = None) -> None:
         if self.broadcast_buffers:
@@ -125,20 +213,66 @@ class DDP(Strategy):
     def gradient_factor(self) -> float:
         return float(self.world.size)  # DDP averages: shares of the global mean have to be scaled up to sum to it
 
-    def accumulate(self) -> AbstractContextManager[Any]:
-        return self._ddp.no_sync() if self._ddp is not None else super().accumulate()
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        if self.static_graph and self._ddp is not None:
+            raise ValueError(
+                "static_graph=True needs one backward per update, and accumulate_grad_batches has several: "
+                "leave one out"
+            )
+        with self._window_goes_on(), nullcontext() if self._ddp is None else self._ddp.no_sync():
+            yield
 
-    def backward(self, loss: Tensor) -> None:
-        if self._ddp is not None and self._several_backwards and self._ddp.require_backward_grad_sync:
+    def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
+        compute = compute or loss.backward
+        if self._frozen and self.closes and self._step is not None:
+            self._take_in_unfrozen()
+        if self._ddp is None or not self._ddp.require_backward_grad_sync:
+            compute()
+            return
+        if self._several_backwards:
             # Each backward is a reduction of its own, over the parameters that this loss reaches.
             self._ddp.reducer.prepare_for_backward([loss])
-        if self._ddp is None or self.world.device.type != "cpu" or not self._ddp.require_backward_grad_sync:
-            loss.backward()  # type: ignore[no-untyped-call]
-            return
-        # What is queued where a backward begins is called when all is computed, before others are waited for.
-        loss.register_hook(self._call_when_computed)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.waited_s += time.perf_counter() - self._computed
+        on_cpu = self.world.device.type == "cpu"
+        if on_cpu:
+            # What is queued where a backward begins is called when all is computed, before others are waited for.
+            loss.register_hook(self._call_when_computed)
+        try:
+            compute()
+        except RuntimeError as error:
+            if "static_graph" in str(error):
+                raise ValueError(_GRAPH_CHANGED) from error
+            raise
+        if not self._several_backwards:
+            self._complete(loss)
+        if on_cpu:
+            self.waited_s += time.perf_counter() - self._computed
+
+    def _complete(self, loss: Tensor | None) -> None:
+        """Contribute zeros for the parameters that this rank's backward has not reached, so that all are averaged.
+
+        Args:
+            loss: of the backward; None where this rank had none.
+
+        Raises:
+            ValueError: with `static_graph`, other parameters got a gradient than in the first step.
+        """
+        ddp, unused = self._ddp, self._unused
+        assert ddp is not None
+        assert unused is not None
+        unused.reductions += 1
+        if loss is not None:
+            try:
+                ddp.reducer._check_reducer_finalized()
+            except RuntimeError as error:
+                if self.static_graph:
+                    raise ValueError(_GRAPH_CHANGED) from error
+            else:
+                if self.static_graph and not self._of_each_step:
+                    self._of_each_step = reached(loss)
+                return
+        unused.complete(loss, warns=not self.find_unused_parameters)
+        ddp.reducer._check_reducer_finalized()
 
     def _call_when_computed(self, gradient: Tensor) -> None:
         Variable._execution_engine.queue_callback(self._note_computed)  # type: ignore[attr-defined]
@@ -147,27 +281,43 @@ class DDP(Strategy):
         self._computed = time.perf_counter()
 
     def backward_nothing(self, *company: Any) -> bool:
-        if self._ddp is None or self._step is None:
+        if self._step is None:
             return True
         step, self._step.step = self._step.step, self._zero
         try:
-            loss: Any = self._forward_unprepared() if self._several_backwards else self._ddp.forward()
-            self.backward(loss)
+            loss = self._forward()
+            if self._frozen:
+                self._take_in_unfrozen()
+            if self.static_graph:
+                self.backward(loss)
+            elif self._ddp is not None:
+                self._complete(None)
         finally:
             self._step.step = step
         return True
 
+    def forward_nothing(self) -> None:
+        if self._step is None:
+            return
+        step, self._step.step = self._step.step, self._zero
+        try:
+            self._forward()  # the first one of a window sends buffers, and the layout of buckets
+        finally:
+            self._step.step = step
+
     def _zero(self) -> Tensor:
-        """Return a loss of zero that every parameter takes part in; an empty slice keeps NaN weights out of it."""
+        """Return a loss of zero that reaches the parameters that each step reaches, or all."""
         assert self.module is not None
-        terms = [p.reshape(-1)[:0].sum() for p in self.module.parameters() if p.requires_grad]
-        return torch.stack([term.to(terms[0]) for term in terms]).sum()
+        reaches = self._of_each_step or {p for p in self.module.parameters() if p.requires_grad}
+        wanted = [parameter for parameter in self.module.parameters() if parameter in reaches]
+        return zero(wanted, with_sparse_gradients(self.module))
 
     def _forward_unprepared(self, *args: Any) -> Any:
         """Run the step without DDP preparing for the one backward to follow: `backward` prepares for each."""
         ddp, inner = self._ddp, self._step
-        assert ddp is not None
         assert inner is not None
+        if ddp is None:
+            return inner(*args)
         step, syncs = inner.step, ddp.require_backward_grad_sync
 
         def step_then_unprepared(*args: Any) -> Any:

@@ -12,14 +12,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from fabricx.comm.collectives import Collectives
+from fabricx.comm.heap import LARGE, release_freed_memory
 from fabricx.comm.sharding import AsBuilt, Pauses, Waits
+from fabricx.comm.unused_shards import UnusedShards
 from fabricx.comm.world import World
 from fabricx.errors import did_you_mean
-from fabricx.strategy import Strategy, Traits
+from fabricx.strategy import Strategy, Traits, check_dense
 
 Policy = str | Sequence[str] | float
 Dtype = Literal["bf16", "fp16", "fp32"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_NOT_GATHERED = (
+    "training_step computes with weights that aren't gathered: strategy=fsdp gathers them while the forward of their "
+    "submodule runs, and keeps a shard of them otherwise. Call the submodule instead of reading its parameters (a "
+    "penalty on weights is the optimizer's weight_decay), or take strategy=ddp"
+)
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -70,11 +78,16 @@ class FSDP(Strategy):
         self.replicas = replicas
         self._step: Callable[..., Any] | None = None
         self._called = False
+        self._manual = False  # does a step call parts of the module, and `backward`, by itself?
+        self._in_backward = False
         self._newest: tuple[Any, ...] | None = None  # what the step has last given a loss for
         self._outputs: list[Tensor] = []  # of the block that has computed last, until there was a backward
         self._hooks: list[Any] = []
         self._built: AsBuilt | None = None
         self._waits: Waits | None = None
+        self._unused: UnusedShards | None = None
+        self._sequence: Collectives | None = None  # of collectives in a manual step, compared over ranks
+        self._gathers_much = False  # are freed gathers given back after each update?
         self._optimizers: list[Optimizer] = []
         self._parameters: dict[str, nn.Parameter] = {}  # as the optimizers know them
 
@@ -90,8 +103,12 @@ class FSDP(Strategy):
         from torch.distributed.fsdp import FSDPModule
 
         super().setup(module)
+        self._manual = several_backwards
         if self.world.size == 1 and not self.world.newcomer:
             return
+        check_dense(module, "strategy=fsdp")
+        if several_backwards:
+            _check_owned(module)
         if not isinstance(module, FSDPModule):  # else: sharded by an earlier run in this process
             _check_dtypes(module)
             if self.activation_checkpointing is not None:
@@ -103,6 +120,8 @@ class FSDP(Strategy):
             self._agree_on_weights(module)
             self._shard(module, self._built)
             _fill(module, self.world.device)
+            self._settle_root(module)
+            self._unused = UnusedShards(self.world, module, unreached=not self._manual)
         self._look_at_outputs(module)
 
     def _look_at_outputs(self, module: nn.Module) -> None:
@@ -128,7 +147,8 @@ class FSDP(Strategy):
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload and self._has_device() else OffloadPolicy(),
         }
         with built.sharding():
-            for block in blocks(module, self.wrap):
+            units = [block for block in blocks(module, self.wrap) if not _ties(module, block)]
+            for block in [*(_owners(module, units) if self._manual else ()), *units]:
                 fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
             # What is left is gathered for the step as a whole; freeing it in between would only be to gather it again.
             fully_shard(module, reshard_after_forward=False, **options)
@@ -137,7 +157,13 @@ class FSDP(Strategy):
                     register_fsdp_forward_method(module, name)
                     vars(module)[name].__func__.__wrapped__ = getattr(own, "__func__", own)  # keeps the signature
         if not self._has_device():  # there others are waited for on the device
-            self._waits = Waits(module)
+            self._sequence = Collectives() if self._manual else None
+            self._waits = Waits(module, self._sequence.note if self._sequence is not None else None)
+
+    def _settle_root(self, module: Any) -> None:
+        """Let FSDP know the whole module before a part of it is called by itself."""
+        if self._manual:
+            module._get_fsdp_state()._lazy_init()
 
     @property
     def waited_s(self) -> float:  # type: ignore[override]
@@ -181,7 +207,19 @@ class FSDP(Strategy):
 
         def remembered(*args: Any) -> Any:
             self._called, self._outputs = True, []
-            found = step(*args)
+            if self._sequence is not None:
+                self._sequence.begin(self.world)
+            try:
+                found = step(*args)
+                if self._sequence is not None:
+                    self._sequence.end()
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" in str(error):
+                    raise ValueError(_NOT_GATHERED) from error
+                raise
+            finally:
+                if self._sequence is not None:
+                    self._sequence.stop()
             if _loss(found) is not None:
                 self._newest = args
             return found
@@ -190,7 +228,12 @@ class FSDP(Strategy):
 
     def take_over(self, optimizers: list[Optimizer]) -> None:
         assert self.module is not None
+        if self.world.size > 1 and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+            raise ValueError(
+                "LBFGS needs the whole gradient in one place, and fsdp keeps it in shards: take strategy=ddp"
+            )
         self._optimizers, self._parameters = optimizers, dict(self.module.named_parameters())
+        self._look_at_size()
 
     def world_changed(self, world: World) -> None:
         """Shard anew; what the weights and the optimizers' states were is lost, and has to be loaded."""
@@ -203,9 +246,12 @@ class FSDP(Strategy):
         if world.size > 1:
             self._shard(module, built)
             module._apply(lambda tensor: torch.empty_like(tensor, device=world.device) if tensor.is_meta else tensor)
+            self._settle_root(module)
+            self._unused = UnusedShards(world, module, unreached=not self._manual)
             self._look_at_outputs(module)
         before = {id(parameter): name for name, parameter in self._parameters.items()}
         self._parameters = dict(module.named_parameters())
+        self._look_at_size()
         for optimizer in self._optimizers:
             optimizer.state.clear()
             for group in optimizer.param_groups:
@@ -222,6 +268,15 @@ class FSDP(Strategy):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def updated(self, step: int) -> int:
+        if self._gathers_much:
+            release_freed_memory()  # else a rank keeps what it has gathered: up to all weights
+        return step
+
+    def _look_at_size(self) -> None:
+        whole = sum(p.numel() * p.element_size() for p in self._parameters.values())
+        self._gathers_much = self.world.size > 1 and not self._has_device() and whole >= LARGE
 
     @property
     def gradient_factor(self) -> float:
@@ -243,9 +298,26 @@ class FSDP(Strategy):
         found = outputs.values() if isinstance(outputs, Mapping) else outputs
         several = found if isinstance(outputs, (tuple, list, Mapping)) else [outputs]
         self._outputs = [one for one in several if isinstance(one, Tensor) and one.requires_grad]
+        if self._manual:
+            for one in self._outputs:
+                one.register_hook(self._check_backward)
 
-    def backward(self, loss: Tensor) -> None:
-        super().backward(loss)
+    def _check_backward(self, gradient: Tensor) -> None:
+        """Refuse gradients of weights whose loss isn't scaled to this rank's share of the global batch."""
+        if not self._in_backward:
+            raise ValueError(
+                "a manually optimised module calls self.manual_backward(loss) instead of loss.backward() and "
+                "torch.autograd.grad, so that the gradient is the mean over the global batch"
+            )
+
+    def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
+        self._in_backward = True
+        try:
+            super().backward(loss, compute)
+        finally:
+            self._in_backward = False
+        if self._unused is not None:
+            self._unused.end()
         self._outputs = []
 
     def backward_nothing(self, *company: Any) -> bool:
@@ -281,6 +353,8 @@ class FSDP(Strategy):
                 reshard()
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+        if self._sequence is not None:
+            self._sequence.note("clips gradients by their norm")
         norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm)  # of DTensors: over all ranks
         whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return whole
@@ -288,7 +362,7 @@ class FSDP(Strategy):
     def sharded_parameters(self) -> dict[str, Tensor]:
         return {
             name: parameter
-            for name, parameter in (self.module.named_parameters() if self.module is not None else ())
+            for name, parameter in _all_names(self.module)  # a checkpoint has tied weights under each name
             if hasattr(parameter, "full_tensor")
         }
 
@@ -299,6 +373,17 @@ class FSDP(Strategy):
             if self.world.main_rank:
                 found[name] = whole.detach().cpu() if isinstance(whole, Tensor) else whole
         return found
+
+
+def _all_names(module: nn.Module | None) -> Iterable[tuple[str, nn.Parameter]]:
+    return module.named_parameters(remove_duplicate=False) if module is not None else ()
+
+
+def _ties(module: nn.Module, block: nn.Module) -> list[str]:
+    """Return the parameters of a submodule that others use too: FSDP gathers a parameter with one unit only."""
+    inside = {id(part) for part in block.modules()}
+    others = {id(p) for part in module.modules() if id(part) not in inside for p in part._parameters.values()}
+    return [name for name, parameter in block.named_parameters() if id(parameter) in others]
 
 
 def _loss(outputs: Any) -> Any:
@@ -329,6 +414,40 @@ def _check_dtypes(module: nn.Module) -> None:
     if len(by_dtype) > 1:
         found = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
         raise ValueError(f"strategy=fsdp needs parameters of one dtype, and {found}; convert the module, or take ddp")
+
+
+def _owns(module: nn.Module) -> bool:
+    """Return whether a module has parameters of its own; a list of parameters is part of the module that has it."""
+    lists = (nn.ParameterList, nn.ParameterDict)
+    return bool(module._parameters) or any(isinstance(child, lists) for child in module.children())
+
+
+def _check_owned(module: nn.Module) -> None:
+    """Refuse parameters that a manual step could only read outside of any forward that gathers them."""
+    own = [name for name, parameter in module._parameters.items() if parameter is not None]
+    if own or _owns(module):
+        raise ValueError(
+            f"strategy=fsdp gathers weights for the forward of a submodule, and {', '.join(own) or 'a parameter list'} "
+            "belongs to the manually optimised module itself: put it into a submodule, or take strategy=ddp"
+        )
+    if ties := [f"{name}.{tied}" for name, child in module.named_children() for tied in _ties(module, child)]:
+        raise ValueError(
+            f"strategy=fsdp gathers weights for each submodule that a manual step calls, and {ties[0]} belongs to "
+            "several of them: put these into one submodule, or take strategy=ddp"
+        )
+
+
+def _owners(module: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the outermost submodules with parameters of their own, outside of those that are units already.
+
+    A manual step may call any submodule by itself; each of these gathers its weights, and reduces its gradients.
+    """
+    found = []
+    for child in module.children():
+        if child in units:
+            continue
+        found += [child] if _owns(child) else _owners(child, units)
+    return found
 
 
 def blocks(module: nn.Module, policy: Policy) -> list[nn.Module]:

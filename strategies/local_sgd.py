@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fabricx.checkpoint import tree
 from fabricx.comm.world import World
 from fabricx.errors import did_you_mean
-from fabricx.strategy import Strategy, Traits
+from fabricx.strategy import Strategy, Traits, check_frozen
 
 Outer = Literal["average", "nesterov"]
 _OUTERS = ("average", "nesterov")
@@ -29,7 +29,7 @@ class _Fragment:
         number: of all fragments.
         parameters: this rank's own.
         base: where all ranks were after the latest meeting, flat.
-        velocity: the outer momentum, flat.
+        velocity: the outer momentum, flat; empty where there is none.
         apart: have the ranks stepped since they were at one place?
         begun: at which step the meeting that is under way began; None while none is.
         moved: what this rank had moved by then, on its way to become the mean of all ranks.
@@ -87,6 +87,10 @@ class LocalSGD(Strategy):
     """
 
     traits = Traits(synchronous=False, elastic=True, joins=True)
+    batch_weight_refused = (
+        "batch_weight needs the weight of the global batch in each step, and under local_sgd each rank steps by "
+        "itself: take strategy=ddp, fsdp or parameter_server (mode='sync')"
+    )
 
     def __init__(
         self,
@@ -122,23 +126,26 @@ class LocalSGD(Strategy):
         self.overlap_steps = overlap_steps
         self.keep_local = keep_local
         self._fragments: list[_Fragment] = []
+        self._frozen: list[Tensor] = []  # parameters that are in no fragment
+        self._used: list[Tensor] = []  # parameters that had a gradient in this rank's newest batch
         self._own: list[Tensor] = []  # this rank's weights, by fragment, while the parameters hold the mean of all
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         super().setup(module)
         for tensor in (*module.parameters(), *module.buffers()):
             self.world.broadcast(tensor.data)
+        self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if any(parameter.is_complex() for parameter in trained):
             raise ValueError("local_sgd joins real numbers, and a parameter is complex: train its view_as_real")
         self._fragments = [
-            _Fragment(number, part, base, torch.zeros_like(base))
+            _Fragment(number, part, base, torch.zeros_like(base if self.outer == "nesterov" else base[:0]))
             for number, part in enumerate(_in_parts(trained, self.fragments))
             for base in [_flat(part)]
         ]
 
     def teardown(self) -> None:
-        self._fragments, self._own = [], []
+        self._fragments, self._own, self._frozen, self._used = [], [], [], []
         super().teardown()
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,7 +160,19 @@ class LocalSGD(Strategy):
     def gradient_factor(self) -> float:
         return float(self.world.size)  # the mean of the ranks' steps is the step of the global mean, if it is linear
 
+    def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
+        if self.world.size > 1:
+            check_frozen(self.module, self._frozen, "local_sgd")
+        super().backward(loss, compute)
+        if self.world.size > 1:
+            self._used = [
+                parameter for f in self._fragments for parameter in f.parameters if parameter.grad is not None
+            ]
+
     def backward_nothing(self, *company: Any) -> bool:
+        for parameter in self._used:  # its part of the mean gradient is zero: momentum and weight decay go on
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         return False  # a rank's backward is nobody else's affair
 
     def updated(self, step: int) -> int:
@@ -176,6 +195,19 @@ class LocalSGD(Strategy):
                 fragment.set(self.world.all_reduce(self._own[-1].clone()) / self.world.size)
         super().quiesce(copies)
 
+    def finish(self) -> None:
+        # Hooks may replace the weights from now on: a checkpoint that follows may not end a round with those.
+        self._end_round()
+        self.quiesce()
+
+    def _end_round(self) -> None:
+        """Join what the ranks have moved since their last meeting."""
+        self._go_on_alone()
+        for fragment in self._fragments:
+            if fragment.apart:
+                self._begin(fragment, 0)
+                self._end(fragment, 0.0)
+
     def _go_on_alone(self) -> None:
         """Take up this rank's own weights again, after the mean was looked at."""
         for fragment, own in zip(self._fragments, self._own, strict=False):
@@ -183,11 +215,7 @@ class LocalSGD(Strategy):
         self._own = []
 
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
-        self._go_on_alone()
-        for fragment in self._fragments:
-            if fragment.apart:
-                self._begin(fragment, 0)
-                self._end(fragment, 0.0)
+        self._end_round()
         for optimizer in optimizers:
             self.world.join_moments(optimizer)
         state = super().state_dict(module, optimizers)
@@ -250,7 +278,8 @@ class LocalSGD(Strategy):
 
     def _begin(self, fragment: _Fragment, step: int) -> None:
         fragment.begun = step
-        fragment.moved = fragment.base - fragment.flat()
+        moved = fragment.flat()
+        fragment.moved = torch.sub(fragment.base, moved, out=moved)  # in the memory of the copy
         if self.world.size > 1:
             fragment.work = dist.all_reduce(fragment.moved, async_op=True)
 
@@ -274,6 +303,7 @@ class LocalSGD(Strategy):
             fragment.base.sub_(gradient.add_(velocity, alpha=self.outer_momentum), alpha=self.outer_lr)
         fragment.set(fragment.base.lerp(fragment.flat(), keep) if keep else fragment.base)
         fragment.begun, fragment.apart = None, keep > 0.0
+        fragment.moved = torch.empty(0)  # no copy of the weights is kept from one meeting to the next
 
 
 def _mean(states: Sequence[Any]) -> Any:

@@ -28,23 +28,26 @@ class ParameterServer(ServedStrategy):
             sums a part of the gradients in memory that all see, which is the fastest way there. With optimizer="server"
             the weights are in that memory too, and each worker steps its part: code that changes weights between two
             steps changes those of all.
-        optimizer: who steps in "sync": "worker" (servers sum) or "server" (which has the only moments).
+        optimizer: who steps in "sync": "worker" (servers sum) or "server" (which has the only moments). Where servers
+            step, and in "bounded", a hook that reads gradients gets an error: the global mean isn't with the workers.
         max_staleness: of "bounded": how many global batches a worker may be ahead of the oldest that isn't complete.
         apply: of "bounded": "aggregate" makes one update of each global batch; "arrival" one of each gradient, and then
             the bound is on how many batches a worker has done more than the slowest.
         backup_workers: of "sync": an update takes the first gradients that come, of as many workers as there are but
             for these, and the servers step. What comes late is dropped, and its data dealt again in the same epoch.
-            An update is of so many batches fewer, and a norm is clipped in each by itself.
+            An update is the mean of so many batches fewer.
         compression: of gradients, with what is lost added to the next: "bf16", "fp16" (half the bytes), "topk" (the
             largest `compression_keep` of the elements, 8 bytes each), "sign" (a bit each), or, where workers step,
             "powersgd" (two thin matrices for each large one).
         compression_keep: the part of the elements that "topk" sends.
         powersgd_rank: columns of those matrices; more are closer and slower.
         pull_compression: the same of what comes back, sums or differences of weights.
-        snapshot_every: updates between two snapshots of each server, from which it is started again when it dies (the
-            updates since are lost, and their data trained again); 0 for none. Not under torchrun.
+        snapshot_every: updates between two snapshots of each server. A server that dies is started again from the
+            newest and a journal of what it was sent since, so that nothing is lost; these take the memory of 6 copies
+            of the weights and 2 of the moments. 0: neither, and the run ends with a server. Not under torchrun.
         link: "auto" is shared memory on one machine and gloo between machines; "gloo" is gloo everywhere.
-        shard_by: "element", "tensor", or "auto", which knows torch's optimizers.
+        shard_by: where parameters may be cut among servers: "element", "tensor" (nowhere), or "auto", which knows
+            torch's optimizers. With one server nothing is cut. Of optimizers of other kinds it is tried at set-up.
         overlap: gradients leave while "backward" goes on; with "forward", where servers step, weights come while the
             next step has begun: layer after layer, as they are called. Callbacks between two steps see the old ones.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.comm.world import World
-from fabricx.strategy import Strategy, Traits
+from fabricx.strategy import Strategy, Traits, check_dense, check_frozen
 
 HEADROOM: Final = 16  # powers of two by which a gradient may be larger than all of the update before
 BITS: Final = 62  # of a sum
@@ -40,6 +40,7 @@ class Reproducible(Strategy):
         self.parts = parts
         self._sums: IntegerSums | None = None
         self._threads = 0
+        self._frozen: list[Tensor] = []  # parameters whose gradients are not summed
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         super().setup(module)
@@ -51,11 +52,13 @@ class Reproducible(Strategy):
                     f"{name} keeps statistics of the batches that this rank has seen, which differ with the number of "
                     "ranks: take GroupNorm or LayerNorm, or leave deterministic='elastic'"
                 )
+        check_dense(module, "deterministic='elastic'")
         self._check_ranks()
         for tensor in (*module.parameters(), *module.buffers()):
             self.world.broadcast(tensor.data)
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)  # matrix products of several threads add up in another order
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._sums = IntegerSums([p for p in module.parameters() if p.requires_grad], self.parts)
 
     def _check_ranks(self) -> None:
@@ -76,11 +79,12 @@ class Reproducible(Strategy):
     def teardown(self) -> None:
         if self._threads:
             torch.set_num_threads(self._threads)
-        self._sums, self._threads = None, 0
+        self._sums, self._threads, self._frozen = None, 0, []
         super().teardown()
 
-    def backward(self, loss: Tensor) -> None:
-        super().backward(loss)
+    def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
+        check_frozen(self.module, self._frozen, "deterministic='elastic'")
+        super().backward(loss, compute)
         assert self._sums is not None
         self._sums.add()
         if self.closes:

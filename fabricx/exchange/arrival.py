@@ -10,8 +10,9 @@ from typing import cast, final
 import torch
 from torch import Tensor, nn
 
-from fabricx.comm.links import LOST, Link
+from fabricx.comm.links import LOST
 from fabricx.exchange.boxes import Boxes
+from fabricx.exchange.channel import Channel
 from fabricx.exchange.messages import Pull, Reply
 
 
@@ -25,7 +26,7 @@ class Arrival:
         threads: one of which receives.
     """
 
-    def __init__(self, boxes: Boxes[Link], pull: Pull, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, boxes: Boxes[Channel], pull: Pull, threads: ThreadPoolExecutor) -> None:
         self._boxes = boxes
         self._come = 0  # bytes
         self._lost: BaseException | None = None

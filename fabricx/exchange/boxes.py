@@ -13,7 +13,7 @@ from torch import Tensor
 from fabricx.exchange.compression import Codec
 from fabricx.exchange.layout import Rows, Shard, together
 from fabricx.exchange.messages import Reply
-from fabricx.exchange.rules import part_of
+from fabricx.exchange.optimizer_parts import part_of
 
 WORTH_A_CALL: Final = 1 << 15  # bytes of a gradient that is sent by itself; smaller ones go all together
 
@@ -67,6 +67,7 @@ class Boxes(Generic[L]):
         self._came = link.inbox[: shard.dense] if back is None else torch.zeros(shard.dense, dtype=link.inbox.dtype)
         self._in = [self._came[start:stop] for start, stop in rooms]
         self._begun = False  # have weights come from which the next ones are differences?
+        self.tables: tuple[str, int] | None = None  # life and version of the whole tables that this worker has
         self._early: set[int] = set()  # pieces that are on their way already
         self._views: dict[int, Tensor] = {}  # of pieces that are a parameter's whole gradient
         if views and codec is None and back is None:
@@ -101,8 +102,7 @@ class Boxes(Generic[L]):
             gradient = gradients[piece.parameter]
             if gradient is None:
                 missing.append(number)
-                if self._codec is not None:
-                    room.zero_()
+                room.zero_()  # workers without servers, and codecs, read all of it
                 continue
             source = part_of(gradient, piece).reshape(-1)
             there = source.data_ptr() == room.data_ptr()
@@ -231,6 +231,12 @@ class Boxes(Generic[L]):
                 table = part_of(targets[rows.parameter], rows)
                 table.copy_(self.link.inbox[start:stop].view(table.shape))
 
+    def give_changed(self, targets: Sequence[Tensor], counts: dict[int, int]) -> None:
+        """Copy rows that came with their numbers into their tables."""
+        for number, count in counts.items():
+            ids, values = self.shard.rows_in(self.link.inbox, number, count)
+            self._give_rows(number, targets, ids, values)
+
     def want_rows(self, ids: dict[int, Tensor]) -> dict[int, int]:
         """Write down the numbers of the rows that are wanted, by parameter; returns how many of which table."""
         counts = {}
@@ -253,8 +259,13 @@ class Boxes(Generic[L]):
             ids, _ = self.shard.rows_in(self.link.outbox, number, count)
             start = self.shard.spans[len(self.shard.pieces) + number][0]
             values = self.link.inbox[start : start + count * rows.width].view(count, rows.width)
-            table = targets[rows.parameter].detach()
-            table[ids.long().to(table.device) * rows.step + rows.first] = values.view(count, *table.shape[1:]).to(table)
+            self._give_rows(number, targets, ids, values)
+
+    def _give_rows(self, number: int, targets: Sequence[Tensor], ids: Tensor, values: Tensor) -> None:
+        rows = self.shard.rows[number]
+        table = targets[rows.parameter].detach()
+        places = ids.long().to(table.device) * rows.step + rows.first
+        table[places] = values.view(len(ids), *table.shape[1:]).to(table)
 
 
 def dtype_of(parameters: Sequence[Tensor]) -> torch.dtype:

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import math
-import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, Literal, TypeVar, final
+from typing import Any, Final, Literal, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabricx.comm.links import LOST, Hello, Link, Store, connect, meet_over_gloo
+from fabricx.averaging import AverageRule
+from fabricx.comm.generations import membership
+from fabricx.comm.links import LOST, NETWORK, READY, Gloo, Hello, Link, SharedMemory, Store, connect, meet_over_gloo
 from fabricx.errors import ServerLost
 from fabricx.exchange.arrival import Arrival
 from fabricx.exchange.boxes import Boxes, Filled, dtype_of, pieces_by_parameter, settle_sums, watch
+from fabricx.exchange.changed_rows import BEGUN
+from fabricx.exchange.channel import Channel
 from fabricx.exchange.compression import Codec
 from fabricx.exchange.layout import divide
 from fabricx.exchange.messages import (
     Apply,
     Ask,
+    Average,
     Begin,
     Close,
     Counts,
@@ -38,10 +43,10 @@ from fabricx.exchange.messages import (
     Reply,
     Settings,
     Tell,
+    Turn,
 )
-from fabricx.exchange.rules import join_states, part_of, sliced
+from fabricx.exchange.optimizer_parts import ServerOptimizers, flat_part, part_of, sliced
 
-T = TypeVar("T")
 START: Final = timedelta(minutes=5)  # how long a server may take to start
 RESTART_S: Final = 60.0  # and to be started again
 
@@ -53,23 +58,24 @@ class Client:
     Args:
         store: where servers have left their addresses.
         prefix: of the run's keys.
+        secret: the run's key.
         worker: this worker's number.
         parameters: the same on all workers, in the same order.
         servers: how many there are.
         whole: a parameter is with one server.
         over_gloo: even where a server is on this machine.
         sums: the servers send sums of gradients, and workers step.
-        views: gradients may stay in the links' vectors; see `Boxes[Link]`.
+        views: gradients may stay in the links' vectors; see `Boxes[Channel]`.
         tables: numbers of the parameters of whose gradients only some rows are there.
         compression, back, keep: of gradients, and of what comes back; see `Codec`.
-        generation: of workers that go together.
+        generation: of workers that go together; None where each goes by itself.
     """
 
     def __init__(
-        self, store: Store, prefix: str, worker: int, parameters: Sequence[Tensor], servers: int,
+        self, store: Store, prefix: str, secret: bytes, worker: int, parameters: Sequence[Tensor], servers: int,
         *, whole: bool = False, over_gloo: bool = False, sums: bool = False, views: bool = False,
         tables: frozenset[int] = frozenset(), compression: str | None = None, back: str | None = None,
-        keep: float = 0.01, generation: int = 0,
+        keep: float = 0.01, generation: int | None = 0,
     ) -> None:  # fmt: skip
         self._generation = generation
         self._sums, self._views = sums, views
@@ -81,11 +87,12 @@ class Client:
         self._shards = divide([parameter.shape for parameter in parameters], servers, whole=whole, by_row=tables)
         self.dtype = dtype_of(parameters)
         self._store, self._prefix, self._worker, self._over_gloo = store, prefix, worker, over_gloo
+        self._secret = secret
         self._codecs = [(kind, feedback) for kind, feedback in ((compression, True), (back, False))]
         self._keep = keep
         self.partial = bool(tables) or back is not None  # may the weights here be less than those of the servers?
         self._restarts = False  # is a server that died started again?
-        self.forgotten = 0  # how often the first server was started again: it knows of no lease that it had given
+        self._ordered = False  # do updates come to all servers in one order?
         self.hears = True  # is the gradient that comes next complete?
         self._threads: ThreadPoolExecutor | None = None
         self._arrivals: list[Arrival] = []
@@ -93,71 +100,91 @@ class Client:
         self._pull = Pull()
         self._where = pieces_by_parameter(self._shards)
         self._unpin: list[Callable[[], None]] = []
-        self._opened: Open | None = None
         self._addresses = [""] * servers
         self._boxes = [self._meet(number) for number in range(servers)]
 
     @property
-    def _links(self) -> list[Link]:
+    def _links(self) -> list[Channel]:
         return [boxes.link for boxes in self._boxes]
 
-    def _meet(self, number: int) -> Boxes[Link]:
-        """Return a new link to a server; waits until it has an address at which it wasn't lost already."""
-        key, shard = f"{self._prefix}/server/{number}", self._shards[number]
-        back = None if self._sums else shard.size
+    def _meet(self, number: int) -> Boxes[Channel]:
+        """Return what this worker and a server have in common."""
+        shard = self._shards[number]
+        back = None if self._sums else shard.room
         hello = Hello(self._worker, self.dtype, shard.room, back, self._generation)
+        link = self._linked(number, hello)
+        if any(parameter.is_cuda for parameter in self._parameters):
+            self._unpin.append(link.pin())
+        codec, decoder = (
+            Codec(kind, keep=self._keep, feedback=feedback) if kind else None for kind, feedback in self._codecs
+        )
+        again = replace(hello, resumes=True)
+        channel = Channel(link, lambda before: self._linked(number, again, before))
+        # What gloo is sending must not change; in shared memory it is read when the push is complete.
+        views = self._views and not isinstance(link, Gloo)
+        return Boxes(channel, shard, self._parameters, codec, views=views, back=decoder)
+
+    def _linked(self, number: int, hello: Hello, before: Link | None = None) -> Link:
+        """Return a link to a server, as soon as it can be reached; after `before` only if what it keeps outlives it.
+
+        Raises:
+            ServerLost: it can't be reached, or what it kept was lost with it.
+        """
+        if before is not None and not self._restarts:
+            raise ServerLost(f"server {number} has gone, and what it kept can't be reached")
+        key = f"{self._prefix}/server/{number}"
         self._store.wait([key], START)
         deadline = time.monotonic() + RESTART_S
         while time.monotonic() < deadline:
-            if (told := self._store.get(key).decode()) != self._addresses[number]:
-                self._addresses[number] = told
-                with contextlib.suppress(*LOST):  # it died just now
-                    link = self._connect(key, told, hello)
-                    if any(parameter.is_cuda for parameter in self._parameters):
-                        self._unpin.append(link.pin())
-                    codec, decoder = (
-                        Codec(kind, keep=self._keep, feedback=feedback) if kind else None
-                        for kind, feedback in self._codecs
-                    )
-                    return Boxes(link, shard, self._parameters, codec, views=self._views, back=decoder)
+            self._check_generation()
+            with contextlib.suppress(*LOST):  # it died just now
+                if (link := self._link_at(self._store.get(key).decode(), number, hello, before)) is not None:
+                    return link
             time.sleep(0.02)
         raise ServerLost(f"server {number} has gone, and was not started again in {RESTART_S:.0f} s")
 
-    def _connect(self, key: str, told: str, hello: Hello) -> Link:
-        """Return a link to a server that has told the store where it is."""
-        generation, _, address = told.partition(" ")
-        link = None if self._over_gloo else connect(address, hello)
-        if link is not None:
+    def _link_at(self, told: str, number: int, hello: Hello, before: Link | None) -> Link | None:
+        """Return a link to a server that has told the store where it is; None if it isn't there any more."""
+        generation, reach, address = told.split(" ", 2)
+        link = None if self._over_gloo else connect(address, hello, self._secret, before)
+        if link is not None or reach != NETWORK or isinstance(before, SharedMemory):
             return link
-        place = f"{key}/{generation}/from"
+        if told == self._addresses[number]:
+            return None  # gloo would wait for it
+        self._addresses[number] = told
+        place = f"{self._prefix}/server/{number}/{generation}/from"
         place = f"{place}/{self._store.add(place, 1)}"
-        self._store.set(place, pickle.dumps(hello).hex())
-        return meet_over_gloo(self._store, f"{place}/link", hello, server=False, timeout=timedelta(days=365))
+        self._store.set(place, hello.dumps(self._secret, place).hex())
+        if not self._comes_to_meet(f"{place}/{READY}", told, number):
+            return None
+        return meet_over_gloo(self._store, f"{place}/link", hello, self._secret, server=False, before=before)
 
-    def _try(self, number: int, action: Callable[[Boxes[Link]], T]) -> T:
-        """Return what comes of talking to a server; once more, if it had to be started again.
+    def _comes_to_meet(self, ready: str, told: str, number: int) -> bool:
+        """Wait until a server meets this worker; returns False if another process has its place by then.
+
+        Args:
+            ready: key of the store that the server sets.
+            told: address of the server, as the store had it.
+            number: of the server.
 
         Raises:
-            ServerLost: it has gone for good.
+            Broken: this worker's generation has ended.
+            ServerLost: the server has died, or has not answered, and none was started in its place.
         """
-        if self._arrivals:
-            self.finish_pull()
-        lost = False
-        while True:
-            try:
-                if lost:
-                    self._boxes[number].link.close()
-                    self._boxes[number] = self._meet(number)
-                    self.forgotten += number == 0
-                    if self._opened is not None:
-                        self._boxes[number].link.send(self._opened)
-                return action(self._boxes[number])
-            except ServerLost:
-                raise
-            except LOST as error:
-                if not self._restarts:
-                    raise ServerLost(f"server {number} has gone, and what it kept can't be reached") from error
-                lost = True
+        deadline = time.monotonic() + RESTART_S
+        while not self._store.check([ready]):
+            self._check_generation()
+            if self._store.get(f"{self._prefix}/server/{number}").decode() != told:
+                return False
+            if time.monotonic() >= deadline:
+                raise ServerLost(f"server {number} has not met worker {self._worker} in {RESTART_S:.0f} s")
+            time.sleep(0.02)
+        return True
+
+    def _check_generation(self) -> None:
+        """Raise `Broken` where workers go together and their generation has ended."""
+        if self._generation is not None:
+            membership().check(self._generation)
 
     def begin(
         self, settings: Settings, optimizers: Sequence[Optimizer] | None, version: int,
@@ -165,29 +192,26 @@ class Client:
     ) -> None:  # fmt: skip
         """Give the servers the weights and what steps them: the first worker does, and the others' messages wait."""
         self._restarts = bool(settings.snapshot_every)
+        for boxes in self._boxes:
+            boxes.tables = BEGUN, version
+        self._ordered = settings.orders_updates and len(self._boxes) > 1
         if self._worker:
             return
         for number, shard in enumerate(self._shards):
             copies, made = sliced(optimizers or [], self._parameters, shard)
             stepped = None if optimizers is None else copies
-            # Answered, so that it isn't lost with a server that dies now: its snapshot is written by then.
-            moving = None
-            if velocity is not None:
-                moving = torch.cat([part_of(velocity[part.parameter], part).reshape(-1) for part in shard.parts])
+            moving = None if velocity is None else flat_part(velocity, shard)
             before = lost[number] if lost else None
             self._asked(number, Begin(settings, stepped, made, shard, self.dtype, version, moving, before))
 
     def _say(self, number: int, message: Any) -> None:
-        self._try(number, lambda boxes: boxes.link.send(message))
+        self.finish_pull()
+        self._boxes[number].link.send(message)
 
     def _asked(self, number: int, message: Any) -> Any:
         """Return a server's answer."""
-
-        def ask(boxes: Boxes[Link]) -> Any:
-            boxes.link.send(message)
-            return boxes.link.recv()
-
-        return self._try(number, ask)
+        self._say(number, message)
+        return self._boxes[number].link.recv()
 
     def watch(self) -> Callable[[], None]:
         """Let gradients go as soon as they are complete, while `hears`; returns what ends that."""
@@ -199,22 +223,47 @@ class Client:
 
     def push(
         self, gradients: Sequence[Tensor | None], *, clock: int = 0, parts: int = 1, leases: tuple[int, ...] = (0,),
-        groups: Groups | None = None, hold: bool = False, share: float = 1.0,
-    ) -> None:  # fmt: skip
-        """Bring gradients, by parameter; None for all of them is a lease without a gradient. Waits for nothing."""
+        groups: Groups | None = None, hold: bool = False, share: float = 1.0, answered: bool = False,
+        clips: Sequence[tuple[str, list[Tensor], float]] = (),
+        logged: tuple[dict[str, Any], dict[str, Any]] | None = None,
+    ) -> bool:  # fmt: skip
+        """Bring gradients, by parameter; None for all of them is a lease without a gradient.
+
+        Where a server that dies is started again, the one that deals is told last, when all others have the gradient,
+        so that they have each lease that counts as done. Should this worker die before that, the lease is dealt again,
+        and those that have its gradient ignore the second. Otherwise this waits for nothing, unless pushes are
+        `answered`: see `Settings.may_drop`.
+
+        Args:
+            clips: of the sum of all workers: "norm" or "value", parameters, the limit. A norm is that of one server.
+            logged: see `Push`; for the server that deals.
+
+        Returns:
+            whether the gradient is used, where that is known.
+        """
         empty = all(gradient is None for gradient in gradients)
-
-        def send(boxes: Boxes[Link]) -> None:
-            filled = Filled() if empty else boxes.fill(gradients)
-            push = Push(clock, parts, leases, empty, filled.missing, filled.rows, groups, hold, filled.scale, share)
-            boxes.link.send(push)
-
+        clipped = [(kind, self._numbers(parameters), limit) for kind, parameters, limit in clips]
         begun = time.perf_counter()
-        for number in range(len(self._boxes)):
-            self._try(number, send)
+        self.finish_pull()
+        if self._ordered and not self._turn().content:  # the lease is dealt again
+            return False
+        for number in (*range(1, len(self._boxes)), 0):
+            if not number and self._restarts:
+                for other in self._boxes[1:]:
+                    other.link.recv()
+            boxes = self._boxes[number]
+            filled = Filled() if empty else boxes.fill(gradients)
+            own = [(kind, pieces[number], limit) for kind, pieces, limit in clipped]
+            confirm = self._restarts if number else answered
+            boxes.link.send(
+                Push(clock, parts, leases, empty, filled.missing, filled.rows, groups, hold, filled.scale, share, own,
+                     confirm, None if number else logged)
+            )  # fmt: skip
+        used: bool = self._boxes[0].link.recv().used if answered else True
         self.pushed_s += time.perf_counter() - begun
         self._count += 1
         self.pushes.append((self._worker, self._count, time.monotonic()))
+        return used
 
     def pull(
         self, targets: Sequence[Tensor], version: int = 0, *, to_train: bool = False, one_by_one: bool = False
@@ -225,12 +274,25 @@ class Client:
         may have to wait for other workers, servers are asked `one_by_one`: two workers that each wait at the other's
         server would wait for ever.
         """
-        pull = Pull(version, to_train, rows={} if to_train else None)
 
-        def give(boxes: Boxes[Link], reply: Reply) -> None:
-            boxes.give_weights(targets, tables=not to_train)
+        def message(boxes: Boxes[Channel]) -> Pull:
+            return Pull(version, to_train, rows={}) if to_train else Pull(version, since=boxes.tables)
 
-        return self._pulled(lambda boxes: pull, give, one_by_one=one_by_one)[0]
+        def give(boxes: Boxes[Channel], reply: Reply) -> None:
+            if to_train:
+                boxes.give_weights(targets, tables=False)
+                return
+            life, counts = reply.content
+            boxes.give_weights(targets, tables=counts is None)
+            boxes.give_changed(targets, counts or {})
+            boxes.tables = life, reply.version
+
+        return self._pulled(message, give, one_by_one=one_by_one)[0]
+
+    def forget_tables(self) -> None:
+        """Let whole tables come next: this worker doesn't have those that the servers began with."""
+        for boxes in self._boxes:
+            boxes.tables = None
 
     def begin_pull(self, version: int = 0) -> None:
         """Let the weights come, for a gradient, while something else is done; `bring` waits for some of them."""
@@ -239,10 +301,7 @@ class Client:
             self._threads = ThreadPoolExecutor(len(self._boxes), thread_name_prefix="fabricx-pull")
         self._pull = Pull(version, to_train=True, rows={})
         self._coming = set(range(len(self._parameters)))
-        try:
-            self._arrivals = [Arrival(boxes, self._pull, self._threads) for boxes in self._boxes]
-        except LOST:
-            self._pull_again()
+        self._arrivals = [Arrival(boxes, replace(self._pull), self._threads) for boxes in self._boxes]
 
     def bring(self, numbers: set[int]) -> None:
         """Wait for some parameters, by number, and bring them, if they are on their way."""
@@ -250,38 +309,29 @@ class Client:
         if not wanted:
             return
         begun = time.perf_counter()
-        try:
-            for parameter in wanted:
-                for server, number in self._where.get(parameter, ()):
-                    self._arrivals[server].wait_for(number)
-                    self._boxes[server].give_piece(number, self._parameters)
-            self._coming -= wanted
-        except LOST:
-            self._pull_again()
+        for parameter in wanted:
+            for server, number in self._where.get(parameter, ()):
+                self._arrivals[server].wait_for(number)
+                self._boxes[server].give_piece(number, self._parameters)
+        self._coming -= wanted
         self.waited_s += time.perf_counter() - begun
 
     def finish_pull(self) -> tuple[Reply | None, set[int]]:
         """Wait for all that is on its way; returns the first server's answer, and what `bring` wasn't asked for."""
+        if not self._arrivals:
+            return None, set()
         left = set(self._coming)
         self.bring(left)
         arrivals, self._arrivals = self._arrivals, []
-        try:
-            replies = [arrival.reply() for arrival in arrivals]
-        except LOST:
-            replies = [self._pull_again()]
-        return (replies[0] if replies else None), left
-
-    def _pull_again(self) -> Reply:
-        """Bring everything, since a server has gone in the middle of it."""
-        self._coming, self._arrivals = set(), []
-        return self.pull(self._parameters, self._pull.version, to_train=True)
+        replies = [arrival.reply() for arrival in arrivals]
+        return replies[0], left
 
     def pull_rows(self, ids: dict[int, Tensor]) -> None:
         """Bring rows of tables into the parameters: their numbers, shape [k], each once, by parameter."""
         self.bring(set(self._coming))
-        counts: dict[Boxes[Link], dict[int, int]] = {}
+        counts: dict[Boxes[Channel], dict[int, int]] = {}
 
-        def wanted(boxes: Boxes[Link]) -> Pull:
+        def wanted(boxes: Boxes[Channel]) -> Pull:
             counts[boxes] = boxes.want_rows(ids)
             return Pull(dense=False, rows=counts[boxes])
 
@@ -295,31 +345,26 @@ class Client:
         settle_sums(self._parameters, self._boxes, missing, rows)
 
     def _pulled(
-        self, message: Callable[[Boxes[Link]], Pull], give: Callable[[Boxes[Link], Reply], None],
+        self, message: Callable[[Boxes[Channel]], Pull], give: Callable[[Boxes[Channel], Reply], None],
         *, one_by_one: bool = False,
     ) -> list[Reply]:  # fmt: skip
         """Ask all servers, and do something with each answer; returns those."""
         begun = time.perf_counter()
-        asked: dict[Boxes[Link], Pull] = {}  # on whose links the answer is on its way
-
-        def send(boxes: Boxes[Link]) -> None:
-            pull = message(boxes)
-            boxes.link.send(pull)
-            asked[boxes] = pull
-
-        def bring(boxes: Boxes[Link]) -> Reply:
-            if boxes not in asked:
-                send(boxes)
+        self.finish_pull()
+        replies = []
+        asked: list[Pull] = []
+        for boxes in self._boxes if not one_by_one else ():
+            asked.append(message(boxes))
+            boxes.link.send(asked[-1])
+        for number, boxes in enumerate(self._boxes):
+            if one_by_one:
+                asked.append(message(boxes))
+                boxes.link.send(asked[-1])
             reply: Reply = boxes.link.recv()
-            if asked[boxes].dense:
+            if asked[number].dense:
                 boxes.unpack(reply, sums=self._sums)
             give(boxes, reply)
-            return reply
-
-        if not one_by_one:
-            for number in range(len(self._boxes)):
-                self._try(number, send)
-        replies = [self._try(number, bring) for number in range(len(self._boxes))]
+            replies.append(reply)
         self.waited_s += time.perf_counter() - begun
         return replies
 
@@ -331,15 +376,22 @@ class Client:
         return math.sqrt(squares)
 
     def apply(
-        self, clock: int, scales: Sequence[tuple[list[Tensor], float]], limits: Sequence[tuple[list[Tensor], float]]
+        self, clock: int, scales: Sequence[tuple[list[Tensor], float]], limits: Sequence[tuple[list[Tensor], float]],
+        groups: Groups | None = None,
     ) -> None:  # fmt: skip
-        """Make the update that is held, scaled and cut: (parameters, factor), (parameters, limit)."""
+        """Make the update that is held.
+
+        Args:
+            clock: number of the update.
+            scales: (parameters, factor) to multiply with first.
+            limits: (parameters, limit) to cut the elements to then.
+            groups: hyperparameters of this update; None for those that came with the gradient.
+        """
         scaled = [(self._numbers(parameters), factor) for parameters, factor in scales]
         limited = [(self._numbers(parameters), limit) for parameters, limit in limits]
         for n in range(len(self._boxes)):
-            self._say(
-                n, Apply(clock, [(pieces[n], f) for pieces, f in scaled], [(pieces[n], x) for pieces, x in limited])
-            )
+            own_scales, own_limits = [(pieces[n], f) for pieces, f in scaled], [(pieces[n], x) for pieces, x in limited]
+            self._say(n, Apply(clock, own_scales, own_limits, groups))
 
     def _numbers(self, parameters: Sequence[Tensor]) -> list[list[int]]:
         """Return the numbers of the pieces of some parameters, by server."""
@@ -351,9 +403,8 @@ class Client:
 
     def open(self, section: int, leases: int, version: int, workers: tuple[int, ...]) -> None:
         """Begin a section of the data after so many updates, for those workers; every one says so."""
-        self._opened = Open(section, leases, version, workers)
         for number in range(len(self._boxes)):
-            self._say(number, self._opened)
+            self._say(number, Open(section, leases, version, workers))
 
     def ask(self, section: int, *, wait: bool) -> Granted:
         """Return this worker's next lease."""
@@ -362,21 +413,23 @@ class Client:
         self.waited_s += time.perf_counter() - begun
         return granted
 
+    def take_turn(self) -> int:
+        """Return the number of the update that this worker's next push makes; others wait until it is there."""
+        return self._turn().version
+
+    def _turn(self) -> Reply:
+        begun = time.perf_counter()
+        reply: Reply = self._asked(0, Turn())
+        self.waited_s += time.perf_counter() - begun
+        return reply
+
     def close_section(self, section: int) -> None:
         """Let no more leases of a section be given."""
         self._say(0, Close(section))
 
-    def optimizer_states(self) -> list[list[dict[str, Any]]]:
-        """Return what each optimizer remembers of each parameter, whole."""
-        found: list[list[list[dict[str, Any]]]]
-        found = [self._asked(number, Tell("state")).content for number in range(len(self._boxes))]
-        parts = [shard.parts for shard in self._shards]
-        return [
-            [join_states(self._parameters[number], [pair for mine, server in zip(parts, found, strict=True)
-                                   for pair in zip(mine, server[which], strict=True) if pair[0].parameter == number])
-             for number in range(len(self._parameters))]
-            for which in range(len(found[0]))
-        ]  # fmt: skip
+    def server_optimizers(self) -> list[ServerOptimizers]:
+        """Return the optimizers as each server has them."""
+        return [self._asked(number, Tell("optimizers")).content for number in range(len(self._boxes))]
 
     def velocity(self) -> list[Tensor]:
         """Return the velocity of the servers' outer optimizer, by parameter."""
@@ -385,6 +438,22 @@ class Client:
     def weights(self) -> list[Tensor]:
         """Return the servers' weights, by parameter; what they reckon that this worker has stays."""
         return self._by_parameter("weights")
+
+    def keep_average(self, rule: AverageRule, step: int, averages: Sequence[Tensor]) -> None:
+        """Let the servers keep a moving average of the weights; returns when each has begun to.
+
+        Args:
+            rule: how it follows the weights.
+            step: weight updates of the run so far.
+            averages: as they are now, by parameter.
+        """
+        for number, shard in enumerate(self._shards):
+            self._asked(number, Average(rule, step, flat_part(averages, shard).cpu()))
+
+    def averages(self) -> tuple[list[Tensor], int]:
+        """Return the servers' moving averages by parameter, and steps of the average since they began."""
+        told = [self._asked(number, Tell("average")).content for number in range(len(self._boxes))]
+        return self._parts([values for values, _ in told]), told[0][1]
 
     def came(self) -> list[Tensor | None]:
         """Return what each server has sent of its weights, where differences from that follow."""
@@ -398,11 +467,15 @@ class Client:
                 self._say(number, Have(weights))
 
     def _by_parameter(self, what: Literal["velocity", "weights"]) -> list[Tensor]:
-        found = [torch.zeros(parameter.shape, dtype=self.dtype) for parameter in self._parameters]
-        for number, shard in enumerate(self._shards):
-            told = self._asked(number, Tell(what)).content
+        return self._parts([self._asked(number, Tell(what)).content for number in range(len(self._boxes))])
+
+    def _parts(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the servers' vectors, in their precision, by parameter."""
+        found = [torch.zeros(parameter.shape, dtype=vectors[0].dtype) for parameter in self._parameters]
+        for vector, shard in zip(vectors, self._shards, strict=True):
             for part, (start, stop) in zip(shard.parts, shard.spans, strict=True):
-                part_of(found[part.parameter], part).view(-1).copy_(told[start:stop])
+                target = part_of(found[part.parameter], part)
+                target.copy_(vector[start:stop].view(target.shape))
         return found
 
     @property
@@ -423,10 +496,16 @@ class Client:
         """Return what each server has seen."""
         return [self._asked(number, Tell("counts")).content for number in range(len(self._boxes))]
 
+    def logged(self, section: int) -> dict[str, Any]:
+        """Return what was logged with the gradients of a section that the server which deals has used."""
+        sums: dict[str, Any] = self._asked(0, Tell("logged", section)).content
+        return sums
+
     @property
     def traffic(self) -> tuple[int, int]:
         """Return the bytes of vectors that were sent and received."""
-        return sum(link.sent for link in self._links), sum(link.received for link in self._links)
+        sent, received = zip(*(link.traffic for link in self._links), strict=True)
+        return sum(sent), sum(received)
 
     def close(self, *, done: bool = True) -> None:
         """Leave the servers; they end, if this was the last who had not `done`."""
@@ -435,7 +514,4 @@ class Client:
         for unpin in self._unpin:
             unpin()
         for link in self._links:
-            if done:
-                with contextlib.suppress(*LOST):
-                    link.send(None)
-            link.close()
+            link.close(done=done)

@@ -56,14 +56,9 @@ class Leases:
         """Return whether every part is done."""
         return not self._with and not self._returned and self._next >= self.count
 
-    def given(self, lease: int) -> bool:
-        """Return whether somebody is training a part."""
-        return lease in self._with
-
-    def all_back(self) -> None:
-        """Give back whatever somebody had."""
-        for lease in list(self._with):
-            self.back(lease)
+    def holder(self, lease: int) -> int | None:
+        """Return the worker that has a part; None if none has it."""
+        return self._with.get(lease)
 
     def awaited(self) -> bool:
         """Return whether somebody who doesn't rest has a part, or may have one."""
@@ -85,7 +80,7 @@ class Leases:
         """Give a worker the next part, if one may be begun."""
         if not self.available(worker):
             return Granted(None, over=self.over, count=self.count)
-        if self._returned:
+        if again := bool(self._returned):
             lease = heapq.heappop(self._returned)
         else:
             lease, self._next = self._next, self._next + 1
@@ -94,7 +89,7 @@ class Leases:
         self._open.setdefault(batch, parts)
         self.lead = max(self.lead, self._ahead(worker, batch))
         self._with[lease] = worker
-        return Granted(lease, self._clock + batch, parts)
+        return Granted(lease, self._clock + batch, parts, again=again)
 
     def done(self, lease: int) -> None:
         """Note that a part is trained; one that another server has dealt is nothing to note."""
@@ -137,3 +132,22 @@ class Leases:
     def _oldest(self) -> int:
         """Return the first batch that isn't complete."""
         return min(self._open, default=self._next // self._parts)
+
+
+@final
+class Brought:
+    """The parts of one section whose gradients a server has, with the gaps between them."""
+
+    def __init__(self) -> None:
+        self._below = 0  # all parts before this one
+        self._above: set[int] = set()
+
+    def __contains__(self, lease: int) -> bool:
+        return lease < self._below or lease in self._above
+
+    def add(self, lease: int) -> None:
+        """Note that a gradient of this part has come."""
+        self._above.add(lease)
+        while self._below in self._above:
+            self._above.remove(self._below)
+            self._below += 1

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
+from fabricx.averaging import AverageRule
 from fabricx.exchange.layout import Shard
 
-Groups = list[list[dict[str, Any]]]  # the hyperparameters of each group of each optimizer
+Groups = list[list[dict[str, Any]]]  # the hyperparameters of each group of each optimizer, contained ones too
 
 
 @dataclass(slots=True)
@@ -26,13 +26,13 @@ class Settings:
         bound: of "clock" or "version".
         on_stale: what happens at a bound by version.
         compensation, dc_lambda, dc_momentum: of the delay (DC-ASGD).
-        damp: divide a gradient by its staleness.
+        damp: divide an update by the staleness of its gradient.
         backup: workers that an update doesn't wait for.
         compression, keep: of gradients; see `Codec`.
         pull_compression: of weights or sums on their way back.
         outer: what becomes of what a worker has moved in a round of its own; None where gradients are brought.
         outer_lr, outer_momentum: of that.
-        snapshot_every: updates between two snapshots from which a server that died is started again; 0 for none.
+        snapshot_every: updates between two snapshots of a server; 0 where one that dies isn't started again.
     """
 
     workers: int
@@ -68,6 +68,12 @@ class Settings:
         return self.compression is not None or self.pull_compression is not None
 
     @property
+    def may_drop(self) -> bool:
+        """Return whether a gradient may be dropped because it is late; then each push is answered with a `Pushed`."""
+        by_version = self.max_staleness is not None and self.bound == "version"
+        return bool(self.backup) or (by_version and self.on_stale == "drop" and not self.aggregate)
+
+    @property
     def orders_updates(self) -> bool:
         """Return whether updates wait for each other, so that none is of too old a gradient."""
         by_version = self.bound == "version" and self.on_stale == "wait"
@@ -80,7 +86,7 @@ class Begin:
 
     Attributes:
         settings: see there.
-        optimizers: the user's own, over `pieces`; None where servers only sum.
+        optimizers: the user's own, over `pieces` (`PackedOptimizers`); None where servers only sum.
         pieces: this server's part of the parameters, in the order of `shard`.
         shard: what they are, and where they lie in vectors.
         dtype: of the vectors.
@@ -90,7 +96,7 @@ class Begin:
     """
 
     settings: Settings
-    optimizers: list[Optimizer] | None
+    optimizers: Any
     pieces: list[Tensor]
     shard: Shard
     dtype: torch.dtype
@@ -133,12 +139,16 @@ class Pull:
         to_train: a gradient will follow.
         dense: ask for all pieces.
         rows: how many rows of which table, whose numbers are in the vector of this message; None for all of all.
+        since: of all of all: (life, version) of the whole tables that the worker has; see `ChangedRows`.
+        whole: the weights themselves, where their differences from what the worker has would travel.
     """
 
     version: int = 0
     to_train: bool = False
     dense: bool = True
     rows: Mapping[int, int] | None = None
+    since: tuple[str, int] | None = None
+    whole: bool = False
 
 
 @dataclass(slots=True)
@@ -156,6 +166,10 @@ class Push:
         hold: the update waits for an `Apply`.
         scale: of a compressed gradient.
         share: what part of the samples of an update the gradient has been weighted with.
+        clips: of the sum of an update's parts, one after the other: "norm" or "value", numbers of pieces, the limit.
+        confirm: answer when it is handled.
+        logged: sums of values (`merge_sums`) that the leases have logged, and of those that hooks have logged after
+            this worker's push before this one; each counts if the server that deals uses the gradient.
     """
 
     clock: int
@@ -168,6 +182,24 @@ class Push:
     hold: bool = False
     scale: float = 1.0
     share: float = 1.0
+    clips: Sequence[tuple[str, Sequence[int], float]] = ()
+    confirm: bool = False
+    logged: tuple[dict[str, Any], dict[str, Any]] | None = None
+
+
+@dataclass(slots=True)
+class Pushed:
+    """Answer to a push where gradients may be dropped: whether it is `used`, or its data dealt again."""
+
+    used: bool
+
+
+@dataclass(slots=True)
+class Turn:
+    """Ask for the number of this worker's next update; no other comes before its push, or its end.
+
+    The content of the answer is False, and others go on, if the gradient would not be used: see `UpdateOrder`.
+    """
 
 
 @dataclass(slots=True)
@@ -186,19 +218,38 @@ class Apply:
         clock: number of the update.
         scales: (pieces, factor) to multiply with first.
         limits: (pieces, limit) to cut the elements to then.
+        groups: hyperparameters that have come after the gradient; None for those of the `Push`.
     """
 
     clock: int
-    scales: list[tuple[Sequence[int], float]]
-    limits: list[tuple[Sequence[int], float]]
+    scales: Sequence[tuple[Sequence[int], float]]
+    limits: Sequence[tuple[Sequence[int], float]]
+    groups: Groups | None = None
 
 
 @dataclass(slots=True)
 class Tell:
-    """Ask for something besides: "state" of the optimizers, "velocity" of the outer one, the server's own "weights",
-    what was "lost" by compressing sums, or "counts"."""
+    """Ask for something besides: the "optimizers" (`ServerOptimizers`), "velocity" of the outer one, the server's own
+    "weights", the "average" of them (values, steps since it began; None if none is kept), what was "lost" by
+    compressing sums, "counts", or what was "logged" in a section, the newest or the one before."""
 
-    what: Literal["state", "velocity", "weights", "lost", "counts"]
+    what: Literal["optimizers", "velocity", "weights", "average", "lost", "counts", "logged"]
+    section: int = -1
+
+
+@dataclass(slots=True)
+class Average:
+    """Keep a moving average of the weights from here on. A server that keeps one already goes on with that.
+
+    Attributes:
+        rule: how it follows the weights.
+        step: weight updates of the run so far.
+        values: the average as it is now, flat, in the order of the server's vector of weights.
+    """
+
+    rule: AverageRule
+    step: int
+    values: Tensor
 
 
 @dataclass(slots=True)
@@ -215,9 +266,11 @@ class Reply:
     Attributes:
         version: updates that it has made.
         trained: leases that are in the weights.
-        content: what was asked for, if it isn't in the vector.
+        content: what was asked for, if it isn't in the vector; of all weights, the tables' life, and how many rows of
+            each follow, None for all of them.
         spans: the bytes of the vector that come with it.
         scale: of what is compressed; None if nothing is.
+        skipped: global batches among the versions for which no worker gave a gradient: no update of the weights.
     """
 
     version: int = 0
@@ -225,6 +278,7 @@ class Reply:
     content: Any = None
     spans: list[tuple[int, int]] = field(default_factory=list)
     scale: float | None = None
+    skipped: int = 0
 
 
 @dataclass(slots=True)
@@ -236,7 +290,7 @@ class Granted:
         over: no lease of the section will come any more.
         count: how many it had in all.
         share: what part of the samples of its update it has; known to the worker.
-        era: how often the server that gave it had been started again; known to the worker.
+        again: another worker had it before, and may have brought its gradient to some of the servers.
     """
 
     lease: int | None
@@ -245,7 +299,7 @@ class Granted:
     over: bool = False
     count: int = 0
     share: float = 1.0
-    era: int = 0
+    again: bool = False
 
 
 @dataclass(slots=True)
@@ -258,6 +312,11 @@ class Counts:
         lead: the most clocks that a worker was ahead of the slowest.
         messages: that were handled.
         queued: that waited beside each of those, summed.
+        begun: updates that were in the weights when the server was given them; the next three count from there.
+        dealt: leases of all sections, on the server that deals.
+        used: different leases whose gradients this server has used, or that have given none.
+        repeated: gradients used of leases that had been used before.
+        conflicts: updates whose parts came with different hyperparameters.
     """
 
     updates: int = 0
@@ -266,3 +325,8 @@ class Counts:
     lead: int = 0
     messages: int = 0
     queued: int = 0
+    begun: int = 0
+    dealt: int = 0
+    used: int = 0
+    repeated: int = 0
+    conflicts: int = 0

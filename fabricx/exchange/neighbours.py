@@ -46,7 +46,7 @@ class Neighbours:
         self.dtype = dtype_of(parameters)
         with others_are_there():
             key = f"{key}/{world.generation}"
-            self._mesh = Mesh(world.store, key, rank, size, self.dtype, self.shard.room, world.generation)
+            self._mesh = Mesh(world.store, key, rank, size, self.dtype, self.shard.room, world.generation, world.secret)
             self.weights = OneMemory(self._mesh, self.dtype, self.shard.size) if weights else None
         self.slots = self._mesh.vectors
         self._slot = Slot(self.slots[rank])

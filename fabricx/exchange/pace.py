@@ -16,6 +16,8 @@ from fabricx.exchange.arrival import Lookout
 from fabricx.exchange.client import Client
 from fabricx.exchange.lowrank import LowRank
 from fabricx.exchange.messages import Groups, Reply, Settings
+from fabricx.exchange.optimizer_parts import Remembered, groups_of, nested, take_in
+from fabricx.exchange.unjoined import unjoined
 from fabricx.strategy import SPARSE_CLIPPED
 
 
@@ -39,7 +41,10 @@ class Pace(ABC):
         self.world = World()
         self._client: Client | None = None
         self._parameters: list[Tensor] = []
+        self._hidden: list[Tensor | None] | None = None  # gradients that hooks can't see now
         self._optimizers: list[Optimizer] = []
+        self._every_optimizer: list[Optimizer] = []  # contained ones too
+        self._count = 0  # parameters of all groups
 
     @property
     def client(self) -> Client:
@@ -51,17 +56,24 @@ class Pace(ABC):
         """Get to know the others, before anything is trained."""
         self.world, self._client = world, client
         self._parameters, self._optimizers = parameters, optimizers
+        self._every_optimizer = nested(optimizers)
+        self._count = _parameters_of(self._every_optimizer)
 
     def starts(self, step: int) -> None:
         """Begin to train, after so many updates."""
-        self.settings.workers = self.world.size
+        self.settings.workers = self.workers_of_update
         self.client.begin(self.settings, self._optimizers if self.servers_step else None, step, lost=self.owed)
         if self.servers_step:
             self.forget_moments()
 
+    @property
+    def workers_of_update(self) -> int:
+        """Return how many workers' batches are a global batch."""
+        return self.world.size
+
     def forget_moments(self) -> None:
         """Give up what the optimizers remember: others step."""
-        for optimizer in self._optimizers:
+        for optimizer in self._every_optimizer:
             optimizer.state.clear()
             optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns that schedules come first
 
@@ -88,13 +100,19 @@ class Pace(ABC):
         if self.lookout is not None:
             self.lookout.missed = late
 
+    def weights_step(self, step: int) -> int:
+        """Wait for weights that are on their way; returns how many updates are in those that are here."""
+        if self.lookout is not None and self._client is not None:
+            self.came(*self._client.finish_pull())
+        return step
+
     def before_step(self) -> None:
         """See to it that the weights are those to compute with."""
 
-    def backward(self, loss: Tensor, *, closing: bool) -> None:
-        """Compute gradients; `closing`, the window's are complete then."""
+    def backward(self, compute: Callable[[], None], *, closing: bool) -> None:
+        """Call what computes gradients; `closing`, the window's are complete then."""
         try:
-            loss.backward()  # type: ignore[no-untyped-call]
+            compute()
         except RuntimeError as error:
             if self.lookout is not None and "inplace operation" in str(error):
                 raise self.lookout.complaint(self.lookout.missed) from error
@@ -133,12 +151,11 @@ class Pace(ABC):
         if not self.servers_step:
             yield
             return
-        for optimizer, states in zip(optimizers, self.client.optimizer_states(), strict=True):
-            for parameter, state in zip(self._parameters, states, strict=True):
-                if state:
-                    optimizer.state[parameter] = state
+        remembered = Remembered(optimizers)
+        take_in(optimizers, self._parameters, self.client.server_optimizers())
         yield
         self.forget_moments()
+        remembered.restore()
 
     def own(self) -> Any:
         """Return what nobody would know of the weights and moments without this worker; nothing is communicated."""
@@ -155,20 +172,102 @@ class Pace(ABC):
         """Take over what `kept` has returned."""
         self.client.kept = kept
 
-    def push(self, gradients: list[Tensor | None], **details: Any) -> None:
-        """Bring gradients, with the hyperparameters as they are now."""
-        self.client.push(gradients, groups=self.groups() if self.servers_step else None, **details)
+    def push(self, gradients: list[Tensor | None], **details: Any) -> bool:
+        """Bring gradients, with the hyperparameters as they are now; returns whether they are used, where known."""
+        return self.client.push(gradients, groups=self.groups() if self.servers_step else None, **details)
 
     def groups(self) -> Groups:
         """Return the hyperparameters of each group of each optimizer."""
-        return [
-            [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            for optimizer in self._optimizers
-        ]
+        return groups_of(self._every_optimizer)
+
+    def check_parameters(self) -> None:
+        """Check that no optimizer has got other parameters since training began.
+
+        Raises:
+            RuntimeError: one has.
+        """
+        count = _parameters_of(self._every_optimizer)
+        if count != self._count:
+            raise RuntimeError(
+                f"the optimizers had {self._count} parameters when training began and have {count} now, and servers "
+                "don't know the new ones: give all parameters in configure_optimizers, those to be trained later with "
+                "requires_grad=False (they are skipped until it is True); or take strategy=single"
+            )
 
     def gradients(self) -> list[Tensor | None]:
         """Return what the parameters have now."""
-        return [parameter.grad for parameter in self._parameters]
+        return self.gradients_here()
+
+    @property
+    def brings_parts(self) -> bool:
+        """Return whether this worker's gradient is only a part of that of an update."""
+        return False
+
+    @contextlib.contextmanager
+    def hooks_see_gradients(self) -> Iterator[None]:
+        """Let hooks see the gradient of the update; reading it is an error where it is elsewhere."""
+        if not self.brings_parts:
+            yield
+            return
+        self._hidden = self.gradients()
+        try:
+            with unjoined(self._parameters):
+                yield
+        finally:
+            hidden, self._hidden = self._hidden, None
+            for parameter, gradient in zip(self._parameters, hidden, strict=True):
+                if gradient is None:  # also one that was dropped
+                    parameter.grad = None
+
+    def nonfinite_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return the parameters whose gradient has NaN or infinity, or could have in the sum of all workers' parts."""
+        workers = self.world.size if self.brings_parts else 1
+        wanted = {id(parameter) for parameter in parameters}
+        found = []
+        for parameter, gradient in zip(self._parameters, self.gradients_here(), strict=True):
+            if id(parameter) in wanted and gradient is not None:
+                values = gradient._values() if gradient.is_sparse else gradient
+                if not bool((values * workers).isfinite().all()):
+                    found.append(parameter)
+        return found
+
+    def gradients_here(self) -> list[Tensor | None]:
+        """Return the gradients of the parameters, by parameter, also while hooks cannot read them."""
+        return [parameter.grad for parameter in self._parameters] if self._hidden is None else self._hidden
+
+    def drop_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Let the update that follows have no gradient of some parameters from this worker."""
+        wanted = {id(parameter) for parameter in parameters}
+        if self._hidden is not None:
+            kept = zip(self._parameters, self._hidden, strict=True)
+            self._hidden = [None if id(parameter) in wanted else gradient for parameter, gradient in kept]
+            return
+        for parameter in self._parameters:
+            if id(parameter) in wanted:
+                parameter.grad = None
+
+    def check_dense(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return parameters that are about to be clipped.
+
+        Raises:
+            ValueError: the gradient of one is sparse.
+        """
+        clipped = list(parameters)
+        wanted = {id(parameter) for parameter in clipped}
+        for parameter, gradient in zip(self._parameters, self.gradients(), strict=False):
+            if id(parameter) in wanted and gradient is not None and gradient.is_sparse:
+                raise ValueError(SPARSE_CLIPPED)
+        return clipped
+
+    def forget_part(self) -> None:
+        """Let the parameters have no gradient, where it was a part that is summed elsewhere."""
+        if self.brings_parts:
+            for parameter in self._parameters:
+                parameter.grad = None
+
+
+def _parameters_of(optimizers: Iterable[Optimizer]) -> int:
+    return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
 
 
 class Together(Pace):
@@ -181,6 +280,10 @@ class Together(Pace):
     def starts(self, step: int) -> None:
         super().starts(step)
         self._clock = step
+
+    @property
+    def brings_parts(self) -> bool:
+        return self.servers_step and self.world.size > 1
 
     def _push_own(self, *, hold: bool) -> None:
         rank = self.world.rank
@@ -204,9 +307,9 @@ class Summing(Together):
         self._several = several
         self._low_rank = low_rank
 
-    def backward(self, loss: Tensor, *, closing: bool) -> None:
+    def backward(self, compute: Callable[[], None], *, closing: bool) -> None:
         earlier = self._set_aside() if self._several else []
-        super().backward(loss, closing=closing)
+        super().backward(compute, closing=closing)
         for parameter, gradient in earlier:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
@@ -259,6 +362,7 @@ class Holding(Together):
         self._scales: list[tuple[list[Tensor], float]] = []
         self._limits: list[tuple[list[Tensor], float]] = []
         self._pushed = False
+        self._joined = False  # have all weights come since the newest update?
         self._whole: list[Tensor] | None = None  # the servers' weights, where this worker's may be less
         self._came: list[Tensor | None] = []  # what it has of them, by server, where differences follow
 
@@ -273,25 +377,33 @@ class Holding(Together):
         self._pushed = True
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-        clipped = list(parameters)
-        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in clipped):
-            raise ValueError(SPARSE_CLIPPED)
+        clipped = self._check_once(parameters)
         self._push()
         norm = self.client.norm(self._clock, clipped)
         self._scales.append((clipped, min(1.0, max_norm / (norm + 1e-6))))  # as torch's clip_grad_norm_ does
         return torch.tensor(norm)
 
     def clip_value(self, parameters: Iterable[Tensor], limit: float) -> bool:
-        self._limits.append((list(parameters), limit))
+        self._limits.append((self._check_once(parameters), limit))
         return True
+
+    def _check_once(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        clipped = self.check_dense(parameters)
+        before = {id(parameter) for earlier, _ in (*self._scales, *self._limits) for parameter in earlier}
+        if any(id(parameter) in before for parameter in clipped):
+            raise ValueError("a gradient is clipped twice in an update, and servers clip once: take optimizer=worker")
+        return clipped
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         return None
 
     def updated(self, step: int) -> int:
+        # The module's optimizer_step may have set rates after the gradient was brought for its norm.
+        groups = self.groups() if self._pushed else None
         self._push()
-        self.client.apply(self._clock, self._scales, self._limits)
-        self._scales, self._limits, self._pushed = [], [], False
+        self.forget_part()
+        self.client.apply(self._clock, self._scales, self._limits, groups)
+        self._scales, self._limits, self._pushed, self._joined = [], [], False, False
         self._clock += 1
         if self.lookout is None:
             self.client.pull(self._parameters, self._clock, to_train=True)
@@ -301,19 +413,20 @@ class Holding(Together):
 
     def meet(self) -> None:
         self.client.finish_pull()
-        if self.client.partial:
+        if self.client.partial and not self._joined:  # a callback may have let the module hold others meanwhile
             self.client.pull(self._parameters)
+        self._joined = True
 
     def own(self) -> Any:
         self.client.finish_pull()
         came = self.client.came()
         if not self.world.main_rank:
             return None, None, came
-        return self.client.optimizer_states(), self.client.weights() if self.client.partial else None, came
+        return self.client.server_optimizers(), self.client.weights() if self.client.partial else None, came
 
     def starts(self, step: int) -> None:
         whole, came = self._whole, self._came
-        self._whole, self._came = None, []
+        self._whole, self._came, self._joined = None, [], False
         differ = any(weights is not None for weights in came)
         own = [parameter.detach().clone() for parameter in self._parameters] if differ else []
         for parameter, weights in zip(self._parameters, whole or (), strict=False):
@@ -321,11 +434,12 @@ class Holding(Together):
         super().starts(step)
         for parameter, weights in zip(self._parameters, own, strict=False):
             parameter.detach().copy_(weights)
+        if differ:
+            self.client.forget_tables()
         self.client.have(came)
 
     def take_own(self, owns: Sequence[Any]) -> None:
-        states, self._whole, self._came = owns[0]
-        if states is None:
+        servers, self._whole, self._came = owns[0]
+        if servers is None:
             return  # the servers get all from the main rank
-        for optimizer, mine in zip(self._optimizers, states, strict=True):
-            optimizer.state.update({p: state for p, state in zip(self._parameters, mine, strict=True) if state})
+        take_in(self._optimizers, self._parameters, servers)

@@ -37,7 +37,6 @@ class Rounds(Apart):
         self._base: list[Tensor] = []  # where this round began; for "elastic", room for the servers' weights
         self._own: list[Tensor] = []  # this worker's weights, while the parameters hold the servers'
         self._mine: list[int] = []  # leases of this round
-        self._forgotten = 0  # as often as the client's when the round began
         self._trained = 0  # leases of all workers, as far as it knows
         self.velocity: list[Tensor] | None = None  # of the servers, by parameter, when training starts
 
@@ -49,11 +48,18 @@ class Rounds(Apart):
         super().begin(world, client, parameters, optimizers)
         self._base = [torch.empty_like(parameter).detach() for parameter in parameters]
 
+    def begin_lease(self, take_logged: Callable[[], dict[str, Any]]) -> None:
+        if self._mine:  # the round goes on, and what hooks have logged belongs to it
+            self._take_logged = take_logged
+        else:
+            super().begin_lease(take_logged)
+
     def starts(self, step: int) -> None:
         self.settings.workers = self.world.size
         self.client.begin(self.settings, None, step, velocity=self.velocity)
-        self._version = self._trained = step
-        self._stale, self.section = True, -1
+        self._version = self._trained = self.scheduled = step
+        self._stale, self.section, self._joined = True, -1, False
+        self._earlier.clear()
         self._own, self._mine = [], []
 
     def end(self) -> None:
@@ -61,7 +67,8 @@ class Rounds(Apart):
         super().end()
 
     def before_step(self) -> None:
-        self._give_up_forgotten()
+        if self._mine and self._repeats:
+            self._bring()
         if self._own:
             _copy(self._own, self._parameters)
             self._own = []
@@ -70,35 +77,43 @@ class Rounds(Apart):
             _copy(self._parameters, self._base)
         self._stale = False
 
-    def _give_up_forgotten(self) -> None:
-        """Begin anew if the server that dealt this round's leases was started again: it deals them to others."""
-        if self._mine and self.client.forgotten != self._forgotten:
-            self._mine, self._stale = [], True
+    @property
+    def _repeats(self) -> bool:
+        """Return whether the lease was another worker's before: then it is a round by itself.
+
+        That worker may have brought a round with it to some of the servers. They ignore what they have, which has to be
+        all of this round, or nothing.
+        """
+        return self.lease is not None and self.lease.again
 
     def _pull(self, targets: Sequence[Tensor], *, to_train: bool = True) -> None:
         reply = self.client.pull(targets, to_train=to_train)
         self._version, self._trained = reply.version, reply.trained
-        if not self._mine:
-            self._forgotten = self.client.forgotten
+
+    def _numbered(self, update: int) -> int:
+        return self._trained + len(self._mine)
+
+    def weights_step(self, step: int) -> int:
+        return step  # each has weights of its own, which it steps
+
+    def take_turn(self, *, ordered: bool) -> int:
+        return self._numbered(0)  # each steps by itself
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         return optimizer.step(closure) if closure is not None else optimizer.step()
 
     def updated(self, step: int) -> int:
-        lease, self.lease = self.lease, None
+        lease, again, self.lease = self.lease, self._repeats, None
         if lease is None or lease.lease is None:
             return self._trained + len(self._mine)
-        if lease.era != self.client.forgotten:  # it is dealt again
-            self._mine, self._stale = [], True
-            return self._trained
         self._mine.append(lease.lease)
-        if len(self._mine) >= self._every:
+        self._newest = self._trained + len(self._mine)
+        if again or len(self._mine) >= self._every:
             self._bring()
         return self._trained + len(self._mine)
 
     def _bring(self) -> None:
         """End a round."""
-        self._give_up_forgotten()
         if not self._mine:
             return
         if self._elastic:
@@ -111,17 +126,19 @@ class Rounds(Apart):
         else:
             moved = torch._foreach_sub(self._base, [parameter.detach() for parameter in self._parameters])
             self._stale = True
-        self.push(list(moved), leases=tuple(self._mine))
+        self.push(list(moved), leases=tuple(self._mine), logged=self._logged())
         self._trained += len(self._mine)
         self._mine = []
 
     def meet(self) -> None:
         self.client.counts()  # all that this worker has pushed is in
         self.world.barrier()
+        if self._joined:
+            return
         if self._elastic and not self._stale and not self._own:
             self._own = [parameter.detach().clone() for parameter in self._parameters]
         self._pull(self._parameters, to_train=False)
-        self._stale = True
+        self._stale = self._joined = True
 
     @contextmanager
     def whole_states(self, optimizers: list[Optimizer]) -> Iterator[None]:
@@ -136,7 +153,6 @@ class Rounds(Apart):
         if granted.lease is None and wait and self._mine:  # it holds the leases of its round: nobody else can end it
             self._bring()
             granted = super().ask(wait=True)
-        granted.era = self.client.forgotten
         return granted
 
 

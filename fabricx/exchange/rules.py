@@ -3,47 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from fabricx.exchange.layout import Piece, Rows, Shard
 from fabricx.exchange.messages import Begin, Groups, Settings
+from fabricx.exchange.optimizer_parts import Hyperparameters, PackedOptimizers, ServerOptimizers, nested, pack
 
-# Each element is stepped by itself: a part of a parameter is stepped like the whole.
-_ELEMENTWISE: Final = {
-    optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam,
-    optim.RAdam, optim.ASGD, optim.Rprop, optim.SparseAdam,
-}  # fmt: skip
-_BY_TENSOR: Final = {"Adafactor", "Muon"}
 BLOCK: Final = 1 << 16  # elements
-
-
-def needs_whole_tensors(optimizers: Iterable[Optimizer]) -> bool:
-    """Return whether a server has to keep whole parameters for these to step.
-
-    Raises:
-        ValueError: that isn't known, or one of them can't be stepped by a server.
-    """
-    whole = False
-    for optimizer in optimizers:
-        kind = type(optimizer)
-        if kind is optim.LBFGS:
-            raise ValueError("LBFGS computes the loss several times a step, and a server can't: take strategy=ddp")
-        if kind.__name__ in _BY_TENSOR:
-            whole = True
-        elif kind not in _ELEMENTWISE:
-            raise ValueError(
-                f"whether {kind.__name__} steps each element by itself isn't known, so its parameters can't be divided "
-                "among servers: say shard_by='tensor' if it steps one parameter at a time (always safe then), or "
-                "shard_by='element' if each element goes by itself"
-            )
-    return whole
 
 
 @final
@@ -103,18 +74,34 @@ def add_up(parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
                 vector[start : start + BLOCK].copy_(total)
 
 
+def clip(gradient: Tensor, kind: str, spans: Iterable[tuple[int, int]], limit: float) -> None:
+    """Limit the elements of some spans of a gradient ("value"), or their common 2-norm ("norm"), in place."""
+    pieces = [gradient[start:stop] for start, stop in spans]
+    if kind == "value":
+        torch._foreach_clamp_min_(pieces, -limit)
+        torch._foreach_clamp_max_(pieces, limit)
+        return
+    norm = sum(float(piece.square().sum()) for piece in pieces) ** 0.5
+    if norm + 1e-6 > limit:  # as torch's clip_grad_norm_ does
+        torch._foreach_mul_(pieces, limit / (norm + 1e-6))
+
+
 class Rule(ABC):
     """A server's part of the parameters, and how it changes."""
 
     values: Tensor  # what workers pull, flat
 
     @abstractmethod
-    def update(self, gradient: Gradient, groups: Groups | None) -> None:
-        """Make one update."""
+    def update(self, gradient: Gradient, groups: Groups | None, factor: float = 1.0) -> None:
+        """Make one update; with `factor`, of so much of what it would move the weights."""
 
-    def state(self) -> list[list[dict[str, object]]]:
-        """Return what each optimizer remembers of each piece."""
-        return []
+    def moved_rows(self, gradient: Gradient) -> dict[int, Tensor]:
+        """Return which rows of which tables an update with a gradient changes, by number."""
+        return {}
+
+    def optimizers(self) -> ServerOptimizers | None:
+        """Return the optimizers as they are now; None where workers step."""
+        return None
 
 
 @final
@@ -125,7 +112,7 @@ class Sum(Rule):
         self.values = torch.empty(0)
         self.newest = Gradient(self.values)
 
-    def update(self, gradient: Gradient, groups: Groups | None) -> None:
+    def update(self, gradient: Gradient, groups: Groups | None, factor: float = 1.0) -> None:
         self.values, self.newest = gradient.dense, gradient
 
 
@@ -146,22 +133,66 @@ class Step(_Weights):
 
     def __init__(self, begin: Begin) -> None:
         super().__init__(begin)
-        self._optimizers = begin.optimizers or []
+        self._optimizers = [] if begin.optimizers is None else begin.optimizers.unpack(begin.pieces)
+        given = [] if begin.optimizers is None else begin.optimizers.given
+        self._hyperparameters = Hyperparameters(self._optimizers, given)
+        # They change the rows of a gradient that is sparse, and no others.
+        self._by_rows = all(type(one) in (optim.SGD, optim.Adagrad, optim.SparseAdam) for one in self._steppers())
 
-    def update(self, gradient: Gradient, groups: Groups | None) -> None:
+    def _steppers(self) -> list[Optimizer]:
+        """Return the optimizers that have tables."""
+        tables = {id(table) for table in self._pieces[len(self._shard.pieces) :]}
+        groups = [(one, group) for one in nested(self._optimizers) for group in one.param_groups]
+        return [one for one, group in groups if any(id(p) in tables for p in group["params"])]
+
+    def update(self, gradient: Gradient, groups: Groups | None, factor: float = 1.0) -> None:
         dense = len(self._shard.pieces)
         for number, (piece, (start, stop)) in enumerate(zip(self._pieces[:dense], self._shard.rooms, strict=False)):
             piece.grad = None if number in gradient.missing else gradient.dense[start:stop].view(piece.shape)
         for number, table in enumerate(self._pieces[dense:]):
             table.grad = _sparse(gradient.rows.get(number), table)
-        for optimizer, given in zip(self._optimizers, groups or [], strict=False):
-            for group, values in zip(optimizer.param_groups, given, strict=True):
-                group.update(values)
+        if groups is not None:
+            self._hyperparameters.apply(groups)
+        before = [] if factor == 1.0 else [part.clone() for part in self._touched(gradient)]
         for optimizer in self._optimizers:
             optimizer.step()
+        if before:
+            self._keep_part(gradient, before, factor)
 
-    def state(self) -> list[list[dict[str, object]]]:
-        return [[dict(optimizer.state.get(piece, {})) for piece in self._pieces] for optimizer in self._optimizers]
+    def _touched(self, gradient: Gradient) -> list[Tensor]:
+        """Return the weights that a gradient changes: all dense ones, and rows of tables."""
+        tables = self._pieces[len(self._shard.pieces) :]
+        rows = [tables[number].detach()[ids] for number, ids in self.moved_rows(gradient).items()]
+        return [self.values[: self._shard.dense], *rows]
+
+    def moved_rows(self, gradient: Gradient) -> dict[int, Tensor]:
+        # An optimizer of another kind may do what it likes with a table that has a gradient.
+        return {
+            number: ids.long() if self._by_rows else torch.arange(self._shard.rows[number].height)
+            for number, (ids, _) in gradient.rows.items()
+        }
+
+    def _keep_part(self, gradient: Gradient, before: list[Tensor], factor: float) -> None:
+        after = [torch.lerp(old, new, factor) for old, new in zip(before, self._touched(gradient), strict=True)]
+        self.values[: self._shard.dense].copy_(after[0])
+        tables = self._pieces[len(self._shard.pieces) :]
+        for (number, ids), rows in zip(self.moved_rows(gradient).items(), after[1:], strict=True):
+            tables[number].detach()[ids] = rows
+
+    def optimizers(self) -> ServerOptimizers:
+        packed = pack(self._optimizers, self._pieces, given=self._hyperparameters.given)
+        return ServerOptimizers(self._shard, packed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_optimizers": self.optimizers().packed, "_hyperparameters": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        packed: PackedOptimizers = state["_optimizers"]
+        for piece, (start, stop) in zip(self._pieces, self._shard.spans, strict=True):
+            piece.data = self.values[start:stop].view(piece.shape)
+        self._optimizers = packed.unpack(self._pieces)
+        self._hyperparameters = Hyperparameters(self._optimizers, packed.given)
 
 
 def _sparse(rows: tuple[Tensor, Tensor] | None, table: Tensor) -> Tensor | None:
@@ -187,7 +218,7 @@ class Outer(_Weights):
         self._gathered = torch.zeros_like(self.values)
         self._rounds = 0
 
-    def update(self, gradient: Gradient, groups: Groups | None) -> None:
+    def update(self, gradient: Gradient, groups: Groups | None, factor: float = 1.0) -> None:
         settings, moved = self._settings, gradient.dense
         if settings.outer in ("sum", "elastic"):
             self.values.sub_(moved)
@@ -211,8 +242,7 @@ class Outer(_Weights):
 class Correction:
     """What is done to a gradient that was computed with older weights than it meets.
 
-    Sources: DC-ASGD, Zheng et al., ICML 2017, equations 10 and 14; dividing by the staleness: Zhang et al., "Staleness-
-    aware Async-SGD", IJCAI 2016.
+    Source: DC-ASGD, Zheng et al., ICML 2017, equations 10 and 14.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -234,7 +264,23 @@ class Correction:
             if staleness:
                 dense = dense + strength * square * (now[: len(dense)] - base[: len(dense)])
                 gradient = Gradient(dense, gradient.missing, gradient.rows)
-        return gradient / staleness if settings.damp and staleness > 1 else gradient
+        return gradient
+
+
+def damping(staleness: int) -> float:
+    """Return the part of an update that a gradient of some staleness makes.
+
+    The learning rate is divided by the staleness, and the optimizer's moments see the whole gradient: dividing the
+    gradient would leave the steps of Adam as they are, which divides by the gradient's own scale. With momentum, an
+    update's older gradients are damped with it, by the staleness of the gradient that makes the update.
+
+    Source: Zhang, Gupta, Lian, Liu, "Staleness-aware Async-SGD for Distributed Deep Learning", IJCAI 2016 (arXiv
+    1511.05950): the learning rate of each gradient is divided by its staleness.
+
+    >>> [damping(staleness) for staleness in (0, 1, 2, 4)]
+    [1.0, 1.0, 0.5, 0.25]
+    """
+    return 1.0 / max(1, staleness)
 
 
 def make_rule(begin: Begin) -> Rule:
@@ -242,80 +288,3 @@ def make_rule(begin: Begin) -> Rule:
     if begin.settings.outer is not None:
         return Outer(begin)
     return Sum(begin) if begin.optimizers is None else Step(begin)
-
-
-def sliced(
-    optimizers: Sequence[Optimizer], parameters: Sequence[Tensor], shard: Shard
-) -> tuple[list[Optimizer], list[Tensor]]:  # fmt: skip
-    """Return copies of optimizers that step one server's part of their parameters.
-
-    Args:
-        optimizers: the user's own; they stay as they are.
-        parameters: all of them, by number.
-        shard: what the server keeps.
-
-    Returns:
-        the copies, and the parts, as parameters: whole ones in their shape, pieces as vectors.
-    """
-    made: list[Tensor] = []
-    of: dict[int, list[tuple[nn.Parameter, Tensor, Piece | Rows]]] = {}
-    for part in shard.parts:
-        parameter = parameters[part.parameter]
-        piece = nn.Parameter(part_of(parameter, part).cpu().clone(memory_format=torch.contiguous_format))
-        made.append(piece)
-        of.setdefault(id(parameter), []).append((piece, parameter, part))
-    copies = []
-    for optimizer in optimizers:
-        copy = object.__new__(type(optimizer))
-        groups = [
-            {**group, "params": [cut[0] for p in group["params"] for cut in of.get(id(p), [])]}
-            for group in optimizer.param_groups
-        ]
-        state: defaultdict[Tensor, dict[str, object]] = defaultdict(dict)
-        state |= {
-            piece: {key: _state_of(value, whole, part) for key, value in optimizer.state[whole].items()}
-            for p in (p for group in optimizer.param_groups for p in group["params"])
-            for piece, whole, part in of.get(id(p), [])
-            if whole in optimizer.state
-        }
-        copy.__setstate__({"defaults": optimizer.defaults, "state": state, "param_groups": groups})
-        copies.append(copy)
-    return copies, made
-
-
-def part_of(tensor: Tensor, part: Piece | Rows) -> Tensor:
-    """Return a part of a parameter, or of something of its shape: a view where there is one."""
-    whole = tensor.detach()
-    if isinstance(part, Rows):
-        return whole[part.first :: part.step]
-    return whole if part.size == whole.numel() else whole.reshape(-1)[part.start : part.stop]
-
-
-def _state_of(value: object, whole: Tensor, part: Piece | Rows) -> object:
-    """Return a part of what an optimizer remembers of a parameter; numbers and what has another shape as they are."""
-    if not isinstance(value, Tensor):
-        return value
-    found = part_of(value, part) if value.shape == whole.shape else value.detach()
-    return found.cpu().clone()  # each piece counts its own steps
-
-
-def join_states(parameter: Tensor, parts: Sequence[tuple[Piece | Rows, dict[str, object]]]) -> dict[str, object]:
-    """Put together what optimizers remember of the parts of one parameter."""
-    states = [(part, state) for part, state in parts if state]
-    if not states:
-        return {}
-    joined: dict[str, object] = {}
-    for key, first in states[0][1].items():
-        if not isinstance(first, Tensor) or first.numel() != states[0][0].size or not first.dim():
-            joined[key] = first
-            continue
-        whole = torch.zeros(parameter.shape, dtype=first.dtype)
-        for part, state in states:
-            value = state[key]
-            assert isinstance(value, Tensor)
-            if isinstance(part, Rows):
-                part_of(whole, part).copy_(value)
-            else:
-                whole.view(-1)[part.start : part.stop] = value.reshape(-1)
-        joined[key] = whole.to(parameter.device)
-    return joined

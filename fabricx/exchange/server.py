@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 
+from fabricx.averaging import FlatAverage
 from fabricx.exchange.compression import Codec
-from fabricx.exchange.layout import together
-from fabricx.exchange.leases import Leases
+from fabricx.exchange.leases import Brought, Leases
+from fabricx.exchange.logged import Logged
 from fabricx.exchange.messages import (
     Apply,
     Ask,
+    Average,
     Begin,
     Close,
     Counts,
@@ -25,11 +27,18 @@ from fabricx.exchange.messages import (
     Open,
     Pull,
     Push,
+    Pushed,
     Reply,
     Settings,
     Tell,
+    Turn,
 )
-from fabricx.exchange.rules import Correction, Gradient, Outer, Rule, Step, Sum, add_up, joined, make_rule
+from fabricx.exchange.optimizer_parts import same_groups
+from fabricx.exchange.replies import Replies
+from fabricx.exchange.rules import Correction, Gradient, Outer, Rule, Sum, add_up, clip, damping, joined, make_rule
+from fabricx.exchange.update_order import UpdateOrder
+
+READS: Final = (Pull, Norm, Tell)  # messages that may be answered again; other answers are kept
 
 
 @dataclass(slots=True)
@@ -47,45 +56,59 @@ class Server:
     """Keeps a part of the weights for several workers.
 
     Each message is handled when it is `ready`; until then its worker waits, and all that wait are asked again whenever
-    something has been handled. So whatever carries messages (threads, a simulation) decides nothing.
+    something has been handled. So whatever carries messages (threads, a simulation) decides nothing. A server's state
+    is a function of what it was told, in that order: one that is told the same again is the same, to the bit.
+
+    Args:
+        workers: how many there are at first.
+        deals: this server gives the leases; the others only note whose gradients they have.
 
     Attributes:
         version: updates that were made.
         trained: leases that are in the weights.
+        skipped: global batches among the versions for which no worker gave a gradient.
         counts: what was seen so far.
     """
 
     def __init__(self, workers: int, *, deals: bool = True) -> None:
-        self.version = self.trained = 0
+        self.version = self.trained = self.skipped = 0
         self._deals = deals
-        self._restored = False  # then updates may be missing, and are not waited for
         self.counts = Counts()
         self._workers = set(range(workers))
         self._gone: set[int] = set()  # those that have left
         self._settings = Settings(workers)
         self._rule: Rule | None = None
         self._codec: Codec | None = None
-        self._back: Codec | None = None
-        self._seen: dict[int, Tensor] = {}  # which weights a worker has, where it is sent differences
-        self._scale: float | None = None  # of the newest sum
+        self._replies: Replies
+        self._handled: dict[int, int] = {}  # number of the newest message of each worker
+        self._answers: dict[int, Any] = {}  # to that
+        self._brought = Brought()
+        self._used = Brought()
         self._begun: Begin
         self._total = torch.empty(0)
+        self._average: FlatAverage | None = None  # of the weights, if a callback asks for one
         self._sums: dict[int, Gradient] = {}  # held, by clock
         self._applied: set[int] = set()  # workers that want the held update to be made
         self._correction = Correction(self._settings)
         self._leases = Leases(-1, 0, self._workers)
-        self._bases: dict[int, int] = {}  # with which version a worker computes
+        self._order = UpdateOrder()
+        self._logged = Logged()
         self._parts: dict[int, dict[int, _Part]] = {}  # by clock and lease
 
     @property
     def broken(self) -> bool:
-        """Return whether somebody is gone for whom the others wait: those that go together."""
-        return bool(self._gone) and self._leases.section < 0
+        """Return whether a worker has left; where workers go together, the others wait for it."""
+        return bool(self._gone)
 
     @property
     def snapshot_every(self) -> int:
-        """Return how many updates may be lost."""
+        """Return after how many updates a snapshot is due; 0 where a server that dies isn't started again."""
         return self._settings.snapshot_every
+
+    @property
+    def begun(self) -> Begin:
+        """Return what this server was given at first."""
+        return self._begun
 
     @property
     def values(self) -> Tensor:
@@ -100,19 +123,39 @@ class Server:
         if self._rule is None:
             return False
         if isinstance(message, Pull):
-            waits = message.to_train and self._settings.orders_updates and len(self._bases) > self._bound
-            return (self._restored or self.version >= message.version) and not waits
+            may_begin = not message.to_train or self._order.may_begin(worker)
+            return self.version >= message.version and may_begin
         if isinstance(message, Ask):
             leases = self._leases
             if message.section != leases.section or not message.wait:
                 return True
             return leases.available(worker) or leases.over
         if isinstance(message, Push):
-            return not self._settings.orders_updates or not self._holds_up(worker)
+            return self._order.may_push(worker, self.version)
+        if isinstance(message, Turn):
+            return self._order.may_take_turn(worker, self.version)
         if isinstance(message, (Norm, Apply)):
             parts = self._parts.get(message.clock, {})
             return self.version > message.clock or (bool(parts) and len(parts) >= self._wanted(parts))
         return True
+
+    def repeated(self, worker: int, number: int, message: Any) -> bool:
+        """Return whether a message that changes something has come before."""
+        return number <= self._handled.get(worker, 0) and not isinstance(message, READS)
+
+    def handle_once(self, worker: int, number: int, message: Any, inbox: Tensor, outbox: Tensor) -> Any:
+        """Do what a message asks for, unless it has come before; then return the answer that it had.
+
+        Args:
+            worker, message, inbox, outbox: see `handle`.
+            number: of the message among those of this worker, from 1.
+        """
+        if self.repeated(worker, number, message):
+            return self._answers.get(worker) if number == self._handled[worker] else None
+        answer = self.handle(worker, message, inbox, outbox)
+        self._handled[worker] = number
+        self._answers[worker] = None if isinstance(message, READS) else answer
+        return answer
 
     def handle(self, worker: int, message: Any, inbox: Tensor, outbox: Tensor) -> Any:
         """Do what a message asks for.
@@ -129,7 +172,12 @@ class Server:
         if isinstance(message, Pull):
             return self._pull(worker, message, inbox, outbox)
         if isinstance(message, Push):
-            return self._push(worker, message, inbox, outbox)
+            dropped = self.counts.dropped
+            self._push(worker, message, inbox, outbox)
+            used = self.counts.dropped == dropped
+            if message.logged is not None:
+                self._logged.add(worker, message.logged, used=used)
+            return Pushed(used) if message.confirm else None
         if isinstance(message, Ask):
             if message.section != self._leases.section:
                 return Granted(None, over=True)
@@ -141,6 +189,10 @@ class Server:
             held = self._held(message.clock).dense
             squares = [float(held[a:b].square().sum()) for a, b in self._spans(message.pieces)]
             return Reply(self.version, self.trained, squares)
+        if isinstance(message, Turn):
+            if used := self._order.has_place(worker):
+                self._order.take_turn(worker)
+            return Reply(self.version, self.trained, used)
         if isinstance(message, Apply):
             return self._apply(worker, message)
         if isinstance(message, Begin):
@@ -150,49 +202,51 @@ class Server:
             return self._open(message)
         if isinstance(message, Close):
             if message.section == self._leases.section:
+                before = self._leases.count
                 self._leases.close()
+                self.counts.dealt += self._leases.count - before
             return None
         if isinstance(message, Have):
-            self._seen[worker] = message.weights
+            self._replies.seen[worker] = message.weights
             return None
+        if isinstance(message, Average):
+            if self._average is None:
+                self._average = FlatAverage(message.rule, message.step, self.version - self.skipped, message.values)
+            return Reply(self.version, self.trained)
         if isinstance(message, Tell):
-            return Reply(self.version, self.trained, self._told(message.what))
+            return Reply(self.version, self.trained, self._told(message))
         raise TypeError(f"a server knows nothing of {type(message).__name__}")
 
     def snapshot(self) -> dict[str, Any]:
         """Return what `restore` needs; the tensors in it are the live ones."""
-        return {
-            "begun": self._begun,
-            "version": self.version,
-            "trained": self.trained,
-            "workers": self._workers,
-            "leases": self._leases,
-            "parts": self._parts,
-            "counts": self.counts,
-        }
+        return dict(vars(self))
 
     def restore(self, snapshot: dict[str, Any]) -> None:
-        """Go on from a snapshot of a server that died: its later updates are lost, and their parts trained again."""
-        self._begin(snapshot["begun"])
-        self.version, self.trained, self._parts = snapshot["version"], snapshot["trained"], snapshot["parts"]
-        self._workers = snapshot["workers"]
-        self._leases, self.counts = snapshot["leases"], snapshot["counts"]
-        self._leases.all_back()
-        self._restored = True
+        """Be what a server was when its snapshot was taken."""
+        vars(self).update(snapshot)
 
     def left(self, worker: int) -> None:
         """Go on without a worker: what it had not pushed is somebody else's now."""
         self._workers.discard(worker)
         self._gone.add(worker)
-        self._seen.pop(worker, None)
-        self._bases.pop(worker, None)
+        if self._rule is not None:
+            self._replies.seen.pop(worker, None)
+        self._order.left(worker)
         self._leases.left(worker)
         self._go_on_without_late()
 
-    def joined(self, worker: int) -> None:
-        """Take a worker in: at once if training hasn't begun or it was there before, else with the next section."""
-        if self._deals and self._leases.section >= 0 and worker not in self._workers:
-            return
+    def joined(self, worker: int, *, resumes: bool = False) -> None:
+        """Take a worker in: at once if training hasn't begun or it was there before, else with the next section.
+
+        Args:
+            worker: its number.
+            resumes: it was here before, and goes on with the numbers of its messages.
+        """
+        if not resumes:
+            self._handled.pop(worker, None)
+            self._answers.pop(worker, None)
+            if self._deals and self._leases.section >= 0 and worker not in self._workers:
+                return
         self._gone.discard(worker)
         self._workers.add(worker)
         self._leases.joined(worker)
@@ -201,14 +255,17 @@ class Server:
         self._settings, self._begun = begin.settings, begin
         compression = begin.settings.compression
         self._codec = None if compression is None else Codec(compression, keep=begin.settings.keep, feedback=False)
-        self._back = None
-        if (pulled := begin.settings.pull_compression) is not None:
-            self._back = Codec(pulled, keep=begin.settings.keep, feedback=begin.optimizers is None)
-            self._back.lost = torch.empty(0) if begin.lost is None else begin.lost
-        self._seen.clear()
         self._rule = make_rule(begin)
         self._correction = Correction(begin.settings)
+        self._order = UpdateOrder(
+            ordered=self._deals and begin.settings.orders_updates, bound=begin.settings.max_staleness or 0
+        )
         self.version = self.trained = begin.version
+        self.skipped = 0
+        self._replies = Replies(begin)
+        self._average = None
+        self.counts.begun = begin.version
+        self.counts.dealt = self.counts.used = self.counts.repeated = self.counts.conflicts = 0
         self._parts.clear()
         self._sums.clear()
         self._applied.clear()
@@ -216,9 +273,10 @@ class Server:
     def _open(self, message: Open) -> None:
         if message.section <= self._leases.section:
             return  # another worker has said so already
-        if message.version > self.version:  # the others'; this server has lost some
-            self.version = message.version
-            self._parts.clear()
+        self.version = max(self.version, message.version)  # rounds may be other updates on other servers
+        self._brought, self._used = Brought(), Brought()
+        self._logged.open(message.section)
+        self.counts.dealt += message.count
         if message.workers is not None:
             self._workers = set(message.workers) - self._gone
         settings = self._settings
@@ -229,79 +287,15 @@ class Server:
             clock=self.version, bound=bounded, each=not settings.aggregate, parts=parts, one=bool(settings.backup),
         )  # fmt: skip
 
-    @property
-    def _bound(self) -> int:
-        return self._settings.max_staleness or 0
-
-    def _holds_up(self, worker: int) -> bool:
-        """Return whether an update now would make the gradient of somebody who computes too old.
-
-        Those that compute can push in the order in which they pulled: the i-th (from 0) is then stale by
-        version + i - base. No more than bound + 1 may compute, so that this is within the bound when they pull; and
-        whoever comes early waits if that would bring somebody ahead of it beyond. The first never waits.
-        """
-        for place, (other, base) in enumerate(sorted(self._bases.items(), key=lambda item: item[1])):
-            if other == worker:
-                return False
-            if self.version + 1 + place - base > self._bound:
-                return True
-        return False
-
     def _pull(self, worker: int, pull: Pull, inbox: Tensor, outbox: Tensor) -> Reply:
         if pull.to_train:
-            self._bases[worker] = self.version
+            self._order.begins(worker, self.version)
         if isinstance(self._rule, Sum):
-            return self._pull_sum(self._rule.newest, outbox)
-        values, shard = self.values, self._begun.shard
-        if pull.rows is None:
-            outbox[: len(values)].copy_(values)
-            if self._back is not None:
-                self._seen[worker] = values[: shard.dense].clone()
-            return self._reply([(0, len(values))])
-        if pull.dense and self._back is not None and worker in self._seen:
-            return self._pull_difference(self._back, self._seen[worker], outbox)
-        spans = []
-        if pull.dense:
-            outbox[: shard.dense].copy_(values[: shard.dense])
-            spans.append((0, shard.dense))
-        for number, count in pull.rows.items():
-            start, stop = shard.spans[len(shard.pieces) + number]
-            width = shard.rows[number].width
-            table, (ids, _) = values[start:stop].view(-1, width), shard.rows_in(inbox, number, count)
-            end = start + count * width
-            torch.index_select(table, 0, ids, out=outbox[start:end].view(count, width))
-            spans.append((start, end))
-        return self._reply(spans)
-
-    def _pull_difference(self, codec: Codec, seen: Tensor, outbox: Tensor) -> Reply:
-        """Send what the weights are more than what the worker has; what that loses is in the next difference."""
-        size = len(seen)
-        scale = codec.encode(self.values[:size] - seen, outbox.view(torch.uint8))
-        seen.add_(codec.decode(outbox.view(torch.uint8), size, scale, seen.dtype))
-        return Reply(self.version, self.trained, None, [(0, codec.bytes(size))], scale)
-
-    def _pull_sum(self, newest: Gradient, outbox: Tensor) -> Reply:
-        """Give a sum in the vector in which the worker's own gradient came; what is dense is there already."""
-        shard = self._begun.shard
-        spans = [room for number, room in enumerate(shard.rooms[: len(shard.pieces)]) if number not in newest.missing]
-        for number, (ids, values) in newest.rows.items():
-            own_ids, own_values = shard.rows_in(outbox, number, len(ids))
-            own_ids.copy_(ids)
-            own_values.copy_(values)
-            start = shard.rooms[len(shard.pieces) + number][0]
-            spans.append((start, start + own_ids.numel() + own_values.numel()))
-        rows = {number: len(ids) for number, (ids, _) in newest.rows.items()}
-        if self._scale is None:
-            return self._reply(together(spans), (newest.missing, rows))
-        reply = self._reply(spans[len(shard.pieces) - len(newest.missing) :], (newest.missing, rows))
-        assert self._back is not None
-        reply.spans.insert(0, (0, self._back.bytes(shard.dense)))
-        reply.scale = self._scale
+            reply = self._replies.sum(self._rule.newest, outbox)
+        else:
+            reply = self._replies.weights(worker, pull, self.values, inbox, outbox)
+        reply.version, reply.trained, reply.skipped = self.version, self.trained, self.skipped
         return reply
-
-    def _reply(self, spans: list[tuple[int, int]], content: Any = None) -> Reply:
-        size = self._begun.dtype.itemsize
-        return Reply(self.version, self.trained, content, [(start * size, stop * size) for start, stop in spans])
 
     def _gradient(self, push: Push, inbox: Tensor) -> Gradient:
         """Return what has come in a vector."""
@@ -315,12 +309,9 @@ class Server:
         return Gradient(dense, push.missing, rows)
 
     def _push(self, worker: int, push: Push, inbox: Tensor, outbox: Tensor) -> None:
-        base = self._bases.pop(worker, self.version)
-        given = [lease for lease in push.leases if self._leases.given(lease)]
-        if self._deals and self._leases.section >= 0 and len(given) < len(push.leases):
-            self.counts.dropped += 1  # dealt by a server that died since: they are, or will be, somebody's again
-            for lease in given:
-                self._leases.back(lease)
+        known, base = self._order.has_place(worker), self._order.pushed(worker)
+        base = self.version if base is None else base
+        if self._leases.section >= 0 and not self._takes(worker, push, known=known):
             return
         gradient = self._gradient(push, inbox)
         if self._settings.backup:
@@ -331,19 +322,43 @@ class Server:
             return
         staleness = self.version - base
         settings = self._settings
-        too_old = settings.bound == "version" and staleness > (settings.max_staleness or 0)
-        if too_old and settings.max_staleness is not None and settings.on_stale == "drop":
+        bound = settings.max_staleness if settings.bound == "version" else None
+        too_old = bound is not None and staleness > bound
+        if too_old and settings.on_stale == "drop":
             self.counts.dropped += 1
             for lease in push.leases:
                 self._leases.back(lease)
             return
         if not push.empty:
             self._count(staleness)
-            corrected = self._correction(gradient, outbox, self.values, staleness)
-            self._update(corrected, push.groups)
+            corrected = self._correction(gradient, self._replies.seen.get(worker, self.values), self.values, staleness)
+            damps = settings.damp or (too_old and settings.on_stale == "damp")
+            self._update(corrected, push.groups, damping(staleness) if damps else 1.0)
             self.trained += len(push.leases)
+        self._note_used(push.leases)
         for lease in push.leases:
             self._leases.done(lease)
+
+    def _takes(self, worker: int, push: Push, *, known: bool) -> bool:
+        """Return whether a gradient is to be used: each lease's is, once on each server.
+
+        The server that deals takes it from the worker that has the lease. If that isn't the sender any more (its link
+        was cut, or it seemed dead), the lease is, or will be, another worker's, and that one's gradient counts; other
+        servers take whichever comes first. Where updates are ordered, the version that the gradient was computed with
+        has to be `known`, too.
+        """
+        if self._deals:
+            if known and all(self._leases.holder(lease) == worker for lease in push.leases):
+                return True
+            for lease in push.leases:
+                if self._leases.holder(lease) == worker:
+                    self._leases.back(lease)
+        elif not any(lease in self._brought for lease in push.leases):
+            for lease in push.leases:
+                self._brought.add(lease)
+            return True
+        self.counts.dropped += 1
+        return False
 
     def _add_part(self, part: _Part) -> None:
         """Keep a part of a global batch's gradient, and make all updates that are complete, in their order."""
@@ -353,8 +368,6 @@ class Server:
             part.gradient = part.gradient.clone()
         parts = self._parts.setdefault(push.clock, {})
         parts[push.leases[0]] = part
-        if self._restored and not self._deals and push.clock > self.version and len(parts) >= self._wanted(parts):
-            self.version = push.clock  # what is missing before was lost with the server that this one was
         while (parts := self._parts.get(self.version, {})) and len(parts) >= self._wanted(parts) and not push.hold:
             self._sum_up(self._parts.pop(self.version))
         if leased:
@@ -407,7 +420,7 @@ class Server:
         for pieces, limit in message.limits:
             for start, stop in self._spans(pieces):
                 total.dense[start:stop].clamp_(-limit, limit)
-        self._sum_up(self._parts.pop(message.clock), total)
+        self._sum_up(self._parts.pop(message.clock), total, message.groups)
         self._sums.clear()
 
     def _spans(self, pieces: Sequence[int]) -> list[tuple[int, int]]:
@@ -429,48 +442,67 @@ class Server:
             into = [self._total]
         if dense:
             add_up([part.gradient.dense for part in full], into)
-        self._compress_sum(into)
+        if isinstance(self._rule, Sum):
+            self._replies.compress_sum(into)
         missing = frozenset.intersection(*(part.push.missing for part in full))
         return Gradient(into[0], missing, joined([part.gradient.rows for part in full]))
 
-    def _compress_sum(self, boxes: list[Tensor]) -> None:
-        """Put the sum into few bytes, the same for all workers, where that is asked for."""
-        if self._back is None or not isinstance(self._rule, Sum):
-            self._scale = None
-            return
-        self._scale = self._back.encode(boxes[0].clone(), boxes[0].view(torch.uint8))
-        size = self._back.bytes(len(boxes[0]))
-        for box in boxes[1:]:
-            box.view(torch.uint8)[:size].copy_(boxes[0].view(torch.uint8)[:size])
-
-    def _sum_up(self, parts: dict[int, _Part], total: Gradient | None = None) -> None:
-        """Make one update of all parts."""
+    def _sum_up(
+        self, parts: dict[int, _Part], total: Gradient | None = None, groups: Groups | None = None
+    ) -> None:  # fmt: skip
+        """Make one update of all parts, with the newest one's hyperparameters if none are given."""
         full = self._full(parts)
+        for part in parts.values():
+            self._note_used(part.push.leases)
         for part in full:
             self._count(self.version - part.base)
             self.trained += len(part.push.leases)
         if full or isinstance(self._rule, Sum):
-            groups = full[-1].push.groups if full else None
-            self._update(self._sum(parts) if total is None else total, groups)
+            newest = full[-1].push if full else None
+            if newest is not None and newest.groups is not None:
+                self.counts.conflicts += not all(same_groups(part.push.groups, newest.groups) for part in full)
+            gradient = self._sum(parts) if total is None else total
+            for kind, pieces, limit in newest.clips if newest else ():
+                clip(gradient.dense, kind, self._spans(pieces), limit)
+            self._update(gradient, groups or (newest.groups if newest else None))
         else:
             self.version += 1
+            self.skipped += 1
 
-    def _update(self, gradient: Gradient, groups: Groups | None) -> None:
+    def _update(self, gradient: Gradient, groups: Groups | None, factor: float = 1.0) -> None:
         assert self._rule is not None
-        self._rule.update(gradient, groups)
+        self._rule.update(gradient, groups, factor)
         self.version += 1
         self.counts.updates += 1
+        if self._average is not None:
+            self._average.follow(self.values, self.version - self.skipped)
+        for table, rows in self._rule.moved_rows(gradient).items():
+            self._replies.changed.note(table, rows, self.version)
 
     def _count(self, staleness: int) -> None:
         self.counts.staleness[staleness] = self.counts.staleness.get(staleness, 0) + 1
 
-    def _told(self, what: str) -> Any:
+    def _note_used(self, leases: Sequence[int]) -> None:
+        """Count leases whose gradients are in the weights, or that have given none."""
+        for lease in leases if self._leases.section >= 0 else ():
+            if lease in self._used:
+                self.counts.repeated += 1
+            else:
+                self._used.add(lease)
+                self.counts.used += 1
+
+    def _told(self, message: Tell) -> Any:
+        what = message.what
+        if what == "logged":
+            return self._logged.of(message.section)
         if what == "counts":
             return self.counts
         if what == "lost":
-            return None if self._back is None else self._back.lost
+            return self._replies.lost
         if what == "weights":
             return self.values
+        if what == "average":
+            return None if self._average is None else (self._average.values, self._average.updates)
         if what == "velocity":
             return self._rule.velocity if isinstance(self._rule, Outer) else None
-        return self._rule.state() if isinstance(self._rule, Step) else []
+        return None if self._rule is None else self._rule.optimizers()

@@ -2,59 +2,63 @@
 
 from __future__ import annotations
 
-import pickle
+import sys
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, final
 
-import torch
-
-from fabricx.comm.links import LOST, Entrance, Hello, Link, Store, meet_over_gloo
-from fabricx.exchange.messages import Begin, Granted, Open, Push, Reply
+from fabricx.checkpoint import memory
+from fabricx.comm.authentication import AuthenticationError
+from fabricx.comm.generations import membership
+from fabricx.comm.links import LOST, NETWORK, READY, Entrance, Hello, Link, Store, meet_over_gloo
+from fabricx.exchange.journal import Journal
+from fabricx.exchange.messages import Push, Reply
 from fabricx.exchange.server import Server
 from fabricx.exchange.told import Told
 
 POLL_S: Final = 0.05  # how often a server looks for workers of other machines, until all are there
 LOOK_S: Final = 0.2  # and later; and how often it looks whether a worker that waits is still there
 END_S: Final = 1.0  # how long a thread may take to end
-LONG: Final = timedelta(days=365)  # a link has no time-out: that a worker has died is known by its end
 
 
 def serve(
-    store: Store, prefix: str, number: int, workers: int, *, folder: str | None = None, generation: int = 0,
-    run_dir: Path | None = None, traces: bool = False,
+    store: Store, prefix: str, secret: bytes, number: int, workers: int, *, network: bool, folder: str | None = None,
+    generation: int = 0, run_dir: Path | None = None, traces: bool = False, slot: int | None = None,
 ) -> None:  # fmt: skip
     """Be a server until the workers have said that they have done, and are gone.
 
     Args:
         store: where workers look for the address.
         prefix: of the run's keys.
+        secret: the run's key: who doesn't have it isn't answered.
         number: which server this is.
         workers: how many there are.
-        folder: where snapshots are, if a server that died is to be started again; then others may come after all
+        network: workers come over gloo: from other machines, or because they were told to.
+        folder: where the journal is, if a server that died is to be started again; then others may come after all
             workers have died, too.
         generation: how often this one was.
         run_dir: the run's folder, if it records what happens in it.
         traces: also when each gradient is applied.
+        slot: under which number the journal is in the folder; after those of the workers if not given.
     """
-    snapshot = Path(folder) / f"server-{number}" if folder is not None else None
-    serving = _Serving(store, f"{prefix}/server/{number}", workers, number == 0, snapshot,
-                       Told(run_dir, number, traces=traces))  # fmt: skip
-    serving.run(generation)
+    slot = workers + number if slot is None else slot
+    files = [] if folder is None else [memory.path_of(folder, slot, place) for place in range(memory.NEWEST)]
+    told = Told(run_dir, number, traces=traces)
+    serving = _Serving(store, f"{prefix}/server/{number}", secret, workers, number == 0, files, told)
+    serving.run(generation, network=network)
 
 
 @final
 class _Serving:
     def __init__(
-        self, store: Store, key: str, workers: int, deals: bool, snapshot: Path | None, told: Told
+        self, store: Store, key: str, secret: bytes, workers: int, deals: bool, files: list[Path], told: Told
     ) -> None:  # fmt: skip
-        self._store, self._key, self._told = store, key, told
+        self._store, self._key, self._secret, self._told = store, key, secret, told
         self._workers, self._deals = workers, deals
         self._server, self._generation = Server(workers, deals=deals), 0  # and of which workers
-        self._snapshot = snapshot
-        self._kept = -1  # version of the newest snapshot
+        self._folder = str(files[0].parent) if files else None
+        self._journal = Journal(files) if files else None
         self._changed = threading.Condition()
         self._present: set[Link] = set()
         self._came = 0
@@ -64,14 +68,16 @@ class _Serving:
         self._over = threading.Event()
         self._error: BaseException | None = None
 
-    def run(self, generation: int) -> None:
-        if self._snapshot is not None and self._snapshot.exists():
-            self._server.restore(torch.load(self._snapshot, weights_only=False))  # its own
-        entrance = Entrance(None if self._snapshot is None else str(self._snapshot.parent))
-        self._in_thread(self._watch_for_others, f"{self._key}/{generation}/from")
+    def run(self, generation: int, *, network: bool) -> None:
+        if self._journal is not None:
+            self._journal.bring_back(self._server)
+            membership().watch_deaths(self._forget)
+        entrance = Entrance(self._secret, self._folder)
+        if network:
+            self._in_thread(self._watch_for_others, f"{self._key}/{generation}/from")
         self._in_thread(self._let_in, entrance)
         self._in_thread(self._tell)
-        self._store.set(self._key, f"{generation} {entrance.address}")
+        self._store.set(self._key, f"{generation} {NETWORK if network else 'here'} {entrance.address}")
         try:
             with self._changed:
                 self._changed.wait_for(lambda: self._error or (self._done and not self._present))
@@ -82,6 +88,8 @@ class _Serving:
             for thread in self._threads:  # else one may be cut off in the middle of something
                 thread.join(END_S)
             self._told.end()
+            if self._journal is not None:
+                self._journal.close()
         if self._error is not None:
             raise self._error
 
@@ -109,11 +117,21 @@ class _Serving:
         number = 1
         while not self._over.wait(POLL_S if self._came < self._workers else LOOK_S):
             while self._store.check([key := f"{place}/{number}"]):
-                self._in_thread(self._meet, f"{key}/link", pickle.loads(bytes.fromhex(self._store.get(key).decode())))
                 number += 1
+                try:
+                    hello = Hello.loads(self._secret, key, bytes.fromhex(self._store.get(key).decode()))
+                except (AuthenticationError, ValueError) as error:
+                    print(f"server {self._key} has refused a worker: {error}", file=sys.stderr, flush=True)
+                else:
+                    self._store.set(f"{key}/{READY}", "")
+                    self._in_thread(self._meet, f"{key}/link", hello)
 
     def _meet(self, name: str, hello: Hello) -> None:
-        self._attend(meet_over_gloo(self._store, name, hello, server=True, timeout=LONG))
+        try:
+            link = meet_over_gloo(self._store, name, hello, self._secret, server=True)
+        except LOST:
+            return  # the worker has died, or has given up
+        self._attend(link)
 
     def _attend(self, link: Link) -> None:
         """Answer one worker's messages, in their order, until it leaves."""
@@ -122,67 +140,81 @@ class _Serving:
             server = self._server_of(link.hello.generation)
             self._came += 1
             self._present.add(link)
-            server.joined(worker)
+            if self._journal is not None:
+                self._journal.joined(worker, resumes=link.hello.resumes)
+            server.joined(worker, resumes=link.hello.resumes)
             self._told.joined(worker)
         try:
-            while (message := link.recv()) is not None:
-                answer = self._answer(server, message, link)
+            while (received := link.recv()) is not None:
+                number, message = received
+                answer = self._answer(server, number, message, link)
                 if isinstance(answer, Reply):
                     for start, stop in answer.spans:
                         link.post(start, stop)
                 if answer is not None:
-                    link.send(answer)
+                    link.send((number, answer))
             self._done = self._done or server is self._server
         except LOST:
             pass
+        except AuthenticationError as error:  # the link ends, and nothing of what came is used
+            print(f"server {self._key}: {error}", file=sys.stderr, flush=True)
         except BaseException as error:
             self._error = error
         finally:
             link.close()
             with self._changed:
                 self._present.discard(link)
-                server.left(worker)
-                self._done = self._done or (self._snapshot is None and self._came >= self._workers)
+                self._leave(server, worker)
+                self._done = self._done or (self._journal is None and self._came >= self._workers)
                 self._changed.notify_all()
 
-    def _server_of(self, generation: int) -> Server:
-        """Return who serves a generation of workers; nothing of the one before is left in a new one's."""
-        if generation > self._generation:
-            self._server, self._generation = Server(self._workers, deals=self._deals), generation
-        return self._server if generation == self._generation else Server(self._workers)
+    def _forget(self, worker: int) -> None:
+        """Go on without a worker that has died, also if it hasn't been heard of since this server was started."""
+        with self._changed:
+            self._leave(self._server, worker)
+            self._changed.notify_all()
 
-    def _keep(self, message: Any, answer: Any) -> None:
-        """Write a snapshot, if it is time; all wait for it. The end of a section, once told, has to be remembered."""
-        every = self._server.snapshot_every
-        if self._snapshot is None or not every:
+    def _leave(self, server: Server, worker: int) -> None:
+        """Give a worker's leases to others, unless it has another link."""
+        if any(link.hello.worker == worker for link in self._present):
             return
-        ended = isinstance(answer, Granted) and answer.over and self._kept != self._server.version
-        if ended or isinstance(message, (Begin, Open)) or self._server.version >= self._kept + every:
-            self._kept = self._server.version
-            new = self._snapshot.with_suffix(".new")
-            torch.save(self._server.snapshot(), new)
-            new.replace(self._snapshot)
+        if self._journal is not None and server is self._server:
+            self._journal.left(worker)
+        server.left(worker)
 
-    def _answer(self, server: Server, message: Any, link: Link) -> Any:
-        worker = link.hello.worker
+    def _server_of(self, generation: int | None) -> Server:
+        """Return who serves a generation of workers; nothing of the one before is left in a new one's."""
+        if generation is not None and generation > self._generation:
+            self._server, self._generation = Server(self._workers, deals=self._deals), generation
+        return self._server if generation in (None, self._generation) else Server(self._workers)
+
+    def _answer(self, server: Server, number: int, message: Any, link: Link) -> Any:
+        worker, together = link.hello.worker, link.hello.generation is not None
+
+        def ready() -> bool:
+            return server.repeated(worker, number, message) or server.ready(worker, message)
+
         with self._changed:
             self._queue += 1
             try:
-                while not self._changed.wait_for(lambda: server.broken or server.ready(worker, message), LOOK_S):
+                while not self._changed.wait_for(lambda: (together and server.broken) or ready(), LOOK_S):
                     if link.gone():
                         raise EOFError
             finally:
                 self._queue -= 1
-            if not server.ready(worker, message):
+            if not ready():
                 raise EOFError  # what it waits for will never come
             try:
                 server.counts.messages += 1
                 server.counts.queued += self._queue
                 begun = time.monotonic()
-                answer = server.handle(worker, message, link.inbox, link.outbox)
+                if self._journal is not None and not server.repeated(worker, number, message):
+                    self._journal.said(server, worker, number, message, link.inbox)
+                answer = server.handle_once(worker, number, message, link.inbox, link.outbox)
                 if isinstance(message, Push):
                     self._told.applied(worker, begun)
-                self._keep(message, answer)
+                if self._journal is not None:
+                    self._journal.keep(server, message)
                 return answer
             except BaseException as error:
                 self._error = error

@@ -16,9 +16,9 @@ from fabricx.exchange.client import Client
 from fabricx.exchange.layout import Shard, divide
 from fabricx.exchange.messages import Settings
 from fabricx.exchange.neighbours import Neighbours, others_are_there
+from fabricx.exchange.optimizer_parts import Hyperparameters, Remembered, ServerOptimizers, pack, sliced, take_in
 from fabricx.exchange.pace import Together
-from fabricx.exchange.rules import add_up, join_states, sliced
-from fabricx.strategy import SPARSE_CLIPPED
+from fabricx.exchange.rules import add_up
 
 Span = tuple[int, int]
 
@@ -69,7 +69,9 @@ class Sharing(Together):
     def starts(self, step: int) -> None:
         self._shard = self._divided(self.world.size)[self.world.rank]
         offsets = [start for start, _ in _spans(self._parameters)]
-        self._stepping, self._pieces = sliced(self._optimizers, self._parameters, self._shard)
+        packed, self._pieces = sliced(self._optimizers, self._parameters, self._shard)
+        self._stepping = packed.unpack(self._pieces)
+        self._hyperparameters = Hyperparameters(self._stepping, packed.given)
         self._spans = [
             (offsets[piece.parameter] + piece.start, offsets[piece.parameter] + piece.stop)
             for piece in self._shard.pieces
@@ -137,9 +139,7 @@ class Sharing(Together):
         return True
 
     def _gradients_of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        clipped = list(parameters)
-        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in clipped):
-            raise ValueError(SPARSE_CLIPPED)
+        clipped = self.check_dense(parameters)
         self._sum()
         wanted = {id(parameter) for parameter in clipped}
         return [
@@ -153,30 +153,27 @@ class Sharing(Together):
     def updated(self, step: int) -> int:
         self._sum()
         self._summed = False
-        for stepping, given in zip(self._stepping, self.groups(), strict=True):
-            for group, values in zip(stepping.param_groups, given, strict=True):
-                group.update(values)
+        self.forget_part()
+        self._hyperparameters.apply(self.groups())
+        for stepping in self._stepping:
             stepping.step()
         self._neighbours.meet()
         return step
 
     @contextmanager
     def whole_states(self, optimizers: list[Optimizer]) -> Iterator[None]:
+        remembered = Remembered(optimizers)
         self.take_own(self.world.gather_objects(self.own()))
         yield
         self.forget_moments()
+        remembered.restore()
 
-    def own(self) -> tuple[int, int, list[list[dict[str, Any]]]]:
-        mine = [[dict(stepping.state.get(piece, {})) for piece in self._pieces] for stepping in self._stepping]
-        return self.world.rank, self.world.size, mine
+    def own(self) -> ServerOptimizers:
+        packed = pack(self._stepping, self._pieces, given=self._hyperparameters.given)
+        return ServerOptimizers(self._shard, packed)
 
     def take_own(self, owns: Sequence[Any]) -> None:
-        every = [(self._divided(size)[rank].parts, states) for rank, size, states in owns]
-        for which, optimizer in enumerate(self._optimizers):
-            parts = [pair for mine, states in every for pair in zip(mine, states[which], strict=True)]
-            for number, parameter in enumerate(self._parameters):
-                if state := join_states(parameter, [(part, s) for part, s in parts if part.parameter == number]):
-                    optimizer.state[parameter] = state
+        take_in(self._optimizers, self._parameters, owns)
 
 
 def _spans(parameters: Iterable[Tensor]) -> list[Span]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabricx.averaging import AverageRule
 from fabricx.comm.apart import apart
 from fabricx.comm.generations import membership
 from fabricx.comm.norm import synchronised
@@ -21,13 +22,15 @@ from fabricx.exchange.apart import Apart
 from fabricx.exchange.arrival import Lookout
 from fabricx.exchange.client import Client
 from fabricx.exchange.compression import KINDS
+from fabricx.exchange.divisible import needs_whole_tensors
 from fabricx.exchange.lowrank import LowRank
 from fabricx.exchange.messages import Counts, Settings
 from fabricx.exchange.neighbours import Neighbours
 from fabricx.exchange.pace import Holding, Pace, Summing
 from fabricx.exchange.rounds import Rounds
-from fabricx.exchange.rules import needs_whole_tensors
 from fabricx.exchange.sharing import Sharing
+from fabricx.exchange.statistics import RunningStatistics
+from fabricx.exchange.totals import Totals
 from fabricx.strategy import Strategy, Traits
 
 LinkKind = Literal["auto", "gloo"]
@@ -82,7 +85,7 @@ class ServedStrategy(Strategy):
             raise ValueError(f"snapshot_every={settings.snapshot_every}: a number of updates, or 0 for no snapshots")
         self.servers = servers
         self.link = link
-        self.shard_by = shard_by
+        self.shard_by: ShardBy = shard_by
         self._compresses = settings.compresses or rank is not None
         self.traits = Traits(
             synchronous=pace is None,
@@ -104,8 +107,9 @@ class ServedStrategy(Strategy):
         self._overlap = overlap
         self._rank = rank
         self._kept: Any = None  # what compression has kept, as a checkpoint has it
-        self._told: _Totals | None = None  # what was measured when it was asked for last
+        self._told: Totals | None = None  # what was measured when it was asked for last
         self._undo: list[Callable[[], None]] = []
+        self._statistics: RunningStatistics | None = None  # of workers that go at their own pace
 
     # -- set up -------------------------------------------------------------------------------------------------
 
@@ -140,12 +144,16 @@ class ServedStrategy(Strategy):
     def _connect(self) -> None:
         """Meet the servers, with those that are here now."""
         optimizers = self._optimizers
+        tables = _tables(self.module, self._parameters) if self._settings.outer is None else {}
         whole = self.shard_by == "tensor"
-        if self._servers_step and self.shard_by == "auto":
-            whole = needs_whole_tensors(optimizers)
+        if self._servers_step:
+            _check_tables(optimizers, [self._parameters[number] for number in tables.values()])
+            parts = self.servers or self.world.size
+            whole = needs_whole_tensors(
+                optimizers, self._parameters, parts, self.shard_by, frozenset(tables.values())
+            )  # fmt: skip
         low_rank = None if self._rank is None else LowRank(self._parameters, self._rank)
         pace = self._pace = self._apart or self._together(low_rank, whole)
-        tables = _tables(self.module, self._parameters) if self._settings.outer is None else {}
         for option, value in (("compensation", self._settings.compensation), ("compression='powersgd'", self._rank)):
             if tables and value is not None:
                 raise ValueError(f"{option} knows no sparse gradients: say sparse=False, or leave it out")
@@ -174,10 +182,10 @@ class ServedStrategy(Strategy):
         if world.store is None:
             raise ValueError(f"{type(self).__name__} needs servers, which are started with the workers")
         return Client(
-            world.store, key, world.rank, parameters, self.servers, whole=whole, views=views, tables=tables,
-            over_gloo=self.link == "gloo", sums=self._apart is None and not self._servers_step,
+            world.store, key, world.secret, world.rank, parameters, self.servers, whole=whole, views=views,
+            tables=tables, over_gloo=self.link == "gloo", sums=self._apart is None and not self._servers_step,
             compression=self._settings.compression, back=self._settings.pull_compression, keep=self._settings.keep,
-            generation=world.generation if self._apart is None else 0,
+            generation=world.generation if self._apart is None else None,
         )  # fmt: skip
 
     def _look_up_before(self, part: nn.Module, number: int, pace: Pace) -> Callable[[], None]:
@@ -194,15 +202,19 @@ class ServedStrategy(Strategy):
             return Holding(self._settings) if self.servers else Sharing(self._settings, whole=whole)
         return Summing(self._settings, several=self._several_backwards, low_rank=low_rank)
 
-    def starts(self, step: int) -> None:
+    def starts(self, step: int, ranks: int) -> None:
         assert self._pace is not None
         self._take_up_kept(self._pace)
+        if self._apart is not None:
+            self._apart.planned = ranks
         self._pace.starts(step)
+        if self._apart is not None and self.module is not None:
+            self._statistics = RunningStatistics(self.module)
         self._told = None
 
     def teardown(self) -> None:
         self._disconnect(done=True)
-        self._parameters, self._optimizers = [], []
+        self._parameters, self._optimizers, self._statistics = [], [], None
         super().teardown()
 
     def _disconnect(self, *, done: bool) -> None:
@@ -222,6 +234,8 @@ class ServedStrategy(Strategy):
             pace = self._pace
             if pace is None:
                 return step(*args)
+            if self._statistics is not None:
+                self._statistics.computed()
             with pace.computes(), apart() if self._apart is not None else contextlib.nullcontext():
                 return step(*args)
 
@@ -242,9 +256,9 @@ class ServedStrategy(Strategy):
         if self._client is not None:
             self._client.hears = closing
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
         assert self._pace is not None
-        self._pace.backward(loss, closing=self.closes)
+        self._pace.backward(compute or loss.backward, closing=self.closes)
 
     def backward_nothing(self, *company: Any) -> bool:
         assert self._pace is not None
@@ -252,9 +266,45 @@ class ServedStrategy(Strategy):
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         assert self._pace is not None
+        if self.norm_clipping_refused:
+            raise ValueError(self.norm_clipping_refused)
         clipped = list(parameters)
         norm = self._pace.clip_norm(clipped, max_norm)
         return super().clip_norm(clipped, max_norm) if norm is None else norm
+
+    def hooks_see_gradients(self) -> contextlib.AbstractContextManager[Any]:
+        assert self._pace is not None
+        return self._pace.hooks_see_gradients()
+
+    @property
+    def hides_gradients(self) -> bool:
+        return self._pace is not None and self._pace.brings_parts
+
+    def nonfinite_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        assert self._pace is not None
+        return self._pace.nonfinite_gradients(parameters)
+
+    def drop_gradients(self, parameters: Iterable[Tensor]) -> None:
+        assert self._pace is not None
+        self._pace.drop_gradients(parameters)
+
+    @property
+    def norm_clipping_refused(self) -> str:  # type: ignore[override]
+        if self._apart is None or not self._settings.aggregate or self.servers == 1 or self.world.size == 1:
+            return ""
+        return (
+            f"the norm of a gradient can't be limited with servers={self.servers} and mode='bounded': each has a "
+            "part of it, and none waits for the others. Take servers=1, gradient_clip_algorithm='value', or mode='sync'"
+        )
+
+    @property
+    def batch_weight_refused(self) -> str:  # type: ignore[override]
+        if self._apart is None or not (self._settings.aggregate or self._settings.outer):
+            return ""
+        return (
+            "batch_weight needs the weight of the global batch in each update, and here no worker waits for the "
+            "others': take parameter_server with mode='sync' and backup_workers=0, or strategy=ddp or fsdp"
+        )
 
     @property
     def _gradient_is_here(self) -> bool:
@@ -271,11 +321,43 @@ class ServedStrategy(Strategy):
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         assert self._pace is not None
+        self._pace.check_parameters()
         return self._pace.step(optimizer, closure)
 
     def updated(self, step: int) -> int:
         assert self._pace is not None
         return self._pace.updated(step)
+
+    def weights_step(self, step: int) -> int:
+        return step if self._pace is None else self._pace.weights_step(step)
+
+    def keep_average(self, rule: AverageRule, step: int, averages: Mapping[str, Tensor]) -> frozenset[str]:
+        if self.module is None or not self._servers_see_more:
+            return frozenset()
+        names = self._names(self.module)
+        if self.world.main_rank and not self.world.newcomer and self._client is not None:
+            given = [averages.get(name, p) for name, p in zip(names, self._parameters, strict=True)]
+            self._client.keep_average(rule, step, given)
+        return frozenset(names)
+
+    def kept_average(self) -> tuple[dict[str, Tensor], int]:
+        if self._client is None or self.module is None:
+            return {}, 0
+        averages, updates = self._client.averages()
+        return dict(zip(self._names(self.module), averages, strict=True)), updates
+
+    @property
+    def _servers_see_more(self) -> bool:
+        """Return whether a worker lacks the weights of some updates, or some of the weights of an update."""
+        if not self._servers_step or not self.servers:
+            return False
+        partial = self._settings.pull_compression is not None or bool(_tables(self.module, self._parameters))
+        return self._apart is not None or partial
+
+    def _names(self, module: nn.Module) -> list[str]:
+        """Return the names of the parameters that servers have, in their order."""
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        return [names.get(id(parameter), f"#{number}") for number, parameter in enumerate(self._parameters)]
 
     @property
     def waited_s(self) -> float:  # type: ignore[override]
@@ -295,7 +377,9 @@ class ServedStrategy(Strategy):
 
     @property
     def updates_per_batch(self) -> int:
-        return self.world.size if self._apart is not None and not self._settings.aggregate else 1
+        if self._apart is None or self._settings.aggregate:
+            return 1
+        return self._apart.planned or self.world.size
 
     # -- between the ranks --------------------------------------------------------------------------------------
 
@@ -316,8 +400,8 @@ class ServedStrategy(Strategy):
     def quiesce(self, copies: Mapping[str, Tensor] | None = None) -> None:
         if self._pace is not None and self._client is not None and self.module is not None:
             self._pace.meet()
-            if self._apart is not None:
-                _pool_statistics(self.module, self.world)
+            if self._statistics is not None:
+                self._statistics.pool(self.world)
         super().quiesce(copies)
 
     def counts(self) -> list[Counts]:
@@ -329,7 +413,7 @@ class ServedStrategy(Strategy):
             return {}
         workers = self.world.gather_objects((*self.traffic, self._client.waited_s))
         servers = self.counts()
-        now = _Totals(workers, servers)
+        now = Totals(workers, servers)
         before, self._told = self._told, now
         return now.since(before) if self.world.main_rank else {}
 
@@ -432,45 +516,16 @@ def _tables(module: nn.Module | None, parameters: Sequence[Tensor]) -> dict[nn.M
     return found
 
 
-class _Totals:
-    """What all workers and servers have counted since they began."""
+def _check_tables(optimizers: Sequence[Optimizer], tables: Sequence[Tensor]) -> None:
+    """Check that optimizers can step tables of which only some rows have gradients, on servers.
 
-    def __init__(self, workers: Sequence[tuple[int, int, float]], servers: Sequence[Counts]) -> None:
-        sent, received, waited = (sum(column) for column in zip(*workers, strict=True))
-        self.totals = {"sent_mib": sent / 2**20, "received_mib": received / 2**20, "waited_s": waited}
-        self.totals["dropped"] = float(sum(server.dropped for server in servers))
-        self.messages, self.queued = (
-            sum(server.messages for server in servers),
-            sum(server.queued for server in servers),
-        )
-        self.staleness = Counter[int]()
-        for server in servers:
-            self.staleness.update(server.staleness)
-        self.lead = max((server.lead for server in servers), default=0)
-
-    def since(self, before: _Totals | None) -> dict[str, float]:
-        """Return what has come since then, by the names that loggers see."""
-        earlier = before.totals if before is not None else dict.fromkeys(self.totals, 0.0)
-        # Less than before, where a worker or a server has died.
-        found = {f"exchange/{name}": max(0.0, value - earlier[name]) for name, value in self.totals.items()}
-        staleness = self.staleness - before.staleness if before is not None else self.staleness
-        if staleness:
-            found["exchange/staleness_mean"] = sum(k * n for k, n in staleness.items()) / staleness.total()
-            found["exchange/staleness_max"] = float(max(staleness))
-        messages, queued = self.messages, self.queued
-        if before is not None:
-            messages, queued = messages - before.messages, queued - before.queued
-        if messages > 0:
-            found["exchange/queue_mean"] = queued / messages
-        return {**found, "exchange/clock_lead": float(self.lead)}
-
-
-def _pool_statistics(module: nn.Module, world: Any) -> None:
-    """Join the running statistics of batch normalisation: the mean of means, and the variance of all together."""
-    for part in module.modules():
-        mean, variance = getattr(part, "running_mean", None), getattr(part, "running_var", None)
-        if not isinstance(mean, Tensor) or not isinstance(variance, Tensor) or world.size == 1:
-            continue
-        square = world.all_reduce(variance + mean.square()) / world.size
-        mean.copy_(world.all_reduce(mean.clone()) / world.size)
-        variance.copy_((square - mean.square()).clamp_(min=0))
+    Raises:
+        ValueError: one has momentum, which moves rows without a gradient, and is sparse: servers can't divide it.
+    """
+    sparse = {id(table) for table in tables}
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        if group.get("momentum") and any(id(parameter) in sparse for parameter in group["params"]):
+            raise ValueError(
+                "momentum moves rows of a sparse embedding that have no gradient, and servers have gradients of rows: "
+                "say momentum=0 for the table (in a group of its own), sparse=False, or take optimizer='worker'"
+            )

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fabricx.exchange.fake import simulate
 from fabricx.exchange.layout import divide
-from fabricx.exchange.messages import Begin, Settings
-from fabricx.exchange.rules import needs_whole_tensors, part_of, sliced
+from fabricx.exchange.messages import Ask, Begin, Open, Pull, Push, Settings
+from fabricx.exchange.optimizer_parts import part_of, sliced
 from fabricx.exchange.server import Server
 
 SIZE = 5
@@ -117,6 +117,7 @@ def test_too_old_gradients_are_dropped_and_their_data_trained_again() -> None:
     assert server.counts.dropped > 0
     assert max(server.counts.staleness) == 2
     assert server.version == sum(server.counts.staleness.values()) == 60
+    assert (server.counts.dealt, server.counts.used, server.counts.repeated) == (server.trained, server.trained, 0)
 
 
 def test_an_update_takes_the_first_gradients_and_late_ones_are_trained_again() -> None:
@@ -190,7 +191,8 @@ def test_pieces_step_as_the_whole(optimizer: str) -> None:
         gradients = [torch.randn_like(parameter) for parameter in parameters]
         found = [parameter.detach().reshape(-1).clone() for parameter in parameters]
         for shard in divide([parameter.shape for parameter in parameters], pieces):
-            copies, made = sliced([chosen], parameters, shard)
+            packed, made = sliced([chosen], parameters, shard)
+            copies = packed.unpack(made)
             for _ in range(3):
                 for part, piece in zip(made, shard.pieces, strict=True):
                     part.grad = part_of(gradients[piece.parameter], piece)
@@ -203,20 +205,6 @@ def test_pieces_step_as_the_whole(optimizer: str) -> None:
     whole = train(1)
     for pieces in (2, 3, 5):
         assert all(torch.equal(a, b) for a, b in zip(train(pieces), whole, strict=True))
-
-
-class Unknown(torch.optim.SGD):
-    pass
-
-
-def test_optimizers_that_cant_be_divided_are_refused_or_kept_whole() -> None:
-    parameters = [nn.Parameter(torch.zeros(2, 2))]
-    assert not needs_whole_tensors([torch.optim.AdamW(parameters)])
-    assert needs_whole_tensors([torch.optim.Adafactor(parameters)])
-    with pytest.raises(ValueError, match=r"whether Unknown steps each element .* shard_by='tensor'"):
-        needs_whole_tensors([Unknown(parameters)])
-    with pytest.raises(ValueError, match="LBFGS"):
-        needs_whole_tensors([torch.optim.LBFGS(parameters)])
 
 
 def test_every_element_is_with_one_server() -> None:
@@ -250,6 +238,36 @@ def test_a_server_goes_on_from_a_snapshot_of_any_moment(settings: dict[str, Any]
     for moment in moments:
         again = Server(3)
         again.restore(torch.load(io.BytesIO(moment), weights_only=False))
+        for worker in range(3):  # what they had is dealt again
+            again.left(worker)
+            again.joined(worker, resumes=True)
         finished, who, _ = simulate(start, 30, gradient, uneven, server=again)
         assert finished.version == server.version
         assert len({lease for worker in who for lease in worker.trained}) == sum(len(w.trained) for w in who)
+
+
+def test_a_global_batch_without_a_gradient_is_no_update() -> None:
+    start, weights = begin(workers=1, max_staleness=0)
+    server, inbox, outbox = Server(1), torch.ones(SIZE), torch.empty(SIZE)
+    server.handle(0, start, inbox, outbox)
+    server.handle(0, Open(0, 3), inbox, outbox)
+    replies = []
+    for empty in (False, True, False):
+        granted = server.handle(0, Ask(0, True), inbox, outbox)
+        server.handle(0, Push(granted.clock, granted.parts, (granted.lease,), empty), inbox, outbox)
+        replies.append(server.handle(0, Pull(), inbox, outbox))
+    assert [(reply.version, reply.skipped) for reply in replies] == [(1, 0), (2, 1), (3, 1)]
+    assert torch.equal(server.values, weights - 0.1 - 0.1)
+    assert (server.counts.dealt, server.counts.used) == (3, 3)
+
+
+@pytest.mark.parametrize(("rate", "conflicts"), [(0.1, 0), (0.2, 1)])
+def test_updates_whose_parts_have_different_hyperparameters_are_counted(rate: float, conflicts: int) -> None:
+    start, weights = begin(workers=2)
+    server = Server(2)
+    server.handle(0, start, torch.empty(0), torch.empty(0))
+    for worker, own in enumerate((0.1, rate)):
+        groups = [[{"lr": own}]]
+        push = Push(clock=0, parts=2, leases=(worker,), groups=groups)
+        server.handle(worker, push, gradient(worker, weights), torch.empty(SIZE))
+    assert (server.version, server.counts.conflicts) == (1, conflicts)

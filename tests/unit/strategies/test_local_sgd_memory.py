@@ -1,0 +1,34 @@
+"""How many copies of the weights local_sgd holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fabricx.comm.world import World
+from fabricx.strategies import LocalSGD
+
+
+def copies(strategy: LocalSGD, module: nn.Module) -> float:
+    """Return the bytes of the strategy's tensors, in units of the weights."""
+    found = {}
+    for fragment in strategy._fragments:
+        for tensor in (fragment.base, fragment.velocity, fragment.moved):
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(found.values()) / sum(parameter.nbytes for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(("outer", "kept"), [("average", 1), ("nesterov", 2)])
+def test_between_meetings_it_holds_no_copy_that_it_does_not_need(outer: str, kept: int) -> None:
+    module = nn.Linear(100, 100)
+    strategy = LocalSGD(every=4, outer=outer, fragments=1, overlap_steps=2)  # type: ignore[arg-type]
+    strategy.world = World()
+    strategy.setup(module)
+    held = []
+    for step in range(1, 9):
+        with torch.no_grad():
+            module.weight.add_(1.0)
+        strategy.updated(step)
+        held.append(copies(strategy, module))
+    assert held == [kept] * 3 + [kept + 1] * 2 + [kept] * 2 + [kept + 1]  # one more while a meeting is under way
