@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import compress
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 
+from fabricx.averaging import AverageRule
 from fabricx.callback import Callback
 
 if TYPE_CHECKING:
@@ -19,7 +21,14 @@ if TYPE_CHECKING:
 class EMA(Callback):
     """Keep a moving average of the weights (Polyak and Juditsky, 1992).
 
-    At each update, average = decay * average + (1 - decay) * weights.
+    At each update, average = decay * average + (1 - decay) * weights. Which weights those are:
+
+    - Of all strategies whose ranks have the same weights after an update, including `fsdp`: those.
+    - Where servers step and a rank does not see the weights of each update (`mode="bounded"`, `mode="async"`,
+      `async_sgd`, sparse embeddings, `pull_compression`), the servers keep the average, of each update in its order.
+      That takes room for the weights on the servers once more.
+    - Where each rank steps weights of its own (`local_sgd`, `async_sgd` with `every`), each rank averages its own, and
+      the average is the mean over ranks, joined for validation, checkpoints and the end.
 
     While a fit validates, the module holds the averages. Checkpoints hold them as the module's weights, so that
     whoever loads one gets them; the weights that training goes on with are in this callback's state beside them.
@@ -29,13 +38,14 @@ class EMA(Callback):
         decay: how much of the average stays at each update, from 0 to 1.
         every_n_steps: update after every so many weight updates.
         use_buffers: also average buffers of floating point, such as the statistics of batch normalisation; the
-            module's own ones are used otherwise.
+            module's own ones are used otherwise. Averages of buffers are the main rank's.
         start_step: until this many weight updates the average is a copy of the weights.
         validate_with_ema: validate the averages rather than the weights.
         apply_at_end: leave the averages in the module when training ends.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of its range; when training starts: buffers are to be averaged, and each of
+            several ranks goes at its own pace.
     """
 
     def __init__(
@@ -61,43 +71,94 @@ class EMA(Callback):
         self.averages: dict[str, Tensor] = {}
         self._live: dict[str, Tensor] = {}  # the weights, while the module holds the averages
         self._tensors: list[Tensor] = []  # the module's own tensors, in the order of `averages`; empty between runs
+        self._rule = AverageRule(decay, every_n_steps, start_step)
+        self._kept: frozenset[str] = frozenset()  # parameters whose averages servers keep
+        self._updates_before = 0  # updates of the averages before servers began to keep them
         self._step_seen = 0
+        self._trains = False
+        self._trainer: Trainer | None = None  # between the beginning and the end of a run
 
     # -- averaging ----------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        if stage == "fit":  # of whatever module; a checkpoint is restored later
+        self._trains = stage == "fit"
+        if self._trains:  # of whatever module; a checkpoint is restored later
             self.averages, self._live, self.updates = {}, {}, 0
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         tensors = self._averaged(module)
+        self._check_buffers(trainer, module)
         if self.averages.keys() != tensors.keys():
             self.averages, self._live = {name: _precise(tensor) for name, tensor in tensors.items()}, {}
-        self.averages = {name: self.averages[name].to(tensor.device) for name, tensor in tensors.items()}
         self._tensors = [tensor.detach() for tensor in tensors.values()]
-        self._step_seen = trainer.global_step
+        self._trainer = trainer
+        self._go_on_from(trainer)
         if self._live:  # a checkpoint brought the averages as the module's weights
             self._swap_out()
 
+    def _check_buffers(self, trainer: Trainer, module: Module) -> None:
+        """Refuse averages of buffers of which no rank sees each update."""
+        apart = trainer.strategy.dealer is not None and trainer.world.size > 1
+        if self.use_buffers and apart and any(buffer.is_floating_point() for buffer in module.buffers()):
+            raise ValueError(
+                "EMA(use_buffers=True): each of several ranks goes at its own pace and has buffers of its own, so no "
+                "rank sees those of each update: say use_buffers=False (the module's own buffers are used), or take "
+                "strategy=ddp"
+            )
+
+    def _go_on_from(self, trainer: Trainer) -> None:
+        """Average from where the run is: at its start, or at an earlier state after a failure."""
+        devices = zip(self.averages.items(), self._tensors, strict=True)
+        self.averages = {name: average.to(tensor.device) for (name, average), tensor in devices}
+        self._step_seen, self._updates_before = trainer.global_step, self.updates
+        self._kept = trainer.strategy.keep_average(self._rule, self._step_seen, self.averages)
+
+    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+        self._look()  # where ranks go at their own pace, new weights have come just now
+
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        step = trainer.global_step
-        if step == self._step_seen:  # in the middle of an accumulation window
+        self._look()
+
+    def _look(self) -> None:
+        """Average, if the module has weights of later updates than before; those of several may come at once."""
+        trainer = self._trainer
+        if trainer is None or self._live:
+            return
+        before, step = self._step_seen, trainer.strategy.weights_step(trainer.global_step)
+        if step <= before:  # in the middle of an accumulation window
             return
         self._step_seen = step
-        if step % self.every_n_steps == 0:
-            self._update(step)
-
-    @torch.no_grad()
-    def _update(self, step: int) -> None:
         averages, weights = _local(self.averages.values()), _local(self._tensors)
-        if not averages:
+        if self._kept:
+            here = [name not in self._kept for name in self.averages]
+            averages, weights = list(compress(averages, here)), list(compress(weights, here))
+        self.updates += self._rule.follow(averages, weights, before, step)
+
+    def _fetch(self) -> None:
+        """Take over what servers keep: averages of the newest update that all ranks' gradients have made."""
+        if self._kept and self._trainer is not None and not self._live:
+            averages, updates = self._trainer.strategy.kept_average()
+            for name, average in averages.items():
+                self.averages[name].copy_(average)
+            self.updates = self._updates_before + updates if averages else self.updates
+
+    def _meet(self) -> None:
+        """Let all ranks have the same averages; every rank calls it, and the weights are those of all."""
+        self._look()
+        trainer = self._trainer
+        if trainer is None or self._live:
             return
-        if step <= self.start_step:
-            torch._foreach_copy_(averages, weights)
+        self._fetch()
+        world = trainer.world
+        if world.size == 1:
             return
-        weights = [tensor.to(average.dtype) for tensor, average in zip(weights, averages, strict=True)]
-        torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
-        self.updates += 1
+        if not self._kept and not trainer.strategy.traits.synchronous:  # each rank has averaged weights of its own
+            for average in self.averages.values():
+                world.all_reduce(average).div_(world.size)
+        elif self.use_buffers:
+            for name, _ in trainer.module.named_buffers():
+                if name in self.averages:
+                    world.broadcast(self.averages[name])
 
     def _averaged(self, module: Module) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
@@ -123,27 +184,30 @@ class EMA(Callback):
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
         if self.validate_with_ema:
+            self._meet()
             self._swap_in()
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         self._swap_out()
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
+        self._meet()
         if self.apply_at_end:
             self._swap_in()
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
         self._swap_out()
-        self._tensors = []
+        self._tensors, self._trainer = [], None
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._tensors, self._live = [], {}
+        self._tensors, self._live, self._trainer = [], {}, None
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
         if not self._tensors or self._live:  # between runs, or the module holds the averages already
             return
+        self._meet()  # in place: what `state_dict` has returned is the same
         weights = checkpoint["strategy"]["module"]
         mine = checkpoint.get("callbacks", {}).get(self.state_key)  # not there if only weights are saved
         for name, alias in _aliases(module, self.averages):
@@ -152,13 +216,29 @@ class EMA(Callback):
                     mine["live"][name] = weights[alias]
                 weights[alias] = self.averages[name].to(weights[alias].dtype)
 
+    def on_load_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
+        """Let training go on with the weights, also those that servers get: they take the module's when it starts."""
+        mine = checkpoint.get("callbacks", {}).get(self.state_key)
+        if not self._trains or not mine or not mine["live"]:
+            return
+        weights, live = checkpoint["strategy"]["module"], mine["live"]
+        averages = {name: tensor for name, tensor in mine["averages"].items() if name in live}
+        for name, alias in _aliases(module, averages):
+            if alias in weights:
+                weights[alias] = live[name]
+        mine["live"] = {}
+
     def state_dict(self) -> dict[str, Any]:
+        self._look()
+        self._fetch()
         return {"averages": dict(self.averages), "live": dict(self._live), "updates": self.updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.averages = dict(state_dict["averages"])
         self._live = dict(state_dict["live"])
         self.updates = state_dict["updates"]
+        if self._tensors and self._trainer is not None:  # the run has gone back to an earlier state
+            self._go_on_from(self._trainer)
 
 
 def _local(tensors: Iterable[Any]) -> list[Tensor]:

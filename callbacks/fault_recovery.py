@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricx.callback import Callback
-from fabricx.errors import did_you_mean
+from fabricx.errors import ServerLost, did_you_mean, lost_a_link
 
 if TYPE_CHECKING:
     from fabricx.module import Module
@@ -56,6 +56,16 @@ class FaultRecovery(Callback):
     only with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`). With both lost, and with servers, it is the newest snapshot. So
     it is, too, where a machine hasn't enough memory left for two copies of what its ranks hold.
 
+    The last line of a run that has recovered counts what is missing in the weights and what was trained twice: samples
+    between a trained batch's place in the data order and that of the one before, and global batches of the updates
+    against those of the data order, or, with servers that deal data to workers at their own pace, the batches that were
+    dealt against those that each server has used. The updates of manual optimization are not counted.
+
+    Epoch values of what `training_step` logs are of each sample that is in the weights, once; with workers at their own
+    pace they travel with the gradients. What a hook has logged there after a worker's update is lost if that worker
+    dies before it brings its next gradient; torchmetrics objects and running statistics of normalisation lack what it
+    had added since all ranks met last, and the last line says that of the objects.
+
     Args:
         max_restarts: how often in a row, without getting any further.
         every_n_train_steps: weight updates between two snapshots; None for as many as take `every_s`. One that is due
@@ -66,8 +76,9 @@ class FaultRecovery(Callback):
             trained since the newest may have to be trained again.
         bad_gradients: what becomes of an update whose gradient has NaN or infinity on any rank: None looks at none,
             "raise" ends the run with the names of the parameters, "roll_back" starts again from the newest snapshot,
-            "skip" leaves the weights as they are. All ranks decide the same, at the cost of a small collective each
-            step.
+            "skip" leaves the weights as they are, of all optimizers; parameter_server with mode=bounded, where no rank
+            has the whole gradient, refuses that. All ranks decide the same, at the cost of a small collective each
+            step. Where servers step, a part of the gradient that could overflow in the sum is not finite, too.
         frozen_after: seconds without a sign of life after which a process is ended: it was stopped, or something in it
             holds the interpreter's lock.
         stuck_after: seconds without a further batch after which a process is ended, such as one in an endless loop, and
@@ -144,7 +155,9 @@ class FaultRecovery(Callback):
 
     def restarts_after(self, error: Exception, step: int) -> bool:
         cause = error.__cause__
-        own = cause is not None and "DataLoader worker" not in str(cause)  # else a process has died
+        died = cause is None or isinstance(cause, ServerLost) or "DataLoader worker" in str(cause)
+        died = died or lost_a_link(str(cause))
+        own = not died
         if own and (step < 0 or (self.bad_gradients == "raise" and isinstance(cause, FloatingPointError))):
             return False
         if step > self._step_reached:
@@ -162,6 +175,12 @@ class FaultRecovery(Callback):
         self._next, self._measured = state_dict["next"]
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        strategy = trainer.strategy
+        if self.bad_gradients == "skip" and strategy.hides_gradients and not strategy.traits.synchronous:
+            raise ValueError(
+                "FaultRecovery(bad_gradients='skip'): an update is the sum of several workers' gradients here, and "
+                "none of them sees all; take bad_gradients='roll_back' or 'raise', or parameter_server with mode=sync"
+            )
         step = self._step_saved = trainer.global_step  # it can be begun from there
         self._looked, self._next, self._measured = (step, time.monotonic()), step + _FIRST, False
         if trainer.failures:
@@ -172,8 +191,13 @@ class FaultRecovery(Callback):
             trainer.scribe.event("recovery", text, step, steps_again=again, seconds=seconds)
 
     def _look_at_gradients(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        bad = [parameter for parameter in parameters if not bool(parameter.grad.isfinite().all())]
+        optimizers = [optimizer]
+        if module.automatic_optimization:  # one update is of all optimizers, and is skipped as a whole
+            if optimizer is not trainer.optimizers[0]:
+                return
+            optimizers = trainer.optimizers
+        parameters = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+        bad = trainer.strategy.nonfinite_gradients(parameters)
         found = torch.tensor([float(bool(bad))], device=trainer.world.device)
         if trainer.strategy.traits.synchronous:  # else each rank's update is its own
             trainer.world.all_reduce(found, "max")
@@ -185,8 +209,7 @@ class FaultRecovery(Callback):
             _forget_copies(trainer)
             raise FloatingPointError(f"step {trainer.global_step}: the gradient isn't finite in {where}")
         trainer.scribe.event("bad gradient", "not finite: the update was skipped", trainer.global_step)
-        for parameter in parameters:
-            parameter.grad = None
+        trainer.strategy.drop_gradients(parameters)
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         step, every = trainer.global_step, self.compare_every_n_steps
@@ -204,7 +227,9 @@ class FaultRecovery(Callback):
             shutil.rmtree(self._folder(trainer), ignore_errors=True)  # with what a killed process had begun to write
         if trainer.failures:
             times = f"{len(trainer.failures)} time{'s' if len(trainer.failures) > 1 else ''}"
-            text = f"recovered {times}, 0 samples lost"
+            text = f"recovered {times}{_account(trainer, module)}"
+            if trainer.strategy.dealer is not None and trainer.metric_objects:
+                text += "; torchmetrics objects may lack what workers that died had added in an epoch"
             trainer.scribe.event("recovery", text, trainer.global_step)
             trainer.print(text)
 
@@ -257,6 +282,25 @@ class FaultRecovery(Callback):
         for path in checkpoint.list_committed(kept.parent):
             if path != kept.absolute():
                 checkpoint.remove(path)
+
+
+def _account(trainer: Trainer, module: Module) -> str:
+    """Return what was lost and trained twice, as the end of a sentence; nothing where that is not counted."""
+    dealer, state, since = trainer.strategy.dealer, trainer.state, ""
+    found: list[tuple[int, str, str]] = [(state.left_out, "sample", "lost"), (state.again, "sample", "trained twice")]
+    if dealer is not None:
+        lost, repeated, begun = dealer.lost_and_repeated()
+        found += [(lost, "batch", "lost"), (repeated, "batch", "trained twice")]
+        since = f" since step {begun}" if begun else ""
+    else:
+        difference = state.passed - state.trained if module.automatic_optimization else 0
+        found += [(difference, "global batch", "lost"), (-difference, "global batch", "trained twice")]
+    said = [
+        f"{n} {unit}{('es' if unit[-1] == 'h' else 's') if n > 1 else ''} {what}" for n, unit, what in found if n > 0
+    ]
+    if said:
+        return f", {', '.join(said)}{since}: the weights are not those of a run without failures"
+    return f", 0 samples lost{since}" if dealer is not None or module.automatic_optimization else ""
 
 
 def _compare(trainer: Trainer, module: Module) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from fabricx.callback import Callback
+from fabricx.callbacks.checkpoint_files import link_to, may_be_looked_at, remove_own, step_of, versioned
 from fabricx.callbacks.checkpoint_name import DEFAULT_TEMPLATE, format_name
 from fabricx.callbacks.moments import has_validation, looks_at_epoch_end
 from fabricx.callbacks.time_interval import TimeInterval
+from fabricx.checkpoint import sweep
 from fabricx.checkpoint.places import as_path, is_local
 from fabricx.duration import parse_duration
 from fabricx.errors import did_you_mean
@@ -167,6 +169,7 @@ class ModelCheckpoint(Callback):
         self._validated_step = -1
         self._from_validation = False  # does validation log the monitored metric?
         self._before_validation: Tensor | None = None
+        self._pending: dict[str, Any] | None = None  # the newest, and what was kept before, until it is there
 
     def _check_arguments(self) -> None:
         if self.mode not in ("min", "max"):
@@ -196,12 +199,10 @@ class ModelCheckpoint(Callback):
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         self._step_seen = self._step_saved = self._step_ranked = trainer.global_step
-        self._waiting = False
+        self._waiting, self._pending = False, None
         self._validated_step = -1
         if trainer.is_global_zero and trainer.state.attempt:  # this run goes on where another one has ended
-            from fabricx import checkpoint
-
-            checkpoint.sweep(self._folder)
+            sweep(self._folder)
         if self._clock is not None:
             self._clock.start(trainer.global_step)
         if self.best_k_models:  # from an earlier run, whose files may be gone by now
@@ -246,7 +247,14 @@ class ModelCheckpoint(Callback):
             self._save_or_wait(trainer, complain=complete and validated)
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
-        if trainer.global_step == self._step_saved or trainer.fast_dev_run:
+        if trainer.fast_dev_run:
+            return
+        lost = self._finish(trainer)
+        if trainer.failures and trainer.is_global_zero:  # a disk that hung may have kept a writer from doing so
+            sweep(self._folder)
+        if trainer.global_step == self._step_saved:
+            if lost:  # a worker died while these weights were written, and no later checkpoint comes
+                self._save(trainer)
             return
         if trainer.interrupted and self.save_on_exception and (self.save_top_k or self.save_last):
             path = self._save_aside(trainer, "interrupted")
@@ -299,7 +307,7 @@ class ModelCheckpoint(Callback):
 
     def _save(self, trainer: Trainer) -> None:
         """Save if the checkpoint is among the best; every rank calls this at the same step."""
-        trainer.finish_checkpoint()  # whether the one before is there decides what is kept now
+        self._finish(trainer)  # whether the one before is there decides what is kept now
         ranked, self._step_ranked = self._step_ranked, trainer.global_step
         try:
             self._save_if_good(trainer)
@@ -322,38 +330,29 @@ class ModelCheckpoint(Callback):
             return
         name = format_name(self._template, metrics, self.auto_insert_metric_name)
         path = self._free_path(trainer, name, displaced)
-        before = self.best_k_models
+        before = self._kept()
         # The checkpoint holds this callback's state: it has to know of itself already.
         self._keep({p: s for p, s in self.best_k_models.items() if p != displaced} | {path: torch.tensor(score)})
-        self._write(trainer, path, displaced, failed=lambda: self._keep(before))
+        self._write(trainer, path, before, displaced)
 
     def _save_last_alone(self, trainer: Trainer) -> None:
         """Save for the link only, without a place among the best."""
         if trainer.global_step == self._step_saved:
             return
-        trainer.finish_checkpoint()
+        self._finish(trainer)
         name = format_name(self._template, self._metrics(trainer), self.auto_insert_metric_name)
-        self._write(trainer, self._free_path(trainer, name))
+        self._write(trainer, self._free_path(trainer, name), self._kept())
 
     def _save_aside(self, trainer: Trainer, why: str) -> str:
-        trainer.finish_checkpoint()
+        self._finish(trainer)
         name = format_name(DEFAULT_TEMPLATE, self._metrics(trainer))
-        path = self._write(trainer, self._free_path(trainer, f"{why}-{name}"))
+        path = self._write(trainer, self._free_path(trainer, f"{why}-{name}"), self._kept())
         trainer.finish_checkpoint()
         return path
 
-    def _write(
-        self, trainer: Trainer, path: str, displaced: str | None = None, failed: Callable[[], None] | None = None
-    ) -> str:
-        """Save, let the link follow, and only then delete what is superseded; `failed` is called if it can't be."""
-        last = (self.last_model_path, self._last_target)
+    def _write(self, trainer: Trainer, path: str, before: dict[str, Any], displaced: str | None = None) -> str:
+        """Save, let the link follow, and only then delete what is superseded; `before` is kept if it can't be saved."""
         saved = self._step_saved
-
-        def undo() -> None:
-            self.last_model_path, self._last_target = last
-            if failed is not None:
-                failed()
-
         superseded = {displaced} if displaced else set()
         self._step_saved = trainer.global_step
         if self.save_last:
@@ -363,26 +362,63 @@ class ModelCheckpoint(Callback):
             self._last_target = path
         if self.keep_every_n_steps and trainer.global_step % self.keep_every_n_steps == 0:
             self._for_ever.add(path)
-        superseded -= self._for_ever
-        link = Path(self.last_model_path) if self.save_last and is_local(self._folder) else None
-
-        def after() -> None:  # on the main rank, once the checkpoint is there
-            if link is not None:
-                _point(link, Path(path))
-            for old in superseded - {path}:
-                self._remove(old)
-
+        superseded -= {*self._for_ever, path}
+        pending: dict[str, Any] = {
+            "path": path,
+            "step": trainer.global_step,
+            "superseded": sorted(superseded),
+            "before": before,
+        }
+        after = functools.partial(self._supersede, path, pending["superseded"])
+        self._pending = pending
         try:
             trainer.save_checkpoint(
-                path, weights_only=self.save_weights_only, wait=not self.asynchronous, after=after, failed=undo
+                path, weights_only=self.save_weights_only, wait=not self.asynchronous, after=after, failed=self._undo
             )
         except Exception:
             self._step_saved = saved
-            undo()
+            self._undo()
             raise
         if self.verbose:
             trainer.print(f"saved {path}")
         return path
+
+    def _supersede(self, path: str, superseded: Sequence[str]) -> None:
+        """Let the link point to a checkpoint that is there, and delete those whose place it has taken (main rank)."""
+        if self._last_target == path and is_local(self._folder):
+            link_to(Path(self.last_model_path), Path(path))
+        for old in superseded:
+            remove_own(self.dirpath, old)
+
+    def _kept(self) -> dict[str, Any]:
+        return {"models": dict(self.best_k_models), "last": self.last_model_path, "target": self._last_target}
+
+    def _undo(self) -> None:
+        """Forget the newest checkpoint: it isn't there."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            before = pending["before"]
+            self.last_model_path, self._last_target = before["last"], before["target"]
+            self._keep(before["models"])
+
+    def _finish(self, trainer: Trainer) -> bool:
+        """Wait for the newest checkpoint, and forget it if it isn't there; all ranks call this.
+
+        Returns:
+            whether it was lost: a worker died while it was written.
+        """
+        trainer.finish_checkpoint()
+        if self._pending is None:
+            return False
+        path, step, superseded = (self._pending[name] for name in ("path", "step", "superseded"))
+        if not trainer.world.broadcast_object(step_of(path) == step):
+            trainer.scribe.event("checkpoint", f"{path} was lost: a worker died while it was written", step)
+            self._undo()
+            return True
+        self._pending = None
+        if trainer.is_global_zero:  # who did this may have died in the midst of it
+            self._supersede(path, [old for old in superseded if as_path(old).exists()])
+        return False
 
     def _keep(self, models: dict[str, Tensor]) -> None:
         self.best_k_models = models
@@ -415,23 +451,17 @@ class ModelCheckpoint(Callback):
         The main rank looks, since it may write there before another has looked.
         """
         mine = {displaced, None if self._last_target in self.best_k_models else self._last_target}
-        found = _versioned(self._folder, name, self.FILE_EXTENSION, lambda path: str(path) in mine)
+        found = versioned(self._folder, name, self.FILE_EXTENSION, lambda path: str(path) in mine)
         return str(trainer.world.broadcast_object(found))
 
     def _link_path(self, trainer: Trainer) -> str:
-        found = _versioned(self._folder, self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION, Path.is_symlink)
+        found = versioned(self._folder, self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION, Path.is_symlink)
         return str(trainer.world.broadcast_object(found))
 
     @property
     def _folder(self) -> Path:
         assert self.dirpath is not None, "setup has not been called"
         return as_path(self.dirpath)
-
-    def _remove(self, path: str) -> None:
-        from fabricx import checkpoint
-
-        if as_path(path).is_relative_to(self._folder):
-            checkpoint.remove(path)
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -447,42 +477,28 @@ class ModelCheckpoint(Callback):
             "for_ever": sorted(self._for_ever),
             "steps": [self._step_seen, self._step_saved, self._step_ranked, self._validated_step],
             "waiting": [self._waiting, self._from_validation],
+            "pending": self._pending,
             "clock": None if self._clock is None else self._clock.state(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.dirpath = self.dirpath or state_dict["dirpath"]
-        self.best_model_path = state_dict["best_model_path"]
+        kept = {name: state_dict[name] for name in ("best_model_path", "last_model_path", "last_target")}
+        known = {name: path if may_be_looked_at(self.dirpath, path) else "" for name, path in kept.items()}
+        best = state_dict["best_k_models"]
+        self.best_model_path = known["best_model_path"]
         self.best_model_score = _on_cpu(state_dict["best_model_score"])
-        self.best_k_models = {path: score.cpu() for path, score in state_dict["best_k_models"].items()}
+        self.best_k_models = {path: score.cpu() for path, score in best.items() if may_be_looked_at(self.dirpath, path)}
         self.current_score = _on_cpu(state_dict["current_score"])
-        self.last_model_path = state_dict["last_model_path"]
-        self._last_target = state_dict["last_target"]
+        self.last_model_path, self._last_target = known["last_model_path"], known["last_target"]
         self._for_ever = set(state_dict["for_ever"])
         # What follows decides when all ranks save: for one that comes to others; a run that begins, begins anew.
         steps = state_dict.get("steps", [0, 0, 0, -1])
         self._step_seen, self._step_saved, self._step_ranked, self._validated_step = steps
         self._waiting, self._from_validation = state_dict.get("waiting", [False, False])
+        self._pending = state_dict.get("pending")
         if self._clock is not None and state_dict.get("clock") is not None:
             self._clock.set_state(state_dict["clock"])
 
 
 def _on_cpu(score: Tensor | None) -> Tensor | None:
     return None if score is None else score.cpu()
-
-
-def _versioned(folder: Path, name: str, extension: str, may_replace: Callable[[Path], bool]) -> str:
-    """Return the path of a name; with "-v1", "-v2", ... behind it, where the name is taken."""
-    version = 0
-    while True:
-        path = folder / f"{name}{f'-v{version}' if version else ''}{extension}"
-        if not (path.exists() or path.is_symlink()) or may_replace(path):
-            return str(path)
-        version += 1
-
-
-def _point(link: Path, target: Path) -> None:
-    """Make a link, or let it point elsewhere, in one step that either happens or doesn't."""
-    passing = link.with_name(f".{link.name}-{uuid.uuid4().hex[:8]}")
-    passing.symlink_to(os.path.relpath(target, link.parent), target_is_directory=True)
-    os.replace(passing, link)

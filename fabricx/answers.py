@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
+from fabricx.errors import NamesChecked
 from fabricx.logger import Logger
 from fabricx.publishing import newest_metrics, shown_in_bar
 from fabricx.state import Phase
@@ -16,13 +17,14 @@ if TYPE_CHECKING:
     from fabricx.callback import Callback
     from fabricx.comm.agree import Agreement
     from fabricx.comm.world import World
+    from fabricx.data import Feed
     from fabricx.publishing import Published
     from fabricx.state import RunState
     from fabricx.strategy import Strategy
     from fabricx.trainer import Trainer
 
 
-class Answers:
+class Answers(NamesChecked):
     """The part of a trainer that is only asked."""
 
     state: RunState
@@ -37,6 +39,7 @@ class Answers:
     max_epochs: int | None
     max_steps: int
     num_training_batches: int | float
+    train_feed: Feed
     accumulate_grad_batches: int
     run_dir: Path | None
     stop_wanted: bool
@@ -101,9 +104,11 @@ class Answers:
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Return how many steps a schedule will take, one for each global batch; infinity if nothing limits the run."""
-        windows = -(-self.num_training_batches // self.accumulate_grad_batches)
-        if self.num_training_batches == float("inf"):
-            windows = float("inf")
+        windows: int | float = float("inf")
+        if self.num_training_batches != float("inf"):
+            windows = -(-self.num_training_batches // self.accumulate_grad_batches)
+            if self.train_feed is not None:  # a rank may compute its part of a global batch in several microbatches
+                windows = self.train_feed.global_batches(self.accumulate_grad_batches) or windows
         by_epochs = float("inf") if self.max_epochs in (-1, None) else windows * (self.max_epochs or 0)
         by_steps = float("inf") if self.max_steps == -1 else self.max_steps // self.strategy.updates_per_batch
         limit = min(by_epochs, by_steps)

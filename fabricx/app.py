@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import io
 import os
 import re
 import secrets
@@ -16,16 +18,19 @@ from typing import Any, ClassVar
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fabricx import config
+from fabricx import config, provenance
 from fabricx.errors import FabricxError, did_you_mean
+from fabricx.redaction import masked_text, records_masked
 
 HERE = "pkg://fabricx.conf"
+_SHOWING = ("--cfg", "-c", "--info", "-i", "--help", "-h")  # flags with which Hydra prints a configuration
 
 
 def main(
@@ -79,16 +84,59 @@ def run_app(function: Callable[..., Any], arguments: list[str], folder: str | No
     before = sys.argv
     sys.argv = [before[0], *_flags_first(_opened(arguments))]
     full = os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to us, who can say more than Hydra
-    decorated = hydra.main(version_base="1.3", config_path=folder or HERE, config_name=name)(function)
+    decorated = hydra.main(version_base="1.3", config_path=folder or HERE, config_name=name)(_masking(function))
+    shows = any(argument.partition("=")[0] in _SHOWING for argument in arguments)
     try:
-        return decorated()
+        with records_masked(), contextlib.redirect_stderr(_Masking(sys.stderr)):
+            return _shown_masked(decorated) if shows else decorated()
     except (HydraException, OmegaConfBaseException, FabricxError, ValueError, LookupError, TypeError) as error:
         if full != "1" or os.environ.get("FABRICX_TRACEBACK") or not _is_users(error):
             raise
-        print(f"error: {explain(error, name, folder, arguments)}", file=sys.stderr)
+        print(f"error: {masked_text(explain(error, name, folder, arguments))}", file=sys.stderr)
         raise SystemExit(1) from None
     finally:
         sys.argv = before
+
+
+def _masking(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mask what Hydra has written of a run's configuration, before the run begins."""
+
+    @functools.wraps(function)
+    def masking(cfg: DictConfig) -> Any:
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        for file in (*(folder / ".hydra").glob("*.yaml"), folder.parent / "multirun.yaml"):
+            if file.is_file():
+                provenance.mask_file(file)
+        return function(cfg)
+
+    return masking
+
+
+class _Masking:
+    """The error stream, on which Hydra prints the overrides of a job that has failed."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> Any:
+        """Write a text, and mask it if it is Hydra's."""
+        return self._stream.write(masked_text(text) if text.startswith("Error executing job") else text)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _shown_masked(show: Callable[[], Any]) -> Any:
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(shown):
+            return show()
+    finally:
+        print(masked_text(shown.getvalue()), end="")
 
 
 def _is_users(error: Exception) -> bool:

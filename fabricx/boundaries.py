@@ -21,6 +21,11 @@ def limit_reached(t: Trainer) -> bool:
     return t.stopped or t.num_training_batches == 0
 
 
+def epoch_pending(t: Trainer) -> bool:
+    """Return whether all batches of the epoch are trained, and the epoch isn't ended: a checkpoint may be of there."""
+    return 0 < t.num_training_batches <= t.state.batch
+
+
 def agree_at_boundary(t: Trainer) -> bool:
     """Return whether all ranks stop here; they are asked at the same boundaries, in the same order."""
     agreement = t.agreement
@@ -38,12 +43,28 @@ def agree_at_boundary(t: Trainer) -> bool:
     return t.stopped
 
 
+def check_any_batch(t: Trainer) -> None:
+    """Refuse an epoch without a batch: a limit by steps would never be reached.
+
+    Raises:
+        ValueError: no rank had one.
+    """
+    if not t.state.batch:
+        raise ValueError(
+            f"{type(t.train_dataloader).__name__} gave no batch in epoch {t.state.epoch}, on any rank. A generator "
+            "can be read only once: give a list, a DataLoader, or an object whose __iter__ begins anew"
+        )
+
+
 def next_section(t: Trainer, done: int, left: int | float) -> int:
     """Return after how many leases ranks that go at their own pace have to meet: for a limit, or to look or to save.
 
     Args:
         t: the trainer; all its ranks are together.
         done, left: leases of the epoch.
+
+    Raises:
+        ValueError: a validation is asked for in the middle of an update.
     """
     state, dealer = t.state, t.strategy.dealer
     limits: list[float] = [left]
@@ -51,9 +72,8 @@ def next_section(t: Trainer, done: int, left: int | float) -> int:
         limits.append((t.max_steps - state.step) * dealer.leases_per_update)
     if t.val_every != float("inf") and isinstance(t.val_check_interval, str):
         limits.append((t.val_every - state.step % t.val_every) * dealer.leases_per_update)
-    elif t.val_every != float("inf"):
-        every = t.val_every * _leases_per_batch(t)
-        limits.append(every - (done + _batches_before(t) * _leases_per_batch(t)) % every)
+    elif t.val_every < t.num_training_batches or (t.check_val_every_n_epoch is None and t.val_every != float("inf")):
+        limits.append(_leases_to_validation(t, done))
     for callback in t.callbacks:
         if every := getattr(callback, "every_n_train_steps", 0):
             limits.append((every - state.step % every) * dealer.leases_per_update)
@@ -72,6 +92,19 @@ def validation_due(t: Trainer, micro: Microbatch) -> bool:
     if micro.meets and not micro.last:  # it may be in the middle of what is one batch for each rank
         done = micro.done / _leases_per_batch(t)
     return (done + _batches_before(t)) % every == 0 and _epoch_validates(t)
+
+
+def _leases_to_validation(t: Trainer, done: int) -> float:
+    """Return how many leases are trained until the next validation between two batches of the epoch."""
+    accumulate, before = t.accumulate_grad_batches, _batches_before(t)
+    if t.strategy.dealer.leases_per_update > 1 and (t.val_every % accumulate or before % accumulate):
+        raise ValueError(
+            f"val_check_interval={t.val_check_interval} is in the middle of an update of {accumulate} batches of each "
+            "rank, and ranks that go at their own pace meet between updates only: give a multiple of "
+            "accumulate_grad_batches (of which an epoch has a multiple, with check_val_every_n_epoch=None)"
+        )
+    every = t.val_every * _leases_per_batch(t)
+    return every - (done + before * _leases_per_batch(t)) % every
 
 
 def _batches_before(t: Trainer) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from fabricx.errors import NamesChecked
+
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
     from fabricx.trainer import Trainer
 
 
-class Callback:
+class Callback(NamesChecked):
     """Override the hooks that you need; one that nobody overrides costs nothing.
 
     Callbacks run before the module's hook of the same name, in list order; those with `watches_metrics` (early

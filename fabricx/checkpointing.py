@@ -5,22 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fabricx import checkpoint
 from fabricx.errors import CheckpointError
 from fabricx.hparams import plain
 from fabricx.loaders import rebuild_feeds
+from fabricx.redaction import masked
 from fabricx.restart_point import RestartPoint, go_on_from
+from fabricx.savable import check_savable, meet_to_save
 from fabricx.seed import RandomState
 from fabricx.telemetry.recorder import Span
 
 if TYPE_CHECKING:
     from fabricx.trainer import Trainer
 
+_NEEDED: Final = ("state", "schedules", "metrics", "precision", "callbacks", "datamodule", "ranks")
+
 
 def save_checkpoint(
-    t: Trainer, path: Path, *, weights_only: bool,
+    t: Trainer, path: Path, *, weights_only: bool, wait: bool = True,
     after: Callable[[], None] | None = None, failed: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
     """Begin to write a checkpoint of the run, with all ranks; `t.writer` knows when it is there."""
@@ -28,6 +32,9 @@ def save_checkpoint(
         raise ValueError("save_checkpoint: the trainer has run nothing yet, so there is nothing to save")
     if t.world.newcomer:  # those that it comes to have saved, or will
         return
+    check_savable(t, weights_only=weights_only)
+    if after is None or t.idle_ranks:  # else a callback of fabricx saves, on all ranks in the same step
+        meet_to_save(t, path, weights_only=weights_only, wait=wait)
     with t.recorder.within(Span.CHECKPOINT):
         _begin_checkpoint(t, path, weights_only, after, failed)
 
@@ -40,26 +47,31 @@ def _begin_checkpoint(
     t.strategy.quiesce(point.buffers)
     state: dict[str, Any] = {
         "strategy": t.strategy.state_dict(t.module, [] if weights_only else t.optimizers),
-        "hparams": plain(t.module.hparams),
+        "hparams": masked(plain(t.module.hparams)),
         "state": t.state.state_dict(),
     }
     state["strategy"]["module"].update(point.buffers)
     if not weights_only:
         state |= {**run_state(t), "ranks": t.world.gather_objects(point.state_dict())}
-    for hook in t.hooks.on_save_checkpoint if t.hooks is not None else ():
-        hook(state)
+    t.collecting = True
+    try:
+        for hook in t.hooks.on_save_checkpoint if t.hooks is not None else ():
+            hook(state)
+    finally:
+        t.collecting = False
     own = next(one for one in type(t.module).__mro__ if not hasattr(one, "reshard"))  # fully_shard makes a class
     manifest: dict[str, Any] = {
         "step": t.state.step,
         "epoch": t.state.epoch,
         "samples": t.state.samples,
         "world_size": t.world.size,
+        "ranks": t.state.ranks,
         "strategy": type(t.strategy).__name__,
         "module": f"{own.__module__}.{own.__qualname__}",
         "precision": t.precision,
         "weights_only": weights_only,
-        "hparams": plain(t.module.hparams),
-        "configuration": t.configuration,
+        "hparams": masked(plain(t.module.hparams)),
+        "configuration": masked(t.configuration),
     }
 
     def full() -> None:
@@ -73,13 +85,14 @@ def _begin_checkpoint(
             after()
 
     t.writer = t.writer or checkpoint.Writer(t.world)
-    t.writer.begin(path, state, manifest, done, full)
+    t.writer.begin(path, state, manifest, done, full, repeated=after is not None)
 
 
 def run_state(t: Trainer) -> dict[str, Any]:
     """Return what all ranks go on from beside the weights, as plain data and tensors."""
     return {
         "state": t.state.state_dict(),
+        "global_batch": _global_batch(t),
         "schedules": [schedule.scheduler.state_dict() for schedule in t.lr_schedulers],
         "metrics": dict(t.published.metrics),  # a schedule that waits for the epoch's end may look at one
         "precision": t.precision_plugin.state_dict(),
@@ -95,14 +108,19 @@ def restore(t: Trainer, path: Path, *, weights_only: bool) -> None:
         CheckpointError: it holds weights only, and training can't go on from those.
     """
     # It was verified when it was chosen, before any process started.
+    from fabricx.checkpoint.loading import weights_of
+
     state = checkpoint.load(path, t.world.device, t.strategy.sharded_parameters(), verified=True)
     for hook in t.hooks.on_load_checkpoint:
         hook(state)
+    weights = weights_of(state, path)
     if weights_only:
-        t.module.load_state_dict(state["strategy"]["module"])
+        t.module.load_state_dict(weights)
         return
     if "schedules" not in state:
         raise CheckpointError(f"{path} holds weights only: it can be evaluated, but training can't go on from it")
+    if lacking := [part for part in _NEEDED if part not in state]:
+        raise CheckpointError(f"{path} lacks {', '.join(lacking)}: training can't go on from it")
     t.strategy.load_state_dict(state["strategy"], t.module, t.optimizers)
     state["state"]["attempt"] = state["state"].get("attempt", 0) + 1
     take_up(t, state, own=t.world.rank if len(state["ranks"]) == t.world.size else None)
@@ -125,6 +143,7 @@ def take_up(t: Trainer, state: dict[str, Any], *, own: int | None) -> None:
     t.precision_plugin.load_state_dict(state["precision"])
     t.state.load_state_dict(state["state"])
     rebuild_feeds(t)
+    _say_global_batch(t, state.get("global_batch", 0))
     go_on_from(t, state["ranks"], own=own)
     if own is None:
         _take_up_with_other_ranks(t, len(state["ranks"]))
@@ -138,6 +157,22 @@ def take_up(t: Trainer, state: dict[str, Any], *, own: int | None) -> None:
     place = t.world.rank if own is None else own
     if place < len(state["ranks"]):
         RandomState.of(state["ranks"][place]["random"]).restore()
+
+
+def _global_batch(t: Trainer) -> int:
+    """Return the samples of one update, over all ranks; 0 where that isn't known."""
+    return int(getattr(t.train_feed, "global_batch", 0)) * t.accumulate_grad_batches
+
+
+def _say_global_batch(t: Trainer, before: int) -> None:
+    """Say which global batch is used if it isn't the checkpoint's: it is kept when only the number of ranks changes."""
+    now = _global_batch(t)
+    if before and now and now != before:
+        t.print(
+            f"each update has {now} samples from here on, where it had {before} before the checkpoint: a global batch "
+            f"is batch_size x accumulate_grad_batches x the {t.state.ranks} rank{'s' if t.state.ranks > 1 else ''} "
+            "that the run began with, however many go on; learning rates are not adapted"
+        )
 
 
 def _take_up_with_other_ranks(t: Trainer, before: int) -> None:

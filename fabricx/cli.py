@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabricx.errors import FabricxError, did_you_mean
+from fabricx.redaction import masked_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -118,14 +119,19 @@ def _resume(arguments: list[str]) -> int:
     except (FabricxError, ValueError, LookupError) as error:
         if os.environ.get("FABRICX_TRACEBACK"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {masked_text(str(error))}", file=sys.stderr)
         return 1
     return 130 if stopped else 0
 
 
 def _scale(arguments: list[str]) -> int:
     """Ask a run that goes on for another number of workers."""
-    if len(arguments) != 2 or arguments[0].startswith("-") or not arguments[1].isdecimal() or arguments[1] == "0":
+    if (
+        len(arguments) != 2
+        or arguments[0].startswith("-")
+        or not arguments[1].isascii()
+        or not arguments[1].isdecimal()
+    ):
         print("fabricx scale RUN_DIR WORKERS\n\nlet a run that goes on have so many workers, from its next step on")
         return 0 if arguments and arguments[0] in ("-h", "--help") else 1
     from fabricx.launch.scale import ask

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fabricx import provenance
 from fabricx.errors import did_you_mean
+from fabricx.redaction import masked, masked_keys
 
 if TYPE_CHECKING:
     from fabricx.datamodule import DataModule
@@ -93,7 +94,7 @@ def configuration_of(run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the configuration that a run was made with, and what `KEY=VALUE` overrides change of it.
 
     Raises:
-        ValueError: the folder has no configuration, or an override has a key that isn't there.
+        ValueError: the folder has no configuration, an override has a key that isn't there, or a secret isn't given.
     """
     file = run_dir / "config.yaml"
     if not file.is_file():
@@ -119,7 +120,13 @@ def configuration_of(run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
                 f"  known: {', '.join(known)}"
             )
         OmegaConf.update(cfg, key, yaml.safe_load(value))
-    return plain(cfg)
+    given = plain(cfg)
+    if hidden := list(masked_keys(given)):
+        raise ValueError(
+            f"{run_dir} was started with secrets, which are stored nowhere: give them again\n  fabricx resume "
+            f"{run_dir} " + " ".join(f"{key}=..." for key in hidden)
+        )
+    return given
 
 
 def build(cfg: DictConfig | Mapping[str, Any]) -> tuple[Trainer, Module, DataModule | None]:
@@ -141,6 +148,7 @@ def build(cfg: DictConfig | Mapping[str, Any]) -> tuple[Trainer, Module, DataMod
         logger=[_plugin("loggers", name, options) for name, options in _entries(given, "logger")],
     )
     trainer.configuration = given
+    masked(given)  # notes the secrets, so that messages don't show them
     if HydraConfig.initialized():  # the folder that Hydra has made for this run or job
         trainer.run_dir = Path(HydraConfig.get().runtime.output_dir)
         provenance.write(trainer.run_dir, given)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import torch
 
 from fabricx.checkpoint import memory, read_manifest, tree
+from fabricx.comm.authentication import TAG_BYTES, sign, tag, verify
 from fabricx.comm.generations import membership
 from fabricx.comm.world import World
 from fabricx.restart_point import RestartPoint, of_word
@@ -213,11 +214,17 @@ class _Buddy:
         """Let the newest copy be there twice, or what of it no replica has; every rank calls it."""
         world, by = self._world, self._world.local_size
         header, mine = own.without_tensors(rest) if self.light else own.content()
-        theirs = torch.empty(len(header), dtype=torch.uint8)
-        world.shift(torch.frombuffer(bytearray(header), dtype=torch.uint8), theirs, by)
-        with self.copies.taking(bytes(theirs.tolist())) as room:
+        context, giver = ["copy", world.generation], (world.rank - by) % world.size
+        digest = tag(world.secret, [*context, world.rank, "pickle"], memory.pickled_part(header, mine))
+        signed = sign(world.secret, [*context, world.rank], header + digest)
+        received = torch.empty(len(signed), dtype=torch.uint8)
+        world.shift(torch.frombuffer(bytearray(signed), dtype=torch.uint8), received, by)
+        head = verify(world.secret, [*context, giver], bytes(received.tolist()))
+        header, digest = head[:-TAG_BYTES], head[-TAG_BYTES:]
+        with self.copies.taking(header) as room:
             for begin in range(0, max(len(mine), len(room)), CHUNK):
                 world.shift(mine[begin : begin + CHUNK], room[begin : begin + CHUNK], by)
+            verify(world.secret, [*context, giver, "pickle"], digest + memory.pickled_part(header, room))
 
 
 def _buddy(world: World, replicas: Replicas) -> _Buddy | None:

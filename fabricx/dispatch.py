@@ -22,6 +22,7 @@ import torch
 from fabricx import provenance
 from fabricx.callback import Callback
 from fabricx.checkpoint import memory, read_manifest
+from fabricx.checkpoint.places import as_path
 from fabricx.comm import world as worlds
 from fabricx.comm.generations import Membership
 from fabricx.comm.generations import enter as enter_membership
@@ -29,10 +30,11 @@ from fabricx.comm.world import OPERATION, World
 from fabricx.errors import CheckpointError, WorkerFailed, full_disk_costs
 from fabricx.execution import execute, next_job
 from fabricx.job import Job, check_job
-from fabricx.launch import environment, keeper
+from fabricx.launch import environment, keeper, launch_store
 from fabricx.launch.changes import Elastic
 from fabricx.launch.lock import only_here
-from fabricx.launch.notices import notices
+from fabricx.launch.notices import TERMINATED, notices, stop_now
+from fabricx.launch.pickling import check_script
 from fabricx.launch.scale import ELASTIC
 from fabricx.outcome import Outcome
 from fabricx.run_dir import checkpoints_of, new_run_dir, newest_whole, resolve_checkpoint
@@ -45,14 +47,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _FITS: Final = itertools.count()  # calls of `fit` in this process
-TERMINATED: Final = 128 + signal.SIGTERM  # exit code, as shells and schedulers know it
 
 
 def dispatch(trainer: Trainer, job: Job) -> Any:
     """Run a job where it belongs, and bring back to the caller what it left: weights, metrics, positions.
 
     Raises:
-        SystemExit: with 143, after SIGTERM or a scheduler's notice, once the run is stopped and saved.
+        SystemExit: with 143, after SIGTERM or a scheduler's notice, once a training run is stopped and saved, and at
+            once in an evaluation.
+        KeyboardInterrupt: Ctrl-C in an evaluation.
     """
     results = _run(trainer, job)
     if trainer.terminated:
@@ -67,19 +70,40 @@ def _run(trainer: Trainer, job: Job) -> Any:
     if (place := _server_of_cluster(trainer)) is not None:
         return _serve_in_cluster(trainer, job, place)
     here = worlds.current() or _join_cluster(trainer)
+    if here is None and _has_workers(trainer, job):
+        check_script(type(job.module))
+    if here is not None and here.size > 1 and not _is_launched():
+        _refuse_missing_servers(trainer, job)
     with contextlib.ExitStack() as stack:
         if job.stage == "fit" and here is not None:
             _take_up_launch(trainer, job, here, stack)
         _settle_down(trainer, job, here, stack)
         _watch(trainer, job, here, stack)
-        if here is not None and here.size > 1:
-            stack.enter_context(_interruptible(trainer, (signal.SIGINT, *notices())))
+        if here is not None and (here.size > 1 or _is_launched()):
+            stack.enter_context(_interruptible(trainer, job, (signal.SIGINT, *notices())))
             return execute(trainer, job, here).results
         if _has_workers(trainer, job):
             return _in_workers(trainer, job)
         device = trainer.strategy.device(trainer.device_ids[0], trainer.accelerator)
-        stack.enter_context(_interruptible(trainer, (signal.SIGINT, *notices())))
+        stack.enter_context(_interruptible(trainer, job, (signal.SIGINT, *notices())))
         return execute(trainer, job, World(device=device)).results
+
+
+def _is_launched() -> bool:
+    """Return whether torchrun or SLURM has started this process as one of several."""
+    found = environment.detect()
+    return found is not None and found.size > 1
+
+
+def _refuse_missing_servers(trainer: Trainer, job: Job) -> None:
+    """Refuse to wait for servers in a world that was joined by hand, in which nobody starts them."""
+    if job.stage == "fit" and trainer.strategy.servers:
+        raise ValueError(
+            f"{type(trainer.strategy).__name__}(servers={trainer.strategy.servers}) needs processes that serve, and a "
+            "world that your program has joined has none: call fit outside of that world, so that fabricx starts "
+            "workers and servers; or start the script with torchrun and one process more for each server; or use "
+            "ParameterServer(servers=0)"
+        )
 
 
 def _settle_down(trainer: Trainer, job: Job, here: World | None, stack: contextlib.ExitStack) -> None:
@@ -87,9 +111,9 @@ def _settle_down(trainer: Trainer, job: Job, here: World | None, stack: contextl
     earlier = trainer.run_dir is not None  # then another process may be in it; a new folder isn't made for nothing
     if earlier:
         stack.enter_context(_alone(trainer, job, here))
-    job.ckpt_path = _agreed(here, lambda: resolve_checkpoint(trainer, job.ckpt_path))
+    job.ckpt_path = _path(_agreed(here, lambda: _text(resolve_checkpoint(trainer, job.ckpt_path))))
     if not earlier:
-        trainer.run_dir = _agreed(here, lambda: new_run_dir(Path(trainer.default_root_dir)))
+        trainer.run_dir = _path(_agreed(here, lambda: _text(new_run_dir(Path(trainer.default_root_dir)))))
         stack.enter_context(_alone(trainer, job, here))
 
 
@@ -127,21 +151,22 @@ def _take_up_launch(trainer: Trainer, job: Job, here: World, stack: contextlib.E
         return
     mark = f"launch-{identity}-{number}"
 
-    def look() -> tuple[Path, Path | None, int]:
+    def look() -> tuple[str, str | None, int]:
         root = Path(trainer.default_root_dir)
-        restarts = environment.restarts(here)
+        restarts = launch_store.restarts(here)
         for place in sorted(root.glob(f"runs/*/recovery/{mark}"), reverse=True) if restarts else ():
             found = checkpoints_of(place.parent.parent)
-            return place.parent.parent, newest_whole(found) if found else None, restarts
+            return str(place.parent.parent), _text(newest_whole(found) if found else None), restarts
         run_dir = trainer.run_dir or new_run_dir(root)
         (run_dir / "recovery").mkdir(parents=True, exist_ok=True)
         (run_dir / "recovery" / mark).touch()
-        return run_dir, None, 0
+        return str(run_dir), None, 0
 
-    trainer.run_dir, newest, times = _agreed(here, look)
+    run_dir, newest, times = _agreed(here, look)
+    trainer.run_dir = Path(run_dir)
     trainer.failures = ["torchrun has started all processes again"] * times
     if newest is not None:
-        job.ckpt_path = newest
+        job.ckpt_path = as_path(newest)
     if environment.starts_again() and trainer.strategy.dealer is None and not trainer.strategy.servers:
         stack.enter_context(_copies_kept(here, keeper.folder_of(number)))
 
@@ -149,14 +174,28 @@ def _take_up_launch(trainer: Trainer, job: Job, here: World, stack: contextlib.E
 @contextlib.contextmanager
 def _copies_kept(here: World, folder: Path) -> Iterator[None]:
     """Let what ranks copy to memory outlive them, for the processes that torchrun may start in their place."""
+    if not here.secret:
+        if here.main_rank:
+            print(
+                "no state is copied to memory: the copies of other machines are unpickled, and that needs a key "
+                "(FABRICX_KEY_FILE; see docs/security.md). After a restart by torchrun the run goes on from its newest "
+                "checkpoint", file=sys.stderr, flush=True,
+            )  # fmt: skip
+        yield
+        return
     slots = range(2 * here.local_size)  # of each rank here, and of one of another machine
     names = {slot: [memory.path_of("", slot, place).name for place in range(memory.NEWEST)] for slot in slots}
     if here.local_rank == 0:
         keeper.start(folder, [name for own in names.values() for name in own])
     here.barrier()
     mine = [*names[here.local_rank], *names[here.local_size + here.local_rank]]
-    if all(here.gather_objects(all((folder / name).exists() for name in mine))):
+    if all(here.gather_objects(keeper.is_kept(folder, mine))):
         enter_membership(Membership(here.rank, str(folder), slot=here.local_rank))
+    elif here.main_rank:
+        print(
+            f"no memory is held in {folder}, which may belong to another user: after a restart by torchrun the run "
+            "goes on from its newest checkpoint", file=sys.stderr, flush=True,
+        )  # fmt: skip
     try:
         yield
     finally:
@@ -174,20 +213,29 @@ def _alone(trainer: Trainer, job: Job, here: World | None) -> contextlib.Abstrac
 
 
 def _agreed(here: World | None, decide: Callable[[], T]) -> T:
-    """Return what the main rank decides, or raise its error, on every rank."""
+    """Return what the main rank decides, plain data, or raise its error, on every rank."""
     if here is None or here.size == 1:
         return decide()
     decided: T | None = None
-    error = None
+    error: Exception | None = None
     if here.main_rank:
         try:
             decided = decide()
         except (ValueError, CheckpointError) as found:
             error = found
-    decided, error = here.broadcast_object((decided, error))
-    if error is not None:
-        raise error
+    damaged, text = isinstance(error, CheckpointError), None if error is None else str(error)
+    decided, damaged, text = here.broadcast_object((decided, damaged, text))
+    if text is not None:
+        raise error or (CheckpointError if damaged else ValueError)(text)
     return cast(T, decided)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else as_path(text)
 
 
 def _join_cluster(trainer: Trainer) -> World | None:
@@ -208,7 +256,23 @@ def _join_cluster(trainer: Trainer) -> World | None:
             "devices at 'auto', or start as many"
         )
     atexit.register(worlds.leave)  # a process that ends with its group's threads running may abort
-    return enter(trainer, environment.connect(found))
+    return enter(trainer, _connected(trainer, found))
+
+
+def _connected(trainer: Trainer, place: World) -> World:
+    """Return a process's place in a launch, with the launch's store.
+
+    Raises:
+        ValueError: workers on several machines exchange messages that need a key, and have none.
+    """
+    world = launch_store.connect(place)
+    if trainer.strategy.link and not world.secret:
+        raise ValueError(
+            f"{type(trainer.strategy).__name__} on several machines needs a key, or any program that reaches a process "
+            "of the run could run code in it: umask 077; openssl rand -hex 32 > key; then set FABRICX_KEY_FILE=key (a "
+            "path) for all processes (docs/security.md)"
+        )
+    return world
 
 
 def enter(trainer: Trainer, world: World) -> World:
@@ -228,9 +292,11 @@ def enter(trainer: Trainer, world: World) -> World:
 def _work(world: World, trainer: Trainer, job: Job) -> Outcome | None:
     """Run a job as one rank; the main rank's outcome goes back to the caller."""
     world = enter(trainer, world)
-    with _interruptible(trainer, notices()):  # the supervisor cares for Ctrl-C, but anybody may signal one rank
+    with _interruptible(trainer, job, notices()):  # the supervisor cares for Ctrl-C, but anybody may signal one rank
         outcome = execute(trainer, job, world)
     weights = trainer.strategy.whole_weights(trainer.module)
+    if trainer.strategy.dealer is None:  # else ranks end when they like, and need no other one
+        trainer.world.await_departure()
     return outcome.portable(trainer, weights) if trainer.world.main_rank else None
 
 
@@ -250,11 +316,14 @@ def _in_workers(trainer: Trainer, job: Job) -> Any:
         try:
             outcome = run_workers(
                 _work, (trainer, job), size=len(trainer.device_ids), named=named, servers=_servers(trainer, job),
-                serve=functools.partial(_serve, records=_records(trainer)), elastic=elastic,
-                failures=trainer.failures, run_dir=trainer.run_dir,
-                note=None if trainer.watcher is None else trainer.watcher.note, **_limits(trainer, elastic),
+                serve=functools.partial(_serve, records=_records(trainer), network=trainer.strategy.link == "gloo"),
+                elastic=elastic, failures=trainer.failures, run_dir=trainer.run_dir,
+                note=None if trainer.watcher is None else trainer.watcher.note,
+                stops_at_step=job.stage == "fit", **_limits(trainer, elastic),
             )[0]  # fmt: skip
         except WorkerFailed as error:
+            if isinstance(error.__cause__, SystemExit) and error.__cause__.code == TERMINATED:
+                raise SystemExit(TERMINATED) from None  # a rank was asked to end an evaluation
             if job.stage != "fit" or error.stopping or not _starts_again(trainer, job, error):
                 raise
         else:
@@ -339,9 +408,9 @@ def _serve_in_cluster(trainer: Trainer, job: Job, place: World) -> list[Any]:
     """Serve, where the workers train; there is no result here."""
     workers = place.size - trainer.strategy.servers
     trainer.world = World(rank=place.rank, local_rank=place.local_rank, job=next_job())  # speaks to nobody
+    world = replace(_connected(trainer, place), size=workers, job=trainer.world.job)  # workers wait for all processes
     if job.stage == "fit":
-        world = replace(environment.connect(place), size=workers, job=trainer.world.job)
-        _serve(world, place.rank - workers)
+        _serve(world, place.rank - workers, network=place.local_size < place.size or trainer.strategy.link == "gloo")
     return []
 
 
@@ -353,23 +422,30 @@ def _records(trainer: Trainer) -> tuple[Path, bool] | None:
 
 
 def _serve(
-    world: World, number: int, folder: str | None = None, *, records: tuple[Path, bool] | None = None
+    world: World, number: int, folder: str | None = None, *, network: bool, records: tuple[Path, bool] | None = None
 ) -> None:  # fmt: skip
-    """Be a server of one job; with a folder for snapshots, one that died is started again."""
+    """Be a server of one job; with a folder for snapshots, one that died is started again.
+
+    Args:
+        network: workers come over gloo, not only over Unix sockets.
+    """
     from fabricx.exchange.serving import serve
 
     assert world.store is not None
     prefix = world.key("exchange")
     run_dir, traces = records or (None, False)
     serve(
-        world.store, prefix, number, world.size, folder=folder, generation=world.generation, run_dir=run_dir,
-        traces=traces,
+        world.store, prefix, world.secret, number, world.size, network=network, folder=folder,
+        generation=world.generation, run_dir=run_dir, traces=traces, slot=world.rank,
     )  # fmt: skip
 
 
 @contextlib.contextmanager
-def _interruptible(trainer: Trainer, signals: tuple[signal.Signals, ...]) -> Iterator[None]:
-    """Let signals stop all ranks at the next step boundary; a second one does what it did before."""
+def _interruptible(trainer: Trainer, job: Job, signals: tuple[signal.Signals, ...]) -> Iterator[None]:
+    """Handle signals while a job runs: they stop training at the next step boundary, and an evaluation at once.
+
+    An evaluation has nothing to save. A second signal has the effect that it had before.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -378,6 +454,8 @@ def _interruptible(trainer: Trainer, signals: tuple[signal.Signals, ...]) -> Ite
     def stop(number: int, frame: FrameType | None) -> None:
         for one, handler in before.items():
             signal.signal(one, handler)
+        if job.stage != "fit":
+            stop_now(number)
         print("\nstopping at the next step; once more stops at once", file=sys.stderr, flush=True)
         trainer.request_stop("interrupted" if number == signal.SIGINT else "terminated")
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import inspect
 import os
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Final
+from typing import Any, Final
+
+from fabricx.redaction import masked_values
 
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 
@@ -72,6 +75,14 @@ class NotPicklable(TypeError):
     """An object that has to reach the worker processes can't be sent there; the message names the attribute."""
 
 
+_LOST_LINK: Final = ("Connection closed by peer", "Connection reset by peer")
+
+
+def lost_a_link(traceback: str) -> bool:
+    """Return whether an error is that the connection to another process was lost."""
+    return any(sign in traceback for sign in _LOST_LINK)
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that `name` is most likely a misspelling of, or None.
 
@@ -92,6 +103,36 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean '{match}'?" if match else ""
 
 
+class NamesChecked:
+    """Names the nearest argument where a subclass is made with one that its `__init__` doesn't have.
+
+    >>> class Clip(NamesChecked):
+    ...     def __init__(self, limit=1.0): ...
+    >>> Clip(limits=2.0)
+    Traceback (most recent call last):
+    TypeError: Clip has no argument 'limits'. Did you mean 'limit'?
+      known: limit
+    """
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Check the names; `__init__` gets the arguments.
+
+        Raises:
+            TypeError: one of them isn't known.
+        """
+        if options:
+            known = dict(inspect.signature(cls.__init__).parameters)
+            known.pop("self", None)
+            anything = any(one.kind is one.VAR_KEYWORD for one in known.values())
+            unknown = [name for name in options if name not in known and not anything]
+            if unknown:
+                raise TypeError(
+                    f"{cls.__name__} has no argument {unknown[0]!r}.{did_you_mean(unknown[0], known)}\n"
+                    f"  known: {', '.join(known) or 'none'}"
+                )
+        return super().__new__(cls)
+
+
 _FRAMEWORK: Final = ("fabricx", "torch", "multiprocessing", "concurrent", "threading")
 _NOT_FRAMEWORK: Final = ("fabricx.demo", "fabricx.testing")
 ALL_FRAMES: Final = "FABRICX_TRACEBACK"  # in the environment: leave nothing out
@@ -105,7 +146,7 @@ def brief_traceback(error: BaseException) -> str:
     found = traceback.TracebackException.from_exception(error)
     left_out = 0 if os.environ.get(ALL_FRAMES) else _leave_out(found, error)
     note = f"({left_out} frames of fabricx and torch are left out; {ALL_FRAMES}=1 shows them)\n" if left_out else ""
-    return note + "".join(found.format())
+    return masked_values(note + "".join(found.format()))
 
 
 def _leave_out(found: traceback.TracebackException, error: BaseException) -> int:

@@ -17,6 +17,7 @@ from fabricx.logbook import Logbook
 from fabricx.publishing import publish_evaluation, publish_step
 from fabricx.restart_point import RestartPoint
 from fabricx.seed import random_kept
+from fabricx.standing import leave_word
 from fabricx.state import Phase
 from fabricx.telemetry.recorder import Span
 
@@ -47,6 +48,8 @@ def evaluate(t: Trainer, phase: Phase, feeds: Sequence[Feed]) -> list[dict[str, 
         t.logbook.loader = None
         t.strategy.quiesce()
         _call(t, f"on_{word}_epoch_end")
+        if phase is Phase.VALIDATE and t.slot is not None:
+            leave_word(t, validated=True)  # its steps may have drawn random numbers
         results = publish_evaluation(t, len(feeds))
         t.state.validating = False
         if t.restart_point is not None and not t.restart_point.of_window:
@@ -91,7 +94,7 @@ def _evaluate_batches(t: Trainer, word: str, number: int, feed: Feed) -> None:
     indices = (number,) if t.several_loaders else ()
     batch: Any = None
     with _no_gradients(t):
-        for micro in _until_all_end(t, feed):
+        for micro in _batches(t, feed):
             if micro.empty:
                 _along(t, step, micro, batch, number)
                 continue
@@ -106,17 +109,9 @@ def _evaluate_batches(t: Trainer, word: str, number: int, feed: Feed) -> None:
             t.logbook.end_batch()
 
 
-def _until_all_end(t: Trainer, feed: Feed) -> Iterator[Microbatch]:
-    """Yield an epoch's batches; of a stream of unknown length only its own, unless other ranks need this one."""
-    unknown = not feed.exact_position and feed.batches() == float("inf")
-    together = unknown and bool(t.strategy.sharded_parameters())
-    for micro in feed.epoch(t.state.epoch):
-        if together:
-            if not t.world.all_reduce(torch.tensor(int(not micro.empty), device=t.world.device), "max"):
-                return
-        elif unknown and micro.empty:
-            return
-        yield micro
+def _batches(t: Trainer, feed: Feed) -> Iterator[Microbatch]:
+    """Return an epoch's batches; a rank goes through those that it has, unless other ranks need its weights."""
+    return feed.epoch(t.state.epoch, together=bool(t.strategy.sharded_parameters()))
 
 
 def _along(t: Trainer, step: Callable[..., Any], micro: Microbatch, newest: Any, number: int) -> None:
@@ -152,7 +147,7 @@ def predict(t: Trainer, feeds: Sequence[Feed], *, keep: bool) -> list[Any]:
             indices = (number,) if t.several_loaders else ()
             with _no_gradients(t):
                 batch: Any = None
-                for micro in _until_all_end(t, feed):
+                for micro in _batches(t, feed):
                     if micro.empty:
                         _along(t, step, micro, batch, number)
                         continue

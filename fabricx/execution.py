@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fabricx import evaluation, loop, provenance
+from fabricx import evaluation, loop, manual, provenance
 from fabricx.arguments import described
+from fabricx.checkpoint import read_manifest
 from fabricx.checkpoint.places import as_path
 from fabricx.comm.agree import Agreement
 from fabricx.comm.generations import membership
@@ -25,6 +26,7 @@ from fabricx.comm.slots import Slot
 from fabricx.comm.world import World
 from fabricx.copying import Copier
 from fabricx.data import to_device
+from fabricx.data.shared_memory import note_on
 from fabricx.datamodule import DataModule
 from fabricx.errors import full_disk_costs
 from fabricx.hooks import Hooks, check_hooks, overrides
@@ -33,13 +35,16 @@ from fabricx.loaders import load_data
 from fabricx.logbook import Logbook
 from fabricx.logger import Ending
 from fabricx.module_hooks import ModuleHooks
-from fabricx.optimization import OptimizerHandle, needs_closure, parse_optimizers
+from fabricx.optimization import OptimizerHandle, need_metrics_each_step, needs_closure, parse_optimizers
 from fabricx.outcome import Outcome
 from fabricx.precision import make_precision
+from fabricx.redaction import masked
+from fabricx.scratch import give_multiprocessing_a_folder
 from fabricx.scribe import Scribe
 from fabricx.seed import seed_everything
 from fabricx.state import Phase
 from fabricx.steps import wrap_steps
+from fabricx.strategy import SPARSE_CLIPPED, sparse_tables
 from fabricx.telemetry import eventfile as telemetry
 from fabricx.telemetry.recorder import Quiet, Results, open_recorder
 
@@ -66,13 +71,16 @@ class Overridden:
     optimizer_zero_grad: bool = False
     configure_gradient_clipping: bool = False
     closures: frozenset[int] = frozenset()
+    metrics_each_step: bool = False
     ckpt_path: Path | None = None
     manual_steps: dict[int, int] = field(default_factory=dict)
+    undo: list[Callable[[], None]] = field(default_factory=list)  # what ends hooks on the optimizers
 
 
 def execute(t: Trainer, job: Job, world: World) -> Outcome:
     """Run a job on this rank, from set-up to tear-down."""
     ending: Ending = "failed"
+    give_multiprocessing_a_folder()
     try:
         _set_up(t, job, world)
         results = _WORK[job.stage](t, job)
@@ -82,6 +90,8 @@ def execute(t: Trainer, job: Job, world: World) -> Outcome:
         ending = "interrupted" if t.interrupted else "success"
         return Outcome(results)
     except BaseException as error:
+        if note := note_on(error, t.train_dataloader):
+            error.add_note(note)
         if t.hooks is not None:
             _call(t.hooks.on_exception, error)
         if t.datamodule is not None:
@@ -129,7 +139,7 @@ def _set_up(t: Trainer, job: Job, world: World) -> None:
     t.world = dataclasses.replace(world, job=next_job())
     t.strategy.enter(t.world)
     t.module, t.datamodule = job.module, job.datamodule
-    t.state.ranks = t.state.ranks or world.size
+    t.state.ranks = _ranks_that_began(job) or t.state.ranks or world.size
     _seed(t)
     _backend_flags(t)
     job.module.trainer = t
@@ -140,6 +150,7 @@ def _set_up(t: Trainer, job: Job, world: World) -> None:
     t.agreement = Agreement(t.world)
     if t.stop_wanted and job.stage == "fit":
         t.stop_wanted = t.stopped = False
+    masked([t.configuration, plain(t.module.hparams)])  # notes the secrets: no log line or error shows them
     _open_recorder(t, job)
     _open_loggers(t, job)
     if world.local_rank == 0 and not world.newcomer:
@@ -152,6 +163,16 @@ def _set_up(t: Trainer, job: Job, world: World) -> None:
     with t.strategy.building() if job.stage == "fit" else contextlib.nullcontext():
         t.module.configure_model()
     _set_up_model(t, job)
+
+
+def _ranks_that_began(job: Job) -> int:
+    """Return with how many ranks the run of a checkpoint began; 0 where it begins now, or that isn't known.
+
+    The length of an epoch follows from it, and the optimizers' schedules are built before the checkpoint is loaded.
+    """
+    if job.stage != "fit" or job.ckpt_path is None:
+        return 0
+    return int(read_manifest(as_path(job.ckpt_path)).get("ranks", 0))
 
 
 def _if_any(owner: Any, name: str) -> None:
@@ -229,7 +250,7 @@ def _open_loggers(t: Trainer, job: Job) -> None:
     ]
     params = {name: value for hparams in given for name, value in plain(hparams).items()}
     if params:
-        t.scribe.each(lambda logger: logger.log_hyperparams(params))
+        t.scribe.each(lambda logger: logger.log_hyperparams(masked(params)))
 
 
 def _set_up_model(t: Trainer, job: Job) -> None:
@@ -262,28 +283,53 @@ def _set_up_model(t: Trainer, job: Job) -> None:
         t.copier = Copier(t.world, t.strategy.replicas_of, every)
     elif t.members is not None and t.strategy.dealer is None:
         t.slot = Slot(mine.folder, mine.worker)
+    _check_options(t)
     t.strategy.setup(module, several_backwards=not module.automatic_optimization)
     wrap_steps(t)
     t.logbook = t.train_logbook = Logbook(t.strategy, training=True, weigh=t.weigh)
     t.attach_log(t.logbook)
     t.training_step = t.strategy.wrap_step(t.training_step)
     t.optimizers, t.lr_schedulers = parse_optimizers(module.configure_optimizers())
-    t.strategy.take_over(t.optimizers)
-    t.optimizer_handles = [OptimizerHandle(optimizer, t) for optimizer in t.optimizers]
+    t.overridden.metrics_each_step = need_metrics_each_step(t)
     t.overridden.closures = frozenset(id(optimizer) for optimizer in t.optimizers if needs_closure(optimizer))
     t.closures = bool(t.overridden.closures)
+    if t.closures and t.accumulate_grad_batches > 1:
+        raise ValueError(
+            f"accumulate_grad_batches={t.accumulate_grad_batches}: an optimizer that computes the loss again, such as "
+            "LBFGS, can do so for one batch only: leave it out, and take a larger batch_size"
+        )
+    t.strategy.take_over(t.optimizers)
+    t.optimizer_handles = [OptimizerHandle(optimizer, t) for optimizer in t.optimizers]
+    if not module.automatic_optimization:
+        manual.watch_gradients(t)
     if module.example_input_array is not None:
         t.scribe.each(lambda logger: logger.log_graph(module, module.example_input_array))
 
 
+def _check_options(t: Trainer) -> None:
+    """Refuse options that the module can't be trained with, before training."""
+    if not t.module.automatic_optimization:
+        manual.check_options(t)
+    if t.gradient_clip_val is not None and t.gradient_clip_algorithm == "norm" and t.strategy.norm_clipping_refused:
+        raise ValueError(t.strategy.norm_clipping_refused)
+    if t.overridden.batch_weight and t.world.size > 1 and t.strategy.batch_weight_refused:
+        raise ValueError(t.strategy.batch_weight_refused)
+    clips = t.gradient_clip_val is not None and not t.overridden.configure_gradient_clipping
+    if clips and sparse_tables(t.module):
+        raise ValueError(SPARSE_CLIPPED)
+
+
 def _check_ranks_together(t: Trainer, job: Job) -> None:
     """Refuse data of which a rank sometimes has none, where the others can't compute without it."""
-    if job.stage != "fit" or t.world.size == 1 or not synchronised(t.module):
+    if job.stage != "fit" or t.world.size == 1 or t.world.newcomer or not synchronised(t.module):
         return
     if t.train_feed.leaves_out(t.accumulate_grad_batches):
+        remedy = "set drop_last=True on the DataLoader, or take another batch_size"
+        if not t.train_feed.exact_position:
+            remedy = "set limit_train_batches to the number of batches that each rank has at least"
         raise ValueError(
-            "SyncBatchNorm needs a sample on each rank in each batch, and the last ones of an epoch are too few for "
-            f"{t.world.size} ranks: set drop_last=True on the DataLoader, or take another batch_size"
+            "SyncBatchNorm needs a sample on each rank in each batch, and at the end of an epoch some of "
+            f"{t.world.size} ranks may have none: {remedy}"
         )
 
 
@@ -334,6 +380,8 @@ def _close(t: Trainer, ending: Ending) -> None:
             attempt(t.agreement.close)
         if t.writer is not None:
             attempt(t.writer.close)
+        for undo in t.overridden.undo if t.overridden is not None else ():
+            attempt(undo)
         attempt(functools.partial(t.scribe.close, ending))
         attempt(functools.partial(t.recorder.close, ending))
         attempt(t.strategy.teardown)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 
 from fabricx.boundaries import validation_interval
 from fabricx.data import Balance, Feed, make_feed
@@ -21,10 +21,8 @@ def load_data(t: Trainer, job: Job) -> None:
     """Make the feeds of a stage from what was given, the data module, or the module, in this order."""
     stage = job.stage
     if stage == "fit":
-        source = job.train if job.train is not None else _loader(t, "train_dataloader")
-        t.train_dataloader = _fixed(source) if t.overfit_batches else source
-        t.train_feed = _train_feed(t)
-        t.num_training_batches = t.train_feed.batches(t.accumulate_grad_batches)
+        t.train_dataloader = job.train if job.train is not None else _loader(t, "train_dataloader")
+        _make_train_feed(t)
         t.overridden.__dict__["given_train"] = job.train
     words = {"fit": "val", "validate": "val", "test": "test", "predict": "predict"}
     given = job.evaluate if job.evaluate is not None else _loader(t, f"{words[stage]}_dataloader")
@@ -35,8 +33,10 @@ def load_data(t: Trainer, job: Job) -> None:
     loaders = _several(given) if has_step and limit != 0 else []
     t.val_dataloaders = given
     t.several_loaders = len(loaders) > 1
-    t.val_feeds = [_feed(t, loader, limit) for loader in loaders]
+    t.val_feeds = [_evaluation_feed(t, loader, limit, fixed=stage == "predict") for loader in loaders]
     t.num_val_batches = [feed.batches() for feed in t.val_feeds]
+    for loader, batches in zip(loaders, t.num_val_batches, strict=True):
+        _check_part(f"limit_{words[stage]}_batches", limit, loader, batches)
     if stage == "fit":
         t.val_every = validation_interval(t)
 
@@ -45,17 +45,17 @@ def reload_loaders(t: Trainer) -> None:
     """Ask the data module or the module for new training batches."""
     if t.overridden.__dict__.get("given_train") is None:
         t.train_dataloader = _loader(t, "train_dataloader")
-        t.train_feed = _train_feed(t)
-        t.num_training_batches = t.train_feed.batches(t.accumulate_grad_batches)
+        _make_train_feed(t)
         t.val_every = validation_interval(t)
 
 
 def rebuild_feeds(t: Trainer) -> None:
     """Make the feeds anew, after a checkpoint has brought its own seed of the data order."""
-    t.train_feed = _train_feed(t)
-    t.num_training_batches = t.train_feed.batches(t.accumulate_grad_batches)
+    _make_train_feed(t)
     t.val_feeds = (
-        [_feed(t, loader, t.limit_val_batches) for loader in _several(t.val_dataloaders)] if t.val_feeds else []
+        [_evaluation_feed(t, loader, t.limit_val_batches) for loader in _several(t.val_dataloaders)]
+        if t.val_feeds
+        else []
     )
     t.val_every = validation_interval(t)
 
@@ -64,7 +64,7 @@ def sanity_feeds(t: Trainer) -> list[Feed]:
     """Return the validation feeds, cut to the few batches of the sanity check."""
     few = float("inf") if t.num_sanity_val_steps == -1 else t.num_sanity_val_steps
     limit = min(few, t.limit_val_batches) if isinstance(t.limit_val_batches, int) else few
-    return [_feed(t, loader, limit) for loader in _several(t.val_dataloaders)]
+    return [_evaluation_feed(t, loader, limit) for loader in _several(t.val_dataloaders)]
 
 
 def _loader(t: Trainer, name: str) -> Any:
@@ -75,13 +75,53 @@ def _loader(t: Trainer, name: str) -> Any:
     return None
 
 
-def _train_feed(t: Trainer) -> Feed:
-    return _feed(t, t.train_dataloader, t.limit_train_batches, t.state.ranks, t.strategy.parts, t.balance)
+def _make_train_feed(t: Trainer) -> None:
+    """Make the feed of training, and count its batches: those of the rank that has most.
+
+    Raises:
+        ValueError: there is nothing to train on.
+    """
+    manual, limit = not t.module.automatic_optimization, t.limit_train_batches
+    t.train_feed = feed = _feed(
+        t, t.train_dataloader, limit, t.state.ranks, t.strategy.parts, t.balance, manual=manual
+    )  # fmt: skip
+    batches = feed.batches(t.accumulate_grad_batches)
+    if not feed.exact_position and t.world.size > 1 and not t.world.newcomer:
+        counted = torch.tensor(float(batches), dtype=torch.float64, device=t.world.device)
+        most = float(t.world.all_reduce(counted, "max"))
+        batches = most if most == float("inf") else int(most)
+    t.num_training_batches = batches
+    _check_part("overfit_batches" if t.overfit_batches else "limit_train_batches", limit, t.train_dataloader, batches)
+    if not batches and limit:
+        raise ValueError(
+            f"there is no batch to train on: {type(t.train_dataloader).__name__} is empty, or all of it is left out by "
+            "drop_last=True (then take a smaller batch_size, or fewer ranks)"
+        )
+
+
+def _check_part(name: str, limit: int | float, loader: Any, batches: int | float) -> None:
+    """Refuse a part of the batches that is less than one of them.
+
+    Raises:
+        ValueError: it is.
+    """
+    if isinstance(limit, float) and 0 < limit < 1 and not batches and len(loader):
+        raise ValueError(f"{name}={limit} of {len(loader)} batches is less than one: give a number of batches (1)")
+
+
+def _evaluation_feed(t: Trainer, source: Any, limit: int | float, *, fixed: bool = False) -> Feed:
+    """Return the feed of a loader for evaluation.
+
+    With `overfit_batches`, validation reads the training batches: on another number of ranks too, these keep the size
+    that they had when the run began.
+    """
+    return _feed(t, source, limit, t.state.ranks if source is t.train_dataloader else 0, fixed=fixed)
 
 
 def _feed(
-    t: Trainer, source: Any, limit: int | float, began_with: int = 0, parts: int = 0, balance: Balance | None = None
-) -> Feed:
+    t: Trainer, source: Any, limit: int | float, began_with: int = 0, parts: int = 0, balance: Balance | None = None,
+    *, manual: bool = False, fixed: bool = False,
+) -> Feed:  # fmt: skip
     if isinstance(limit, float) and limit != float("inf") and not hasattr(source, "__len__"):
         raise ValueError(
             f"a part of the batches ({limit}) needs a loader with a length; {type(source).__name__} has none"
@@ -95,8 +135,9 @@ def _feed(
         world = replace(world, rank=0, size=world.local_size)
     return make_feed(
         source, world, seed=t.state.seed, limit=limit, shard=t.use_distributed_sampler, began_with=began_with,
-        company=t.strategy.traits.sharded, parts=parts, dealt=t.strategy.dealer is not None,
-        balance=balance,
+        company=t.strategy.traits.sharded or manual, parts=parts, dealt=t.strategy.dealer is not None,
+        balance=balance, undivided=manual,
+        fixed=fixed or (bool(t.overfit_batches) and source is t.train_dataloader),
     )  # fmt: skip
 
 
@@ -114,14 +155,3 @@ def _several(given: Any) -> list[Any]:
 def _is_loader(value: Any) -> bool:
     batch = isinstance(value, (torch.Tensor, Mapping, list, tuple, str))
     return hasattr(value, "__iter__") and not batch
-
-
-def _fixed(loader: Any) -> Any:
-    """Return a loader that gives the same batches in each epoch."""
-    if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__len__"):
-        return loader
-    dataset: Any = loader.dataset
-    return DataLoader(
-        loader.dataset, batch_size=loader.batch_size, sampler=SequentialSampler(dataset),
-        num_workers=loader.num_workers, collate_fn=loader.collate_fn, drop_last=loader.drop_last,
-    )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fabricx.data.transfer import batch_size_of
-from fabricx.metrics import Metrics, Series, as_value
+from fabricx.metrics import EXACT, Metrics, Series, as_value
 from fabricx.module import check_reduction
 from fabricx.strategy import Strategy
 
@@ -31,6 +31,7 @@ class Logbook:
         self._weight: float | None = None  # of the batch, once known
         world = strategy.world
         self.metrics = Metrics(strategy.reduce, world.gather_objects, world.size, world.device)
+        self.metrics.counts_shared = world.main_rank
         self.device = world.device
         self.training = training
         self.in_step = False  # between two batches values belong to the epoch
@@ -64,7 +65,9 @@ class Logbook:
         series = self.metrics.series.get(name)
         if series is None:
             series = self._begin(name, reduce_fx, on_step, on_epoch, bar, to_logger, joined)
-        if type(value) is not Tensor or value.dim():
+        elif series.asked != (reduce_fx, on_step, on_epoch, joined, self.in_step):
+            self._check_same(name, series, reduce_fx, on_step, on_epoch, joined)
+        if type(value) is not Tensor or value.dim() or value.dtype not in EXACT:
             if hasattr(value, "compute") and hasattr(value, "update"):
                 self.metrics.objects[name] = (value, series)
                 return
@@ -108,13 +111,7 @@ class Logbook:
         self, name: str, reduce_fx: Any, on_step: bool | None, on_epoch: bool | None,
         bar: bool, to_logger: bool, joined: bool,
     ) -> Series:  # fmt: skip
-        default_step = self.training and self.in_step
-        step = default_step if on_step is None else on_step
-        epoch = not default_step if on_epoch is None else on_epoch
-        if not step and not epoch:
-            raise ValueError(f"self.log({name!r}, ..., on_step=False, on_epoch=False) would log nothing")
-        if step and not self.in_step:
-            step, epoch = False, True  # there is no step between two batches
+        step, epoch = self._moments(name, on_step, on_epoch)
         series = Series(
             check_reduction(name, reduce_fx),
             on_step=step,
@@ -123,8 +120,40 @@ class Logbook:
             to_logger=to_logger,
             local=not joined,
         )
+        series.asked, series.inside = (reduce_fx, on_step, on_epoch, joined, self.in_step), self.in_step
         self.metrics.series[name] = series
         return series
+
+    def _moments(self, name: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
+        """Return whether a value is of the step, and whether it is of the epoch."""
+        default_step = self.training and self.in_step
+        step = default_step if on_step is None else on_step
+        epoch = not default_step if on_epoch is None else on_epoch
+        if not step and not epoch:
+            raise ValueError(f"self.log({name!r}, ..., on_step=False, on_epoch=False) would log nothing")
+        if step and not self.in_step:
+            return False, True  # there is no step between two batches
+        return step, epoch
+
+    def _check_same(
+        self, name: str, series: Series, reduce_fx: Any, on_step: bool | None, on_epoch: bool | None, joined: bool
+    ) -> None:  # fmt: skip
+        """Refuse a name that is logged in two ways, whose values can't be joined into one.
+
+        Raises:
+            ValueError: another call of `log` has given the name other options, or means over other things.
+        """
+        wanted = (check_reduction(name, reduce_fx), *self._moments(name, on_step, on_epoch), not joined)
+        same = wanted == (series.reduction, series.on_step, series.on_epoch, series.local)
+        mixed = series.reduction == "mean" and series.inside not in (None, self.in_step)
+        if not same or mixed:
+            where = "within a batch", "between batches"
+            raise ValueError(
+                f"self.log({name!r}, ...) is called twice in different ways, "
+                + (f"{where[0]} and {where[1]}" if mixed else "with another reduce_fx, on_step, on_epoch or sync_dist")
+                + ": the values can't be joined; give one of them another name"
+            )
+        series.asked, series.inside = (reduce_fx, on_step, on_epoch, joined, self.in_step), self.in_step
 
     def step_values(self, step: int) -> dict[str, Tensor]:
         """Return the joined values of one step; every rank calls it at the same step, where all go together."""

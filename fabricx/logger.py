@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Literal, Protocol, final, runtime_checkable
 
 from torch import nn
 
+from fabricx.errors import NamesChecked
+
 Ending = Literal["success", "failed", "interrupted"]
 
 
@@ -31,7 +33,7 @@ class Silent:
         return "<silent>"
 
 
-class Logger(ABC):
+class Logger(NamesChecked, ABC):
     """Writes metrics somewhere. Opened on the main rank only; everywhere else its methods are never called.
 
     A logger is a plain, picklable description until `open`: it is made in the caller's process and used in a worker.

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from fabricx.boundaries import (
     agree_at_boundary,
+    check_any_batch,
+    epoch_pending,
     limit_reached,
     next_section,
     validation_due,
@@ -23,14 +25,18 @@ from fabricx.data import Microbatch
 from fabricx.data.order import epoch_seed
 from fabricx.evaluation import sanity_check, validate_in_fit
 from fabricx.hooks import Hook
-from fabricx.optimization import step_schedules
+from fabricx.manual import check_options, train_manually, train_without_data
+from fabricx.optimization import follow_schedules, step_schedules
 from fabricx.publishing import log_measured, log_step, log_step_alone, publish_epoch, publish_step
 from fabricx.recovery import recover, take_part
-from fabricx.restart_point import BufferCopies, RestartPoint, metric_objects
+from fabricx.restart_point import BufferCopies, LoggedMark, RestartPoint, metric_objects
+from fabricx.savable import follow_hooks, hooks_done
 from fabricx.seed import random_kept, seed_everything
-from fabricx.standing import before_update, leave_word, leave_word_meanwhile
+from fabricx.standing import after_own_update, before_update, leave_word, leave_word_ahead
 from fabricx.state import Phase, Stage
+from fabricx.steps import checked_loss, detached
 from fabricx.telemetry.recorder import Span
+from fabricx.window import NO_BATCH, NO_LOSS
 
 if TYPE_CHECKING:
     from fabricx.trainer import Trainer
@@ -49,7 +55,7 @@ def fit(t: Trainer, job: object = None) -> None:
     if not t.world.newcomer:
         if t.copier is None or t.members is not None or not come_back(t):
             t.restore()
-        t.strategy.starts(t.state.step)
+        t.strategy.starts(t.state.step, t.state.ranks)
         sanity_check(t)
     t.state.phase = Phase.TRAIN
     t.module.train()
@@ -59,18 +65,24 @@ def fit(t: Trainer, job: object = None) -> None:
     t.recorder.begin()
     while True:
         try:
-            while not limit_reached(t) or t.state.validating or Stage.EPOCH_ENDS <= t.stage < Stage.EPOCH_OVER:
+            while not limit_reached(t) or t.state.validating or epoch_pending(t) or _epoch_ends(t):
                 train_epoch(t)
-            t.strategy.quiesce()  # whoever looks at the weights from now on sees those of all ranks
+            t.strategy.finish()  # whoever looks at the weights from now on sees those of all ranks
             call(t.hooks.on_train_end)
             t.finish_checkpoint()
             if t.members is not None or t.copier is not None:  # none leaves while another may need it for going on
                 t.world.barrier()
             break
         except Exception as error:
+            t.in_step = t.apart = False
+            t.idle_ranks = 0
             recover(t, error)
     membership().say("outside")
     call(t.hooks.on_fit_end)
+
+
+def _epoch_ends(t: Trainer) -> bool:
+    return Stage.EPOCH_ENDS <= t.stage < Stage.EPOCH_OVER
 
 
 def train_epoch(t: Trainer) -> None:
@@ -96,7 +108,7 @@ def train_epoch(t: Trainer) -> None:
         t.stage = Stage.EPOCH_OVER
     if not state.drained:
         return
-    step_schedules(t, "epoch")
+    step_schedules(t, "epoch", state.epoch + 1)
     state.epoch += 1
     state.batch = state.samples = 0
     state.drained = state.closing = False
@@ -117,30 +129,35 @@ def _end_epoch(t: Trainer) -> None:
 
 def _train_batches(t: Trainer) -> bool:
     """Train batch after batch; returns whether the epoch was completed."""
+    begun_again = t.accumulate_grad_batches > 1 or t.members is not None
+    buffers = BufferCopies(t.module, t.buffers) if begun_again and t.strategy.dealer is None else None
+    t.buffers = buffers
+    point = None if buffers is None else RestartPoint(t, buffers.take())
+    if not t.state.batch:  # should the first batch be begun again, so will the epoch: its hooks come after this point
+        t.restart_point = point
     t.begin_epoch()
     with _again(t.state.batch):
         call(t.hooks.on_train_epoch_start)
+    if not t.module.automatic_optimization:
+        check_options(t)  # a callback may have changed the accumulation
     if t.stage is Stage.BATCH_TOLD:  # by a group that somebody has left since
         _tell_last(t, t.state.batch - 1)
     if t.state.validating:  # of the batch before, which an earlier run has trained
         validate_in_fit(t)
         if limit_reached(t):
-            return False
+            return epoch_pending(t)
     t.metric_objects = metric_objects(t.module) if t.slot is not None else None
-    begun_again = t.accumulate_grad_batches > 1 or t.members is not None
-    buffers = BufferCopies(t.module) if begun_again and t.strategy.dealer is None else None
     feed = _feed(t)
     if buffers is not None:
-        t.restart_point = RestartPoint(t, buffers.take())
+        t.restart_point = point = RestartPoint(t, buffers.take()) if t.state.batch else point
+        leave_word(t, point=point)
     for micro in feed:
         t.recorder.lap(Span.DATA)
         if micro.opens:
             t.window.begin(micro.planned)
         if micro.meets:
             _meet(t, micro)
-        elif micro.empty:
-            _train_nothing(t, micro)
-        elif train_batch(t, micro) == -1:
+        elif (_train_nothing if micro.empty else train_batch)(t, micro) == -1:
             if micro.apart:
                 raise ValueError(
                     "on_train_batch_start returned -1, which skips the rest of an epoch on all ranks; here each "
@@ -150,8 +167,6 @@ def _train_batches(t: Trainer) -> bool:
         if micro.apart:
             _go_on_apart(t, micro)
             continue
-        if micro.closes and t.window.over:
-            return True
         _tell_last(t, micro.index, closes=micro.closes)
         if t.writer is not None:
             t.writer.poll()
@@ -165,6 +180,8 @@ def _train_batches(t: Trainer) -> bool:
             t.copier.after_step(t)
         if micro.closes and buffers is not None:
             t.restart_point = RestartPoint(t, buffers.take(), t.metric_objects)
+            leave_word(t, point=t.restart_point)  # hooks, and a validation, may have logged, or drawn random numbers
+    check_any_batch(t)
     return True
 
 
@@ -207,18 +224,30 @@ def _meet(t: Trainer, micro: Microbatch) -> None:
     t.meeting = micro
     t.check_members()
     t.strategy.quiesce()
-    _count_update(t, t.state.step)
-    t.meeting = None
+    t.state.step = t.strategy.updated(t.state.step)
+    follow_schedules(t, t.state.step)
+    if t.overridden.optimizer_step and t.world.size > 1:
+        t.strategy.dealer.join_hyperparameters()
+    t.train_logbook.metrics.share(t.strategy.dealer.logged())  # with the position, for a rank that comes later
+    t.meeting, t.apart = None, False
     _advance(t, micro)
     t.window.outputs = t.window.batch = None
 
 
-def _count_update(t: Trainer, step: int) -> None:
-    """Count an update, and let the schedules follow: they go by global batches, however many updates those make."""
-    before, each = t.state.step, t.strategy.updates_per_batch
-    t.state.step = t.strategy.updated(step)
-    for _ in range(t.state.step // each - before // each):
-        step_schedules(t, "step")
+def _count_update(t: Trainer) -> None:
+    """Count an update, and let the schedules follow; those of ranks that go at their own pace follow in `_reach`."""
+    t.state.step = t.strategy.updated(t.state.step + 1)
+    if t.strategy.dealer is None:
+        t.state.trained += 1
+        if t.overridden.metrics_each_step and t.world.size > 1:
+            publish_step(t)
+        step_schedules(t, "step", t.state.step)
+
+
+def _reach(t: Trainer, update: int) -> None:
+    """Be at an update, with its hyperparameters: others make updates too, in between."""
+    t.state.step = update
+    follow_schedules(t, update)
 
 
 def _again(done: int) -> AbstractContextManager[None]:
@@ -231,53 +260,83 @@ def train_batch(t: Trainer, micro: Microbatch) -> int | None:
     hooks, module, index = t.hooks, t.module, micro.index
     if t.strategy.parts:  # what is drawn for a part of a global batch is the same on whatever rank
         seed_everything(epoch_seed(epoch_seed(t.state.seed, t.state.epoch), micro.begin) % 2**32)
+    if micro.apart and micro.opens:
+        _begin_apart(t)
+    t.apart = micro.apart
     batch = t.to_device(micro.data, 0)
     t.is_last_batch = micro.last
     t.logbook.begin_batch(batch, micro.size, t.state.step + 1)
     if t.bring is not None:
         t.recorder.lap(Span.TRANSFER)
+    t.idle_ranks = micro.idle
     for hook in hooks.on_train_batch_start:
         if hook(batch, index) == -1:
-            t.logbook.end_batch()
-            return -1
+            return _skip_rest(t, micro)
+    if micro.idle:
+        hooks_done(t)
+    t.in_step = True
     if not module.automatic_optimization:
-        outputs = _manual(t, micro, batch)
+        outputs = train_manually(t, micro, batch)
+        if t.slot is not None:
+            after_own_update(t, micro)
     elif micro.closes:
         outputs = _forward_backward(t, micro, batch)
         if t.window.ready(t):
             _update(t, micro, batch)
+        elif micro.apart:  # the lease is done, and has given nothing
+            t.state.step = t.strategy.updated(t.state.step)
+        else:
+            t.state.trained += 1
     else:
         # The forward is under `accumulate` too: DDP decides there whether gradients will travel.
         with t.strategy.accumulate():
             outputs = _forward_backward(t, micro, batch)
     t.recorder.samples += t.logbook.size or t.logbook.count()
+    t.in_step = False
     if micro.closes and not micro.apart:
         _advance(t, micro)
     if hooks.on_train_batch_end:
-        results = {"loss": outputs.detach()} if isinstance(outputs, Tensor) else _detached(outputs)
+        results = {"loss": outputs.detach()} if isinstance(outputs, Tensor) else detached(outputs)
         t.window.outputs, t.window.batch = results, batch
         for hook in hooks.train_batch_end_others:
             hook(results, batch, index)
+    if micro.idle:
+        hooks_done(t)
+        t.idle_ranks = 0
+    if t.mark is not None and micro.closes and t.strategy.dealer.dropped:
+        t.mark.restore()
     t.logbook.end_batch()
     return None
 
 
+def _skip_rest(t: Trainer, micro: Microbatch) -> int:
+    """Skip the rest of the epoch, on all ranks."""
+    if micro.idle:
+        hooks_done(t, skip=True)
+        t.idle_ranks = 0
+    t.logbook.end_batch()
+    return -1
+
+
+def _begin_apart(t: Trainer) -> None:
+    """Begin a window of a rank that goes at its own pace: with the newest weights, and their hyperparameters."""
+    dealer = t.strategy.dealer
+    dealer.begin_lease(t.logbook.metrics.take_sums)
+    _reach(t, dealer.next_update())
+    t.mark = LoggedMark(t) if dealer.may_drop else None
+
+
 def _advance(t: Trainer, micro: Microbatch) -> None:
     """Let a checkpoint that is written from now on begin with the next batch."""
+    if micro.start is not None and micro.start != t.state.samples:
+        t.state.jump(micro.start)
     t.state.batch, t.state.samples = micro.index + 1, micro.position
+    t.state.passed += 1
     t.state.validating = validation_due(t, micro)
-    t.restart_point, t.torn, t.stage = None, False, Stage.BATCH_TOLD
+    t.restart_point, t.torn, t.in_step, t.stage = None, False, False, Stage.BATCH_TOLD
     if t.slot is not None and not t.told_ahead:
         leave_word(t)
     t.told_ahead = False
-
-
-def _manual(t: Trainer, micro: Microbatch, batch: Any) -> Any:
-    """The module does everything by itself; it is counted afterwards."""
-    t.window.took_part()
-    outputs = t.training_step(batch, micro.index)
-    t.count_manual_steps()
-    return outputs
 
 
 def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
@@ -287,29 +346,32 @@ def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
         _zero_grad(t, micro)
     loss = outputs["loss"] if isinstance(outputs, Mapping) and "loss" in outputs else outputs
     if loss is None:
-        t.window.sit_out(t, micro, "gave no loss")
+        leave_word_ahead(t, micro)
+        t.window.sit_out(t, micro, NO_LOSS)
         return None
     if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
-        loss = _checked_loss(loss)
+        loss = checked_loss(loss)
     if t.overridden.batch_weight and not t.window.weigh(t, micro):
         return _left_out(t, micro, batch, outputs)
     factor = (micro.factor if t.window.factor is None else t.window.factor) * t.strategy.gradient_factor
     scaled = t.precision_plugin.scale(loss if factor == 1.0 else loss * factor)
     for hook in t.hooks.on_before_backward:
         hook(loss)
-    if t.slot is not None and micro.closes:
-        leave_word_meanwhile(t, micro, scaled)
+    if t.slot is not None:
+        leave_word_ahead(t, micro)
     t.backward(scaled)
     t.recorder.lap(Span.BACKWARD)
-    for hook in t.hooks.on_after_backward:
-        hook()
-    t.window.took_part(loss)
+    if t.hooks.on_after_backward:
+        with t.strategy.hooks_see_gradients() if micro.closes else nullcontext():
+            call(t.hooks.on_after_backward)
+    t.window.took_part(micro, loss)
     return outputs
 
 
 def _left_out(t: Trainer, micro: Microbatch, batch: Any, outputs: Any) -> Any:
     """Go on with a batch whose loss is the mean of nothing."""
-    t.window.taken += 1
+    t.window.took_part(micro)
+    leave_word_ahead(t, micro)
     if micro.closes or t.strategy.traits.sharded:
         with t.logbook.muted():
             t.strategy.backward_nothing(batch, micro.index)
@@ -328,83 +390,113 @@ def _zero_grad(t: Trainer, micro: Microbatch) -> None:
 
 def _update(t: Trainer, micro: Microbatch, batch: Any) -> None:
     """Update the weights with the gradient of a whole window; several optimizers step together."""
-    if t.slot is not None:
-        before_update(t, micro)
+    if t.slot is not None:  # with garbage in its weights, a rank that has no copy of them couldn't go on
+        t.world.settle()
+    if micro.apart:
+        scheduled = any(schedule.interval == "step" for schedule in t.lr_schedulers)
+        _reach(t, t.strategy.dealer.take_turn(ordered=scheduled))
     for optimizer in t.optimizers:
         t.precision_plugin.unscale(optimizer)
-        for hook in t.hooks.on_before_optimizer_step:
-            hook(optimizer)
-        if t.gradient_clip_val is not None or t.overridden.configure_gradient_clipping:
-            t.module.configure_gradient_clipping(optimizer, t.gradient_clip_val, t.gradient_clip_algorithm)
+        own_clipping = t.overridden.configure_gradient_clipping
+        if t.hooks.on_before_optimizer_step or t.gradient_clip_val is not None or own_clipping:
+            _show_and_clip(t, optimizer, own_clipping=own_clipping)
+        if t.slot is not None:
+            before_update(t, micro)
         t.torn = t.strategy.dealer is None
         if t.overridden.optimizer_step or t.closures:
             _update_with_closure(t, micro, batch, optimizer)
         else:
             t.precision_plugin.step(optimizer, t.strategy.step)
     t.precision_plugin.updated()
-    _count_update(t, t.state.step + 1)
+    _count_update(t)
     t.recorder.lap(Span.OPTIMIZER)
+
+
+def _show_and_clip(t: Trainer, optimizer: torch.optim.Optimizer, *, own_clipping: bool) -> None:
+    """Let hooks see the gradient of an update, and clip it."""
+    if t.hooks.on_before_optimizer_step or own_clipping:
+        with t.strategy.hooks_see_gradients():
+            call(t.hooks.on_before_optimizer_step, optimizer)
+            if own_clipping:
+                t.module.configure_gradient_clipping(optimizer, t.gradient_clip_val, t.gradient_clip_algorithm)
+    if t.gradient_clip_val is not None and not own_clipping:
+        t.clip_gradients(optimizer, t.gradient_clip_val, t.gradient_clip_algorithm)
 
 
 def _update_with_closure(t: Trainer, micro: Microbatch, batch: Any, optimizer: torch.optim.Optimizer) -> None:
     """Update through the module's own `optimizer_step`, or with an optimizer that computes the loss by itself."""
+    if t.window.planned > 1 and id(optimizer) in t.overridden.closures:
+        raise ValueError(
+            f"{type(optimizer).__name__} computes the loss of one batch again, and a global batch is "
+            f"{t.window.planned} microbatches on this rank, as {t.state.ranks} ranks began this run: go on with as "
+            "many ranks as the run began with"
+        )
     fresh = True  # the gradient of this window is there already: the first call has nothing to compute
 
     def closure() -> Any:
         nonlocal fresh
         if fresh:
             fresh = False
-            return t.window.loss
+            return _global_loss(t, micro, t.window.loss)
         optimizer.zero_grad()
+        if batch is None:  # the others compute
+            t.strategy.backward_nothing(*_company(t, micro))
+            return _global_loss(t, micro, None)
         outputs = t.training_step(batch, micro.index)
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
         t.backward(loss * ((t.window.again or micro.factor) * t.strategy.gradient_factor))
-        return loss.detach()
+        return _global_loss(t, micro, loss.detach())
 
-    with torch.enable_grad():
+    with torch.enable_grad(), t.strategy.hooks_see_gradients():
         t.module.optimizer_step(t.state.epoch, micro.index, t.handle_of(optimizer), closure)
-    if t.slot is not None:  # the loss was computed again, with collectives
-        t.world.settle()
+    if t.slot is not None:
+        after_own_update(t, micro)
 
 
-def _train_nothing(t: Trainer, micro: Microbatch) -> None:
-    """Take part in a batch of which this rank has no sample, so that the others don't wait."""
+def _global_loss(t: Trainer, micro: Microbatch, loss: Tensor | None) -> Tensor | None:
+    """Return the loss of the global batch: an optimizer that looks at it has to decide the same on all ranks."""
+    if t.world.size == 1 or not t.strategy.traits.synchronous:
+        return loss
+    share = torch.zeros((), dtype=torch.float64, device=t.world.device)
+    if loss is not None:
+        share += loss * (t.window.again or micro.factor)
+    return t.world.all_reduce(share)
+
+
+def _train_nothing(t: Trainer, micro: Microbatch) -> int | None:
+    """Take part in a batch of which this rank has no sample; returns -1 if the rest of the epoch is to be skipped."""
+    t.idle_ranks = micro.idle
+    if micro.idle and follow_hooks(t):
+        t.idle_ranks = 0
+        return -1
+    t.in_step = True
+    _compute_nothing(t, micro)
+    t.in_step = False
+    t.window.outputs = t.window.batch = None
+    if micro.idle:
+        follow_hooks(t)
+        t.idle_ranks = 0
+    return None
+
+
+def _compute_nothing(t: Trainer, micro: Microbatch) -> None:
+    if not t.module.automatic_optimization:
+        train_without_data(t, micro, _company(t, micro))
+        if t.slot is not None:
+            after_own_update(t, micro)
+        _advance(t, micro)
+        return
     if micro.opens:
         _zero_grad(t, micro)
-    with _syncing(t, micro):
-        t.window.sit_out(t, micro, "has no batch", *_company(t, micro))
-    if micro.closes and t.module.automatic_optimization and t.window.ready(t):
-        _update(t, micro, None)
+    with nullcontext() if micro.closes else t.strategy.accumulate():
+        t.window.sit_out(t, micro, NO_BATCH, *_company(t, micro))
     if micro.closes:
+        if t.window.ready(t):
+            _update(t, micro, None)
+        else:
+            t.state.trained += 1
         _advance(t, micro)
-    t.window.outputs = t.window.batch = None
 
 
 def _company(t: Trainer, micro: Microbatch) -> tuple[Any, ...]:
     return () if micro.data is None else (t.to_device(micro.data, 0), micro.index)
-
-
-def _syncing(t: Trainer, micro: Microbatch) -> Any:
-    return nullcontext() if micro.closes or not t.module.automatic_optimization else t.strategy.accumulate()
-
-
-def _checked_loss(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor):
-        what = f"a dict without 'loss' ({sorted(loss)})" if isinstance(loss, Mapping) else type(loss).__name__
-        raise ValueError(f"training_step returned {what}; it returns a loss tensor, a dict with 'loss', or None")
-    if loss.numel() != 1:
-        raise ValueError(
-            f"training_step returned a loss of shape {tuple(loss.shape)}; a loss is one number, such as loss.mean()"
-        )
-    if not loss.requires_grad:
-        raise ValueError(
-            "training_step returned a loss without a gradient: it doesn't depend on any parameter that "
-            "requires one. Is it detached, computed under no_grad, or are all parameters frozen?"
-        )
-    return loss.reshape(())
-
-
-def _detached(outputs: Any) -> Any:
-    if isinstance(outputs, Mapping):
-        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in outputs.items()}
-    return outputs

@@ -10,9 +10,12 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
+from fabricx.comm.sums import merge_sums, plain
 from fabricx.errors import RanksDisagree, did_you_mean
 
 Reduction = Literal["mean", "sum", "max", "min"]
+EXACT: Final = (torch.float32, torch.float64, torch.int64)  # what sums don't overflow or stop growing in
+_VALUES: Final = ("step", "value", "weight", "total", "weights")  # of a series
 REDUCTIONS: Final = ("mean", "sum", "max", "min")
 
 
@@ -24,7 +27,9 @@ class Series:
     """
 
     __slots__ = (
+        "asked",
         "bar",
+        "inside",
         "local",
         "on_epoch",
         "on_step",
@@ -46,6 +51,8 @@ class Series:
         self.bar = bar
         self.to_logger = to_logger
         self.local = local
+        self.asked: Any = None  # arguments of the newest `log`, which have been compared with these options
+        self.inside: bool | None = None  # logged within a batch, or between two; None if unknown
         self.step = -1
         self.value: Any = None  # weighted already if it comes from several microbatches
         self.weight: float = 0.0
@@ -62,7 +69,7 @@ class Series:
                 self.weight += weight
         if self.on_epoch:
             if self.total is None:
-                self.total = value * weight if self.reduction == "mean" else value + 0.0
+                self.total = value * weight if self.reduction == "mean" else value + 0
             elif self.reduction == "mean":
                 self.total = self.total + value * weight
             else:
@@ -116,6 +123,10 @@ class Metrics:
         gather: brings one object of each rank together; only used to say who logged what.
         size: ranks.
         device: where sums are kept.
+
+    Attributes:
+        shared: sums of the epoch that all ranks have, beside their own; see `merge_sums`.
+        counts_shared: this rank counts them; one does.
     """
 
     def __init__(
@@ -131,6 +142,18 @@ class Metrics:
         self._device = device
         self.series: dict[str, Series] = {}
         self.objects: dict[str, tuple[Any, Series]] = {}  # torchmetrics.Metric by name
+        self.shared: dict[str, Any] = {}
+        self.counts_shared = True
+
+    def mark(self) -> dict[str, tuple[Any, ...]]:
+        """Return what all series have, for `rewind`."""
+        return {name: tuple(getattr(s, slot) for slot in _VALUES) for name, s in self.series.items()}
+
+    def rewind(self, mark: dict[str, tuple[Any, ...]]) -> None:
+        """Forget what was added since a `mark`."""
+        for name, series in self.series.items():
+            for slot, value in zip(_VALUES, mark.get(name, (-1, None, 0.0, None, 0.0)), strict=True):
+                setattr(series, slot, value)
 
     def world_changed(self, gather: Callable[[Any], list[Any]], size: int) -> None:
         """Join over other ranks from now on."""
@@ -139,7 +162,10 @@ class Metrics:
     def due(self, *, epoch: bool, step: int | None = None) -> list[str]:
         """Return the names that have something to tell: at a step, those logged in that step."""
         if epoch:
-            return [name for name, series in self.series.items() if series.on_epoch and series.total is not None]
+            for name, (kind, *_) in self.shared.items():
+                self.series.setdefault(name, Series.of_kind(tuple(kind)))
+            own = [name for name, series in self.series.items() if series.on_epoch and series.total is not None]
+            return [*own, *(name for name in self.shared if name not in own)]
         return [name for name, series in self.series.items() if series.on_step and series.step == step]
 
     def joined(
@@ -161,16 +187,18 @@ class Metrics:
         wanted = sorted(names)
         together = self._size > 1 and not alone
         if together:
-            wanted = self._agree(wanted, epoch=epoch, idle=idle)
+            own = [name for name in wanted if self.series[name].local]
+            shared = [name for name in wanted if not self.series[name].local]
+            wanted = sorted(own + self._agree(shared, epoch=epoch, idle=idle))
         values: dict[str, Tensor] = {}
         for op in ("sum", "max", "min"):
             chosen = [n for n in wanted if _operation(self.series[n].reduction) == op]
             if not chosen:
                 continue
             packed = self._pack(chosen, epoch=epoch)
-            shared = [row for row, name in enumerate(chosen) if not self.series[name].local]
-            if together and shared:
-                packed[shared] = self._reduce(packed[shared].contiguous(), op)
+            rows = [row for row, name in enumerate(chosen) if not self.series[name].local]
+            if together and rows:
+                packed[rows] = self._reduce(packed[rows].contiguous(), op)
             for row, name in enumerate(chosen):
                 mean = self.series[name].reduction == "mean"
                 values[name] = (packed[row, 0] / packed[row, 1] if mean else packed[row, 0]).to(
@@ -179,15 +207,27 @@ class Metrics:
         return {name: values[name] for name in wanted}
 
     def _pack(self, names: list[str], *, epoch: bool) -> Tensor:
-        pairs = [self.series[name].packed(epoch=epoch) for name in names]
+        pairs = [self._epoch_pair(name) if epoch else self.series[name].packed(epoch=False) for name in names]
         kind = torch.float32 if self._device.type == "mps" else torch.float64
         sums = torch.stack([torch.as_tensor(total).to(self._device, kind).reshape(()) for total, _ in pairs])
         weights = torch.tensor([weight for _, weight in pairs], dtype=kind, device=self._device)
         return torch.stack([sums, weights], dim=1)
 
+    def _epoch_pair(self, name: str) -> tuple[Any, float]:
+        """Return (sum, weight) of an epoch, with what all ranks share if this one counts it."""
+        series = self.series[name]
+        if series.total is None:
+            series.contribute_nothing(epoch=True)
+        if name not in self.shared or not self.counts_shared:
+            return series.packed(epoch=True)
+        own = {name: [list(series.kind()), plain(series.total), series.weights]}
+        _, total, weights = merge_sums(own, {name: self.shared[name]})[name]
+        return total, weights
+
     def _agree(self, names: list[str], *, epoch: bool, idle: bool) -> list[str]:
         """Return the names to join: this rank's own, unless ranks without a batch have to learn them."""
-        digest = int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=6).digest(), "big")
+        text = "\n".join([f"{name} {self.series[name].reduction}" for name in names])
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
         votes = [-(2**62), -(2**62), 1] if idle else [digest, -digest, 0]
         highest, lowest, somebody_idle = self._reduce(torch.tensor(votes, device=self._device), "max").tolist()
         if highest == -lowest and not somebody_idle:
@@ -203,6 +243,9 @@ class Metrics:
                 "  log the same names on every rank, or give sync_dist=False to keep a value on the main rank"
             )
         for name, kind in known.items():
+            found = {logged[name][0] for _, logged in by_rank if name in logged}
+            if len(found) > 1:
+                raise RanksDisagree(f"ranks logged {name!r} with different reduce_fx: {', '.join(sorted(found))}")
             if name not in names:
                 self.series.setdefault(name, Series.of_kind(kind)).contribute_nothing(epoch=epoch)
         return sorted(known)
@@ -214,6 +257,22 @@ class Metrics:
             for name, series in self.series.items()
             if series.on_epoch and series.total is not None
         }
+
+    def take_sums(self) -> dict[str, Any]:
+        """Return what this rank has added up since the last call, as plain numbers, and begin at nothing.
+
+        Values that are not joined over ranks stay.
+        """
+        taken = {}
+        for name, series in self.series.items():
+            if series.on_epoch and series.total is not None and not series.local:
+                taken[name] = [list(series.kind()), plain(series.total), series.weights]
+                series.forget_epoch()
+        return taken
+
+    def share(self, sums: dict[str, Any]) -> None:
+        """Add sums that all ranks have; each rank calls it with the same."""
+        self.shared = merge_sums(self.shared, sums)
 
     def latest(self) -> dict[str, Any]:
         """Return this rank's values of the newest step."""
@@ -245,6 +304,7 @@ class Metrics:
         for series in self.series.values():
             series.forget_epoch()
         self.objects.clear()
+        self.shared = {}
 
 
 def _operation(reduction: Reduction) -> str:
@@ -264,6 +324,8 @@ def as_value(value: Any, name: str, device: torch.device) -> Any:
                 "such as its mean()"
             )
         detached = value.detach()
+        if detached.dtype not in EXACT:
+            detached = detached.float() if detached.is_floating_point() else detached.long()
         # A view may be changed later by whoever owns it (a loss that is reused, a running sum): keep the value.
         return detached if detached.dim() == 0 else detached.reshape(())
     if isinstance(value, (bool, int, float)):

@@ -120,11 +120,19 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         schedulers = [schedule.scheduler for schedule in self.trainer.lr_schedulers]
         return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
 
-    def manual_backward(self, loss: Tensor) -> None:
-        """Compute the gradients of a loss, instead of `loss.backward()`, in manual optimization."""
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients of a loss, instead of `loss.backward()`, in manual optimization.
+
+        With several ranks the loss is the mean over this rank's samples, and the gradient becomes the mean over the
+        samples of all ranks.
+
+        Args:
+            loss: one number.
+            args, kwargs: passed to `Tensor.backward`, such as `retain_graph=True`.
+        """
         if self.automatic_optimization:
             raise RuntimeError("manual_backward needs self.automatic_optimization = False in __init__")
-        self.trainer.manual_backward(loss)
+        self.trainer.manual_backward(loss, *args, **kwargs)
 
     def clip_gradients(
         self,

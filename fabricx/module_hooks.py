@@ -50,6 +50,7 @@ class ModuleHooks:
 
         The gradient is then the mean over the terms of the whole global batch, whichever rank had how many, and so are
         logged means; that takes one number to be summed over the ranks each step. With 0, the batch is left out.
+        Strategies that step without that number refuse it before training: local_sgd, mode="bounded", rounds.
 
         >>> import torch, fabricx as fx
         >>> class Tokens(fx.Module):

@@ -106,22 +106,65 @@ def _schedule(scheduler: Any, monitor: str | None = None) -> Schedule:
     return Schedule(**{"monitor": monitor, **scheduler})
 
 
-def step_schedules(t: Trainer, interval: str) -> None:
-    """Advance the schedulers of an interval that are due; in manual optimization the user does it."""
+def follow_schedules(t: Trainer, step: int) -> None:
+    """Let the schedulers that go by steps have the values of an update, where ranks go at their own pace.
+
+    They go by global batches, however many updates those make, and never back: what they were for earlier updates is
+    kept for gradients that come later than others.
+
+    Args:
+        t: the trainer.
+        step: number of the update, from 0.
+    """
+    dealer, each = t.strategy.dealer, t.strategy.updates_per_batch
+    while dealer.scheduled // each < step // each:
+        batch = dealer.scheduled // each + 1
+        dealer.passes(batch * each)
+        step_schedules(t, "step", batch)
+
+
+def step_schedules(t: Trainer, interval: str, count: int) -> None:
+    """Advance the schedulers of an interval that are due; in manual optimization the user does it.
+
+    Args:
+        t: the trainer.
+        interval: "step" or "epoch".
+        count: how many of them there were.
+    """
     if not t.lr_schedulers or not t.module.automatic_optimization:
         return
-    count = t.state.step if interval == "step" else t.state.epoch + 1
     for schedule in t.lr_schedulers:
         if schedule.interval != interval or count % schedule.frequency:
             continue
         metric = None
         if schedule.reduce_on_plateau:
-            metric = t.callback_metrics.get(schedule.monitor or "")
+            metric = _monitored(t, schedule)
             if metric is None:
                 if schedule.strict:
                     raise ValueError(missing_metric(str(schedule.monitor), t.published.metrics, "the scheduler"))
                 continue
         t.module.lr_scheduler_step(schedule.scheduler, metric)
+
+
+def _monitored(t: Trainer, schedule: Schedule) -> Any:
+    """Return the newest value of a schedule's metric, the same on all ranks: else their learning rates would part."""
+    metric = t.callback_metrics.get(schedule.monitor or "")
+    return metric if t.world.size == 1 else t.world.broadcast_object(metric)
+
+
+def need_metrics_each_step(t: Trainer) -> bool:
+    """Return whether a schedule looks at a metric after each weight update.
+
+    Raises:
+        ValueError: there is one where each rank goes at its own pace.
+    """
+    found = any(schedule.reduce_on_plateau and schedule.interval == "step" for schedule in t.lr_schedulers)
+    if found and t.strategy.dealer is not None:
+        raise ValueError(
+            f"a plateau scheduler with interval='step' looks at a metric of all ranks after each update, and under "
+            f"{type(t.strategy).__name__} they meet at the end of sections only: take interval='epoch'"
+        )
+    return found
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

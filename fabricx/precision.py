@@ -30,8 +30,13 @@ class Precision:
         """Return what brings a batch to the type of the weights, or None where nothing has to be done."""
         return None
 
-    def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a step that computes in this precision."""
+    def wrap_step(self, step: Callable[..., Any], *, updates_weights: bool = False) -> Callable[..., Any]:
+        """Return a step that computes in this precision.
+
+        Args:
+            step: of the module.
+            updates_weights: the step may change weights between two forwards, as a manually optimised one does.
+        """
         return step
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -71,7 +76,7 @@ class TruePrecision(Precision):
     def convert_batch(self) -> Callable[[Any], Any]:
         return lambda batch: to_dtype(batch, self.dtype)
 
-    def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_step(self, step: Callable[..., Any], *, updates_weights: bool = False) -> Callable[..., Any]:
         def with_default_dtype(*args: Any) -> Any:
             before = torch.get_default_dtype()
             torch.set_default_dtype(self.dtype)  # tensors made in the step have it too
@@ -98,9 +103,11 @@ class MixedPrecision(Precision):
         self._scaler = torch.amp.GradScaler(device_type) if name == "16-mixed" else None
         self._unscaled: set[int] = set()
 
-    def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_step(self, step: Callable[..., Any], *, updates_weights: bool = False) -> Callable[..., Any]:
         def under_autocast(*args: Any) -> Any:
-            with torch.autocast(self._device_type, dtype=self.dtype):
+            # Autocast keeps each weight's 16-bit copy for the whole context: a forward after an update would see the
+            # weights from before it, and one after FSDP's backward would give no gradient.
+            with torch.autocast(self._device_type, dtype=self.dtype, cache_enabled=not updates_weights):
                 return step(*args)
 
         return under_autocast

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import traceback
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -25,11 +26,12 @@ from fabricx.copying import go_back
 from fabricx.errors import ServerLost
 from fabricx.restart_point import RestartPoint, of_word
 from fabricx.scribe import Scribe
-from fabricx.standing import leave_word, progress, standing, take_over
+from fabricx.standing import leave_word, progress, standing, take_over, word_of
 from fabricx.state import Phase
 from fabricx.steps import wrap_steps
 
 if TYPE_CHECKING:
+    from fabricx.checkpoint import Writer
     from fabricx.trainer import Trainer
 
 NOTICE_S: Final = 1.0  # from an error until the supervisor has said that somebody is gone
@@ -87,6 +89,8 @@ def take_part(t: Trainer) -> None:
         return
     if t.copier is not None:
         t.copier.begin(t, range(t.world.size))
+    if t.strategy.dealer is not None:  # what the servers begin with comes from the main rank, and can't be replaced yet
+        t.world.barrier()
     leave_word(t)
     membership().say("inside")  # it can go on with other members from now on
 
@@ -112,8 +116,7 @@ def _lost_somebody(generation: int, error: Exception, silent: bool) -> bool:
 
 def _join_others(t: Trainer, *, holds: bool) -> None:
     own = membership()
-    if holds:
-        _let_go(t)
+    writer, given_up = _let_go(t) if holds else None, None
     began, step = time.monotonic(), t.state.step
     number, unchanged = t.world.generation, holds
     point = (t.restart_point or RestartPoint(t)) if holds and t.copier is None else None
@@ -124,11 +127,16 @@ def _join_others(t: Trainer, *, holds: bool) -> None:
         number, unchanged = generation.number, False
         try:
             _join(t, generation)
+            if writer is not None:  # all members have given up what they were writing by now
+                given_up = writer.given_up
+                writer.sweep()
+                writer = None
             if t.copier is not None:
                 known = go_back(t, came=not holds)
             else:
                 known = _agree(t, generation, point)
                 point = RestartPoint(t)  # should what comes now fail, too
+            lost = t.world.gather_objects(given_up)
             _go_on(t, generation)
             break
         except Exception as error:
@@ -138,6 +146,7 @@ def _join_others(t: Trainer, *, holds: bool) -> None:
     leave_word(t)  # before anybody reckons with it: who takes this one's place goes on from that
     own.say("step", (number, t.state.step))
     _report(t, known, step if holds else t.state.step, time.monotonic() - began)
+    _say_given_up(t, lost)
 
 
 def _report(t: Trainer, known: int, reached: int, seconds: float) -> None:
@@ -151,21 +160,32 @@ def _report(t: Trainer, known: int, reached: int, seconds: float) -> None:
     t.print(text)
 
 
-def _let_go(t: Trainer) -> None:
-    """Give up what the interrupted batch was doing."""
+def _say_given_up(t: Trainer, told: list[Path | None]) -> None:
+    """Say that a checkpoint of the user's was lost with a worker, as any member knows."""
+    if path := next((path for path in told if path is not None), None):
+        text = (
+            f"the checkpoint {path} was lost: it was being written when the workers changed, and is not there unless a "
+            "hook saves it again"
+        )
+        t.scribe.event("checkpoint", text, t.state.step)
+        t.print(text)
+
+
+def _let_go(t: Trainer) -> Writer | None:
+    """Give up what the interrupted batch was doing; returns the writer of a checkpoint that was given up."""
     membership().shut()
     if t.agreement is not None:
         t.agreement.close()
-    if t.writer is not None:
-        t.writer.abandon()
-        t.writer = None
+    writer, t.writer = t.writer, None
+    if writer is not None:
+        writer.abandon()
     if (dealer := t.strategy.dealer) is not None:  # others may train on, and come when their section is over
         dealer.let_all_meet()
     t.logbook = t.train_logbook
     t.logbook.end_batch()
     t.attach_log(t.logbook)
     t.state.phase = Phase.TRAIN
-    t.module.train()
+    return writer
 
 
 def _join(t: Trainer, generation: Generation) -> None:
@@ -175,7 +195,7 @@ def _join(t: Trainer, generation: Generation) -> None:
         own.leave()
     rank, size = generation.workers.index(own.worker), len(generation.workers)
     joined = replace(
-        world.reconnected(), rank=rank, size=size, local_rank=rank, local_size=size, generation=generation.number,
+        world, rank=rank, size=size, local_rank=rank, local_size=size, generation=generation.number,
         newcomer=False,
     )  # fmt: skip  # all are on one machine
     _wait_for_all(joined, generation)
@@ -236,7 +256,7 @@ def _word_of(t: Trainer, generation: Generation, point: RestartPoint | None) -> 
     own = membership()
     told = _Told()
     if point is not None:
-        told = _Told(progress(t), [(progress(t), point.word())], RestartPoint(t).word())
+        told = _Told(progress(t), [(progress(t), word_of(t, point))], word_of(t, RestartPoint(t)))
     elif own.worker in generation.heirs:
         told.points = slots.read(own.folder, generation.heirs[own.worker])
     if t.world.main_rank:
@@ -273,6 +293,7 @@ def _go_on(t: Trainer, generation: Generation) -> None:
     """Let everything that talks to other ranks know who they are now."""
     world = t.world
     t.train_logbook.metrics.world_changed(world.gather_objects, world.size)
+    t.train_logbook.metrics.counts_shared = world.main_rank
     reason = None if t.agreement is None else t.agreement.reason
     t.agreement = Agreement(world)
     if reason is not None:

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
+from fabricx.comm.sums import merge_sums, plain
 from fabricx.metrics import Series
 from fabricx.seed import RandomState
 
@@ -33,7 +35,8 @@ class RestartPoint:
         self.of_window = buffers is not None
         self.buffers = buffers or {}
         self._random = RandomState()
-        self._sums = t.train_logbook.metrics.sums()
+        metrics = t.train_logbook.metrics
+        self._sums, self._shared = metrics.sums(), metrics.shared if metrics.counts_shared else {}
         objects = metric_objects(t.module) if objects is None else objects
         self._objects = {name: _states(metric) for name, metric in objects.items()}
         self._logged = _logged_objects(t, objects) if objects else {}
@@ -50,9 +53,9 @@ class RestartPoint:
         """Return what `of_word` needs: in a form that is pickled quickly, with the values of the newest step."""
         return {
             "random": self._random.packed(),
-            "sums": {name: [kind, _plain(total), weights] for name, (kind, total, weights) in self._sums.items()},
+            "sums": {name: [kind, plain(total), weights] for name, (kind, total, weights) in self._sums.items()},
             "latest": {
-                name: [kind, step, _plain(value), weight] for name, (kind, step, value, weight) in self._latest.items()
+                name: [kind, step, plain(value), weight] for name, (kind, step, value, weight) in self._latest.items()
             },
             "objects": {name: _on_cpu(states) for name, states in self._objects.items()},
             "logged": self._logged,
@@ -63,11 +66,37 @@ class RestartPoint:
         """Return plain data and tensors."""
         return {
             "random": self._random.state_dict(),
-            "sums": self._sums,
+            "sums": merge_sums(self._sums, self._shared) if self._shared else self._sums,
             "objects": self._objects,
             "logged": self._logged,
             "position": self._position,
         }
+
+
+@final
+class LoggedMark:
+    """Sums, metric objects and buffers before a batch, to return to if its gradient is dropped: it is trained again.
+
+    Args:
+        t: the trainer.
+    """
+
+    def __init__(self, t: Trainer) -> None:
+        self._t = t
+        self._values = t.logbook.metrics.mark()
+        self._objects = [(metric, _states(metric)) for metric in metric_objects(t.module).values()]
+        self._buffers = [(buffer, buffer.clone()) for buffer in t.module.buffers()]
+        self._batches, self._samples = t.logbook.batches, t.recorder.samples
+
+    def restore(self) -> None:
+        """Let all be as it was."""
+        t = self._t
+        t.logbook.metrics.rewind(self._values)
+        for metric, states in self._objects:
+            _set_states(metric, states)
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+        t.logbook.batches, t.recorder.samples = self._batches, self._samples
 
 
 def of_word(word: dict[str, Any]) -> dict[str, Any]:
@@ -75,9 +104,15 @@ def of_word(word: dict[str, Any]) -> dict[str, Any]:
     return {**word, "random": RandomState.unpacked(word["random"]).state_dict()}
 
 
-def _plain(value: Any) -> Any:
-    """Return a number as Python's own; a tensor of one element is pickled a hundred times as slowly."""
-    return value.item() if isinstance(value, Tensor) else value
+def take_up_buffers(module: nn.Module, packed: tuple[tuple[str, ...], bytes] | None) -> None:
+    """Let a module's buffers be what `BufferCopies.packed` was taken of."""
+    if packed is None:
+        return
+    names, data = packed
+    live = dict(module.named_buffers())
+    values = torch.frombuffer(bytearray(data), dtype=torch.float64) if data else torch.empty(0, dtype=torch.float64)
+    for name, part in zip(names, values.split([live[name].numel() for name in names]), strict=True):
+        live[name].copy_(part.view(live[name].shape))
 
 
 def go_on_from(t: Trainer, ranks: list[dict[str, Any]], *, own: int | None) -> None:
@@ -112,6 +147,8 @@ def go_on_from(t: Trainer, ranks: list[dict[str, Any]], *, own: int | None) -> N
             incoming = metric.clone()
             _set_states(incoming, other)
             metric.merge_state(incoming)
+    if same:
+        take_up_buffers(t.module, mine[0].get("buffers"))
     if same and mine[0]["position"] is not None:
         t.train_feed.load_state_dict(mine[0]["position"])
 
@@ -159,20 +196,50 @@ class BufferCopies:
     """Room for copies of a module's persistent buffers, such as running statistics.
 
     All are copied each time: whether one was changed isn't known, since batch normalisation doesn't count versions.
+
+    Args:
+        module: whose.
+        before: those of the epoch before, if any.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, before: BufferCopies | None = None) -> None:
         self._where = [
-            (f"{prefix}.{name}" if prefix else name, owner._buffers, name)
+            (f"{prefix}.{name}" if prefix else name, owner._buffers, name, isinstance(owner, _NormBase))
             for prefix, owner in module.named_modules()
             for name, buffer in owner._buffers.items()
             if buffer is not None and name not in owner._non_persistent_buffers_set
         ]
+        known: dict[str, int] = {} if before is None else before._versions
+        self._versions: dict[str, int] = {
+            name: known.get(name, buffer._version)
+            for name, buffers, key, _ in self._where
+            if (buffer := buffers[key]) is not None
+        }
         self._copies: dict[str, Tensor] = {}
+
+    def packed(self, point: RestartPoint | None = None) -> tuple[tuple[str, ...], bytes] | None:
+        """Return the buffers that batches have changed on this rank, in a form that is pickled quickly.
+
+        Args:
+            point: as they were there, where a window began; as they are now, if not given.
+
+        Returns:
+            names, and values as 64-bit numbers; None if there are none.
+        """
+        kept = point.buffers if point is not None and point.of_window else {}
+        live = {
+            name: kept.get(name, buffer)
+            for name, buffers, key, counts in self._where
+            if (buffer := buffers[key]) is not None and (counts or buffer._version != self._versions[name])
+        }
+        if not live:
+            return None
+        values = torch.cat([buffer.detach().reshape(-1).to("cpu", torch.float64) for buffer in live.values()])
+        return tuple(live), values.numpy().tobytes()
 
     def take(self) -> dict[str, Tensor]:
         """Return what the buffers are now, in the place of what was returned before."""
-        live = {name: buffer.detach() for name, buffers, key in self._where if (buffer := buffers[key]) is not None}
+        live = {name: buffer.detach() for name, buffers, key, _ in self._where if (buffer := buffers[key]) is not None}
         if {n: b.shape for n, b in live.items()} != {n: copy.shape for n, copy in self._copies.items()}:
             self._copies = {name: buffer.clone() for name, buffer in live.items()}
         elif live:

@@ -63,8 +63,8 @@ def checkpoints_of(run_dir: Path, folder: str | Path | None = None) -> list[Path
     for place in (folder or run_dir / "checkpoints", run_dir / "recovery"):
         for number, path in enumerate(list_committed(place)):
             manifest = read_manifest(path)
-            if not manifest["weights_only"]:
-                placed.append((manifest["step"], number, path))
+            if not manifest.get("weights_only", True):
+                placed.append((int(manifest.get("step", 0)), number, path))
     return [path for _, _, path in sorted(placed, key=lambda entry: entry[:2])]
 
 

@@ -10,6 +10,7 @@ from typing import final
 
 from fabricx.errors import is_full
 from fabricx.logger import Ending, Logger
+from fabricx.redaction import masked_values
 from fabricx.telemetry.recorder import Quiet
 
 Event = tuple[str, str, int]  # name, text, step
@@ -65,6 +66,7 @@ class Scribe:
 
     def event(self, name: str, text: str, step: int, **numbers: float) -> None:
         """Write down that something has happened; where there is no room now, as soon as there is."""
+        text = masked_values(text)
         self._recorder.event(name, text, step, **numbers)
         for number in range(len(self._loggers)):
             if not self._attempt(number, lambda logger: logger.log_text(f"events/{name}", text, step)):

@@ -116,6 +116,35 @@ def check_count(name: str, value: Any, unit: str, least: int = 0) -> int | None:
     return value
 
 
+def check_batches(name: str, value: Any, least: int) -> int:
+    """Return a number of batches; True is 1.
+
+    Raises:
+        ValueError: it is no whole number, or less than `least`.
+    """
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}: give a whole number of batches, {least} or more")
+    return value
+
+
+def check_validation_interval(every: Any) -> Any:
+    """Return how often validation comes: a part of an epoch, a number of batches, steps ("500st"), or None for never.
+
+    Raises:
+        ValueError: it is 0, negative, or a float above 1.
+    """
+    if every is None or isinstance(every, str):  # text is read where the unit is needed
+        return every
+    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
+        return every
+    if isinstance(every, float) and 0 < every <= 1:
+        return every
+    raise ValueError(
+        f"val_check_interval={every!r}: give a part of an epoch (a float above 0, at most 1.0), a number of batches "
+        "(100), or weight updates ('500st'); limit_val_batches=0 leaves validation out"
+    )
+
+
 def check_max_time(max_time: Any) -> timedelta | None:
     """Return a time limit; text such as "2h30m" or "00:12:00:00" and a dict for `timedelta` are read."""
     if max_time is None or isinstance(max_time, timedelta):

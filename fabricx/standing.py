@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-from torch.autograd import Variable
-
 from fabricx.checkpointing import run_state, take_up
 from fabricx.comm import pulse
 from fabricx.comm.generations import membership
@@ -28,52 +25,71 @@ def progress(t: Trainer) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def leave_word(t: Trainer, after: Microbatch | None = None) -> None:
+def leave_word(
+    t: Trainer, after: Microbatch | None = None, point: RestartPoint | None = None, *, validated: bool = False
+) -> None:
     """Leave what only this rank knows where it outlives the process.
 
     Args:
         t: the trainer.
         after: a batch that the others may have counted before this rank has.
+        point: what is to be left; as it is now, if not given.
+        validated: a validation is computed, which the others may count before this rank has.
     """
     if t.slot is None:
         return
     key = progress(t)
+    if validated:
+        key = (*key[:6], t.stage > Stage.BATCH_TOLD, *key[7:])
     if after is not None:
         key = (t.state.epoch, after.index + 1, after.position, False, False, int(Stage.BATCH_TOLD), False, False)
-    t.slot.write(key, RestartPoint(t, objects=t.metric_objects).word())
+    t.slot.write(key, word_of(t, point or RestartPoint(t, objects=t.metric_objects)))
 
 
-def leave_word_meanwhile(t: Trainer, after: Microbatch, loss: Tensor) -> None:
-    """Leave word of a batch during its backward, while the last gradients travel, if all is known by then."""
-    if t.hooks.on_after_backward or not _only_update_left(t):
+def word_of(t: Trainer, point: RestartPoint) -> dict[str, Any]:
+    """Return what only this rank knows at a point: also what its batches have made of buffers."""
+    return {**point.word(), "buffers": None if t.buffers is None else t.buffers.packed(point)}
+
+
+def leave_word_ahead(t: Trainer, after: Microbatch) -> None:
+    """Leave word of a batch before its gradients leave this rank: with them, others may complete it without this one.
+
+    Where the device isn't a CPU, what was logged would have to be waited for: there it is left before the update.
+    """
+    if t.slot is None or not after.closes or t.world.device.type != "cpu":
         return
-    if t.world.device.type != "cpu":  # it would have to be waited for once more
-        return
-
-    def computed() -> None:
-        leave_word(t, after)
-        t.told_ahead = True
-
-    # What is queued where a backward begins is called before DDP waits: that queues its waiting later.
-    loss.register_hook(lambda _: Variable._execution_engine.queue_callback(computed))  # type: ignore[attr-defined]
+    leave_word(t, after)
+    t.told_ahead = not (t.hooks.on_after_backward or _hooks_before_update(t) or _step_is_own(t))
 
 
 def before_update(t: Trainer, after: Microbatch) -> None:
-    """Leave word of a batch of which all is computed but its update, unless that was done meanwhile.
+    """Leave word of a batch of which all is computed but its update, unless that was done ahead.
 
-    Where a group's end is no error, what was computed has to be waited for first: with garbage in its weights a rank
-    that has no copy couldn't go on.
+    Hooks since the backward may have logged, or drawn random numbers, which only this rank knows. So nobody updates
+    before all have left word: else a rank that dies in such a hook couldn't be replaced by its equal.
     """
+    if t.told_ahead:
+        return
+    leave_word(t, after)
+    if t.hooks.on_after_backward or _hooks_before_update(t):
+        t.world.barrier()
+    t.told_ahead = not _step_is_own(t)
+
+
+def after_own_update(t: Trainer, after: Microbatch) -> None:
+    """Leave word of a batch whose update the module, or a closure, made: nobody counts it before all have."""
     t.world.settle()
-    if not t.told_ahead:
-        leave_word(t, after)
-        t.told_ahead = _only_update_left(t)
+    leave_word(t, after)
+    t.world.barrier()
+    t.told_ahead = True
 
 
-def _only_update_left(t: Trainer) -> bool:
-    """Return whether nothing comes between the gradients and the update that may log, or draw a random number."""
-    own = t.overridden
-    return not (t.hooks.on_before_optimizer_step or own.optimizer_step or own.configure_gradient_clipping or t.closures)
+def _hooks_before_update(t: Trainer) -> bool:
+    return bool(t.hooks.on_before_optimizer_step) or t.overridden.configure_gradient_clipping
+
+
+def _step_is_own(t: Trainer) -> bool:
+    return t.overridden.optimizer_step or t.closures
 
 
 def take_over(t: Trainer, state: dict[str, Any], place: int | None, *, came: bool) -> None:
@@ -90,15 +106,21 @@ def take_over(t: Trainer, state: dict[str, Any], place: int | None, *, came: boo
         seed_everything((state["state"]["seed"] + membership().worker) % 2**32)  # unless it takes another's place
     take_up(t, state, own=place)
     pulse.set_reached(state["reached"])
+    t.train_logbook.metrics.shared = state["shared"]
     t.torn = False
+    for part, training in zip(t.module.modules(), state["modes"], strict=True):
+        part.training = training
     t.boundary, t.stage, t.meeting = state["boundary"], state["stage"], state["meeting"]
     t.published.step, t.published.open = state["published"]
     if dealer is None:  # a rank whose sums another has now is as if it had had no batch
         t.logbook.batches = state["batches"] if place is not None or t.world.main_rank else 0
         return
     if came:
-        t.strategy.starts(t.state.step)
-    dealer.section, dealer.planned = state["dealt"]
+        t.strategy.starts(t.state.step, t.state.ranks)
+    section = dealer.section
+    dealer.take_position(state["dealt"])
+    if dealer.section != section:  # this worker has come later, or the others have trained a section without it
+        dealer.forget_weights()
 
 
 def standing(t: Trainer) -> dict[str, Any]:
@@ -112,6 +134,8 @@ def standing(t: Trainer) -> dict[str, Any]:
         "stage": t.stage,
         "meeting": t.meeting,
         "batches": t.logbook.batches,
+        "shared": t.train_logbook.metrics.shared,
+        "modes": [part.training for part in t.module.modules()],
         "published": (t.published.step, t.published.open),
-        "dealt": None if dealer is None else (dealer.section, dealer.planned),
+        "dealt": None if dealer is None else dealer.position(),
     }

@@ -44,6 +44,12 @@ class RunState:
         attempt: how often the run was taken up again.
         drained: all batches of the epoch are trained.
         closing: the epoch's batches and hooks are done, its schedules are not.
+        passed: global batches whose place in the data is behind, since the run began; not counted where ranks go at
+            their own pace, or the module optimises manually.
+        trained: global batches whose update is in the weights, or that gave no loss; so much as `passed`, unless some
+            were lost or trained twice.
+        left_out: samples of the global order that lie between two windows that were trained one after the other.
+        again: samples of the global order in windows that begin before the end of the one before.
         validating: a validation of these weights is due, or has begun, and isn't done.
     """
 
@@ -58,6 +64,15 @@ class RunState:
     drained: bool = False
     closing: bool = False
     validating: bool = False
+    passed: int = 0
+    trained: int = 0
+    left_out: int = 0
+    again: int = 0
+
+    def jump(self, start: int) -> None:
+        """Count the samples between the end of the window before and a window that begins elsewhere."""
+        self.left_out += max(0, start - self.samples)
+        self.again += max(0, self.samples - start)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the record as plain data."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from fabricx.hooks import accepts
 
@@ -22,7 +24,9 @@ def wrap_steps(t: Trainer) -> None:
             )
     if callable(getattr(t.module, "training_step", None)):
         step = t.module.training_step
-        t.training_step = _fitting(t.precision_plugin.wrap_step(step), accepts(step, 2), 2)
+        manual = not t.module.automatic_optimization
+        wrapped = t.precision_plugin.wrap_step(step, updates_weights=manual)
+        t.training_step = _fitting(wrapped, accepts(step, 2), 2)
         t.steps["training"] = t.training_step
 
 
@@ -30,3 +34,31 @@ def _fitting(step: Callable[..., Any], takes: int, given: int) -> Callable[..., 
     if takes >= given:
         return step
     return lambda *args: step(*args[:takes])
+
+
+def checked_loss(loss: Any) -> Tensor:
+    """Return the loss of `training_step`, shape [].
+
+    Raises:
+        ValueError: it is no tensor of one element with a gradient.
+    """
+    if not isinstance(loss, Tensor):
+        what = f"a dict without 'loss' ({sorted(loss)})" if isinstance(loss, Mapping) else type(loss).__name__
+        raise ValueError(f"training_step returned {what}; it returns a loss tensor, a dict with 'loss', or None")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"training_step returned a loss of shape {tuple(loss.shape)}; a loss is one number, such as loss.mean()"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "training_step returned a loss without a gradient: it doesn't depend on any parameter that "
+            "requires one. Is it detached, computed under no_grad, or are all parameters frozen?"
+        )
+    return loss.reshape(())
+
+
+def detached(outputs: Any) -> Any:
+    """Return what a training step has returned, for hooks: without its graph."""
+    if isinstance(outputs, Mapping):
+        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in outputs.items()}
+    return outputs

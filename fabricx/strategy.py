@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabricx.averaging import AverageRule
 from fabricx.comm.world import World
+from fabricx.errors import NamesChecked
 
 ReduceOp = Literal["sum", "max", "min"]
 SPARSE_CLIPPED = "torch clips no sparse gradients: say sparse=False, or clip the others in configure_gradient_clipping"
@@ -45,7 +47,7 @@ class Traits:
         return self.synchronous and not self.sharded and not self.private
 
 
-class Strategy(ABC):
+class Strategy(NamesChecked, ABC):
     """Trains one module on a `World` of ranks. The defaults here are those of a single rank.
 
     A strategy is a plain, picklable description until `setup`: it is made in the caller's process and set up in each
@@ -56,9 +58,12 @@ class Strategy(ABC):
 
     traits: Traits = Traits()
     servers = 0  # processes that it needs beside the ranks
+    link = ""  # between workers and servers, "auto" or "gloo"; "" for a strategy whose ranks use collectives only
     waited_s = 0.0  # seconds that this rank has waited for others while it computed and updated, if they are counted
     waits_for_servers = False  # those are whom it waits for
     pushed_s = 0.0  # seconds in which it has given gradients to them
+    norm_clipping_refused = ""  # why the norm of a gradient can't be limited; "" where it can
+    batch_weight_refused = ""  # why `Module.batch_weight` can't count in the mean over ranks; "" where it can
     closes = True  # does the next backward end an accumulation window?
     parts = 0  # that each global batch is cut into, whoever computes them; 0 for as many as there are ranks
 
@@ -99,8 +104,13 @@ class Strategy(ABC):
     def take_over(self, optimizers: list[Optimizer]) -> None:
         """Get to know the user's optimizers; training hasn't begun, and a checkpoint may still be loaded."""
 
-    def starts(self, step: int) -> None:
-        """Begin to train after so many updates; what a checkpoint holds has been loaded."""
+    def starts(self, step: int, ranks: int) -> None:
+        """Begin to train; what a checkpoint holds has been loaded.
+
+        Args:
+            step: updates that have been made.
+            ranks: that the run began with: the global batch is theirs.
+        """
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return the callable that the loop calls instead of the module's own training step."""
@@ -133,9 +143,14 @@ class Strategy(ABC):
         finally:
             self.closes = True
 
-    def backward(self, loss: Tensor) -> None:
-        """Compute gradients; after the last microbatch of a window they are the global mean."""
-        loss.backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
+        """Compute gradients; after the last microbatch of a window they are the global mean.
+
+        Args:
+            loss: of this rank, scaled by its share of the global batch and by `gradient_factor`.
+            compute: what to call instead of `loss.backward`.
+        """
+        (compute or loss.backward)()
 
     def backward_nothing(self, *company: Any) -> bool:
         """Take part in the others' `backward` without a sample of one's own: contribute zero.
@@ -147,6 +162,10 @@ class Strategy(ABC):
             whether this rank was in the others' backward, so that all ranks have come this far.
         """
         return True
+
+    def forward_nothing(self) -> None:
+        """Take part in the others' forward, of a microbatch after which no gradients travel, without a sample."""
+        return
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         """Scale gradients down to a 2-norm of at most `max_norm`, over all ranks; returns the norm before."""
@@ -176,6 +195,28 @@ class Strategy(ABC):
         """Update the weights."""
         return optimizer.step(closure) if closure is not None else optimizer.step()
 
+    def hooks_see_gradients(self) -> AbstractContextManager[Any]:
+        """Return a context for hooks between backward and update: gradients are the global mean, or can't be read."""
+        return nullcontext()
+
+    @property
+    def hides_gradients(self) -> bool:
+        """Return whether hooks cannot read the gradient of an update: each rank has only its part of the sum."""
+        return False
+
+    def nonfinite_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return the parameters whose gradient on this rank has NaN or infinity; where it is a part, of that part.
+
+        Args:
+            parameters: of optimizers, before they step; also in hooks that cannot read the gradients.
+        """
+        return [p for p in parameters if p.grad is not None and not _finite(p.grad)]
+
+    def drop_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Let the update that follows leave parameters as they are; all ranks of a synchronous strategy call it."""
+        for parameter in parameters:
+            parameter.grad = None
+
     def updated(self, step: int) -> int:
         """Do what comes after an update, once all optimizers have stepped.
 
@@ -186,6 +227,33 @@ class Strategy(ABC):
             how many there really were, where others update the same weights.
         """
         return step
+
+    def weights_step(self, step: int) -> int:
+        """Wait until no weights are on their way to this rank, and return how many updates are in those it has.
+
+        Args:
+            step: how many there were, by this rank's reckoning.
+        """
+        return step
+
+    def keep_average(self, rule: AverageRule, step: int, averages: Mapping[str, Tensor]) -> frozenset[str]:
+        """Keep a moving average of the weights of each update, if a rank does not see all of them.
+
+        Every rank calls it before training, and again after it has gone back to an earlier state.
+
+        Args:
+            rule: how the average follows the weights.
+            step: weight updates of the run so far.
+            averages: as they are now, by the parameters' names.
+
+        Returns:
+            names of the parameters whose averages `kept_average` returns; a rank keeps those of all others itself.
+        """
+        return frozenset()
+
+    def kept_average(self) -> tuple[dict[str, Tensor], int]:
+        """Return the averages by name, and their steps since `keep_average`; every rank has brought its gradients."""
+        return {}, 0
 
     @property
     def updates_per_batch(self) -> int:
@@ -212,6 +280,10 @@ class Strategy(ABC):
         if self.module is not None:
             for buffer in (*self.module.buffers(), *(copies or {}).values()):
                 self.world.broadcast(buffer)
+
+    def finish(self) -> None:
+        """Let all ranks have the same weights, now that training is over; every rank calls it."""
+        self.quiesce()
 
     def measured(self) -> dict[str, float]:
         """Return what it has measured of itself since it was last asked, on the main rank; every rank calls it."""
@@ -287,6 +359,48 @@ class Strategy(ABC):
         return "nccl" if device.type == "cuda" else "gloo"
 
 
+def sparse_tables(module: nn.Module) -> list[str]:
+    """Return the names of the embeddings that are trained with sparse gradients."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    parts = ((name, part) for name, part in module.named_modules() if isinstance(part, kinds) and part.sparse)
+    return [name for name, part in parts if part.weight.requires_grad]
+
+
+def check_dense(module: nn.Module, what: str) -> None:
+    """Refuse embeddings whose gradients are sparse, before training.
+
+    Args:
+        module: the user's.
+        what: the option that can't sum them.
+
+    Raises:
+        ValueError: there is such an embedding; the message says what to do.
+    """
+    if names := sparse_tables(module):
+        raise ValueError(f"{what} sums no sparse gradients, and {names[0]} has them: say sparse=False, or strategy=ddp")
+
+
+def check_frozen(module: nn.Module | None, frozen: Sequence[Tensor], what: str) -> None:
+    """Refuse gradients of parameters that were frozen at set-up: a strategy that does not know them cannot join them.
+
+    Args:
+        module: the user's.
+        frozen: its parameters that required no gradient at set-up.
+        what: name of the strategy.
+
+    Raises:
+        ValueError: one of them requires a gradient now.
+    """
+    for parameter in frozen:
+        if parameter.requires_grad:
+            names = {id(each): name for name, each in module.named_parameters()} if module is not None else {}
+            raise ValueError(
+                f"{names.get(id(parameter), 'a parameter')} was frozen at set-up and is trained now, and {what} joins "
+                "only parameters that required a gradient then: freeze it in on_train_start instead, or take "
+                "strategy=ddp"
+            )
+
+
 def _parameter_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
     """Return the names of an optimizer's parameters, in its order; what isn't the module's has a number."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -323,3 +437,8 @@ def _by_number(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[st
         "state": {numbers[name]: values for name, values in saved["state"].items()},
         "param_groups": [{**g, "params": now["params"]} for g, now in zip(saved["param_groups"], own, strict=True)],
     }
+
+
+def _finite(gradient: Tensor) -> bool:
+    values = gradient._values() if gradient.is_sparse else gradient
+    return bool(values.isfinite().all())

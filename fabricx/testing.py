@@ -235,7 +235,7 @@ class Fault(Callback):
         if self.kind == "fail":
             raise RuntimeError(self.error)
         if self.kind == "cut":
-            _cut_links()
+            cut_links()
         elif self.kind != "hang":
             os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
         while self.kind == "hang":
@@ -293,7 +293,8 @@ def cut(rank: int) -> Fault:
     return Fault(rank, "cut")
 
 
-def _cut_links() -> None:
+def cut_links() -> None:
+    """Shut down all network connections of this process."""
     for name in os.listdir("/proc/self/fd"):
         # An error: no socket, or one that isn't connected.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as link:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabricx import arguments, plugins
+from fabricx import arguments, manual, plugins
 from fabricx.answers import Answers
 from fabricx.callback import Callback
 from fabricx.comm import pulse
@@ -25,16 +25,16 @@ from fabricx.hooks import Hooks
 from fabricx.job import Job
 from fabricx.logbook import Logbook
 from fabricx.logger import FourMethods, Logger, Silent
-from fabricx.loop import call
 from fabricx.module import Module, batch_weight
 from fabricx.optimization import OptimizerHandle, Schedule
 from fabricx.parts import choose_callbacks, choose_loggers, choose_strategy, several_ranks
 from fabricx.precision import Precision, check_precision
 from fabricx.publishing import Published
-from fabricx.restart_point import RestartPoint
+from fabricx.restart_point import BufferCopies, LoggedMark, RestartPoint
 from fabricx.scribe import Scribe
 from fabricx.settings import (
     check_accelerator,
+    check_batches,
     check_clipping,
     check_count,
     check_deterministic,
@@ -43,6 +43,7 @@ from fabricx.settings import (
     check_max_time,
     check_profiler,
     check_root,
+    check_validation_interval,
 )
 from fabricx.state import Phase, RunState, Stage
 from fabricx.strategy import Strategy
@@ -61,12 +62,12 @@ if TYPE_CHECKING:
 
 # What exists only while a run is going on, in the process that trains.
 _RUNTIME = (
-    "hooks", "logbook", "train_logbook", "restart_point", "train_feed", "val_feeds",
+    "hooks", "logbook", "train_logbook", "restart_point", "mark", "train_feed", "val_feeds",
     "optimizers", "lr_schedulers", "optimizer_handles", "training_step",
     "steps", "window", "world", "agreement", "precision_plugin", "overridden", "bring", "scribe", "datamodule",
     "recorder", "watcher",
     "module", "writer", "train_dataloader", "val_dataloaders", "slot", "members", "metric_objects",
-    "copier",
+    "copier", "buffers",
 )  # fmt: skip
 
 
@@ -180,9 +181,9 @@ class Trainer(Answers):
         self.overfit_batches = overfit_batches
         if overfit_batches:
             self.limit_train_batches = self.limit_val_batches = check_limit("overfit_batches", overfit_batches)
-        self.val_check_interval = val_check_interval
+        self.val_check_interval = check_validation_interval(val_check_interval)
         self.check_val_every_n_epoch = check_count("check_val_every_n_epoch", check_val_every_n_epoch, "epoch", 1)
-        self.num_sanity_val_steps = num_sanity_val_steps
+        self.num_sanity_val_steps = check_batches("num_sanity_val_steps", num_sanity_val_steps, -1)
         self.log_every_n_steps = check_count("log_every_n_steps", log_every_n_steps, "step") or 0
         self.accumulate_grad_batches = check_count("accumulate_grad_batches", accumulate_grad_batches, "batch", 1) or 1
         self.gradient_clip_val, self.gradient_clip_algorithm = check_clipping(
@@ -195,14 +196,16 @@ class Trainer(Answers):
         self.profiler = check_profiler(profiler)
         self.detect_anomaly = detect_anomaly
         self.sync_batchnorm = sync_batchnorm
-        self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
+        self.reload_dataloaders_every_n_epochs = (
+            check_count("reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, "epoch") or 0
+        )
         self.compile = compile
         self.default_root_dir = check_root(default_root_dir)
         self.run_dir: Path | None = None
         self.configuration: dict[str, Any] | None = None  # what it was made from; in Python that is `arguments`
         self.enable_checkpointing = enable_checkpointing and not fast_dev_run
         self.enable_telemetry = enable_telemetry and not fast_dev_run
-        self.fast_dev_run = fast_dev_run
+        self.fast_dev_run = check_batches("fast_dev_run", fast_dev_run, 0)
         if fast_dev_run:
             self._only_try(int(fast_dev_run))
         reproducible = deterministic == "elastic"
@@ -239,6 +242,12 @@ class Trainer(Answers):
         self.meeting: Any = None  # of ranks that were apart, begun and not done
         self.stage = Stage.BETWEEN
         self.torn = False  # in the middle of an update, after which this batch can't be begun again
+        self.apart = False  # does this rank go at its own pace now?
+        self.in_step = False  # are weights, random numbers or statistics newer than the position in the data?
+        self.collecting = False  # is the content of a checkpoint being collected?
+        self.saves: tuple[Any, int] = (None, 0)  # where checkpoints were written last, and how many before the newest
+        self.idle_ranks = 0  # that have no sample of this microbatch, and so no hooks of it
+        self.followed: tuple[int, int] = (0, -1)  # generation, number of the latest place where ranks follow hooks
         self.told_ahead = False  # has this rank left word of the batch whose update it makes?
         self.boundary = 0  # steps and epochs' ends that the ranks have passed in this run
         self.stopped = False  # all ranks have agreed to
@@ -253,6 +262,7 @@ class Trainer(Answers):
         self.hooks: Hooks = None  # type: ignore[assignment]
         self.logbook: Logbook = None  # type: ignore[assignment]
         self.train_logbook: Logbook = None  # type: ignore[assignment]  # the same, but while a validation has its own
+        self.mark: LoggedMark | None = None  # before a batch whose gradient may be dropped
         self.restart_point: RestartPoint | None = None  # where what isn't done yet began; None between two steps
         self.overridden: Overridden = None  # type: ignore[assignment]
         self.train_dataloader: Any = None
@@ -275,6 +285,7 @@ class Trainer(Answers):
         self.watcher: Watcher | None = None  # who reads what all ranks record, in the process that launches them
         self.members: Membership | None = None  # of this rank's group, where they may change
         self.metric_objects: dict[str, Any] | None = None  # of the module, as they were when the epoch began
+        self.buffers: BufferCopies | None = None  # as they were when a window began
         self.slot: Slot | None = None  # for what only this rank knows, where others may go on without it
         self.copier: Copier | None = None  # the same for what only this rank holds
 
@@ -383,6 +394,9 @@ class Trainer(Answers):
     ) -> Path:
         """Write a checkpoint; every rank calls it at the same moment.
 
+        A run goes on from it as if nothing had happened. Where that can't be, this raises: within a training step (only
+        the weights can be saved there), before training has begun, or while each rank goes at its own pace.
+
         Args:
             path: the folder to be; a URL that fsspec knows, such as "s3://bucket/run/a.ckpt", is as good.
             weights_only: leave out what only training needs.
@@ -396,12 +410,14 @@ class Trainer(Answers):
 
         Raises:
             CheckpointError: it, or the one before, couldn't be written.
+            RanksDisagree: another rank doesn't call it, or with another path.
+            RuntimeError: this is no moment to save; the message names the hook to do it in.
         """
         from fabricx.checkpoint.places import as_path
         from fabricx.checkpointing import save_checkpoint
 
         where = as_path(path)
-        save_checkpoint(self, where, weights_only=weights_only, after=after, failed=failed)
+        save_checkpoint(self, where, weights_only=weights_only, wait=wait, after=after, failed=failed)
         if wait or self.state.phase is Phase.IDLE:
             self.finish_checkpoint()
         return where
@@ -465,19 +481,18 @@ class Trainer(Answers):
         """Return what gives a batch's weight; None where that is its number of samples."""
         return functools.partial(batch_weight, self.module) if self.overridden.batch_weight else None
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
         """Compute gradients, through the module's own `backward` if it has one."""
         if self.overridden.backward:
-            self.module.backward(loss)
+            self.strategy.backward(loss, functools.partial(self.module.backward, loss, *args, **options))
+        elif args or options:
+            self.strategy.backward(loss, functools.partial(loss.backward, *args, **options))
         else:
             self.strategy.backward(loss)
 
-    def manual_backward(self, loss: Tensor) -> None:
-        """Compute gradients in a manual loop."""
-        scaled = self.precision_plugin.scale(loss)
-        call(self.hooks.on_before_backward, loss)
-        self.backward(scaled)
-        call(self.hooks.on_after_backward)
+    def manual_backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
+        """Compute gradients in a manual loop; further arguments are those of `Tensor.backward`."""
+        manual.backward(self, loss, *args, **options)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         """Step one optimizer on behalf of the module: in a manual loop, or in its own `optimizer_step`."""
@@ -488,11 +503,7 @@ class Trainer(Answers):
             passed = closure if id(optimizer) in self.overridden.closures else None
             self.precision_plugin.step(optimizer, self.strategy.step, passed)
             return
-        self.precision_plugin.unscale(optimizer)
-        call(self.hooks.on_before_optimizer_step, optimizer)
-        self.precision_plugin.step(optimizer, self.strategy.step, closure)
-        self.precision_plugin.updated()
-        self.overridden.manual_steps[id(optimizer)] = self.overridden.manual_steps.get(id(optimizer), 0) + 1
+        manual.step(self, optimizer, closure)
 
     def count_manual_steps(self) -> None:
         """Count the weight updates of a manual batch: those of the optimizer that stepped most often."""

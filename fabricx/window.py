@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from datetime import timedelta
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
+from fabricx.comm.generations import membership
 from fabricx.comm.norm import synchronised
 from fabricx.data import Microbatch
 from fabricx.errors import RanksDisagree
@@ -16,7 +16,9 @@ from fabricx.errors import RanksDisagree
 if TYPE_CHECKING:
     from fabricx.trainer import Trainer
 
-ALL_SKIP: Final = timedelta(minutes=2)  # until all ranks say that they skip a batch, where no collective waits
+NO_BATCH: Final = "has no batch"
+NO_LOSS: Final = "gave no loss"
+ALL_SKIP_S: Final = 120.0  # until all ranks say that they skip a batch, where no collective waits
 
 
 class Window:
@@ -24,22 +26,25 @@ class Window:
 
     def __init__(self) -> None:
         self.planned = 1
-        self.taken = 0
-        self.over = False  # no rank has anything left in this epoch
+        self.taken = 0.0  # microbatches of all ranks that gave a gradient
         self.loss: Tensor | None = None
         self.norm: Tensor | None = None  # of the gradient, where it was clipped by that
         self.outputs: Any = None  # of the newest batch, for those that are told of it last
         self.batch: Any = None
         self.factor: float | None = None  # of the newest batch, where the module says what it weighs
         self.again: float | None = None  # the same, once the weight of all is known
+        self.loss_factor = 1.0  # of each loss of a manually optimised batch
+        self.newest: Any = None  # batch of a stream that was trained manually
         self._weight = self._share = 0.0  # of this rank's batches, and which part of the global batch they are
-        self._absences: list[tuple[str, str]] = []
+        self._number = 0  # of the newest microbatch, counted from 1
+        self._absences: list[tuple[str, str, float]] = []
         self._together = True  # have all ranks come as far as this one?
 
     def begin(self, planned: int) -> None:
         """Open a window of so many microbatches."""
-        self.planned, self.taken, self.over, self.norm = planned, 0, False, None
+        self.planned, self.taken, self.norm = planned, 0.0, None
         self._weight = self._share = 0.0
+        self._number = 0
         self._absences.clear()
 
     def weigh(self, t: Trainer, micro: Microbatch) -> float:
@@ -50,37 +55,54 @@ class Window:
         self.factor = weight / _usual(t)
         return weight
 
-    def took_part(self, loss: Tensor | None = None) -> None:
+    def took_part(self, micro: Microbatch, loss: Tensor | None = None) -> None:
         """Count a microbatch that gave a gradient."""
-        self.taken += 1
+        self._number += 1
+        self.taken += micro.portion
         self.loss = None if loss is None else loss.detach()
 
     def sit_out(self, t: Trainer, micro: Microbatch, why: str, *company: Any) -> None:
-        """Contribute nothing to a microbatch, and say so where the other ranks can see it."""
+        """Contribute nothing to a microbatch, and say so where the other ranks can see it.
+
+        Args:
+            t: the trainer.
+            micro: the microbatch.
+            why: `NO_BATCH` or `NO_LOSS`.
+            company: see `Strategy.backward_nothing`.
+        """
         world = t.world
+        self._number += 1
         if world.size > 1 and synchronised(t.module):  # the others wait for what only this rank's step would give
             raise ValueError(f"rank {world.rank} {why}, and SyncBatchNorm needs all ranks in each batch")
-        known = micro.size == 0 and micro.position > 0  # the order says that this rank's part is empty
-        if world.size == 1 and not known:
+        if micro.apart:  # it has a lease of its own, which an update without a gradient gives back
             return
+        if world.size == 1:
+            if why == NO_BATCH:  # an empty part of a global batch
+                self.taken += micro.portion
+                if micro.closes:
+                    t.strategy.backward_nothing(*company)
+            return
+        if micro.empty and micro.size is None:
+            raise ValueError(
+                f"rank {world.rank}: {type(t.train_dataloader).__name__} has ended after {micro.index} batches of this "
+                "epoch, and its length, or limit_train_batches, promised more: the other ranks have weighted their "
+                "batches with that. Give it no length, or say with limit_train_batches how many each rank has at least"
+            )
         if not t.strategy.traits.synchronous:  # nobody waits for this rank's gradient
-            if micro.size == 0 and not micro.position:
-                raise ValueError(
-                    f"the stream of rank {world.rank} has ended, and the other ranks' may go on: "
-                    f"{type(t.strategy).__name__} needs as many batches on each rank; say how many an epoch has with "
-                    "limit_train_batches"
-                )
-            self.taken += 1
+            self.taken += micro.portion
+            if why == NO_BATCH:
+                t.strategy.backward_nothing(*company)
             return
-        if not known and world.store is not None:
-            key = world.key(f"nothing/{t.state.epoch}/{t.state.step}/{micro.index}")
-            world.store.set(f"{key}/{world.rank}", why)
-            self._absences.append((key, why))
-        else:
-            self.taken += 1
+        assert world.store is not None
+        place = (world.generation, t.state.epoch, t.state.step, micro.index, self._number)
+        key = world.key("nothing/" + "/".join(map(str, place)))
+        world.store.set(f"{key}/{world.rank}", why)
+        self._absences.append((key, why, micro.portion))
         if micro.closes or t.strategy.traits.sharded:  # others gather weights in each microbatch
             with t.logbook.muted():
                 self._together = t.strategy.backward_nothing(*company)
+        elif why == NO_BATCH:
+            t.strategy.forward_nothing()
 
     def ready(self, t: Trainer) -> bool:
         """Close the window; returns whether there is a gradient to update the weights with.
@@ -90,8 +112,8 @@ class Window:
         Raises:
             RanksDisagree: some ranks gave a loss for a batch and others none.
         """
-        for key, why in self._absences:
-            self._settle(t, key, why)
+        for absence in self._absences:
+            self._settle(t, *absence)
         if self.taken == 0:
             return False
         if t.overridden.batch_weight and t.module.automatic_optimization:
@@ -118,23 +140,25 @@ class Window:
             _scale_gradients(t, _usual(t) * share / weight)
         return weight > 0.0 or not t.strategy.traits.synchronous
 
-    def _settle(self, t: Trainer, key: str, why: str) -> None:
+    def _settle(self, t: Trainer, key: str, why: str, portion: float) -> None:
         store, size = t.world.store, t.world.size
         assert store is not None
+        keys = [f"{key}/{rank}" for rank in range(size)]
         if not self._together:
-            with contextlib.suppress(Exception):  # it has taken too long: somebody trains on
-                store.wait([f"{key}/{rank}" for rank in range(size)], ALL_SKIP)
-        absent = [rank for rank in range(size) if store.check([f"{key}/{rank}"])]
-        reasons = [store.get(f"{key}/{rank}").decode() for rank in absent]
-        if len(absent) == size:
-            self.over = self.over or all(reason == "has no batch" for reason in reasons)
-        elif why == "gave no loss":
+            deadline = time.monotonic() + ALL_SKIP_S  # after that, somebody trains on
+            while not store.check(keys) and time.monotonic() < deadline:
+                membership().check(t.world.generation)  # the store's own wait wouldn't notice a death
+                time.sleep(0.002)
+        if store.check(keys):  # all skip it, or it is an empty part of the global batch on all
+            self.taken += portion * all(store.get(one).decode() == NO_BATCH for one in keys)
+            return
+        if why != NO_BATCH:
+            absent = [rank for rank in range(size) if store.check([keys[rank]])]
             raise RanksDisagree(
                 f"step {t.state.step}: training_step gave no loss on rank {', '.join(map(str, absent))} and a loss on "
                 "the others; a batch can only be skipped on all ranks together"
             )
-        else:
-            self.taken += 1  # others had a batch
+        self.taken += portion  # others had a batch
 
 
 def _usual(t: Trainer) -> int:

@@ -15,14 +15,26 @@ class Dealer(Protocol):
     Attributes:
         lease: what this rank is training.
         section: number of the newest one.
-        planned: workers that training began with.
+        planned: workers that the run began with.
+        scheduled: updates that the schedules by steps have followed.
+        dropped: the newest gradient came too late, and its data is dealt again.
+        may_drop: that may happen.
         workers: numbers of those that train, by rank.
     """
 
     lease: Any
     section: int
     planned: int
+    scheduled: int
+    dropped: bool
+    may_drop: bool
     workers: tuple[int, ...]
+
+    def position(self) -> Any:
+        """Return what a worker that comes later has to know, for its `take_position`."""
+
+    def take_position(self, position: Any) -> None:
+        """Be where another worker is."""
 
     @property
     def leases_per_update(self) -> int:
@@ -31,6 +43,23 @@ class Dealer(Protocol):
 
     def open(self, leases: int) -> None:
         """Begin a section of so many leases; every rank does."""
+
+    def lost_and_repeated(self) -> tuple[int, int, int]:
+        """Return the leases that are missing in the weights, those trained twice, and the step counted from.
+
+        All ranks are together, and all sections are over.
+        """
+        ...
+
+    def begin_lease(self, take_logged: Callable[[], dict[str, Any]]) -> None:
+        """Begin a lease; what it logs is taken by that function, and goes with its gradient."""
+
+    def logged(self) -> dict[str, Any]:
+        """Return the sums that all ranks have logged with gradients of the newest section which are in the weights.
+
+        All ranks are together, and the section is over.
+        """
+        ...
 
     def ask(self, *, wait: bool) -> Any:
         """Return a lease; with `wait`, this rank holds none and wants one as soon as there is one."""

@@ -19,18 +19,22 @@ class Microbatch:
         data: the batch as the user's loader gives it; where `empty`, None or somebody else's sample to compute along
             with.
         index: its number in the epoch.
-        size: this rank's samples, or None where only the batch itself can tell.
+        size: this rank's samples, or None where only the batch itself can tell; of an `empty` one, None says that the
+            loader's length promised a batch, and none came.
         factor: what part of the global batch's mean this rank's mean is.
         opens, closes: first and last of an accumulation window.
         last: last of the epoch, as far as that is known.
         empty: nothing to compute here; other ranks have something.
         planned: microbatches of the window that `factor` reckons with.
         position: samples of the epoch's global order that are done after this one's window.
+        start: those that are done before it; None where no order is known.
         apart: other ranks may be anywhere; they are together at the next one that isn't.
         meets: nothing to compute: ranks that were apart are together here.
         done: leases of the epoch that are done, where they meet.
         begin: where in the global order its first sample is.
         part: others of the same index follow.
+        idle: ranks that have nothing to compute in it.
+        portion: what part of a whole microbatch of `planned` the ranks' batches are together.
     """
 
     data: Any
@@ -48,6 +52,9 @@ class Microbatch:
     done: int = 0
     begin: int = 0
     part: bool = False
+    start: int | None = None
+    idle: int = 0
+    portion: float = 1.0
 
 
 class Feed(ABC):
@@ -67,6 +74,10 @@ class Feed(ABC):
     def batches(self, accumulate: int = 1) -> int | float:
         """Return the batches of an epoch on each rank, infinity where that isn't known."""
 
+    def global_batches(self, accumulate: int) -> int | None:
+        """Return the global batches of an epoch; None where each is `accumulate` batches of every rank."""
+        return None
+
     def state_dict(self) -> Any:
         """Return where this rank's own stream is; None where the position in the global order says it all."""
         return None
@@ -83,8 +94,18 @@ class Feed(ABC):
         return None
 
     @abstractmethod
-    def epoch(self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0) -> Iterator[Microbatch]:
-        """Yield an epoch's batches from a position on; `first` is the number of the first batch."""
+    def epoch(
+        self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0, together: bool = True
+    ) -> Iterator[Microbatch]:
+        """Yield an epoch's batches from a position on.
+
+        Args:
+            epoch: its number.
+            accumulate: microbatches of a window.
+            position: samples of the global order that are done.
+            first: number of the first batch.
+            together: all ranks go through them batch by batch; else none waits for another.
+        """
 
     @abstractmethod
     def leased(

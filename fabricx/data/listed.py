@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast, final
 
+import torch
+
 from fabricx.comm.world import World
 from fabricx.data.deal import Dealer, Section
 from fabricx.data.feed import Feed, Microbatch
@@ -15,14 +17,18 @@ from fabricx.data.feed import Feed, Microbatch
 class ListFeed(Feed):
     """Anything else that gives batches: taken as it is on each rank, with ranks' lengths told to each other.
 
+    A length, or a limit, is a promise; a batch that is missing then is empty, and its `size` unknown. Where there is
+    neither, ranks that train together say before each batch whether they have another one: one number is summed.
+
     A source with `state_dict` and `load_state_dict` is asked where it is, and put there again, by these; of others the
     batches that were trained already are read once more.
     """
 
     exact_position = False
 
-    def __init__(self, source: Iterable[Any], world: World, limit: int | float) -> None:
+    def __init__(self, source: Iterable[Any], world: World, limit: int | float, *, fixed: bool = False) -> None:
         self._source = source
+        self._fixed = fixed
         self._world = world
         self._limit = limit
         self._stateful = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
@@ -53,15 +59,21 @@ class ListFeed(Feed):
     def batches(self, accumulate: int = 1) -> int | float:
         return self._length()
 
-    def epoch(self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0) -> Iterator[Microbatch]:
+    def leaves_out(self, accumulate: int) -> bool:
+        lengths: list[int | float] = self._world.gather_objects(self._length())
+        return max(lengths) == float("inf") or min(lengths) < max(lengths)
+
+    def epoch(
+        self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0, together: bool = True
+    ) -> Iterator[Microbatch]:
         part: Any
         for part in (self._source, getattr(self._source, "sampler", None), getattr(self._source, "dataset", None)):
             if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+                part.set_epoch(0 if self._fixed else epoch)
         data = self._data(first)
         lengths = self._world.gather_objects(self._length()) if self._world.size > 1 else [self._length()]
         if max(lengths) == float("inf"):
-            yield from self._until_it_ends(data, accumulate, first)
+            yield from self._until_all_end(data, accumulate, first, together=together)
         else:
             yield from self._with_lengths(data, [int(length) for length in lengths], accumulate, first)
 
@@ -118,39 +130,54 @@ class ListFeed(Feed):
             batches = sum(max(0, min(stop, length) - window) for length in lengths)
             empty = index >= mine
             batch = None if empty else next(data, _NOTHING)
+            if batch is _NOTHING and self._world.size > 1:
+                empty, batch = True, None  # the loader's len() promised more than it gave
             if batch is _NOTHING:
-                if self._world.size == 1:
-                    return  # the loader's len() promised more than it gave
-                empty, batch = True, None
+                if index > window:  # update with what there is of the window
+                    yield Microbatch(
+                        None, index, 0, 0.0, False, True, True, stop - window, empty=True, portion=0.0
+                    )  # fmt: skip
+                return
             yield Microbatch(
-                batch, index, None, 0.0 if empty else 1 / batches,
+                batch, index, 0 if index >= mine else None, 0.0 if empty else 1 / batches,
                 index == window, index == stop - 1, index == total - 1, stop - window, empty=empty,
+                idle=sum(index >= length for length in lengths),
             )  # fmt: skip
         if self._stateful and mine == total:
             next(data, None)  # as a plain loop does: only then does the source know that its epoch is over
         self._over = True
 
-    def _until_it_ends(self, data: Iterator[Any], accumulate: int, first: int) -> Iterator[Microbatch]:
+    def _until_all_end(
+        self, data: Iterator[Any], accumulate: int, first: int, *, together: bool
+    ) -> Iterator[Microbatch]:  # fmt: skip
+        """Yield the batches of a source without a length, and empty ones while other ranks still have some."""
+        ranks = self._world.size if together else 1
         batch = next(data, _NOTHING)
-        index = first
-        while batch is not _NOTHING:
-            if self._stateful:
+        present, index = self._present(batch, ranks), first
+        while present:
+            empty = batch is _NOTHING
+            if self._stateful and not empty:
                 self._ahead = cast(Any, self._source).state_dict()
-            upcoming = next(data, _NOTHING)  # one ahead: only then is it known which one is the last
-            last = upcoming is _NOTHING and self._world.size == 1
+            upcoming = _NOTHING if empty else next(data, _NOTHING)  # one ahead: so the last one is known
+            to_come = self._present(upcoming, ranks)
             held = index % accumulate + 1
-            closes = held == accumulate or last
+            closes = held == accumulate or not to_come
+            # How many batches a window has in the end isn't known yet: `portion` corrects the factor.
+            counted = present if accumulate == 1 else accumulate * ranks
             yield Microbatch(
-                batch, index, None, 1 / (accumulate * self._world.size), held == 1, closes, last, accumulate
+                None if empty else batch, index, 0 if empty else None, 0.0 if empty else 1 / counted,
+                held == 1, closes, not to_come, accumulate, empty=empty,
+                idle=ranks - present, portion=1.0 if accumulate == 1 else present / ranks,
             )  # fmt: skip
-            batch = upcoming
-            index += 1
+            if upcoming is _NOTHING:
+                self._ahead, self._over = _NOTHING, True
+            batch, present, index = upcoming, to_come, index + 1
         self._ahead, self._over = _NOTHING, True
-        # Other ranks may have more: join them until nobody has. The loop notices and ends the epoch.
-        while self._world.size > 1:
-            held = index % accumulate + 1
-            yield Microbatch(None, index, 0, 0.0, held == 1, held == accumulate, False, accumulate, empty=True)
-            index += 1
+
+    def _present(self, batch: Any, ranks: int) -> int:
+        """Return how many ranks have another batch."""
+        mine = int(batch is not _NOTHING)
+        return mine if ranks == 1 else int(self._world.all_reduce(torch.tensor(mine, device=self._world.device)))
 
 
 _NOTHING: Any = object()

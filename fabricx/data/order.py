@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
@@ -35,6 +36,7 @@ class Share(NamedTuple):  # a tuple: one is made per batch, and a frozen datacla
         last: last microbatch of the epoch.
         planned: microbatches of the window.
         part: others that count as the same batch follow.
+        idle: ranks that have no place of the microbatch.
     """
 
     begin: int
@@ -46,6 +48,7 @@ class Share(NamedTuple):  # a tuple: one is made per batch, and a frozen datacla
     last: bool
     planned: int
     part: bool = False
+    idle: int = 0
 
 
 def divide(places: int, weights: Sequence[float], first: int = 0) -> list[int]:
@@ -81,22 +84,24 @@ class Shares:
     turns: bool = False
     most: tuple[int, ...] | None = None
 
-    def cut(self, start: int, stop: int, turn: int, rank: int, count: int) -> tuple[int, list[int]]:
-        """Return in how many microbatches a global batch is computed, and where those of a rank begin and end.
+    def cut(self, start: int, stop: int, turn: int, count: int) -> list[list[int]]:
+        """Return where the microbatches of each rank begin and end in a global batch.
 
         All ranks have as many, so a rank that needs fewer has empty ones, before the others. A batch that would have
         been `count` microbatches is that many at least.
 
-        >>> Shares((3.0, 1.0), most=(4, 4)).cut(0, 12, 0, rank=1, count=1)
-        (3, [9, 9, 9, 12])
+        >>> Shares((3.0, 1.0), most=(4, 4)).cut(0, 12, 0, count=1)
+        [[0, 3, 6, 9], [9, 9, 9, 12]]
         """
         sizes = divide(stop - start, self.weights, turn % len(self.weights) if self.turns else 0)
         needed = [count] * len(sizes)
         if self.most is not None:
             needed = [max(count, -(-size // most)) for size, most in zip(sizes, self.most, strict=True)]
-        begin, mine = start + sum(sizes[:rank]), needed[rank]
-        bounds = [begin + sizes[rank] * number // mine for number in range(mine + 1)]
-        return max(needed), [begin] * (max(needed) - mine) + bounds
+        begins = itertools.accumulate(sizes, initial=start)
+        return [
+            [begin] * (max(needed) - mine) + [begin + size * number // mine for number in range(mine + 1)]
+            for begin, size, mine in zip(begins, sizes, needed, strict=False)
+        ]
 
 
 @final
@@ -143,6 +148,7 @@ class Cut:
         parts: see above; 0 for microbatches of `batch`.
         balance: of the ranks' shares; they are no part of the order, so the same samples make up an update.
         epoch: of which the order is.
+        undivided: a rank's part of a global batch is one microbatch, however large: for steps that can't be divided.
 
     >>> [len(list(Cut(items=16, batch=4, ranks=ranks, began_with=2).shares())) for ranks in (1, 2, 3, 4)]
     [4, 2, 2, 2]
@@ -157,6 +163,7 @@ class Cut:
     parts: int = 0
     balance: Balance = field(default_factory=Balance)
     epoch: int = 0
+    undivided: bool = False
 
     @property
     def global_batch(self) -> int:
@@ -170,6 +177,8 @@ class Cut:
         (3, 2)
         >>> len(Cut(items=10, batch=4, began_with=2)), len(Cut(items=10, batch=4, parts=3))
         (3, 9)
+        >>> len(Cut(items=10, batch=4, began_with=2, undivided=True))
+        2
         """
         whole, rest = divmod(self.items, self.global_batch)
         return whole * self._microbatches(self.global_batch) + self._microbatches(rest)
@@ -197,6 +206,8 @@ class Cut:
     def _microbatches(self, places: int) -> int:
         if self.parts:
             return -(-self.parts // self.ranks) if places else 0
+        if self.undivided:
+            return 1 if places else 0
         largest = -(-places // self.ranks)
         return -(-largest // self.batch)
 
@@ -207,6 +218,8 @@ class Cut:
         [(2, 4), (5, 5)]
         >>> [[(s.begin, s.end) for s in Cut(9, 9, rank, ranks=2, parts=3).shares()] for rank in (0, 1)]
         [[(0, 3), (3, 6)], [(6, 9), (9, 9)]]
+        >>> [share.idle for share in Cut(items=8, batch=2, ranks=3, accumulate=2).shares()]
+        [0, 1]
         """
         for start in range(position, self.items, self.global_batch):
             stop = min(start + self.global_batch, self.items)
@@ -218,22 +231,41 @@ class Cut:
             begin = self.rank * size + min(self.rank, extra)
             end = begin + size + (self.rank < extra)
             each, count = 1 if self.parts else self.batch, self._microbatches(places)
+            if self.undivided:
+                each = -(-places // self.ranks)
             for number in range(count):
                 low = min(begin + number * each, end)
                 high = min(low + each, end)
+                idle = 0 if number * each < size and places >= pieces else self._idle(places, pieces, number * each)
                 if self.parts:
                     low, high = low * places // pieces, high * places // pieces
                 closes = number == count - 1
                 last = closes and stop == self.items
-                yield Share(start + low, start + high, start, stop, number == 0, closes, last, count)
+                yield Share(start + low, start + high, start, stop, number == 0, closes, last, count, idle=idle)
+
+    def _idle(self, places: int, pieces: int, done: int) -> int:
+        """Return how many ranks have no place left in a global batch once each has had `done` pieces."""
+        size, extra = divmod(pieces, self.ranks)
+        if places >= pieces:
+            return 0 if done < size else self.ranks - (extra if done == size else 0)
+        own = [
+            range(rank * size + min(rank, extra), (rank + 1) * size + min(rank + 1, extra))
+            for rank in range(self.ranks)
+        ]
+        return sum(
+            done >= len(mine) or mine[done] * places // pieces == (mine[done] + 1) * places // pieces for mine in own
+        )
 
     def _unequal(self, shares: Shares, start: int, stop: int) -> Iterator[Share]:
         planned = self._microbatches(stop - start)
         turn = self.epoch + start // self.global_batch
-        count, bounds = shares.cut(start, stop, turn, self.rank, planned)
+        ranks = shares.cut(start, stop, turn, planned)
+        bounds = ranks[self.rank]
+        count = len(bounds) - 1
         for number in range(count):
             closes = number == count - 1
+            idle = sum(places[number] == places[number + 1] for places in ranks)
             yield Share(
                 bounds[number], bounds[number + 1], start, stop, number == 0, closes, closes and stop == self.items,
-                count, part=number < count - planned,
+                count, part=number < count - planned, idle=idle,
             )  # fmt: skip

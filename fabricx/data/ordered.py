@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from fabricx.comm.world import World
 from fabricx.data.deal import Deal, Dealer, Section
@@ -18,6 +19,8 @@ from fabricx.data.order import Balance, Cut, epoch_order, epoch_seed
 from fabricx.data.preprocess import Preprocess
 from fabricx.data.processes import EndsWithItsTrainer
 from fabricx.data.seeded import Seeded
+from fabricx.errors import RanksDisagree
+from fabricx.seed import random_kept, seed_everything
 
 
 class _Picked:
@@ -40,36 +43,42 @@ class OrderedFeed(Feed):
 
     The order is that of the loader's own sampler, drawn with the seed of the epoch, so that every rank has the same
     one; a plain `shuffle=True` becomes a permutation by (seed, epoch). With `company`, a rank without a sample reads
-    the first one of the global batch, so that it can compute something while the others need it.
+    the first one of the global batch, so that it can compute something while the others need it. With `undivided`, a
+    rank's part of a global batch is one batch, also where fewer ranks than at the beginning share it. With `fixed`,
+    each epoch has the order of the first, and a plain `shuffle=True` is ignored.
     """
 
     def __init__(
         self, loader: DataLoader[Any], world: World, seed: int, limit: int | float, began_with: int = 0,
         *, company: bool = False, parts: int = 0, dealt: bool = False, balance: Balance | None = None,
+        undivided: bool = False, fixed: bool = False,
     ) -> None:  # fmt: skip
-        self._loader = loader
+        self._fixed = fixed
         self._balance = balance
         self._parts, self._dealt = parts, dealt
         self._company = company
+        self._undivided = undivided
         self._began_with = began_with or world.size
         self._world = world
-        self._seed = _seed_of(loader, seed)
         self._limit = limit
-        # A batch sampler of the user's own: the places of the order are then whole batches.
-        own_batches = (
-            loader.batch_sampler is not None and type(loader.batch_sampler) is not torch.utils.data.BatchSampler
-        )
-        self._whole_batches = own_batches
-        self._batch = 1 if own_batches or loader.batch_size is None else loader.batch_size
-        self._sampler: Any = loader.batch_sampler if own_batches else loader.sampler
+        self._sampler: Any
+        self._sampler, self._batch, self._drop_last = order_of(loader)
+        self._seed = _seed_of(loader, self._sampler, seed)
+        # A batch sampler of the user's own class: the places of the order are then whole batches.
+        self._whole_batches = own_batches = self._sampler is loader.batch_sampler
         self._picked = _Picked()
+        if undivided and self._began_with > world.size and (own_batches or loader.batch_sampler is None):
+            raise ValueError(
+                f"a manually optimised module steps once a batch, and the global batches of this run are of "
+                f"{self._began_with} batches that can't be joined: go on with {self._began_with} ranks"
+            )
         self._own = _copy_loader(loader, self._picked, max(1, world.local_size))
 
     def _items(self) -> int:
         """Return the places of the order that an epoch uses."""
         total = len(self._sampler)
         together = self._batch * self._began_with
-        if self._loader.drop_last:
+        if self._drop_last:
             total -= total % together
         limit = self._limit
         if limit == float("inf"):
@@ -81,6 +90,10 @@ class OrderedFeed(Feed):
         cut = self._cut(self._items(), accumulate)
         return len(replace(cut, ranks=self._began_with) if self._dealt else cut)
 
+    def global_batches(self, accumulate: int) -> int | None:
+        cut = self._cut(self._items(), accumulate)
+        return -(-cut.items // cut.global_batch)
+
     def leaves_out(self, accumulate: int) -> bool:
         return self._cut(self._items(), accumulate).leaves_out
 
@@ -91,7 +104,7 @@ class OrderedFeed(Feed):
         world = self._world
         return Cut(
             items, self._batch, world.rank, world.size, accumulate, self._began_with, self._parts,
-            self._balance or Balance(), epoch,
+            self._balance or Balance(), epoch, self._undivided,
         )  # fmt: skip
 
     @property
@@ -110,22 +123,45 @@ class OrderedFeed(Feed):
 
     def _order(self, epoch: int) -> Any:
         sampler = self._sampler
-        if type(sampler) is SequentialSampler:
+        if type(sampler) is SequentialSampler or (self._fixed and _shuffles(sampler)):
             return range(len(sampler))
+        epoch = 0 if self._fixed else epoch
         if _shuffles(sampler):
             # An array: a slice of it is ten times cheaper than one of a tensor.
             return epoch_order(len(sampler), self._seed, epoch).numpy()
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        with torch.random.fork_rng(devices=[]):  # any other sampler: drawn under the epoch's seed
-            torch.manual_seed(epoch_seed(self._seed, epoch))
+        seed = epoch_seed(self._seed, epoch)
+        with random_kept():  # any other sampler, which may draw from python's or numpy's generator
+            seed_everything(seed % 2**32)
+            torch.manual_seed(seed)
             generator = getattr(sampler, "generator", None)
             if isinstance(generator, torch.Generator):
-                generator.manual_seed(epoch_seed(self._seed, epoch))
+                generator.manual_seed(seed)
             return list(sampler)
 
-    def epoch(self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0) -> Iterator[Microbatch]:
+    def _check_order(self, order: Any) -> None:
+        """Refuse a sampler that gives each rank another order: samples would be trained twice, others never.
+
+        Raises:
+            RanksDisagree: the orders differ.
+        """
+        if self._world.size == 1 or isinstance(order, (range, np.ndarray)):
+            return
+        digest = hashlib.blake2b(repr(order).encode(), digest_size=8).hexdigest()
+        if len(set(self._world.gather_objects(digest))) > 1:
+            raise RanksDisagree(
+                f"{type(self._sampler).__name__} gives each rank another order of the data, and the order is divided "
+                "over the ranks: give all ranks the same order (drawn from torch's, numpy's or python's global "
+                "generator, which are seeded alike), or set use_distributed_sampler=False, with which each rank reads "
+                "all that its own sampler gives"
+            )
+
+    def epoch(
+        self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0, together: bool = True
+    ) -> Iterator[Microbatch]:
         order = self._order(epoch)
+        self._check_order(order)
         cut = self._cut(min(self._items(), len(order)), accumulate, epoch)
         self._picked.count = len(cut)
         sizes = self._sizes(order)
@@ -137,7 +173,8 @@ class OrderedFeed(Feed):
             yield Microbatch(
                 next(data) if size or self._company else None, index, size, size / whole,
                 share.opens, share.closes, share.last, share.planned, empty=size == 0, position=share.window_end,
-                begin=share.begin, part=share.part,
+                begin=share.begin, part=share.part, start=share.window_begin,
+                idle=share.idle if self._world.size > 1 else 0,  # nobody waits for an empty part of this rank
             )  # fmt: skip
             index += not share.part
 
@@ -159,11 +196,11 @@ class OrderedFeed(Feed):
                         data, share.begin // (batch * dealer.planned), size, size / whole,
                         share.opens, share.closes, False, share.planned, apart=True,
                     )  # fmt: skip
-            position = deal.end
+            start, position = position, deal.end
             index = -(-position // (batch * dealer.planned)) - 1
             yield Microbatch(
                 None, index, 0, 0.0, True, True, position >= items, 1,
-                empty=True, position=position, meets=True, done=-(-position // (batch * accumulate)),
+                empty=True, position=position, meets=True, done=-(-position // (batch * accumulate)), start=start,
             )  # fmt: skip
 
     def _fetches(self, deal: Deal, order: Any) -> Iterator[tuple[int, Any]]:
@@ -213,9 +250,23 @@ def _shuffles(sampler: Any) -> bool:
     return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
 
 
-def _seed_of(loader: DataLoader[Any], seed: int) -> int:
+def order_of(loader: DataLoader[Any]) -> tuple[Any, int, bool]:
+    """Return what gives a loader's order, the places of one batch, and whether a last partial batch is left out.
+
+    A `BatchSampler` that the user made is taken apart as the one that `DataLoader(batch_size=...)` makes. The places of
+    any other batch sampler are whole batches.
+    """
+    batches: Any = loader.batch_sampler
+    if type(batches) is BatchSampler:
+        return batches.sampler, batches.batch_size, batches.drop_last
+    if batches is not None:
+        return batches, 1, False
+    return loader.sampler, 1, False
+
+
+def _seed_of(loader: DataLoader[Any], sampler: Any, seed: int) -> int:
     """Return the seed of a loader's own generator, where the user gave it one."""
-    for generator in (loader.generator, getattr(loader.sampler, "generator", None)):
+    for generator in (loader.generator, getattr(sampler, "generator", None)):
         if isinstance(generator, torch.Generator):
             return generator.initial_seed() % 2**62
     return seed

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
+from fabricx.redaction import masked_values
+
 FOLDER: Final = "telemetry"  # in the run's folder
 _OPEN: weakref.WeakSet[EventFile] = weakref.WeakSet()
 _IDENTITY: Final = "run"  # the file in it that has the run's id
@@ -70,6 +72,8 @@ class EventFile:
             kind: of record.
             fields: plain data; numbers that JSON hasn't become text.
         """
+        if "text" in fields:
+            fields["text"] = masked_values(str(fields["text"]))
         head = {"run": self._run, "kind": kind, "at": round(time.time(), 6), "mono": round(time.monotonic(), 6)}
         if self.rank is not None:
             head["rank"] = self.rank

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
+from fabricx.redaction import masked_values, records_masked
 from fabricx.telemetry.eventfile import EventFile
 
 FOLDER: Final = "logs"  # in the run's folder
@@ -63,6 +64,7 @@ class _ToFile(logging.Handler):
             self.handleError(record)
 
     def write(self, level: str, name: str, text: str) -> None:
+        text = masked_values(text)
         self._records.write("log", level=level, name=name, text=text)
         with contextlib.suppress(OSError):  # no room: it isn't worth the run
             self._path.parent.mkdir(exist_ok=True)
@@ -100,7 +102,8 @@ def logging_to(records: EventFile, number: int, settings: LogSettings | None) ->
         root.addHandler(one)
     warnings.showwarning = show  # type: ignore[assignment]
     try:
-        yield
+        with records_masked():
+            yield
     finally:
         warnings.showwarning = shown
         root.setLevel(level)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 from fabricx.errors import FabricxError
 from fabricx.telemetry.eventfile import FOLDER
 
 Record = dict[str, Any]
+_FOR_EVER: Final = 1e11  # seconds; what is later is no time
+_MANY: Final = 1 << 53
+_RANKS: Final = 1 << 20
 
 
 class NotARun(FabricxError):
@@ -47,9 +50,9 @@ class Tail:
     def _record(self, line: bytes) -> Record | None:
         try:
             found = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
-        if not isinstance(found, dict) or "kind" not in found:
+        if not isinstance(found, dict) or not _is_record(found):
             self.broken += 1
             return None
         return {**found, "who": self.path.name.split("-")[0], "file": self.path.name}
@@ -58,6 +61,19 @@ class Tail:
     def is_half(self) -> bool:
         """Return whether the last line has no end."""
         return bool(self._half)
+
+
+def _is_record(found: Record) -> bool:
+    """Return whether the fields that all records share are what they should be."""
+    numbers = [found.get(name, 0) for name in ("at", "mono", "since", "clock_offset_s")]
+    counts = [found.get(name, 0) for name in ("step", "size", "records", "each")]
+    rank = found.get("rank")
+    return (
+        isinstance(found.get("kind"), str)
+        and all(type(number) in (int, float) and abs(number) < _FOR_EVER for number in numbers)
+        and all(type(count) is int and abs(count) < _MANY for count in counts)
+        and (rank is None or (type(rank) is int and 0 <= rank < _RANKS))
+    )
 
 
 @final

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import yaml  # type: ignore[import-untyped]
 
+from fabricx.redaction import masked, masked_text
 from fabricx.telemetry.charts import Chart, chart
 from fabricx.telemetry.eventfile import FOLDER
 from fabricx.telemetry.reading import Files, check_run
@@ -69,6 +70,8 @@ def look_at(run_dir: Path) -> Seen:
     if missing:
         which = f"rank {', '.join(map(str, missing))}"
         complaints.append(f"{which}: no records are there of {run.size} ranks; all others are shown")
+    if run.malformed:
+        complaints.append(f"{run.malformed} records aren't what they should be; all others are shown")
     if run.lost:
         complaints.append(f"{run.lost} records are missing: the disk was full")
     return Seen(run_dir, run, complaints)
@@ -153,7 +156,7 @@ def write_page(seen: Seen) -> Path:
     run, run_dir = seen.run, seen.run_dir
     lines = rank_lines(run)
     longest = max((sum(line.spans.values()) for line in lines), default=1.0) or 1.0
-    texts = {name: _text(run_dir / name) for name in (*_MADE_OF, "command.txt", "versions.json")}
+    texts = {name: masked_text(_text(run_dir / name)) for name in (*_MADE_OF, "command.txt", "versions.json")}
     links = ["checkpoints", "logs", "trace.json", FOLDER]
     page = _render(
         "run.html.j2", title=run_dir.resolve().name, summary=summary(seen), complaints=seen.complaints, lines=lines,
@@ -249,8 +252,11 @@ def comparison(runs: Sequence[Seen]) -> tuple[list[str], list[list[str]]]:
 def _made_of(run_dir: Path) -> Mapping[str, Any]:
     """Return a run's configuration, or what it was made with in Python."""
     found = (_text(run_dir / name) for name in _MADE_OF)
-    made: Mapping[str, Any] = yaml.safe_load(next(filter(None, found), "{}")) or {}
-    return made
+    try:
+        made = yaml.safe_load(next(filter(None, found), "{}"))
+    except (yaml.YAMLError, RecursionError):
+        return {}
+    return masked(made) if isinstance(made, dict) else {}
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -277,7 +283,7 @@ def _told(events: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()[:_TEXT]
+        return path.read_text(errors="replace")[:_TEXT]
     except OSError:
         return ""
 

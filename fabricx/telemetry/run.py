@@ -140,6 +140,7 @@ class Run:
         self.steps = self.rewound = 0
         self.more_logs = 0  # lines beyond those that are kept
         self.lost = 0  # records for which there was no room
+        self.malformed = 0  # records whose content isn't what their kind says
         self.closed = ""  # how the launching process has ended
         self._offsets: dict[str, float] = {}  # of each file's clock, from the main rank's
         self._monos: dict[str, float] = {}  # wall time where each file's monotonic clock is 0
@@ -147,7 +148,7 @@ class Run:
         self._take: Mapping[str, Any] = {
             "start": self._start, "became": self._start, "steps": self._steps, "now": self._now, "end": self._end,
             "metrics": self._metrics, "gauges": self._gauges, "rewind": self._rewind, "lost": self._lose,
-            "event": self.events.append, "log": self._log,
+            "event": self._event, "log": self._log,
             "serving": self._serving, "known": self._known, "launched": self._launched, "closed": self._close,
         }  # fmt: skip
 
@@ -165,8 +166,11 @@ class Run:
             if record.get("rank") is not None:
                 self._rank(record).heard = record["at"]
             take = self._take.get(record["kind"])
-            if take is not None:
-                take(record)
+            try:
+                if take is not None:
+                    take(record)
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # nothing of fabricx's own
+                self.malformed += 1
 
     @property
     def synchronous(self) -> bool:
@@ -187,6 +191,7 @@ class Run:
         return self.ranks.setdefault(number, Rank(number))
 
     def _start(self, record: Record) -> None:
+        _check_numbers(record, "loader_processes", "cores")
         self.closed = ""
         known = self._starts[record["file"]] = {**self._starts.get(record["file"], {}), **record}
         if record.get("rank") is None:  # a newcomer has none before it has become one of the group
@@ -199,6 +204,7 @@ class Run:
 
     def _known(self, record: Record) -> None:
         if "rank" in record:
+            _check_numbers(record, "loader_processes", "cores")
             self._rank(record).known.update(record)
 
     def _steps(self, record: Record) -> None:
@@ -210,11 +216,13 @@ class Run:
             record["steps"], record["ends_us"], record["samples"], *columns, strict=False
         ):
             seconds = {name: us / 1e6 for name, us in zip(names, parts, strict=True) if us}
-            rank.add(Row(step, self.wall(record, record["since"] + end / 1e6), each, samples, seconds))
+            at = self.wall(record, record["since"] + end / 1e6)
+            rank.add(Row(int(step), at, each, int(samples), seconds))
         self.steps = max(self.steps, rank.step)
 
     def _now(self, record: Record) -> None:
         if "rank" in record:
+            _check_numbers(record, "memory_mib", "device_mib", "cpu_cores", "still_s")
             rank = self._rank(record)
             rank.now = record
             rank.most_mib = max(rank.most_mib, record.get("memory_mib", 0.0))
@@ -244,7 +252,13 @@ class Run:
             for step in [step for step in values if step > record["step"]]:
                 del values[step]
 
+    def _event(self, record: Record) -> None:
+        _check_text(record, "name", "text")
+        _check_numbers(record, "seconds", "steps_again")
+        self.events.append(record)
+
     def _log(self, record: Record) -> None:
+        _check_text(record, "level", "name", "text")
         if len(self.logs) < LOGS:
             self.logs.append(record)
         else:
@@ -257,4 +271,14 @@ class Run:
         self.closed = ""
 
     def _close(self, record: Record) -> None:
-        self.closed = record["ending"]
+        self.closed = str(record["ending"])
+
+
+def _check_numbers(record: Record, *names: str) -> None:
+    if not all(isinstance(record.get(name, 0), (int, float)) for name in names):
+        raise TypeError(f"{record['kind']}: {', '.join(names)} are numbers")
+
+
+def _check_text(record: Record, *names: str) -> None:
+    if not all(isinstance(record[name], str) for name in names):
+        raise TypeError(f"{record['kind']}: {', '.join(names)} are text")

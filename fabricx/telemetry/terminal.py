@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fabricx.errors import FabricxError
+from fabricx.redaction import printable
 from fabricx.telemetry import report
 from fabricx.telemetry.eventfile import FOLDER
 from fabricx.telemetry.report import Seen
@@ -25,7 +26,7 @@ def main(command: str, arguments: Sequence[str]) -> int:
     several = " or of a sweep" if command == "report" else ""
     parser.add_argument("folder", type=Path, help=f"folder of a run{several}, such as runs/2026-01-31_12-00-00-abcdef")
     folder = parser.parse_args(arguments).folder
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
     try:
         if command == "status":
             _status(console, report.look_at(folder))
@@ -34,7 +35,7 @@ def main(command: str, arguments: Sequence[str]) -> int:
         else:
             _report(console, report.look_at(folder))
     except (FabricxError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
     return 0
 
@@ -59,12 +60,12 @@ def _report(console: Console, seen: Seen) -> None:
     if last := report.final_values(seen.run):
         console.print(_rows("metric", "last value", list(last.items())))
     for who, text, times_said in report.warnings_of(seen.run)[:10]:
-        console.print(f"rank {who}, {times_said} time{'s' if times_said > 1 else ''}: {text}", markup=False)
-    console.print(f"\nthe page: {report.write_page(seen)}", markup=False, soft_wrap=True)
+        _say(console, f"rank {who}, {times_said} time{'s' if times_said > 1 else ''}: {text}")
+    _say(console, f"\nthe page: {report.write_page(seen)}")
 
 
 def _status(console: Console, seen: Seen) -> None:
-    console.print(f"{seen.run_dir}: {seen.state}; {report.recovery(seen.run)}", markup=False, soft_wrap=True)
+    _say(console, f"{seen.run_dir}: {seen.state}; {report.recovery(seen.run)}")
     table = Table("rank", "host", "process", "step", "heard", "MiB", "cores", "at")
     for rank in seen.run.present:
         now, known = rank.now, rank.known
@@ -72,33 +73,42 @@ def _status(console: Console, seen: Seen) -> None:
         where = ""
         if rank.ending is None and "still_s" in now:
             where = f"{report.duration(now['still_s'])} {'waiting ' if now.get('waits') else ''}at {now['where']}"
-        table.add_row(
-            str(rank.rank), str(known.get("host", "")), str(known.get("pid", "")), str(rank.step), heard,
+        _add(
+            table, str(rank.rank), str(known.get("host", "")), str(known.get("pid", "")), str(rank.step), heard,
             str(now.get("memory_mib", "")), str(now.get("cpu_cores", "")), where,
         )  # fmt: skip
     console.print(table)
     for complaint in seen.complaints:
-        console.print(f"note: {complaint}", markup=False, soft_wrap=True)
+        _say(console, f"note: {complaint}")
 
 
 def _compare(console: Console, folder: Path, runs: list[Seen]) -> None:
     header, rows = report.comparison(runs)
-    table = Table(*header)
+    table = Table(*map(printable, header))
     for row in rows:
-        table.add_row(*row)
+        _add(table, *row)
     console.print(table)
-    console.print(f"the page: {report.write_comparison(folder, runs)}", markup=False, soft_wrap=True)
+    _say(console, f"the page: {report.write_comparison(folder, runs)}")
 
 
 def _summary(console: Console, seen: Seen) -> None:
     for name, text in report.summary(seen).items():
-        console.print(f"{name:>12}  {text}", markup=False, soft_wrap=True)
+        _say(console, f"{name:>12}  {text}")
     for complaint in seen.complaints:
-        console.print(f"{'note':>12}  {complaint}", markup=False, soft_wrap=True)
+        _say(console, f"{'note':>12}  {complaint}")
 
 
 def _rows(first: str, second: str, rows: Sequence[tuple[str, str]]) -> Any:
     table = Table(first, second)
     for row in rows:
-        table.add_row(*row)
+        _add(table, *row)
     return table
+
+
+def _say(console: Console, text: str) -> None:
+    """Print text of a run, in which nothing steers the terminal."""
+    console.print(printable(text), soft_wrap=True)
+
+
+def _add(table: Table, *cells: str) -> None:
+    table.add_row(*map(printable, cells))

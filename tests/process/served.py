@@ -98,13 +98,12 @@ class KillsServer(Recorded):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_rank == 0 and len(self.samples) == 3:
-            os.kill(int(self.trainer.world.store.get("server pid")), signal.SIGKILL)
+            os.kill(int(self.trainer.world.store.get("server 0")), signal.SIGKILL)
         return super().training_step(batch, batch_idx)
 
 
 def tells_its_pid(world: Any, number: int, folder: str | None, **more: Any) -> None:
-    if number == 0:
-        world.store.set("server pid", str(os.getpid()))
+    world.store.set(f"server {number}", str(os.getpid()))
     serve_as_usual(world, number, folder, **more)
 
 

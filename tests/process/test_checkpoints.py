@@ -29,6 +29,9 @@ from fabricx.callbacks import ModelCheckpoint
 from fabricx.checkpoint import shards
 from fabricx.comm.world import current
 from fabricx.testing import QUIET, TinyModule, run_ranks, tiny_loader
+from tests import warm
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 STATE = {"big": torch.arange(60.0).reshape(6, 10), "small": torch.tensor(2.5), "deep": [{"x": torch.arange(3)}, "text"]}
 
@@ -99,15 +102,16 @@ def fails_on_the_second_rank(path: Path, number: int) -> Any:
             raise OSError(number, os.strerror(number))
         return write(file, tensors)
 
-    shards.write = no_room
     writer = checkpoint.Writer(world)
-    writer.begin(path, {**STATE, "big": torch.zeros(1)}, {}, failed=lambda: calls.append("failed"))
-    with warnings.catch_warnings(record=True) as warned:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        patch.setattr(shards, "write", no_room)
+        writer.begin(path, {**STATE, "big": torch.zeros(1)}, {}, failed=lambda: calls.append("failed"))
         warnings.simplefilter("always")
         try:
             done: Any = writer.finish()
         except Exception as error:
             done = str(error)
+    writer.close()
     return done, calls, any("disk is full" in str(warning.message) for warning in warned)
 
 
@@ -242,7 +246,7 @@ def test_killed_at_any_moment_a_whole_checkpoint_is_there(own_folder: Path, devi
     (own_folder / "script.py").write_text(textwrap.dedent(SCRIPT))
     steps = [0]
     for round in range(4):
-        process = subprocess.Popen([sys.executable, "script.py", str(devices)], start_new_session=True)
+        process = warm.Popen([sys.executable, "script.py", str(devices)], start_new_session=True)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             found = checkpoint.list_committed(own_folder / "saved")
@@ -302,7 +306,7 @@ def test_a_signal_to_any_process_leaves_one_whole_checkpoint(
     own_folder: Path, devices: int, whom: str, sent: signal.Signals, code: int
 ) -> None:
     (own_folder / "script.py").write_text(textwrap.dedent(SIGNALLED))
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, "script.py", str(devices), *(("parameter_server", "1") if whom == "all" else ("auto", "0"))],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "SLURM_JOB_ID": "7"},
     )  # fmt: skip

@@ -17,12 +17,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fabricx.checkpoint import read_manifest
 from fabricx.demo.digits import DigitsClassifier
+from tests import warm
 
 SHORT = ("trainer.max_epochs=2", "trainer.limit_train_batches=5", "trainer.enable_progress_bar=false")
 
 
 def fabricx(*arguments: str, fails: bool = False) -> str:
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "fabricx", *arguments], capture_output=True, text=True, timeout=100, check=False,
         env={**os.environ, "PYTHONWARNINGS": "ignore"},
     )  # fmt: skip
@@ -151,7 +152,7 @@ def test_a_project_has_groups_and_modules_of_its_own(own_folder: Path) -> None:
     )
     assert "my_project.models.Net" in fabricx("fit", "--config-dir", "conf", "--cfg", "job")
     assert "steps" in fabricx("fit", "--config-dir", "conf", "trainer.devices=2", *SHORT)
-    said = subprocess.run(
+    said = warm.run(
         [sys.executable, "train.py", "trainer.devices=2"], capture_output=True, text=True, timeout=100, check=False
     )
     assert "trained my_project.models 3 7" in said.stdout, said.stderr
@@ -163,7 +164,7 @@ def test_doctor_sees_two_ranks_talk() -> None:
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_ctrl_c_ends_cleanly_with_a_checkpoint(own_folder: Path, devices: int) -> None:
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, "-m", "fabricx", "fit", "trainer.max_epochs=100000", f"trainer.devices={devices}"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
@@ -184,3 +185,42 @@ def test_ctrl_c_ends_cleanly_with_a_checkpoint(own_folder: Path, devices: int) -
     while subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True, check=False).returncode == 0:
         assert time.monotonic() < deadline, "somebody is left"
         time.sleep(0.1)
+
+
+def test_a_secret_reaches_the_run_and_nothing_that_the_run_writes_or_shows(own_folder: Path) -> None:
+    (own_folder / "mine.py").write_text(
+        "import logging\n"
+        "from fabricx.demo.digits import DigitsClassifier\n"
+        "class Net(DigitsClassifier):\n"
+        "    def __init__(self, api_key, url, tokenizer='bert', fails=False):\n"
+        "        super().__init__()\n"
+        "        self.save_hyperparameters()\n"
+        "    def on_train_start(self):\n"
+        "        assert (self.hparams.api_key, self.hparams.url) == ('s3cret-value', 'pg://me:s3cret-too@host')\n"
+        "        logging.warning('the key is %s', self.hparams.api_key)\n"
+        "        if self.hparams.fails:\n"
+        "            raise ValueError(f'refused by {self.hparams.url}')\n"
+    )
+    secrets = ("s3cret-value", "s3cret-too")
+    given: tuple[str, ...] = ("module.api_key=s3cret-value", "module.url=pg://me:s3cret-too@host")
+    small = ("module._target_=mine.Net", "data=digits", "logger=all", "trainer.devices=2", *SHORT)
+    said = fabricx("fit", "--multirun", "module.tokenizer=gpt", "module.fails=false", *given, *small)
+    said += fabricx("fit", "--cfg", "job", *given, *small)
+    [sweep] = (own_folder / "multirun").iterdir()
+    run = sweep / "0"
+    config = yaml.safe_load((run / "config.yaml").read_text())["module"]
+    assert (config["api_key"], config["url"], config["tokenizer"]) == ("<masked>", "pg://me:<masked>@host", "gpt")
+    said += fabricx("resume", str(run), fails=True)
+    assert "give them again" in said
+    assert "module.api_key=..." in said
+    assert "module.url=..." in said
+    assert "15 steps" in fabricx("resume", str(run), *given, "trainer.max_epochs=3")
+    said += fabricx("resume", str(run), *given, "trainer.max_epochs=4", "module.fails=true", fails=True)
+    assert "refused by pg://me:<masked>@host" in said
+    said += fabricx("report", str(run)) + fabricx("report", str(sweep))
+    assert [secret for secret in secrets if secret in said] == []
+    files = [file for file in own_folder.rglob("*") if file.is_file() and file.name != "mine.py"]
+    assert {"report.html", "manifest.json", "hparams.json", "state.pt", "multirun.yaml"} <= {
+        file.name for file in files
+    }
+    assert [file for file in files if any(secret.encode() in file.read_bytes() for secret in secrets)] == []

@@ -7,11 +7,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -21,7 +22,7 @@ SOURCES = sorted(EXAMPLES.rglob("*.py"))
 def run(*command: str | Path, cwd: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     whole = [sys.executable, *map(str, command)]
-    ended = subprocess.run(
+    ended = warm.run(
         whole, cwd=cwd, env=environment, capture_output=True, text=True, timeout=100, check=False
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-3000:]

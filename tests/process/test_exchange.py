@@ -16,6 +16,8 @@ from fabricx.strategies import AsyncSGD, ParameterServer, Single
 from fabricx.testing import SavesAtEnd
 from tests.process.served import Recorded, train
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 
 def same(one: Any, other: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
@@ -100,8 +102,71 @@ def test_rows_that_nobody_touches_dont_travel(strategy: Any) -> None:
         assert received < steps * dense + 2 * touched * row  # of both workers
     else:  # the numbers of rows that it wants, and then those with their gradients
         assert sent == pytest.approx(steps * dense + touched * (row + 4), rel=0.02)
-        meetings = 2 * 2 * (dense + 4 * ROWS * WIDTH)
+        seen = {number for one in module.by_rank for batch in one for number in batch}
+        changed = len({*(n * 97 % ROWS for n in seen), *(n % 5 for n in seen)})
+        meetings = 2 * (2 * dense + changed * row)  # what has changed comes to each worker once
         assert received <= steps * dense + touched * 4 * WIDTH + meetings
+
+
+class Adds(torch.optim.SGD):
+    """Moves all rows of a table that has a gradient, as any optimizer of a user may."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.add_(1e-3)
+
+
+class MovesAll(LooksUp):
+    def configure_optimizers(self) -> Any:
+        return Adds(self.parameters(), lr=0.02)
+
+
+class Meets(LooksUp):
+    """Notes what each meeting has brought, and that all ranks have the same table."""
+
+    received: list[Any] = []
+
+    def on_validation_start(self) -> None:
+        if not self.trainer.sanity_checking:
+            strategy: Any = self.trainer.strategy
+            self.received = [*self.received, self.trainer.world.gather_objects(strategy.traffic[1])]
+            tables = self.trainer.world.gather_objects(self.table.weight.detach())
+            assert all(torch.equal(tables[0], other) for other in tables)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        AsyncSGD(servers=2),
+        ParameterServer(optimizer="server", link="gloo"),
+        ParameterServer(optimizer="server", pull_compression="bf16"),
+    ],
+)
+def test_tables_have_the_same_rows_on_all_ranks_at_each_meeting(strategy: Any) -> None:
+    options: Any = {"batch": 4, "val_check_interval": 0.25, "limit_val_batches": 1, "max_epochs": 2}
+    module, _ = train(strategy, 2, module=Meets("sgd"), **options)
+    assert len(module.received) == 12
+    # With the weights and rows of all steps in between, this is less than a third of whole tables at each meeting.
+    assert max(module.received[-1]) < 12 * 4 * ROWS * WIDTH / 3
+    all_moved, _ = train(AsyncSGD(), 2, module=MovesAll("own"), **options)
+    moved = all_moved.table.weight.detach()
+    fresh = MovesAll("own").table.weight.detach()
+    assert float((moved - fresh).min()) > -0.5
+    assert float((moved - fresh).median()) == pytest.approx(1e-3 * 22, rel=0.01)  # rows without a gradient, too
+
+
+class Momentum(LooksUp):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+
+
+def test_momentum_of_sparse_tables_is_refused_on_servers() -> None:
+    with pytest.raises(WorkerFailed, match="momentum moves rows of a sparse embedding"):
+        train(AsyncSGD(), module=Momentum("sgd"))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +253,7 @@ def test_what_comes_back_is_compressed_too(kind: Any, part: float, optimizer: An
     assert sent == all_sent
     size = 4 * sum(parameter.numel() for parameter in module.parameters())
     assert all_received == trainer.global_step * size
-    whole = 0 if optimizer == "worker" else 2 * 8 * size + size  # where ranks meet: before and after validations, first
+    whole = 0 if optimizer == "worker" else 8 * size + size  # where ranks meet: once an epoch, and first
     assert received == pytest.approx(part * all_received + whole, rel=0.03)
     assert float(trainer.callback_metrics["loss_epoch"]) < 2 * float(other.callback_metrics["loss_epoch"]) + 0.5
 

@@ -17,6 +17,8 @@ from fabricx.callbacks import ModelCheckpoint
 from fabricx.strategies import DDP, FSDP, Single
 from fabricx.testing import QUIET, Layer, LayeredModule, SavesAtEnd, assert_same_state, layered_data
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 
 class Layers(LayeredModule):
     def __init__(self) -> None:

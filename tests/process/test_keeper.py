@@ -83,6 +83,21 @@ def test_one_that_was_killed_is_followed_by_another_with_nothing(
         torchrun.kill()
 
 
+def test_a_folder_that_others_could_have_made_is_not_used(torchrun: subprocess.Popen[str], tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    with torchrun:
+        assert started(torchrun)
+        assert keeper.is_kept(folder, NAMES)
+        folder.chmod(0o755)
+        assert not keeper.is_kept(folder, NAMES)
+        folder.chmod(0o700)
+        (tmp_path / "link").symlink_to(folder)
+        assert not keeper.is_kept(tmp_path / "link", NAMES)
+        keeper.end(folder)
+        wait_for_the_end_of(folder)
+        torchrun.kill()
+
+
 def test_where_a_folder_can_t_be_made_nothing_is_kept(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert not keeper.start(tmp_path / "file" / "kept", NAMES)

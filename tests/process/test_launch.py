@@ -19,6 +19,7 @@ from fabricx.comm.world import World, current
 from fabricx.errors import NotPicklable, WorkerFailed
 from fabricx.launch.supervisor import run_workers
 from fabricx.testing import run_ranks
+from tests import warm
 
 
 def everything(number: int) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize("way", ["killed", "interrupted twice"])
 def test_workers_vanish_with_their_supervisor(own_folder: Path, way: str) -> None:
     (own_folder / "endless.py").write_text(ENDLESS)
-    process = subprocess.Popen([sys.executable, "endless.py", str(own_folder)], stderr=subprocess.PIPE)
+    process = warm.Popen([sys.executable, "endless.py", str(own_folder)], stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
     while len(list(own_folder.glob("*.pid"))) < 2:
         assert time.monotonic() < deadline
@@ -151,7 +152,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(("strategy", "name"), [("auto", "DDP"), ("fsdp", "FSDP")])
 def test_torchrun_makes_the_script_a_worker(own_folder: Path, strategy: str, name: str) -> None:
     (own_folder / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py",
          strategy],
         capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -183,7 +184,7 @@ if __name__ == "__main__":
 ])  # fmt: skip
 def test_the_last_ranks_of_torchrun_serve(own_folder: Path, mode: str, said: list[str]) -> None:
     (own_folder / "script.py").write_text(SERVED)
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(said)),
          "script.py", mode],
         capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},

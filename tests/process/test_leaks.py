@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
+
+from tests import warm
 
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 LEAKY = """
@@ -27,9 +28,10 @@ def test_nothing(): pass
 def test_each_leak_fails_the_test_that_it_is_from_and_no_other(tmp_path):
     shutil.copy(CONFTEST, tmp_path)
     (tmp_path / "test_leaky.py").write_text(LEAKY)
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rE", "."], cwd=tmp_path,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True, timeout=100, check=False,
+    ended = warm.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:warnings", "-rE", "."], cwd=tmp_path,
+        env={**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(CONFTEST.parents[1])}, capture_output=True,
+        text=True, timeout=100,
     )  # fmt: skip
     said = ended.stdout
     for name, leak in {

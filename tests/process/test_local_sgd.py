@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader
@@ -16,6 +17,8 @@ from fabricx import checkpoint
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, LocalSGD, Single
 from fabricx.testing import QUIET, LayeredModule, layered_data
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 
 class Plain(LayeredModule):
@@ -130,19 +133,35 @@ def test_a_rank_may_skip_a_batch_alone() -> None:
 
 
 class Stream:
-    """More batches on the first rank than on the second; nobody knows how many."""
+    """Three batches on the first rank and two on the second, of which only their end tells how many there are."""
+
+    def __init__(self) -> None:
+        self.batches = list(DataLoader(layered_data(30), 6))
 
     def __iter__(self) -> Any:
-        import torch.distributed as dist
-
-        for _ in range(6 - 2 * dist.get_rank()):
-            yield [torch.ones(2, 6), torch.ones(2, 1)]
+        rank = dist.get_rank()
+        yield from self.batches[rank::2][: 3 - rank]
 
 
-def test_streams_of_different_lengths_are_refused_when_one_ends() -> None:
-    trainer = fx.Trainer(devices=2, strategy=LocalSGD(every=10), max_epochs=1, **QUIET)
-    with pytest.raises(WorkerFailed, match="say how many an epoch has with limit_train_batches"):
-        trainer.fit(Plain(), Stream())
+class Promising(Stream):
+    def __len__(self) -> int:
+        return 3
+
+
+def test_streams_of_different_lengths_are_trained_to_their_ends() -> None:
+    batches = Stream().batches
+    joined = [[torch.cat(pair) for pair in zip(*batches[n : n + 2], strict=True)] for n in (0, 2)]
+    options: dict[str, Any] = {"max_epochs": 2, "precision": "64-true", **QUIET}
+    one, some = Plain(momentum=0.9), Plain(momentum=0.9)
+    alone = fx.Trainer(**options)
+    alone.fit(one, [*joined, batches[4]])
+    trainer = fx.Trainer(devices=2, strategy=LocalSGD(every=1), **options)
+    trainer.fit(some, Stream())
+    assert trainer.global_step == alone.global_step == 6
+    for a, b in zip(some.parameters(), one.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=0.0, atol=1e-10)  # sums of doubles in another order
+    with pytest.raises(WorkerFailed, match=r"Promising has ended after 2 batches .* limit_train_batches"):
+        fx.Trainer(devices=2, strategy=LocalSGD(every=1), **options).fit(Plain(), Promising())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -12,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 from .test_recovery import MEMORY, SCRIPT, STEPS
+from .test_security import RUNS, trained
 
 NAMES = (f"fx{os.getpid()}a", f"fx{os.getpid()}b")
 ADDRESSES = ("10.203.77.1", "10.203.77.2")
@@ -35,13 +40,13 @@ def make_nodes() -> None:
 
 
 @pytest.fixture
-def nodes() -> Iterator[list[list[str]]]:
-    """Make two nodes; yields for each the beginning of a command that is run there."""
+def nodes() -> Iterator[None]:
+    """Make two nodes."""
     if shutil.which("ip") is None:
         pytest.skip("two nodes on one machine need network namespaces, which iproute2 makes: install it")
     try:
         make_nodes()
-        yield [["ip", "netns", "exec", name] for name in NAMES]
+        yield
     except subprocess.CalledProcessError as error:
         pytest.skip(
             f"two nodes on one machine need network namespaces, and this user may not make them: {error.stderr}"
@@ -51,10 +56,10 @@ def nodes() -> Iterator[list[list[str]]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def start(node: int, inside: list[str], folder: Path, *arguments: str, **more: str) -> subprocess.Popen[str]:
+def start(node: int, folder: Path, *arguments: str, **more: str) -> warm.Popen:
     """Let torchrun start a rank of the script on a node."""
     command = [
-        *inside, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", more.pop("EACH", "1"),
         "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29411", "--rdzv-conf", f"is_host={1 - node}",
         "--rdzv-id", "nodes", "--local-addr", ADDRESSES[node], "--max-restarts", "3", "script.py", *arguments,
     ]  # fmt: skip
@@ -63,12 +68,15 @@ def start(node: int, inside: list[str], folder: Path, *arguments: str, **more: s
         "GLOO_SOCKET_IFNAME": f"{NAMES[node]}0", "TMPDIR": str(folder),
         **more,
     }  # fmt: skip
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return warm.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, network=NAMES[node]
+    )
 
 
-def test_two_nodes_go_on_with_their_run_after_kills(nodes: list[list[str]], own_folder: Path) -> None:
+@pytest.mark.usefixtures("nodes")
+def test_two_nodes_go_on_with_their_run_after_kills(own_folder: Path) -> None:
     (own_folder / "script.py").write_text(SCRIPT.replace("strategy=sys.argv[1]", "strategy='ddp', num_nodes=2"))
-    nodes_running = [start(node, inside, own_folder) for node, inside in enumerate(nodes)]
+    nodes_running = [start(node, own_folder) for node in (0, 1)]
     try:
         texts = [node.communicate(timeout=100) for node in nodes_running]
     finally:
@@ -78,16 +86,16 @@ def test_two_nodes_go_on_with_their_run_after_kills(nodes: list[list[str]], own_
     assert said[-1:] == [f"fit 1 {STEPS} True 2"], "".join(texts[0])[-3000:] + "".join(texts[1])[-3000:]
 
 
+@pytest.mark.usefixtures("nodes")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
-def test_what_a_lost_node_held_comes_from_its_buddy_or_a_replica(
-    strategy: str, nodes: list[list[str]], own_folder: Path
-) -> None:
+def test_what_a_lost_node_held_comes_from_its_buddy_or_a_replica(strategy: str, own_folder: Path) -> None:
     (own_folder / "script.py").write_text(MEMORY)
-    apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torchrun lets no other node into a later attempt
-    running = [start(node, inside, own_folder, strategy, "2", **apart) for node, inside in enumerate(nodes)]
+    # Else torchrun lets no other node into a later attempt; what nodes send each other is signed with the key.
+    apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "FABRICX_KEY": "0123456789abcdef" * 4}
+    running = [start(node, own_folder, strategy, "2", **apart) for node in (0, 1)]
     try:
         assert running[1].wait(60) == -signal.SIGKILL
-        running.append(start(1, nodes[1], own_folder, strategy, "2", **apart))
+        running.append(start(1, own_folder, strategy, "2", **apart))
         texts = [node.communicate(timeout=100) for node in running]
     finally:
         for node in running:
@@ -95,3 +103,116 @@ def test_what_a_lost_node_held_comes_from_its_buddy_or_a_replica(
     said = [line for text, _ in texts for line in text.splitlines() if line.startswith(("rank", "fit"))]
     begun = [f"rank {rank} begins at {step} of {step}" for step in (0, 5) for rank in (0, 1)]
     assert sorted(said) == sorted([*begun, f"fit {STEPS} True"]), texts
+
+
+SERVED = """
+import os, sys
+import torch
+from torch.utils.data import DataLoader
+import fabricx as fx
+from fabricx.strategies import AsyncSGD, ParameterServer
+from fabricx.testing import QUIET, LayeredModule, layered_data
+
+MADE = {
+    "sync": lambda servers: ParameterServer(servers=servers),
+    "bounded": lambda servers: ParameterServer(servers=servers, mode="bounded", max_staleness=0),
+    "async": lambda servers: AsyncSGD(servers=servers),
+}
+
+
+def trained(name, servers, workers):
+    torch.manual_seed(1)
+    module = LayeredModule()
+    loader = DataLoader(layered_data(24), 4 // workers)
+    trainer = fx.Trainer(strategy=MADE[name](servers), max_epochs=1, num_nodes=2, **QUIET)
+    trainer.validate(module, loader)  # in which servers have no part
+    for _ in range(2):  # a launch is joined once
+        trainer = fx.Trainer(strategy=MADE[name](servers), max_epochs=1, num_nodes=2, **QUIET)
+        trainer.fit(module, loader)
+    return [weight.tolist() for weight in module.parameters()]
+
+
+if __name__ == "__main__":
+    servers = int(sys.argv[1])
+    workers = int(os.environ["WORLD_SIZE"]) - servers
+    for name in sys.argv[2:]:
+        weights = trained(name, servers, workers)
+        if os.environ["RANK"] == "0":
+            print(name, weights, flush=True)
+"""
+
+
+@pytest.mark.usefixtures("nodes")
+@pytest.mark.parametrize(("each", "servers"), [(1, 1), (2, 1), (2, 3)], ids=["1w-1s", "3w-1s", "1w-3s"])
+def test_workers_and_servers_may_be_split_over_nodes_in_any_way(each: int, servers: int, own_folder: Path) -> None:
+    (own_folder / "script.py").write_text(SERVED)
+    key = {"FABRICX_KEY": secrets.token_hex(32), "EACH": str(each)}
+    names = ["sync", "bounded", "async"] if each * 2 - servers == 1 else ["sync", "bounded"]
+    running = [start(node, own_folder, str(servers), *names, **key) for node in (0, 1)]
+    try:
+        texts = [node.communicate(timeout=100) for node in running]
+    finally:
+        for node in running:
+            node.kill()
+            node.wait()
+    assert [node.returncode for node in running] == [0, 0], texts
+    said = dict(line.split(" ", 1) for line in texts[0][0].splitlines() if line.startswith(tuple(names)))
+    assert sorted(said) == sorted(names), texts
+    assert len(set(said.values())) == 1  # staleness 0, and one worker without others, train what "sync" does
+
+
+ATTACKED = """
+import os, sys
+from pathlib import Path
+from tests.process.test_security import RUNS, Attacked, trained
+
+if __name__ == "__main__":
+    name, strategy, attacker = sys.argv[1:]
+    make, devices = RUNS[strategy]
+    devices = 1 if "RANK" in os.environ else devices  # of each node
+    run = os.getppid() if "RANK" in os.environ else os.getpid()
+    weights = trained(make(), devices, [Attacked(Path.cwd(), name, int(attacker), run)])
+    print("weights", [weight.tolist() for weight in weights], flush=True)
+"""
+
+
+@pytest.mark.usefixtures("nodes")
+def test_a_run_on_one_node_is_out_of_reach_of_another_and_one_on_both_refuses_what_comes(own_folder: Path) -> None:
+    (own_folder / "script.py").write_text(ATTACKED)
+    root = Path(__file__).parents[2]
+    attacker = warm.Popen(
+        [sys.executable, "-m", "tests.process.attack", str(own_folder), "single", "both"], cwd=root, network=NAMES[1]
+    )
+    running: list[warm.Popen] = []
+    try:
+        running = [
+            warm.Popen(
+                [sys.executable, "script.py", "single", "over_gloo", str(attacker.pid)], network=NAMES[0],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
+            )
+        ]  # fmt: skip
+        single = running[0].communicate(timeout=60)
+        key = secrets.token_hex(32)
+        running += [start(node, own_folder, "both", "ddp", str(attacker.pid), FABRICX_KEY=key) for node in (0, 1)]
+        both = [node.communicate(timeout=40) for node in running[1:]]
+    finally:
+        for process in (attacker, *running):
+            process.kill()
+            process.wait()
+    found = [
+        json.loads((own_folder / f"{name}.{kind}").read_text())
+        for name in ("single", "both")
+        for kind in ("targets", "result")
+    ]
+    assert found[0]["ports"], "gloo's are open"
+    assert [found[0]["addresses"], found[2]["addresses"]] == [[ADDRESSES[0]]] * 2
+    assert found[1] == [], "no port, file or socket of a run on one machine is in reach"
+    assert "a store at port 29411" in found[3]  # torchrun's, which admits everybody
+    wanted = [weight.tolist() for weight in trained(RUNS["over_gloo"][0](), 2, [])]
+    assert f"weights {wanted}" in single[0].splitlines(), single[0] + single[1][-3000:]
+    weights = [[line for line in out.splitlines() if line.startswith("weights")] for out, _ in both]
+    assert weights[0] == weights[1], both
+    assert len(weights[0]) == 1, both
+    assert [node.returncode for node in running] == [0, 0, 0]
+    assert not (own_folder / "marker").exists()

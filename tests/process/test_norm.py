@@ -20,6 +20,8 @@ from fabricx.testing import QUIET, Ledger, kill, run_ranks
 
 from .test_recovery import Numbered
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 SAMPLES, BATCH, EPOCHS = 48, 12, 2
 
 
@@ -148,6 +150,11 @@ class Silent(Normalised):
         return None if self.global_rank == 1 and batch_idx == 2 else loss
 
 
+class Endless:
+    def __iter__(self) -> Any:
+        raise AssertionError("it is read, and should be refused")
+
+
 def test_a_rank_without_samples_is_an_error_before_anybody_waits(tmp_path: Path) -> None:
     options: Any = {**QUIET, "max_epochs": 1, "sync_batchnorm": True, "default_root_dir": tmp_path, "devices": 2}
     with pytest.raises(WorkerFailed, match="drop_last=True"):
@@ -155,7 +162,18 @@ def test_a_rank_without_samples_is_an_error_before_anybody_waits(tmp_path: Path)
     fx.Trainer(**options).fit(Normalised(), DataLoader(Numbered(13), 6, drop_last=True))
     with pytest.raises(WorkerFailed, match="rank 1 gave no loss, and SyncBatchNorm needs all ranks"):
         fx.Trainer(**options).fit(Silent(), DataLoader(Numbered(48), 6))
+    with pytest.raises(WorkerFailed, match="limit_train_batches"):
+        fx.Trainer(**options).fit(Normalised(), Endless())
     for more in ({"accumulate_grad_batches": 2}, {}):
         balancer = LoadBalancer(max_batch_size=None if more else 4)
         with pytest.raises(ValueError, match="SyncBatchNorm sees what ranks compute at once"):
             fx.Trainer(**options, **more, callbacks=[balancer]).fit(Normalised(), DataLoader(Numbered(48), 6))
+
+
+def test_a_part_that_is_synchronised_already_stays_the_same_object() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm2d(3)))
+    synchronise(model, torch.device("cpu"))
+    first = list(model.modules())
+    synchronise(model, torch.device("cpu"))
+    assert all(one is other for one, other in zip(model.modules(), first, strict=True))
+    assert sum(isinstance(part, SyncBatchNorm) for part in first) == 2

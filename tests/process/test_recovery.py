@@ -28,6 +28,7 @@ from fabricx.errors import WorkerFailed
 from fabricx.loggers import JSONLogger, TensorBoardLogger
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
 from fabricx.testing import QUIET, Fault, Ledger, cut, fail, freeze, hang, kill, layered_data
+from tests import warm
 
 from .aborted import silent
 
@@ -118,6 +119,7 @@ def test_a_run_that_was_killed_often_is_one_that_never_was(way: str, tmp_path: P
     found, trainer = train(WAYS[way](), IN_PLACE, tmp_path / "b")
     assert len(trainer.failures) == len(IN_PLACE) - 1
     assert trainer.global_step == one.global_step == STEPS
+    assert trainer.state.passed == trainer.state.trained == STEPS
     if way not in LOSSY:
         assert exact(found)
         assert exact(wanted)
@@ -270,7 +272,8 @@ class Breaks(Ledger):
 
 
 WITH_GRADIENTS = {"ddp": DDP, "fsdp": FSDP, "parameter_server": ParameterServer,
-                  "one memory": lambda: ParameterServer(servers=0, optimizer="server")}  # fmt: skip
+                  "one memory": lambda: ParameterServer(servers=0, optimizer="server"),
+                  "two servers step": lambda: ParameterServer(servers=2, optimizer="server")}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WITH_GRADIENTS)
@@ -281,6 +284,11 @@ def test_all_ranks_skip_an_update_that_isnt_finite(way: str, tmp_path: Path) -> 
     assert int((missing > 0.5).sum()) == BATCH  # one batch of all was left out
     assert bool(torch.isfinite(module.layer.weight).all())
     assert trainer.global_step == STEPS
+
+
+def test_skipping_is_refused_where_no_rank_knows_the_whole_gradient(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match=r"bad_gradients='skip'.*bad_gradients='roll_back'"):
+        train(ParameterServer(mode="bounded"), [], tmp_path, recovery=FaultRecovery(bad_gradients="skip"))
 
 
 def test_an_update_that_isnt_finite_is_named(tmp_path: Path) -> None:
@@ -362,11 +370,11 @@ def test_a_run_whose_supervisor_was_killed_is_resumed_from_its_snapshot(own_fold
     command = [sys.executable, "-m", "fabricx"]
     options: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     given = ["callbacks=fault_recovery", "callbacks.fault_recovery.every_n_train_steps=5", "trainer.devices=2"]
-    first = subprocess.Popen([*command, "fit", "experiment=digits", *given, "trainer.max_epochs=1000"], **options)
+    first = warm.Popen([*command, "fit", "experiment=digits", *given, "trainer.max_epochs=1000"], **options)
     with first:
         wait_for(lambda: snapshots(own_folder) and snapshots(own_folder)[-1] >= 5)
         [run] = own_folder.glob("runs/*")
-        again = subprocess.run([*command, "resume", str(run)], **options, timeout=100, check=False)
+        again = warm.run([*command, "resume", str(run)], **options, timeout=100, check=False)
         assert again.returncode == 1
         assert f"process {first.pid} is training in" in again.stdout
         workers = psutil.Process(first.pid).children(recursive=True)
@@ -374,7 +382,7 @@ def test_a_run_whose_supervisor_was_killed_is_resumed_from_its_snapshot(own_fold
     assert not psutil.wait_procs(workers, timeout=10)[1]
     steps = snapshots(own_folder)[-1] + 7
     more = ["trainer.max_epochs=-1", f"trainer.max_steps={steps}"]
-    done = subprocess.run([*command, "resume", str(run), *more], **options, timeout=100, check=False)
+    done = warm.run([*command, "resume", str(run), *more], **options, timeout=100, check=False)
     assert done.returncode == 0, done.stdout
     assert f"{steps} steps" in done.stdout
 
@@ -407,7 +415,7 @@ def test_training_goes_on_while_the_supervisor_and_its_store_are_out_of_reach(ow
         found = [path.read_text() for path in own_folder.glob("step-*")]
         return min((int(text or 0) for text in found), default=0)
 
-    with subprocess.Popen([sys.executable, "script.py"], env=environment, stderr=subprocess.PIPE, text=True) as process:
+    with warm.Popen([sys.executable, "script.py"], env=environment, stderr=subprocess.PIPE, text=True) as process:
         for number, more in ((signal.SIGSTOP, 100), (signal.SIGCONT, 20), (signal.SIGTERM, 0)):
             wait_for(lambda: steps() > 5)
             before = steps()
@@ -445,7 +453,7 @@ def test_torchrun_starts_again_and_the_run_goes_on(own_folder: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                "--max-restarts", "3", "script.py", "ddp"]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    done = warm.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
     said = [line for line in done.stdout.splitlines() if line.startswith("fit")]
     assert said[-1] == f"fit 1 {STEPS} True 2", done.stdout + done.stderr[-3000:]
     assert said[:-1] == [f"fit 0 {STEPS} True 0"] * 3  # a script begins from its first line each time
@@ -516,7 +524,7 @@ def begun_by_torchrun(script: str, folder: Path, strategy: str) -> list[str]:
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(folder)
     }  # fmt: skip
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    done = warm.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
     said = done.stdout.splitlines()
     assert said[-1:] == [f"fit {STEPS} True"], done.stdout + done.stderr[-3000:]
     assert not list(folder.glob("fabricx-*"))

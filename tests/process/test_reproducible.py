@@ -19,6 +19,8 @@ from fabricx.testing import QUIET, kill, layered_data
 
 from .test_elastic import Asks
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 BATCH = 12
 
 

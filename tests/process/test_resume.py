@@ -18,7 +18,9 @@ import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import EMA
 from fabricx.loggers import JSONLogger
-from fabricx.testing import QUIET
+from fabricx.testing import QUIET, SavesAtEnd
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 SAMPLES = 22  # of 6 a global batch: the last one has 4
 
@@ -269,3 +271,28 @@ class Stream:
 
     def __iter__(self) -> Any:
         return iter(self.batches)
+
+
+class Searches(fx.Module):
+    """Linear regression by LBFGS."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+
+def test_lbfgs_does_not_go_on_with_fewer_ranks(tmp_path: Path) -> None:
+    """An update has several microbatches there, and LBFGS would compute the loss of the last one alone."""
+    data = DataLoader(Noisy(), 3)
+    options: Any = {**QUIET, "default_root_dir": tmp_path}
+    trainer = fx.Trainer(devices=2, max_steps=1, callbacks=[SavesAtEnd(tmp_path / "saved")], **options)
+    trainer.fit(Searches(), data)
+    module = Searches()
+    with pytest.raises(ValueError, match=r"LBFGS computes the loss of one batch again.*go on with as many ranks"):
+        fx.Trainer(devices=1, max_steps=2, **options).fit(module, data, ckpt_path=tmp_path / "saved")

@@ -16,6 +16,8 @@ from fabricx.strategies import AsyncSGD, LocalSGD, Single
 from fabricx.testing import LayeredModule, SavesAtEnd
 from tests.process.served import SAMPLES, Dies, KillsServer, Recorded, tells_its_pid, train
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 OUTERS = ("sum", "average", "nesterov", "elastic")
 
 

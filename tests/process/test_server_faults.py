@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
+import fabricx as fx
 from fabricx import checkpoint, dispatch
 from fabricx.callbacks import ModelCheckpoint
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import AsyncSGD, ParameterServer
+from fabricx.testing import QUIET
 from tests.process.served import SAMPLES, Dies, KillsServer, tells_its_pid, train
 
 
@@ -45,9 +53,13 @@ def test_workers_go_on_without_one_that_was_killed(strategy: Any) -> None:
 
 
 class Replaced(Dies):
-    """Trains so slowly that one that comes for the dead one has something left to do."""
+    """Trains slowly, and not without the worker that comes for the dead one: so that it has something left to do."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        deadline = time.monotonic() + 60
+        while self.trainer.world.size == 2 and not self.trainer.outdated:  # nothing names a generation of three yet
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         time.sleep(0.04)
         return super().training_step(batch, batch_idx)
 
@@ -101,7 +113,7 @@ def test_a_server_that_was_killed_starts_again(strategy: Any, monkeypatch: pytes
     assert trainer.global_step == 2 * (22 if strategy._settings.aggregate else SAMPLES)
     trained = [sample for rank in module.by_rank for batch in rank for sample in batch]
     assert set(trained) == set(range(SAMPLES))
-    assert 2 * SAMPLES <= len(trained) <= 2 * SAMPLES + 2 * 3 + 2  # once more: updates since the snapshot, and in work
+    assert len(trained) == 2 * SAMPLES  # none once more
 
 
 @pytest.mark.parametrize("optimizer", ["worker", "server"])
@@ -114,3 +126,96 @@ def test_a_synchronous_run_ends_with_its_server(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dispatch, "_serve", tells_its_pid)
     with pytest.raises(WorkerFailed, match=r"server 0 failed[\s\S]*SIGKILL"):
         train(ParameterServer(), 2, module=KillsServer(), batch=1)
+
+
+class Ledger(fx.Module):
+    """Counts in its weights, once on each of two servers, how often each sample was used; ranks kill processes.
+
+    Args:
+        kills: who kills what: (rank, its n-th batch, the processes).
+    """
+
+    def __init__(self, kills: Sequence[tuple[int, int, tuple[str, ...]]]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, LEDGER))
+        self.kills = list(kills)
+        self.batches = 0
+        self.totals: list[float] = []  # of each epoch: the numbers of its samples, added up
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batches += 1
+        self.log("numbers", batch.double().sum(), on_step=False, on_epoch=True, reduce_fx="sum")
+        store = self.trainer.world.store
+        for rank, number, names in self.kills:
+            if self.trainer.world.generation == 0 and (rank, number) == (self.global_rank, self.batches):
+                for name in names:
+                    os.kill(os.getpid() if name == "itself" else int(store.get(name)), signal.SIGKILL)
+        return -self.weight[:, batch].sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def on_train_epoch_end(self) -> None:
+        self.totals.append(float(self.trainer.callback_metrics["numbers"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+LEDGER = 24  # samples
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        AsyncSGD(servers=2, damp=False, snapshot_every=3),
+        AsyncSGD(servers=2, damp=False, snapshot_every=3, overlap="forward", link="gloo"),
+        ParameterServer(mode="bounded", servers=2, snapshot_every=3, pull_compression="bf16"),
+        AsyncSGD(servers=2, every=3, outer="sum", snapshot_every=2),
+    ],
+    ids=["arrival", "gloo", "whole batches", "rounds"],
+)
+def test_each_sample_is_used_once_by_each_server_whatever_dies(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_serve", tells_its_pid)
+    module = Ledger([(0, 4, ("server 1",)), (1, 7, ("server 0", "server 1")), (1, 10, ("server 1", "itself"))])
+    trainer = fx.Trainer(devices=2, strategy=strategy, max_epochs=2, **QUIET)
+    trainer.fit(module, DataLoader(range(LEDGER), 1, shuffle=True), DataLoader([0], 1))
+    each = 0.5 if strategy._settings.aggregate else 1.0  # a sample's part of the mean over its global batch
+    assert torch.equal(module.weight, torch.full((2, LEDGER), 2 * each)), module.weight
+    assert module.totals == [sum(range(LEDGER))] * 2  # what was logged counts when the sample does
+
+
+class DiesAtStart(Ledger):
+    """A process is killed before training has begun, the first time.
+
+    Args:
+        rank: who kills.
+        name: what.
+        mark: a file that is there when it has happened.
+    """
+
+    def __init__(self, rank: int, name: str, mark: Path) -> None:
+        super().__init__([])
+        self.rank, self.name, self.mark = rank, name, mark
+
+    def on_fit_start(self) -> None:
+        if self.global_rank == self.rank and not self.mark.exists():
+            self.mark.touch()
+            itself = self.name == "itself"
+            os.kill(os.getpid() if itself else int(self.trainer.world.store.get(self.name)), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("strategy", [AsyncSGD(damp=False, servers=2), AsyncSGD(every=2, outer="sum", servers=2)])
+def test_a_death_before_training_begins_is_survived_or_ends_the_run_with_the_name_of_the_process(
+    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "_serve", tells_its_pid)
+    loader: Any = DataLoader(range(LEDGER), 1, shuffle=True)
+    for number, rank in enumerate((1, 0)):
+        module = DiesAtStart(rank, f"server {number}", tmp_path / f"{number}")
+        fx.Trainer(devices=2, strategy=strategy, max_epochs=1, **QUIET).fit(module, loader)
+        assert torch.equal(module.weight, torch.ones(2, LEDGER))
+    for rank in (0, 1):
+        trainer = fx.Trainer(devices=2, strategy=strategy, max_epochs=1, **QUIET)
+        with pytest.raises(WorkerFailed, match=rf"rank {rank} failed[\s\S]*SIGKILL"):
+            trainer.fit(DiesAtStart(rank, "itself", tmp_path / f"rank {rank}"), loader)

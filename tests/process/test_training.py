@@ -17,6 +17,8 @@ import fabricx as fx
 from fabricx.errors import NotPicklable, RanksDisagree, WorkerFailed
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 SAMPLES = 29  # divisible by nothing
 
 
@@ -173,19 +175,56 @@ def test_streams_of_different_length_neither_hang_nor_repeat(tmp_path: Path, str
 
 
 class Lists(fx.DataModule):
-    """Batches whose number each rank knows of its own: seven, and four."""
+    """Batches whose number each rank has of its own; validation comes at the same batch on all."""
+
+    def __init__(self, *lengths: int) -> None:
+        super().__init__()
+        self.lengths = lengths
 
     def train_dataloader(self) -> Any:
         assert self.trainer is not None
-        return [(torch.ones(2, 4), torch.ones(2, 1))] * (7 - 3 * self.trainer.global_rank)
+        return [(torch.ones(2, 4), torch.ones(2, 1))] * self.lengths[self.trainer.global_rank]
+
+    def val_dataloader(self) -> Any:
+        return tiny_loader()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_lists_of_different_length_end_together(tmp_path: Path, strategy: str) -> None:
-    options = {**QUIET, "default_root_dir": tmp_path, "accumulate_grad_batches": 3}
+@pytest.mark.parametrize(("strategy", "lengths"), [("ddp", (7, 4)), ("ddp", (0, 7)), ("fsdp", (4, 7))])
+def test_lists_of_different_length_end_together(tmp_path: Path, strategy: str, lengths: tuple[int, int]) -> None:
+    options = {**QUIET, "default_root_dir": tmp_path, "accumulate_grad_batches": 3, "val_check_interval": 0.5}
     trainer = fx.Trainer(max_epochs=1, devices=2, strategy=strategy, **options)
-    trainer.fit(TinyModule(), datamodule=Lists())
-    assert trainer.global_step == 3
+    trainer.fit(TinyModule(), datamodule=Lists(*lengths))
+    assert (trainer.global_step, trainer.num_training_batches) == (3, 7)
+
+
+class Plateau(TinyModule):
+    """Halves its rate after an update whose loss, over all ranks, is not below the least before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ranks = [(0.0, 10.0), (6.0, 5.0), (7.0, 4.2), (8.0, 1.0)][batch_idx]  # means of 5.0, 5.5, 5.6 and 4.5
+        self.log("level", ranks[self.global_rank])
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        rate = self.optimizers().param_groups[0]["lr"]
+        self.log_dict({"rate_max": rate}, reduce_fx="max")
+        self.log_dict({"rate_min": rate}, reduce_fx="min")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        options = {"scheduler": schedule, "monitor": "level", "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": options}
+
+
+def test_a_plateau_by_steps_is_that_of_all_ranks(tmp_path: Path) -> None:
+    trainer = fx.Trainer(max_epochs=1, devices=2, strategy="ddp", default_root_dir=tmp_path, **QUIET)
+    trainer.fit(Plateau(), tiny_loader(32, 4))
+    rates = [float(trainer.callback_metrics[name]) for name in ("rate_max", "rate_min")]
+    assert rates == pytest.approx([2.5e-4] * 2)  # 5.5 and 5.6 are not below 5.0
+    refused = fx.Trainer(max_epochs=1, devices=1, strategy="async_sgd", default_root_dir=tmp_path, **QUIET)
+    with pytest.raises(WorkerFailed, match="take interval='epoch'"):
+        refused.fit(Plateau(), tiny_loader(8, 4))
 
 
 class Adversarial(TinyModule):

@@ -15,6 +15,8 @@ from fabricx.callbacks import LoadBalancer
 from fabricx.strategies import DDP, FSDP, AsyncSGD, ParameterServer, Single
 from fabricx.testing import QUIET
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 IGNORED, SAMPLES, WORDS = -100, 44, 7
 
 

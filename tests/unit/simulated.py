@@ -147,9 +147,6 @@ class Threads(World):
         generations.membership().joined = self.generation  # type: ignore[attr-defined]
         self._exchange(None, "joining")
 
-    def reconnected(self) -> World:
-        return self
-
     def barrier(self) -> None:  # behind the last one nobody is left who would notice
         if not self.newcomer:
             self.machine.group(self.generation, self.size).exchange(self.rank, None)
@@ -314,7 +311,7 @@ class Simulation:
         store = self.machine.store
         world = Threads(
             rank=worker, size=1 if newcomer else self.size, local_rank=seat, local_size=self.size, store=store,
-            second=store, newcomer=newcomer, machine=self.machine,
+            newcomer=newcomer, machine=self.machine,
         )  # fmt: skip
         try:
             with self.machine.building:

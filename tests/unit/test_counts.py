@@ -77,7 +77,7 @@ def calls_per_batch(run: Any, logs: int, root: Path) -> float:
 def test_a_batch_costs_few_python_calls_more_than_a_plain_loop(tmp_path: Path) -> None:
     bare = calls_per_batch(plain, 0, tmp_path)
     empty = calls_per_batch(trained, 0, tmp_path)
-    assert empty - bare <= 50  # 150 would be allowed; it was 49, for batches of 4 samples
+    assert round(empty - bare) <= 50  # 150 would be allowed; a few calls are made by time, not by batch
     assert calls_per_batch(trained, 1, tmp_path) - empty <= 6
     assert calls_per_batch(trained, 3, tmp_path) - empty <= 18
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -119,6 +120,13 @@ def test_a_stream_without_length_closes_its_last_window_whole(quiet: dict[str, A
 
     fx.Trainer(max_epochs=1, accumulate_grad_batches=4, **quiet).fit(Constant(), Stream())
     assert norms == [1.0, 1.0]
+
+
+def test_a_generator_that_is_used_up_is_an_error_and_no_endless_run(quiet: dict[str, Any]) -> None:
+    trainer = fx.Trainer(max_steps=10, **quiet)
+    with pytest.raises(ValueError, match=r"generator gave no batch in epoch 1.* can be read only once"):
+        trainer.fit(TinyModule(), (batch for batch in tiny_loader(8, 4)))
+    assert trainer.global_step == 2
 
 
 def test_two_optimizers_count_one_weight_update(quiet: dict[str, Any]) -> None:
@@ -307,6 +315,36 @@ def test_precisions_train(precision: str, quiet: dict[str, Any]) -> None:
     kept = {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
     assert module.dtype == kept
     assert float(module.layer.weight.detach().mean()) != 0.5
+
+
+def test_a_manual_step_in_bf16_computes_with_the_weights_of_its_own_update(quiet: dict[str, Any]) -> None:
+    """Autocast keeps 16-bit copies of weights: the second forward of a step must not see those of the first."""
+
+    class Twice(TinyModule):
+        automatic_optimization = False
+        losses: ClassVar[list[float]] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for _ in range(2):
+                self.optimizers().zero_grad()
+                loss = super().training_step(batch, batch_idx)
+                self.losses.append(loss.item())
+                self.manual_backward(loss)
+                self.optimizers().step()
+
+    module, plain = Twice(lr=0.1), TinyModule(lr=0.1)
+    fx.Trainer(max_epochs=1, precision="bf16-mixed", limit_train_batches=2, **quiet).fit(module, tiny_loader())
+    optimizer, wanted = torch.optim.SGD(plain.parameters(), lr=0.1), []
+    for batch in itertools.islice(tiny_loader(), 2):
+        for _ in range(2):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = nn.functional.mse_loss(plain(batch[0]), batch[1])
+            wanted.append(loss.item())
+            loss.backward()
+            optimizer.step()
+    assert module.losses == wanted
+    assert len(set(wanted)) == 4
 
 
 def test_clipping_limits_the_norm_and_the_values(quiet: dict[str, Any]) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from fabricx.comm.world import World
 from fabricx.errors import RanksDisagree
+from fabricx.logbook import Logbook
 from fabricx.metrics import Metrics, Series, as_value
 
 CPU = torch.device("cpu")
@@ -84,3 +87,89 @@ def test_only_one_number_can_be_logged() -> None:
     with pytest.raises(ValueError, match="str"):
         as_value("high", "x", CPU)
     assert as_value(torch.ones(1), "x", CPU).dim() == 0
+
+
+def logbook() -> Logbook:
+    """Return a logbook in the middle of a training batch of 1024 samples."""
+    found = Logbook(cast(Any, SimpleNamespace(reduce=None, world=World(), dealer=None)), training=True)
+    found.begin_batch(None, 1024, step=1)
+    return found
+
+
+def log(to: Logbook, value: Any, **options: Any) -> None:
+    given = {"on_step": None, "on_epoch": True, "reduce_fx": "mean", "joined": True, **options}
+    to.log(
+        "x", value, False, True, given["on_step"], given["on_epoch"], given["reduce_fx"], None, True, given["joined"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (torch.tensor(100.0, dtype=torch.float16), 100.0),  # 100 x 1024 is more than float16 holds
+        (torch.tensor(1.0, dtype=torch.bfloat16), 1.0),  # its sums stop growing at 256 times what is added
+        (torch.tensor(100, dtype=torch.uint8), 100.0),
+        (torch.tensor(True), 1.0),
+    ],
+    ids=["float16", "bfloat16", "uint8", "bool"],
+)
+def test_sums_do_not_depend_on_the_precision_of_what_is_logged(value: Tensor, expected: float) -> None:
+    book = logbook()
+    for _ in range(600):
+        log(book, value)
+    assert book.step_values(1)["x"].item() == expected
+    assert book.epoch_values()["x"].item() == expected
+
+
+def test_whole_numbers_are_added_up_exactly() -> None:
+    book = logbook()
+    for value in (2**24, 1, 1, 1):  # float32 has no 2**24 + 1
+        log(book, torch.tensor(value), reduce_fx="sum")
+    assert book.metrics.series["x"].total.item() == 2**24 + 3
+
+
+@pytest.mark.parametrize(
+    "options", [{"reduce_fx": "max"}, {"on_epoch": False}, {"joined": False}, {"on_step": False}], ids=str
+)
+def test_one_name_is_not_logged_in_two_ways(options: dict[str, Any]) -> None:
+    book = logbook()
+    log(book, 1.0)
+    log(book, 2.0)
+    with pytest.raises(ValueError, match=r"self.log\('x', ...\) is called twice in different ways.*another name"):
+        log(book, 3.0, **options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_mean_over_batches_takes_no_value_from_between_them(reduction: str) -> None:
+    book = logbook()
+    log(book, 1.0, on_step=False, reduce_fx=reduction)
+    book.end_batch()
+    if reduction == "sum":
+        log(book, 2.0, on_step=False, reduce_fx=reduction)
+        assert book.epoch_values()["x"].item() == 3.0
+        return
+    with pytest.raises(ValueError, match="within a batch and between batches"):
+        log(book, 2.0, on_step=False, reduce_fx=reduction)
+
+
+def test_ranks_that_reduce_a_name_differently_are_told_so() -> None:
+    mine = alone()
+    mine.series["x"] = series("mean")
+    mine.series["x"].add(1.0, 1, step=1)
+    joined = two_ranks(mine, [torch.tensor([2**40, 2**40, 0])], [(False, {"x": series("max").kind()})])
+    with pytest.raises(RanksDisagree, match="'x' with different reduce_fx: max, mean"):
+        joined.joined(["x"], epoch=True)
+
+
+def test_a_value_of_the_main_rank_alone_needs_no_other_rank_to_log_it() -> None:
+    mine = alone()
+    mine.series["x"], mine.series["y"] = series(local=True), series()
+    for name in ("x", "y"):
+        mine.series[name].add(3.0, 1, step=1)
+    other = alone()
+    other.series["y"] = mine.series["y"]
+    votes: list[Tensor] = []
+    other._reduce, other._size = lambda values, op: (votes.append(values.clone()), values)[1], 2  # type: ignore
+    other.joined(["y"], epoch=True)
+    values = two_ranks(mine, votes, []).joined(["x", "y"], epoch=True)
+    assert (values["x"].item(), values["y"].item()) == (3.0, 3.0)

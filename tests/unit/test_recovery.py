@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,12 @@ from torch.utils.data import DataLoader
 import fabricx as fx
 from fabricx.testing import QUIET, Ledger
 from tests.process.test_recovery import Numbered
+from tests.soak import rounds
 
 from .simulated import Killed, Machine, Simulation, Summed, install
 
 SAMPLES, BATCH, EPOCHS, RANKS = 24, 6, 2, 3
-SCHEDULES = int(os.environ.get("FABRICX_SCHEDULES", "20"))
+SCHEDULES = rounds(short=5, full=20)
 
 
 class Mortal(fx.Callback):
@@ -64,6 +64,7 @@ def train(folder: Path, seed: int, kills: int, waits: float, variant: tuple[int,
 VARIANTS = [(24, 1), (23, 1), (22, 2)]  # samples, accumulated batches: with a last batch that is shorter, too
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("waits", [10.0, 0.0], ids=["replaced", "without"])

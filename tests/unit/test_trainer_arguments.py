@@ -152,3 +152,54 @@ def test_max_time_ends_a_run_that_nothing_else_would_end() -> None:
     trainer.fit(TinyModule(), tiny_loader())
     assert trainer.global_step > 0
     assert not trainer.interrupted
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"val_check_interval": 1.5}, "val_check_interval=1.5: give a part of an epoch"),
+        ({"val_check_interval": 0}, "val_check_interval=0: "),
+        ({"val_check_interval": -3}, "val_check_interval=-3: "),
+        ({"num_sanity_val_steps": -2}, "num_sanity_val_steps=-2: give a whole number of batches, -1 or more"),
+        ({"fast_dev_run": -1}, "fast_dev_run=-1: "),
+        ({"reload_dataloaders_every_n_epochs": -1}, "reload_dataloaders_every_n_epochs=-1: "),
+    ],
+)
+def test_a_number_out_of_range_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        fx.Trainer(**options, **QUIET)
+
+
+def test_a_misspelt_argument_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match=r"Trainer has no argument 'device'\. Did you mean 'devices'\?"):
+        fx.Trainer(device=2)  # type: ignore[call-arg]
+
+    class Own(Callback):
+        def __init__(self, patience: int, **options: Any) -> None:
+            self.given = (patience, options)
+
+    assert Own(patience=3, anything=4).given == (3, {"anything": 4})  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("options", "data", "said"),
+    [
+        ({}, {"samples": 0}, "there is no batch to train on: DataLoader is empty"),
+        ({}, {"samples": 3, "drop_last": True}, "drop_last=True"),
+        ({"limit_train_batches": 0.01}, {}, "limit_train_batches=0.01 of 4 batches is less than one"),
+        ({"overfit_batches": 0.01}, {}, "overfit_batches=0.01 of 4 batches is less than one"),
+        ({"limit_val_batches": 0.01}, {}, "limit_val_batches=0.01 of 4 batches is less than one"),
+    ],
+)
+def test_no_batch_at_all_is_an_error(options: dict[str, Any], data: dict[str, Any], said: str) -> None:
+    trainer = fx.Trainer(max_epochs=1, **QUIET, **options)
+    whole: Any = tiny_loader().dataset
+    kept = torch.utils.data.Subset(whole, range(data.pop("samples", len(whole))))
+    with pytest.raises(ValueError, match=said):
+        trainer.fit(Counts(), torch.utils.data.DataLoader(kept, batch_size=4, **data), tiny_loader())
+    fx.Trainer(max_epochs=1, limit_train_batches=0, **QUIET).fit(Counts(), tiny_loader())  # nothing was asked for
+
+
+def test_predictions_have_the_order_of_the_data_set() -> None:
+    whole = torch.cat(fx.Trainer(**QUIET).predict(Counts(), tiny_loader(shuffle=True)))
+    assert torch.equal(whole, torch.cat([batch[0] for batch in tiny_loader()]))

@@ -14,6 +14,8 @@ import torch
 from fabricx import checkpoint
 from fabricx.callback import Callback
 from fabricx.scribe import Scribe
+from fabricx.strategies import Single
+from fabricx.strategy import Strategy
 
 
 class FakeWorld:
@@ -55,6 +57,8 @@ class FakeTrainer:
     loggers: list[Any] = field(default_factory=list)
     printed: list[str] = field(default_factory=list)
     stop_reasons: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    strategy: Strategy = field(default_factory=Single)
 
     @property
     def scribe(self) -> Scribe:

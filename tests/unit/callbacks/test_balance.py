@@ -15,12 +15,16 @@ import fabricx as fx
 from fabricx.callbacks import LoadBalancer, load_balancer
 from fabricx.callbacks.balance import Law, Seen, share_batch
 from fabricx.testing import QUIET, Ledger, layered_data
+from tests.cases import check_each, product
 
 Speeds = Callable[[int], Sequence[float]]
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_all_samples_are_given_and_each_rank_has_one(seed: int) -> None:
+def test_all_samples_are_given_and_each_rank_has_one() -> None:
+    check_each(_all_samples_are_given_and_each_rank_has_one, product(seed=range(200)))
+
+
+def _all_samples_are_given_and_each_rank_has_one(seed: int) -> None:
     rng = random.Random(seed)
     speeds = [10.0 ** rng.uniform(-2, 2) for _ in range(rng.randint(1, 8))]
     shares = share_batch(speeds, samples := rng.randint(8, 500))
@@ -32,8 +36,11 @@ def test_all_samples_are_given_and_each_rank_has_one(seed: int) -> None:
         assert to == of or shares[of] == 1 or (shares[to] + 1) / speed >= longest
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_limits_are_kept(seed: int) -> None:
+def test_limits_are_kept() -> None:
+    check_each(_limits_are_kept, product(seed=range(100)))
+
+
+def _limits_are_kept(seed: int) -> None:
     rng = random.Random(seed)
     ranks = rng.randint(2, 6)
     least, most = [rng.randint(1, 9) for _ in range(ranks)], [rng.randint(10, 40) for _ in range(ranks)]

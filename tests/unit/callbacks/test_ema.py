@@ -164,6 +164,22 @@ def test_another_fit_begins_anew(trainer: Any) -> None:
     assert callback.updates == 0
 
 
+def test_a_run_that_goes_back_averages_from_there(trainer: Any) -> None:
+    callback = EMA(decay=0.5)
+    run = trainer(callback)
+    change(run.module, 0.0)
+    run.start()
+    step(run, 1.0)
+    earlier = {"averages": {n: a.clone() for n, a in callback.averages.items()}, "live": {}, "updates": 1}
+    for new in (2.0, 3.0):
+        step(run, new)
+    run.global_step = 1  # as a recovery does: first the state, then the callbacks
+    callback.load_state_dict(earlier)
+    step(run, 2.0)
+    assert float(callback.averages["bias"][0]) == 1.25
+    assert callback.updates == 2
+
+
 @pytest.mark.parametrize("arguments", [{"decay": 1.5}, {"every_n_steps": 0}, {"start_step": -1}])
 def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="EMA"):

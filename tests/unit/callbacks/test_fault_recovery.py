@@ -9,10 +9,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
+from fabricx import loop
 from fabricx.callbacks import FaultRecovery, fault_recovery
 from fabricx.comm.world import World
+from fabricx.data.ordered import OrderedFeed
+from fabricx.exchange.apart import Apart
+from fabricx.exchange.leases import Brought
+from fabricx.exchange.messages import Ask, Open, Push
+from fabricx.exchange.server import Server
+from fabricx.state import RunState
 from fabricx.strategies import DDP, LocalSGD
+from tests.unit.exchange.test_server import begin
 
 
 class Trainer:
@@ -78,3 +88,57 @@ def test_one_that_would_have_to_wait_is_left_out_unless_numbers_depend_on_it(
     options: Any = {"writing_s": 3.0, "steps": 40, "monkeypatch": monkeypatch, "every_n_train_steps": 5}
     assert snapshots(tmp_path, **options) == [5, 20, 35]  # each takes 12 steps
     assert snapshots(tmp_path, strategy=LocalSGD(), **options) == [5, 10, 15, 20, 25, 30, 35, 40]
+
+
+def account(*, dealer: Any = None, automatic: bool = True, **state: int) -> str:
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(dealer=dealer), state=RunState(**state))
+    return fault_recovery._account(trainer, SimpleNamespace(automatic_optimization=automatic))  # type: ignore[arg-type]
+
+
+def test_the_last_line_counts_global_batches_of_ranks_in_lockstep() -> None:
+    assert account(passed=12, trained=12) == ", 0 samples lost"
+    assert account(passed=12, trained=10).startswith(", 2 global batches lost: ")
+    assert account(passed=12, trained=13).startswith(", 1 global batch trained twice: ")
+    assert account(passed=12, automatic=False) == ""
+
+
+def test_the_last_line_counts_samples_between_windows_of_the_data_order() -> None:
+    assert account(left_out=3).startswith(", 3 samples lost: ")
+    assert account(left_out=1, again=8, automatic=False).startswith(", 1 sample lost, 8 samples trained twice: ")
+
+
+@pytest.mark.parametrize(("position", "expected"), [(4, (0, 0)), (6, (2, 0)), (2, (0, 2))])
+def test_a_feed_that_goes_on_from_another_place_than_training_is_noticed(
+    position: int, expected: tuple[int, int]
+) -> None:
+    feed = OrderedFeed(DataLoader(range(12), 2), World(), 0, float("inf"))
+    trainer: Any = SimpleNamespace(state=RunState(), val_every=float("inf"), slot=None)
+    state = trainer.state
+    for micro in itertools.chain(itertools.islice(feed.epoch(0), 2), feed.epoch(0, position=position, first=2)):
+        loop._advance(trainer, micro)
+    assert (state.left_out, state.again) == expected
+    assert state.samples == 12
+
+
+@pytest.mark.parametrize("second", [(0, 1, 2), (0, 1), (0, 2, 2)])
+def test_the_last_line_counts_what_each_server_has_used(second: tuple[int, ...]) -> None:
+    """The second server of two misses leases that the first has, or has used one twice."""
+    begun, _ = begin(workers=1, aggregate=False)
+    servers = [Server(1), Server(1, deals=False)]
+    empty = torch.empty(0)
+    for server in servers:
+        server.handle(0, begun, empty, empty)
+        server.handle(0, Open(0, 3), empty, empty)
+    for _ in range(3):
+        lease = servers[0].handle(0, Ask(0, True), empty, empty).lease
+        servers[0].handle(0, Push(0, 1, (lease,), True), empty, empty)
+    for lease in second:
+        servers[1]._brought = Brought()  # what would recognise a gradient that comes twice
+        servers[1].handle(0, Push(0, 1, (lease,), True), empty, empty)
+    apart = Apart(begun.settings)
+    apart._client = SimpleNamespace(counts=lambda: [server.counts for server in servers])  # type: ignore[assignment]
+    said = account(dealer=apart)
+    lost, repeated = 3 - len(set(second)), len(second) - len(set(second))
+    assert apart.lost_and_repeated() == (lost, repeated, 0)
+    assert ("1 batch lost" in said, "1 batch trained twice" in said) == (bool(lost), bool(repeated))
+    assert (", 0 samples lost" in said) == (not lost and not repeated)

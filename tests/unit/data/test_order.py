@@ -6,23 +6,26 @@ import pytest
 import torch
 
 from fabricx.data.order import Balance, Cut, epoch_order
+from tests.cases import check_each, product
 
 
-@pytest.mark.parametrize("items", [0, 1, 2, 5, 16, 29, 100])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
-@pytest.mark.parametrize("parts", [0, 5, 12])
-def test_every_place_belongs_to_exactly_one_rank(items: int, ranks: int, accumulate: int, parts: int) -> None:
+def test_every_place_belongs_to_exactly_one_rank() -> None:
+    cases = product(items=[0, 1, 2, 5, 16, 29, 100], ranks=[1, 2, 3, 7], accumulate=[1, 2, 3], parts=[0, 5, 12])
+    check_each(_every_place_belongs_to_exactly_one_rank, cases)
+
+
+def _every_place_belongs_to_exactly_one_rank(items: int, ranks: int, accumulate: int, parts: int) -> None:
     cuts = [Cut(items, 4, rank, ranks, accumulate, parts=parts) for rank in range(ranks)]
     places = sorted(place for cut in cuts for share in cut.shares() for place in range(share.begin, share.end))
     assert places == list(range(items))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("began_with", [0, 2, 5])
-@pytest.mark.parametrize("parts", [0, 5])
-def test_all_ranks_have_as_many_microbatches_as_the_length_says(
+def test_all_ranks_have_as_many_microbatches_as_the_length_says() -> None:
+    cases = product(ranks=[1, 2, 3], accumulate=[1, 3], began_with=[0, 2, 5], parts=[0, 5])
+    check_each(_all_ranks_have_as_many_microbatches_as_the_length_says, cases)
+
+
+def _all_ranks_have_as_many_microbatches_as_the_length_says(
     ranks: int, accumulate: int, began_with: int, parts: int
 ) -> None:
     for items in range(40):
@@ -110,3 +113,20 @@ def test_shares_hold_from_a_place_on_and_for_as_many_ranks() -> None:
     found = [balance.at(*place, 2) for place in ((0, 24), (0, 1000), (1, 0), (1, 8), (7, 0))]
     assert [shares.weights for shares in found if shares] == [(1.0, 3.0)] * 3 + [(3.0, 1.0)] * 2
     assert balance.at(1, 8, 3) is None
+
+
+def test_each_rank_knows_how_many_ranks_have_nothing() -> None:
+    cases = product(items=[1, 5, 17, 29], ranks=[2, 3, 7], accumulate=[1, 3], parts=[0, 5], balanced=[False, True])
+    cases = [case for case in cases if not (case["parts"] and case["balanced"])]
+    check_each(_each_rank_knows_how_many_ranks_have_nothing, cases)
+
+
+def _each_rank_knows_how_many_ranks_have_nothing(
+    items: int, ranks: int, accumulate: int, parts: int, balanced: bool
+) -> None:
+    balance = Balance()
+    if balanced:
+        balance.change(0, 0, tuple(1.0 + rank % 3 for rank in range(ranks)), most=(2,) * ranks)
+    cuts = [Cut(items, 4, rank, ranks, accumulate, parts=parts, balance=balance) for rank in range(ranks)]
+    for shares in zip(*(cut.shares() for cut in cuts), strict=True):
+        assert {share.idle for share in shares} == {sum(share.begin == share.end for share in shares)}

@@ -33,7 +33,8 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         for name, value in attrs:
-            assert not (name in ("src", "href") and re.match(r"(https?:)?//", value or "")), (tag, value)
+            assert not name.startswith("on"), (tag, name)
+            assert not (name in ("src", "href", "xlink:href") and re.match(r"\s*(\w+:|//)", value or "")), (tag, value)
         if tag not in self.VOID:
             self.stack.append(tag)
 
@@ -195,3 +196,69 @@ def test_a_page_stays_small_whatever_a_run_has_done(tmp_path: Path) -> None:
     page = write_page(look_at(tmp_path)).read_text()
     Page(page)
     assert len(page) < 1_000_000
+
+
+HOSTILE = (
+    EVIL, "'\"><img src=x onerror=alert(1)>", "</pre></summary></title><svg onload=alert(1)>",
+    "</script><script>alert(1)</script>", "javascript:alert(1)", "{{ 7 * 7 }}{% for a in b %}", "<!-- ", "]]>",
+    "\x1b]0;title\x07\x1b[2J\x9b1m[/red][link=http://a]",
+    "&lt;script&gt;", "x' onmouseover='alert(1)",
+)  # fmt: skip
+
+
+def a_hostile_run(run_dir: Path, text: str) -> Path:
+    """Records, configuration and files in which each field that is text is this one."""
+    folder = run_dir / "telemetry"
+    folder.mkdir(parents=True)
+    known = dict.fromkeys(("host", "strategy", "device", "precision", "pid"), text)
+    records: list[dict[str, Any]] = [
+        {"kind": "start", "at": 1.0, "mono": 0.0, "rank": 0, "size": 3, **known},
+        {"kind": "now", "at": 2.0, "rank": 0, "memory_mib": 3.0, "still_s": 4.0, "waits": 1, "where": text},
+        *({"kind": "metrics", "at": 2.0, "rank": 0, "step": n, "values": {text: 1.0 / n}} for n in (1, 2, 3)),
+        *({"kind": "gauges", "at": 2.0, "rank": 0, "step": n, "values": {text: n, f"{text}_1": n}} for n in (1, 2, 3)),
+        {"kind": "event", "at": 3.0, "rank": 0, "name": text, "text": f"{text}\n{text}", "step": 7},
+        {"kind": "log", "at": 3.0, "rank": 0, "level": "ERROR", "name": text, "text": text},
+        {"kind": "closed", "at": 9.0, "ending": text},
+        # what fabricx never writes
+        {"kind": text}, {"kind": "start", "rank": text}, {"kind": "event", "at": text},
+        {"kind": "event", "text": [text]},
+        {"kind": "event", "name": text, "text": text, "seconds": text}, {"kind": "now", "rank": 0, "still_s": text},
+        {"kind": "steps", "rank": 0, "steps": [text], "each": 1, "since": 0, "ends_us": [0], "samples": [text],
+         "us": {text: [text]}},
+        {"kind": "metrics", "step": 1, "values": {"loss": text}}, {"kind": "gauges", "step": text, "values": {}},
+        {"kind": "start", "at": 1.0, "rank": 1, "size": 1 << 60}, {"kind": "known", "rank": 0, "cores": text},
+    ]  # fmt: skip
+    lines = "".join(json.dumps(record) + "\n" for record in records) + "[" * 100_000 + f"\n{text}\n"
+    (folder / "worker0-1-a.jsonl").write_text(lines)
+    (folder / f"{text.replace('/', ':')}.jsonl").write_text(f"{text}\n{text}")
+    config = {text: text, "seed": run_dir.name, "nested": {text: [text]}, "api_key": "a-secret-value"}
+    (run_dir / "config.yaml").write_text(json.dumps(config))
+    (run_dir / "command.txt").write_text(f"fabricx fit {text} logger.api_key=a-secret-value")
+    (run_dir / "versions.json").write_text(text)
+    return run_dir
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_text_in_every_field_stays_text(tmp_path: Path, text: str, capfd: pytest.CaptureFixture[str]) -> None:
+    sweep = tmp_path / "sweep"
+    runs = [a_hostile_run(sweep / f"{number}{text.replace('/', ':')}", text) for number in (1, 2)]
+    runs.append(a_hostile_run(sweep / text.replace("/", ":"), text))
+    plain = Page(write_page(look_at(a_run(tmp_path / "plain", seed=3))).read_text())
+    for page in (*(write_page(look_at(run)) for run in runs), write_comparison(sweep, [look_at(run) for run in runs])):
+        seen = Page(page.read_text())
+        assert set(seen.tags) <= {*plain.tags, "a", "details", "summary", "pre", "circle"}
+        assert "a-secret-value" not in page.read_text()
+        assert ("api_key" in seen.text) is (page.parent != sweep)  # there, what differs
+    assert [main(command, [str(runs[0])]) for command in ("report", "status")] == [0, 0]
+    assert main("report", [str(sweep)]) == 0
+    shown = "".join(capfd.readouterr())
+    assert not set(shown) & set("\x1b\x07\x9b")
+    assert "a-secret-value" not in shown
+
+
+def test_a_configuration_that_is_no_yaml_does_not_end_the_report(tmp_path: Path) -> None:
+    for number, text in enumerate([b"a: [", b"- 1", b"\xff\xfe", b"!!python/object/apply:os.abort []", b"[" * 5000]):
+        run_dir = a_run(tmp_path / str(number))
+        (run_dir / "config.yaml").write_bytes(text)
+        Page(write_page(look_at(run_dir)).read_text())
+        assert comparison([look_at(run_dir)])[1][0][0] == str(number)

@@ -1,0 +1,137 @@
+"""Workers that die, or disks that hang, while a checkpoint is written: training goes on, the next is written."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fabricx as fx
+from fabricx import checkpoint
+from fabricx.callbacks import FaultRecovery, ModelCheckpoint
+from fabricx.checkpoint import shards
+from fabricx.checkpoint.writing import Writer
+from fabricx.strategies import DDP
+
+from .test_recovery import STEPS, exact, train
+
+
+class DiesWriting(fx.Callback):
+    """Kill ranks that write their part, once another rank waits for that checkpoint; the disk of rank 0 hangs at first.
+
+    Args:
+        folder: for a FIFO per death, through which the rank that waits releases the other.
+        deaths: rank and step of each death, in order.
+    """
+
+    def __init__(self, folder: Path, deaths: list[tuple[int, int]]) -> None:
+        self.folder, self.deaths = folder, deaths
+        for rank, step in deaths:
+            os.mkfifo(folder / f"{rank}-{step}")
+        os.mkfifo(folder / "never")
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        write, finish = shards.write, Writer.finish
+
+        def due() -> tuple[int, int] | None:
+            number = len(trainer.failures)
+            found = self.deaths[number] if number < len(self.deaths) else (0, STEPS + 1)
+            return found if trainer.global_step >= found[1] else None
+
+        def slow(file: Path, tensors: Any) -> Any:
+            if (death := due()) is not None:
+                if trainer.world.rank == death[0]:
+                    (self.folder / f"{death[0]}-{death[1]}").read_bytes()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                elif death == self.deaths[0]:
+                    (self.folder / "never").read_bytes()
+            return write(file, tensors)
+
+        def told(writer: Writer) -> bool:
+            if (death := due()) is not None and trainer.world.rank != death[0] and writer._write is not None:
+                path = self.folder / f"{death[0]}-{death[1]}"
+                threading.Thread(target=path.write_bytes, args=(b"x",), daemon=True).start()  # waits for the reader
+            return finish(writer)
+
+        shards.write, Writer.finish = slow, told  # type: ignore[method-assign]
+
+
+def test_a_death_while_a_checkpoint_is_written_costs_at_most_that_checkpoint(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(
+        tmp_path / "saved", every_n_train_steps=3, save_top_k=-1, save_last=True, asynchronous=False
+    )
+    faults: list[Any] = [DiesWriting(tmp_path, [(1, 3), (0, 6), (1, STEPS)]), saver]
+    recovery = FaultRecovery(every_n_train_steps=1000)
+    module, trainer = train(DDP(), faults, tmp_path, recovery=recovery, enable_checkpointing=True)
+    wanted, _ = train(DDP(), [], tmp_path / "quiet")
+    assert len(trainer.failures) == 3
+    assert exact(module)
+    for a, b in zip(module.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(a, b)
+    kept = checkpoint.list_committed(tmp_path / "saved")
+    # Each was begun again with the batch whose end a death had interrupted, the last one too.
+    assert [checkpoint.read_manifest(path)["step"] for path in kept] == [3, 6, 9, STEPS]
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {"last.ckpt", *(path.name for path in kept)}
+    assert (tmp_path / "saved" / "last.ckpt").resolve() == kept[-1]
+    assert Path(saver.best_model_path) == kept[-1]
+    assert sorted(saver.best_k_models) == sorted(map(str, kept))
+    for path in kept:
+        checkpoint.verify(path)
+
+
+def test_a_checkpoint_that_was_lost_in_the_background_is_forgotten_and_the_last_one_written_again(
+    tmp_path: Path,
+) -> None:
+    saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=6, save_top_k=-1)
+    faults: list[Any] = [DiesWriting(tmp_path, [(1, 6), (1, STEPS)]), saver]
+    recovery = FaultRecovery(every_n_train_steps=1000)
+    module, trainer = train(DDP(), faults, tmp_path, recovery=recovery, enable_checkpointing=True)
+    assert len(trainer.failures) == 2
+    assert exact(module)
+    [kept] = checkpoint.list_committed(tmp_path / "saved")
+    assert checkpoint.read_manifest(kept)["step"] == STEPS
+    assert [*(tmp_path / "saved").iterdir()] == [kept]
+    assert list(saver.best_k_models) == [saver.best_model_path] == [str(kept)]
+
+
+class SavesWithoutWaiting(fx.Callback):
+    """The module's own checkpoint after the third update; the disk of rank 1 hangs, and rank 1 dies two updates later.
+
+    Args:
+        path: of the checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        def note(text: str) -> None:
+            with self.path.with_suffix(".told").open("a") as file:
+                file.write(text if trainer.is_global_zero else "")
+
+        trainer.print = note
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.failures:
+            return
+        if trainer.global_step == 3:
+            if trainer.world.rank == 1:
+                shards.write = lambda file, tensors: threading.Event().wait()
+            trainer.save_checkpoint(self.path, wait=False)
+        if trainer.global_step == 5 and trainer.world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_checkpoint_of_the_users_that_is_lost_with_a_worker_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.ckpt"
+    module, trainer = train(
+        DDP(), [SavesWithoutWaiting(path)], tmp_path, recovery=FaultRecovery(every_n_train_steps=1000)
+    )
+    assert len(trainer.failures) == 1
+    assert exact(module)
+    assert not path.exists()
+    assert path.with_suffix(".told").read_text().count(f"the checkpoint {path} was lost") == 1

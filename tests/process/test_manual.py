@@ -1,0 +1,317 @@
+"""A manually optimised module on several ranks trains what one process trains on the global batch, or is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fabricx as fx
+from fabricx.callbacks import GradientAccumulation
+from fabricx.comm import world as worlds
+from fabricx.strategies import DDP, FSDP, LocalSGD, ParameterServer, Reproducible
+from fabricx.testing import QUIET, run_ranks
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
+GLOBAL_BATCH = 12
+
+
+def mse(found: Tensor, wanted: Tensor | float) -> Tensor:
+    return (found - wanted).pow(2).mean()
+
+
+class Manual(fx.Module):
+    """Two networks in float64, with large steps; each batch is trained in the next of several ways.
+
+    Args:
+        ways: names of the methods that train a batch, one after the other.
+    """
+
+    def __init__(self, *ways: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.automatic_optimization = False
+        self.ways = ways
+        self.net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        self.critic = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+        self.norms: list[float] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.net(inputs)
+        return found
+
+    def configure_optimizers(self) -> Any:
+        options: dict[str, Any] = {"lr": 0.2, "momentum": 0.5, "weight_decay": 0.05}
+        return [torch.optim.SGD(part.parameters(), **options) for part in (self.net, self.critic)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", mse(self.net(batch[0]), batch[1]).detach())
+        getattr(self, self.ways[batch_idx % len(self.ways)])(*self.optimizers(), batch[0], batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", mse(self.net(batch[0]), batch[1]))
+
+    def on_train_epoch_start(self) -> None:
+        with torch.no_grad():
+            self.net(torch.zeros(1, 6, dtype=torch.float64))  # outside of the step, before anything else has gathered
+
+    def submodule(self, first: Any, second: Any, x: Tensor, y: Tensor) -> None:
+        first.zero_grad()
+        self.manual_backward(mse(self.net(x), y))
+        first.step()
+
+    def whole(self, first: Any, second: Any, x: Tensor, y: Tensor) -> None:
+        loss = mse(self(x), y)
+        self.net.zero_grad()  # between forward and backward
+        self.manual_backward(loss)
+        first.step()
+
+    def adversarial(self, first: Any, second: Any, x: Tensor, y: Tensor) -> None:
+        self.toggle_optimizer(first)
+        self.manual_backward(self.critic(self.net(x)).mean())
+        first.step()
+        first.zero_grad()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        self.manual_backward(mse(self.critic(self.net(x).detach()), 0.0) + mse(self.critic(y), 1.0))
+        second.step()
+        second.zero_grad()
+        self.untoggle_optimizer(second)
+
+    def one_forward_for_both(self, first: Any, second: Any, x: Tensor, y: Tensor) -> None:
+        made = self.net(x)
+        losses = self.critic(made).mean(), mse(self.critic(made.detach()), 0.0)
+        for optimizer, loss in zip((first, second), losses, strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+        first.step()
+        second.step()
+
+    def begins_to_accumulate(self, first: Any, second: Any, x: Tensor, y: Tensor) -> None:
+        first.zero_grad()
+        self.manual_backward(mse(self.net(x), y) / 2)
+
+    def ends_accumulation(self, first: Any, second: Any, x: Tensor, y: Tensor) -> None:
+        self.manual_backward(mse(self.net(x), y) / 2)
+        first.step()
+
+    def closure(self, first: Any, second: Any, x: Tensor, y: Tensor) -> None:
+        def computes() -> Tensor:
+            first.zero_grad()
+            loss = mse(self.net(x), y)
+            self.manual_backward(loss)
+            return loss
+
+        first.step(computes)
+
+    def clipped(self, first: Any, second: Any, x: Tensor, y: Tensor) -> None:
+        for algorithm in ("norm", "value"):
+            first.zero_grad()
+            self.manual_backward(mse(self.net(x), y))
+            self.clip_gradients(first, 0.05, algorithm)
+            first.step()
+
+    def clipped_by_torch(self, first: Any, second: Any, x: Tensor, y: Tensor) -> None:
+        first.zero_grad()
+        self.manual_backward(mse(self.net(x), y))
+        norm: Any = nn.utils.clip_grad_norm_(self.net.parameters(), 0.05)
+        self.norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        first.step()
+
+    def several_backwards(self, first: Any, second: Any, x: Tensor, y: Tensor) -> None:
+        first.zero_grad()
+        found = self.net(x)
+        self.manual_backward(mse(found, y), retain_graph=True)
+        self.manual_backward(mse(found, 2.0 * y))
+        self.manual_backward(mse(self.net(x), 0.5 * y))
+        first.step()
+
+    def penalised(self, first: Any, second: Any, x: Tensor, y: Tensor) -> None:
+        first.zero_grad()
+        penalty = sum(parameter.square().sum() for parameter in self.net.parameters())
+        self.manual_backward(mse(self.net(x), y) + 0.05 * penalty)
+        first.step()
+
+    def nothing(self, first: Any, second: Any, x: Tensor, y: Tensor) -> None:
+        first.zero_grad()
+        first.step()
+
+    def by_torch(self, first: Any, second: Any, x: Tensor, y: Tensor) -> None:
+        first.zero_grad()
+        mse(self.net(x), y).backward()
+        first.step()
+
+    def by_hand(self, first: Any, second: Any, x: Tensor, y: Tensor) -> None:
+        parameters = list(self.net.parameters())
+        found = torch.autograd.grad(mse(self.net(x), y), parameters)
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = gradient
+        first.step()
+
+
+ANYWHERE = (
+    "submodule", "whole", "adversarial", "one_forward_for_both", "begins_to_accumulate", "ends_accumulation",
+    "closure", "clipped", "clipped_by_torch", "several_backwards", "nothing", "adversarial",
+)  # fmt: skip
+LINEAR = ("submodule", "begins_to_accumulate", "ends_accumulation", "closure", "several_backwards")
+
+WAYS: dict[str, tuple[Callable[[], fx.Strategy], int, tuple[str, ...]]] = {
+    "ddp": (DDP, 3, (*ANYWHERE, "penalised")),
+    "fsdp": (FSDP, 2, ANYWHERE),
+    "fsdp on 3": (FSDP, 3, ANYWHERE),
+    "no server": (lambda: ParameterServer(servers=0), 3, (*ANYWHERE, "penalised")),
+    "a server": (ParameterServer, 2, (*ANYWHERE, "penalised")),
+    "2 servers": (lambda: ParameterServer(servers=2), 3, (*ANYWHERE, "penalised")),
+    "local_sgd": (lambda: LocalSGD(every=1), 2, LINEAR),  # what isn't linear is each rank's own there
+}
+
+
+def data(samples: int) -> TensorDataset:
+    inputs = torch.randn(samples, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def train(strategy: Any, devices: int, ways: tuple[str, ...], **options: Any) -> tuple[Manual, fx.Trainer]:
+    """Train one epoch whose last global batch is a single sample: all ranks but one have none of it."""
+    module = Manual(*ways)
+    trainer = fx.Trainer(
+        devices=devices, strategy=strategy, **{"max_epochs": 1, "precision": "64-true", **QUIET, **options}
+    )
+    samples = GLOBAL_BATCH * (len(ways) - 1) + 1
+    trainer.fit(module, DataLoader(data(samples), GLOBAL_BATCH // devices, shuffle=True), DataLoader(data(5), 2))
+    return module, trainer
+
+
+@functools.cache
+def alone(ways: tuple[str, ...]) -> tuple[Manual, fx.Trainer]:
+    return train("single", 1, ways)
+
+
+def assert_same(found: fx.Module, wanted: fx.Module) -> None:
+    for (name, a), b in zip(found.named_parameters(), wanted.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=0.0, atol=1e-10), (name, (a - b).abs().max())  # float64 in another order
+
+
+@pytest.mark.filterwarnings("ignore:.*find_unused_parameters.*")
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_train_what_one_process_trains(way: str) -> None:
+    make, devices, ways = WAYS[way]
+    wanted, one = alone(ways)
+    found, several = train(make(), devices, ways)
+    assert_same(found, wanted)
+    assert several.global_step == one.global_step
+    assert found.norms == pytest.approx(wanted.norms)
+    for name in ("loss_epoch", "val"):
+        assert float(several.callback_metrics.get(name, 0.0)) == pytest.approx(
+            float(one.callback_metrics.get(name, 0.0)), rel=1e-9
+        )
+
+
+def fit_in_ranks(cases: list[tuple[Any, str]]) -> list[str]:
+    """Train one way under each strategy, one after the other; returns the errors, "" where there was none."""
+    errors = []
+    for strategy, way in cases:
+        try:
+            train(strategy, worlds.current().size, (way, way))  # type: ignore[union-attr]
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        else:
+            errors.append("")
+    return errors
+
+
+@pytest.mark.filterwarnings("ignore:.*find_unused_parameters.*")
+def test_gradients_that_were_not_joined_are_an_error_on_all_ranks() -> None:
+    cases = [
+        (DDP(), "by_torch"), (DDP(), "by_hand"), (ParameterServer(servers=0), "by_torch"),
+        (FSDP(), "by_torch"), (FSDP(), "penalised"), (DDP(), "submodule"),
+    ]  # fmt: skip
+    for errors in run_ranks(fit_in_ranks, 2, cases):
+        assert all("self.manual_backward" in error for error in errors[:4]), errors
+        assert "weight_decay" in errors[4]
+        assert errors[5] == ""
+
+
+class Owns(Manual):
+    """Has a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("submodule")
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+
+class Weighs(Manual):
+    def batch_weight(self, batch: Any) -> float:
+        return float(len(batch[0]))
+
+
+class Searches(Manual):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.net.parameters())
+
+
+def set_up_in_ranks(cases: list[tuple[Any, fx.Module, dict[str, Any]]]) -> list[str]:
+    errors = []
+    for strategy, module, options in cases:
+        trainer = fx.Trainer(
+            devices=2, strategy=strategy, **{"max_epochs": 1, "precision": "64-true", **QUIET, **options}
+        )
+        try:
+            trainer.fit(module, DataLoader(data(24), 6))
+        except Exception as error:
+            errors.append(f"{error} at {trainer.global_step}")
+        else:
+            errors.append("")
+    return errors
+
+
+def test_what_a_manual_loop_cannot_have_is_refused_at_set_up() -> None:
+    refused: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (DDP(), Manual("submodule"), {"accumulate_grad_batches": 2}, "optimizer.zero_grad() only every so many"),
+        (DDP(), Manual("submodule"), {"gradient_clip_val": 0.1}, "self.clip_gradients(optimizer, limit, algorithm)"),
+        (DDP(), Manual("submodule"), {"callbacks": [GradientAccumulation({0: 2})]}, "only every so many"),
+        (DDP(), Weighs("submodule"), {}, "self.all_gather"),
+        (FSDP(), Owns(), {}, "scale belongs to the manually optimised module"),
+        (FSDP(), Searches("submodule"), {}, "take strategy=ddp"),
+        (ParameterServer(servers=0, optimizer="server"), Manual("submodule"), {}, "optimizer=worker"),
+        (Reproducible(), Manual("submodule"), {}, "leave automatic_optimization on"),
+    ]
+    for errors in run_ranks(set_up_in_ranks, 2, [case[:3] for case in refused]):
+        for error, (*_, expected) in zip(errors, refused, strict=True):
+            assert expected in error
+            assert error.endswith(" at 0")
+
+
+class Stream:
+    """Batches of which only their end tells how many there are; the second rank has fewer."""
+
+    def __iter__(self) -> Iterator[Any]:
+        rank = worlds.current().rank  # type: ignore[union-attr]
+        batches = list(DataLoader(data(24), 4))
+        yield from batches[rank::2][: 3 - rank]
+
+
+def fit_streams() -> list[Any]:
+    module = Manual("submodule", "adversarial")
+    trainer = fx.Trainer(devices=2, strategy=DDP(), max_epochs=1, precision="64-true", **QUIET)
+    trainer.fit(module, Stream())
+    return [trainer.global_step, [parameter.detach() for parameter in module.parameters()]]
+
+
+@pytest.mark.filterwarnings("ignore:.*find_unused_parameters.*")
+def test_streams_of_different_lengths_are_trained_to_their_ends() -> None:
+    module = Manual("submodule", "adversarial")
+    batches = list(DataLoader(data(24), 4))
+    joined = [[torch.cat(pair) for pair in zip(*batches[n : n + 2], strict=True)] for n in (0, 2)]
+    trainer = fx.Trainer(max_epochs=1, precision="64-true", **QUIET)
+    trainer.fit(module, [*joined, batches[4]])
+    for steps, weights in run_ranks(fit_streams, 2):
+        assert steps == trainer.global_step == 3
+        for a, b in zip(weights, module.parameters(), strict=True):
+            assert torch.allclose(a, b, rtol=0.0, atol=1e-10)

@@ -1,0 +1,145 @@
+"""A checkpoint is written where a run goes on from it as if nothing had happened; elsewhere it is an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fabricx as fx
+from fabricx import savable
+from fabricx.errors import WorkerFailed
+from fabricx.strategies import AsyncSGD, ParameterServer
+from fabricx.testing import QUIET, TinyModule, run_ranks, tiny_loader
+
+
+class Saves(fx.Callback):
+    """Writes a checkpoint in one hook.
+
+    Args:
+        path: where to.
+        alone: on the main rank only.
+    """
+
+    def __init__(self, path: Path, alone: bool) -> None:
+        self.path, self.alone = path, alone
+
+    def save(self, trainer: Any, *rest: Any) -> None:
+        if trainer.is_global_zero or not self.alone:
+            trainer.save_checkpoint(self.path)
+
+
+class SavesAfterBatch(Saves):
+    on_train_batch_end: Any = Saves.save
+
+
+class SavesAfterEpoch(Saves):
+    on_train_epoch_end: Any = Saves.save
+
+
+def saves_in(hook: str, path: Path, *, alone: bool = False) -> fx.Callback:
+    made: fx.Callback = type("SavesIn", (Saves,), {hook: Saves.save})(path, alone)
+    return made
+
+
+def errors_of(cases: list[tuple[str, bool]], folder: Path) -> list[str]:
+    """Train with a checkpoint in each hook, one after the other; returns the errors, "" where there was none."""
+    savable.ALL_CALL_S = 0.5  # type: ignore[misc]
+    found = []
+    for number, (hook, alone) in enumerate(cases):
+        callback = saves_in(hook, folder / f"{number}.ckpt", alone=alone)
+        trainer = fx.Trainer(devices=2, strategy="ddp", max_steps=2, callbacks=[callback], **QUIET)
+        try:
+            trainer.fit(TinyModule(), tiny_loader(16, 4))
+        except Exception as error:
+            found.append(str(error))
+        else:
+            found.append("")
+    return found
+
+
+def test_no_moment_to_save_is_an_error_that_names_one(tmp_path: Path) -> None:
+    cases = {
+        "on_fit_start": "save in on_train_start",
+        "on_before_backward": "Save in on_train_batch_end",
+        "on_before_optimizer_step": "Save in on_train_batch_end",
+        "on_train_batch_end": "",
+        "on_train_epoch_end": "",
+    }
+    for errors in run_ranks(errors_of, 2, [(hook, False) for hook in cases], tmp_path):
+        for error, expected in zip(errors, cases.values(), strict=True):
+            assert expected in error
+            assert bool(error) == bool(expected)
+
+
+def test_a_rank_that_saves_alone_is_told_that_all_have_to(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match=r"rank 1 has not in 0\.5 s\. Every rank has to call it"):
+        run_ranks(_raises, 2, tmp_path)
+
+
+def _raises(folder: Path) -> None:
+    [error] = errors_of([("on_train_batch_end", True)], folder)
+    raise RuntimeError(error)
+
+
+class SavesEachBatch(fx.Callback):
+    """Writes a checkpoint at the beginning and at the end of each batch, and skips an epoch's rest when asked to."""
+
+    def __init__(self, folder: Path, skip: int | None) -> None:
+        self.folder, self.skip = folder, skip
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+        trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}-{batch_idx}-start.ckpt")
+        return -1 if batch_idx == self.skip else None
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for number in range(2):
+            trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}-{batch_idx}-{number}.ckpt", wait=False)
+
+
+def train_with_idle_ranks(folder: Path, skip: int | None) -> tuple[list[str], int, list[Any]]:
+    """Train 9 samples of 8 a global batch, so that only one rank has a sample of every other batch."""
+    saves = SavesEachBatch(folder, skip)
+    trainer = fx.Trainer(devices=2, strategy="ddp", max_epochs=2, callbacks=[saves], **QUIET)
+    module = TinyModule()
+    trainer.fit(module, tiny_loader(9, 4))
+    return sorted(path.name for path in folder.iterdir()), trainer.global_step, _weights(module)
+
+
+def resume(path: Path | None) -> list[Any]:
+    trainer = fx.Trainer(devices=2, strategy="ddp", max_epochs=2, **QUIET)
+    module = TinyModule()
+    trainer.fit(module, tiny_loader(9, 4), ckpt_path=path)
+    return _weights(module)
+
+
+def _weights(module: Any) -> list[Any]:
+    return [parameter.tolist() for parameter in module.parameters()]
+
+
+def test_ranks_without_a_sample_take_part_in_what_the_others_save_and_skip(tmp_path: Path) -> None:
+    plain = run_ranks(resume, 2, None)
+    for name, skip in (("all", None), ("skip", 1)):
+        (tmp_path / name).mkdir()
+        [first, second] = run_ranks(train_with_idle_ranks, 2, tmp_path / name, skip)
+        assert first == second
+        ends = [f"{epoch}-{batch}-{n}.ckpt" for epoch in (0, 1) for batch in (0, 1) if batch != skip for n in (0, 1)]
+        starts = [f"{epoch}-{batch}-start.ckpt" for epoch in (0, 1) for batch in (0, 1)]
+        assert first[:2] == (sorted(starts + ends), len(ends) // 2)
+        assert (first[2] == plain[0]) is (skip is None)
+    for name in ("0-1-start.ckpt", "0-1-1.ckpt", "1-0-start.ckpt", "1-1-0.ckpt"):
+        assert run_ranks(resume, 2, tmp_path / "all" / name) == plain
+
+
+@pytest.mark.parametrize("strategy", [AsyncSGD(), ParameterServer(backup_workers=1)])
+def test_ranks_that_go_at_their_own_pace_save_where_they_meet(strategy: Any, tmp_path: Path) -> None:
+    def fit(saves: type[Saves]) -> None:
+        callback = saves(tmp_path / "a.ckpt", alone=False)
+        trainer = fx.Trainer(devices=2, strategy=strategy, max_epochs=1, callbacks=[callback], **QUIET)
+        trainer.fit(TinyModule(), tiny_loader(16, 4))
+
+    with pytest.raises(WorkerFailed, match=r"ModelCheckpoint\(every_n_train_steps=...\)"):
+        fit(SavesAfterBatch)
+    fit(SavesAfterEpoch)
+    assert (tmp_path / "a.ckpt").is_dir()

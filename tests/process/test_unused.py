@@ -1,0 +1,131 @@
+"""Parameters that get no gradient in some steps or on some ranks: several ranks train what one trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import fabricx as fx
+from fabricx.strategies import DDP, FSDP, LocalSGD, ParameterServer, Reproducible
+from fabricx.testing import QUIET
+from tests.cases import check_each
+
+pytestmark = [pytest.mark.usefixtures("warm_ranks"), pytest.mark.filterwarnings("ignore:.*got no gradient.*")]
+
+SAMPLES, GLOBAL_BATCH = 26, 6  # the last batch has two samples: a rank of three has none
+
+
+class Experts(fx.Module):
+    """Sample k trains expert k // 2 % 3 only; `late` is trained from the second epoch on, and `idle` never.
+
+    Args:
+        frozen: `late` is frozen before training, instead of left out.
+        manual: manual optimization.
+    """
+
+    def __init__(self, *, frozen: bool = False, manual: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.automatic_optimization = not manual
+        self.experts = nn.ModuleList([nn.Linear(3, 2) for _ in range(3)])
+        self.late, self.idle = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.frozen = frozen
+        self.double()
+        if frozen:
+            self.late.requires_grad_(False)
+
+    def training_step(self, numbers: Tensor, batch_idx: int) -> Any:
+        if self.current_epoch and self.frozen:  # within the step, and so after the start of DDP's forward
+            self.late.requires_grad_(True)
+        losses = []
+        for number in numbers.tolist():
+            inputs = torch.tensor([1.0, number / 10.0, number % 3], dtype=torch.float64)
+            hidden = self.experts[number // 2 % 3](inputs)
+            losses.append((self.late(hidden) if self.current_epoch else hidden).square().mean())
+        loss = torch.stack(losses).mean()
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # Weight decay and momentum move a parameter whose gradient is zero, and not one that has none.
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+def train(strategy: Any, devices: int, folder: Path, *, accumulate: int = 1, steps: int = -1, **how: Any) -> Tensor:
+    module = Experts(**how)
+    trainer = fx.Trainer(
+        devices=devices, strategy=strategy, max_epochs=2, max_steps=steps, default_root_dir=folder,
+        accumulate_grad_batches=accumulate, **QUIET,
+    )  # fmt: skip
+    samples = SAMPLES - 2 if how.get("manual") else SAMPLES
+    numbers: Any = range(samples)
+    trainer.fit(module, DataLoader(numbers, GLOBAL_BATCH // devices))
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def test_ranks_that_use_other_parameters_train_what_one_process_trains(tmp_path: Path) -> None:
+    def check(devices: int, strategy: Any, **how: Any) -> None:
+        wanted = train("single", 1, tmp_path, **how)
+        torch.testing.assert_close(train(strategy, devices, tmp_path, **how), wanted, rtol=1e-10, atol=1e-12)
+
+    check_each(check, [
+        {"devices": 3, "strategy": DDP(find_unused_parameters=True)},
+        {"devices": 2, "strategy": DDP(bucket_mib=1e-5), "accumulate": 2, "frozen": True},
+        {"devices": 3, "strategy": DDP(), "frozen": True},
+        {"devices": 2, "strategy": DDP(), "frozen": True, "manual": True},
+        {"devices": 2, "strategy": ParameterServer(servers=0), "frozen": True},
+        {"devices": 3, "strategy": FSDP()},
+        {"devices": 2, "strategy": FSDP(), "accumulate": 2},
+        {"devices": 2, "strategy": FSDP(), "frozen": True},
+        # One update only: there is no next forward in which torch would find that the reduction has not ended.
+        {"devices": 2, "strategy": DDP(), "steps": 1},
+    ])  # fmt: skip
+
+
+def test_static_graph_refuses_other_parameters_than_in_the_first_step(tmp_path: Path) -> None:
+    for frozen in (False, True):
+        with pytest.raises(Exception, match=r"static_graph=True needs (the same|gradients of the same) parameters"):
+            train(DDP(static_graph=True), 2, tmp_path, frozen=frozen)
+
+
+def test_strategies_that_join_what_was_trained_at_set_up_refuse_parameters_unfrozen_later(tmp_path: Path) -> None:
+    for strategy in (LocalSGD(every=1), Reproducible()):
+        with pytest.raises(Exception, match=r"late\.weight was frozen at set-up and is trained now"):
+            train(strategy, 2, tmp_path, frozen=True)
+
+
+class Routed(Experts):
+    """Each rank calls an expert of its own, all of one size, in a manual step of which `begins` are alike.
+
+    Args:
+        begins: training steps in which all ranks call the same expert.
+    """
+
+    def __init__(self, begins: int) -> None:
+        super().__init__(manual=True)
+        self.begins = begins
+
+    def training_step(self, numbers: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        expert = self.experts[0 if batch_idx < self.begins else self.trainer.global_rank]
+        self.manual_backward(expert(torch.ones(3, dtype=torch.float64)).sum())
+        optimizer.step()
+
+
+def test_ranks_that_call_different_submodules_are_an_error_under_fsdp(tmp_path: Path) -> None:
+    for begins, named in ((0, r"rank 0 gathers the weights of experts\.0, rank 1 gathers .* experts\.1"), (3, "")):
+        numbers: Any = range(12)
+        trainer = fx.Trainer(devices=2, strategy="fsdp", max_epochs=1, default_root_dir=tmp_path, **QUIET)
+        with pytest.raises(Exception, match=rf"different submodules on different ranks.*{named}"):
+            trainer.fit(Routed(begins), DataLoader(numbers, 1))

@@ -1,0 +1,99 @@
+"""The order that a user's samplers and batch samplers give is the one that is trained, or it is refused."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SequentialSampler
+
+from fabricx.comm.world import World
+from fabricx.data import make_feed
+from fabricx.data.ordered import OrderedFeed
+from fabricx.errors import RanksDisagree
+
+DATA: Any = range(20)
+
+
+def read(loader: Any, rank: int = 0, ranks: int = 1, epoch: int = 0, **options: Any) -> list[list[int]]:
+    feed = make_feed(loader, World(rank=rank, size=ranks), seed=5, **options)
+    order = feed._order(epoch) if isinstance(feed, OrderedFeed) else None
+    if ranks > 1 and order is not None:  # without a group of processes: only what the order is
+        return [list(order)]
+    return [micro.data.tolist() for micro in feed.epoch(epoch) if not micro.empty]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_batch_sampler_of_torch_is_read_as_the_loader_that_makes_one(drop_last: bool) -> None:
+    odd = range(1, 20, 2)
+    own = DataLoader(DATA, batch_sampler=BatchSampler(odd, 4, drop_last))
+    usual = DataLoader(DATA, batch_size=4, sampler=odd, drop_last=drop_last)
+    assert read(own) == read(usual) == [[1, 3, 5, 7], [9, 11, 13, 15], [17, 19]][: 2 if drop_last else 3]
+
+
+class Batches(BatchSampler):
+    """A class of the user's own."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_sampler": BatchSampler(SequentialSampler(DATA), 4, False)},
+        {"batch_sampler": Batches(SequentialSampler(DATA), 4, False)},
+        {"batch_size": 4, "shuffle": True},
+    ],
+    ids=["torch", "own", "shuffle"],
+)
+def test_a_fixed_order_is_that_of_the_data_with_any_batches(options: dict[str, Any]) -> None:
+    loader = DataLoader(DATA, **options)
+    for epoch in (0, 3):
+        assert read(loader, epoch=epoch, limit=2, fixed=True) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+class Draws(Sampler[int]):
+    """Shuffles with a global generator other than torch's."""
+
+    def __init__(self, shuffle: Any) -> None:
+        self._shuffle = shuffle
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+    def __iter__(self) -> Any:
+        order = list(DATA)
+        self._shuffle(order)
+        return iter(order)
+
+
+@pytest.mark.parametrize("shuffle", [random.shuffle, np.random.shuffle], ids=["python", "numpy"])
+def test_a_sampler_that_draws_elsewhere_has_the_same_order_on_all_ranks(shuffle: Any) -> None:
+    orders = []
+    for rank in range(2):
+        random.seed(rank)
+        np.random.seed(rank)
+        before = random.getstate()
+        orders.append(read(DataLoader(DATA, sampler=Draws(shuffle)), rank, 2))
+        assert random.getstate() == before  # what the run draws next is not changed by it
+    assert orders[0] == orders[1] != read(DataLoader(DATA, sampler=Draws(shuffle)), 0, 2, epoch=1)
+
+
+def test_ranks_whose_samplers_differ_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = DataLoader(DATA, batch_size=2, sampler=range(0, 20, 2))
+    monkeypatch.setattr(World, "gather_objects", lambda world, mine: [mine, "another"])
+    with pytest.raises(RanksDisagree, match=r"another order of the data.*use_distributed_sampler=False"):
+        next(make_feed(loader, World(rank=0, size=2), seed=5).epoch(0))
+    monkeypatch.setattr(World, "gather_objects", lambda world, mine: [mine, mine])
+    assert next(make_feed(loader, World(rank=1, size=2), seed=5).epoch(0)).data.tolist() == [4, 6]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_distributed_sampler_is_that_of_its_rank(wrapped: bool) -> None:
+    sampler: Any = DistributedSampler(DATA, num_replicas=2, rank=1, shuffle=False)
+    kind = {"batch_sampler": Batches(sampler, 5, False)} if wrapped else {"batch_size": 5, "sampler": sampler}
+    loader = DataLoader(DATA, **kind)  # type: ignore[arg-type]
+    make_feed(loader, World(rank=1, size=2), seed=5)
+    for world in (World(rank=0, size=2), World(rank=1, size=3), World()):
+        with pytest.raises(ValueError, match=f"not that of rank {world.rank} of {world.size}: leave the sampler out"):
+            make_feed(loader, world, seed=5)

@@ -1,0 +1,73 @@
+"""A run that goes on says which global batch it uses, if that isn't the checkpoint's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import fabricx as fx
+from fabricx.checkpointing import _say_global_batch
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+
+def train(steps: int, batch_size: int, accumulate: int, ckpt: Path | None) -> fx.Trainer:
+    trainer = fx.Trainer(max_steps=steps, accumulate_grad_batches=accumulate, **QUIET)
+    trainer.fit(TinyModule(), DataLoader(tiny_loader().dataset, batch_size=batch_size), ckpt_path=ckpt)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "accumulate", "said"),
+    [(4, 1, ""), (2, 2, ""), (8, 1, "each update has 8 samples from here on, where it had 4"), (2, 1, "has 2 samples")],
+)
+def test_another_batch_size_is_said_and_the_same_product_is_not(
+    own_folder: Path, batch_size: int, accumulate: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(2, 4, 1, None).save_checkpoint(own_folder / "one.ckpt")
+    capsys.readouterr()
+    resumed = train(4, batch_size, accumulate, own_folder / "one.ckpt")
+    shown = capsys.readouterr().out
+    assert (said in shown) if said else ("each update has" not in shown)
+    assert resumed.state.samples % len(tiny_loader().dataset) == (2 * 4 + 2 * batch_size * accumulate) % len(
+        tiny_loader().dataset
+    )
+
+
+@pytest.mark.parametrize(("batch", "said"), [(8, False), (16, True)])
+def test_batch_size_and_ranks_changed_together(batch: int, said: bool) -> None:
+    lines: list[str] = []
+    trainer: Any = SimpleNamespace(
+        train_feed=SimpleNamespace(global_batch=batch),  # batch_size of each rank x the 2 ranks that it began with
+        accumulate_grad_batches=1, state=SimpleNamespace(ranks=2), print=lines.append,
+    )  # fmt: skip
+    _say_global_batch(trainer, 8)
+    assert bool(lines) is said
+    assert not said or ("16 samples from here on, where it had 8" in lines[0] and "the 2 ranks" in lines[0])
+
+
+class Plans(TinyModule):
+    """Notes how many updates a schedule is to be planned for."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        assert self.trainer is not None
+        self.planned = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+def test_a_schedule_is_planned_for_the_updates_of_the_run_on_whatever_ranks_it_goes_on(own_folder: Path) -> None:
+    def plan(began: int, ckpt: Path | None = None) -> fx.Trainer:
+        trainer = fx.Trainer(max_epochs=2, max_steps=-1 if ckpt else 1, **QUIET)
+        trainer.state.ranks = began
+        module = Plans()
+        trainer.fit(module, DataLoader(tiny_loader().dataset, batch_size=2), ckpt_path=ckpt)
+        assert ckpt is None or module.planned == 8  # 16 samples, of 4 a global batch, twice
+        return trainer
+
+    plan(2).save_checkpoint(own_folder / "of two ranks.ckpt")
+    resumed = plan(0, own_folder / "of two ranks.ckpt")
+    assert resumed.global_step == 8
