@@ -224,7 +224,7 @@ def test_importing_fabricx_and_training_loads_neither_hydra_nor_tensorboard(tmp_
 
 MARKDOWN = [
     *ROOT.glob("*.md"),
-    *(path for top in ("fabricx", *LINKED, "tests", "examples") for path in files(ROOT / top, "*.md")),
+    *(path for top in ("fabricx", *LINKED, "tests", "examples", "docs") for path in files(ROOT / top, "*.md")),
 ]
 
 

@@ -163,7 +163,7 @@ def _plain_gloo(steps: int) -> float:
 
 
 def _serve(port: int) -> None:
-    serve(dist.TCPStore("127.0.0.1", port, is_master=False), "idle", 0, 1)
+    serve(dist.TCPStore("127.0.0.1", port, is_master=False), "idle", bytes(32), 0, 1, network=False)
 
 
 def idle_part_of_a_core(seconds: float = 4.0) -> float:
@@ -172,7 +172,7 @@ def idle_part_of_a_core(seconds: float = 4.0) -> float:
     server = multiprocessing.get_context("spawn").Process(target=_serve, args=(store.port,))
     server.start()
     weights = [nn.Parameter(torch.zeros(1000))]
-    client = Client(store, "idle", 0, weights, 1)
+    client = Client(store, "idle", bytes(32), 0, weights, 1)
     client.begin(Settings(1), [torch.optim.SGD(weights)], 0)
     client.pull(weights)
     begun = _cpu_seconds(server.pid)

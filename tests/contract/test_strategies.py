@@ -18,6 +18,8 @@ from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer, Reproducible, Single
 from fabricx.testing import QUIET, LayeredModule, layered_data
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 WAYS: dict[str, tuple[Callable[[], fx.Strategy], int]] = {
     "single": (Single, 1),
     "ddp": (DDP, 2),
@@ -61,7 +63,7 @@ TASKS: dict[str, Callable[[], dict[str, Any]]] = {
     "accumulated": lambda: {"accumulate_grad_batches": 2},
     "averaged": lambda: {"callbacks": [EMA(0.5)]},
     "compiled": lambda: {"compile": {"backend": "aot_eager"}},
-    "manual": lambda: {"manual": True, "samples": 48},  # its losses are not weighted by their samples
+    "manual": lambda: {"manual": True},
     "in bf16": lambda: {"precision": "bf16-mixed"},
     "fewer samples than ranks": lambda: {"samples": 1, "max_epochs": 3},
 }

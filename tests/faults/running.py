@@ -1,0 +1,346 @@
+"""Runs a cell of the fault matrix, and compares what it has trained with a run that nothing happened to."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import random
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import fabricx as fx
+from fabricx import checkpoint
+from fabricx.callbacks import FaultRecovery, ModelCheckpoint
+from fabricx.checkpoint import shards
+from fabricx.checkpoint.writing import Writer
+from fabricx.errors import WorkerFailed
+from fabricx.testing import QUIET, Ledger, cut_links, layered_data
+from tests.faults.cells import AFTER, ASYNCHRONOUS, EARLY, EXCEPTIONS, NOT_HOOKS, WAYS, Cell
+from tests.faults.outside import run_outside
+
+SAMPLES, BATCH, EPOCHS, RANKS = 48, 12, 3, 2
+STEPS = EPOCHS * SAMPLES // BATCH
+MESSAGE = "the fault of this cell"
+SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIGTERM, "int": signal.SIGINT}
+DISKS = {"full": errno.ENOSPC, "failing": errno.EIO}
+JOINING = {0: "setup", 4: "on_fit_start", 7: "on_train_start"}  # moment of a replacement's death, by a cell's step
+DRAWING = ("on_train_epoch_start", "on_train_batch_start", "on_after_backward", "on_before_optimizer_step")
+
+
+class Samples(Dataset[Any]):
+    """Pairs with the number of each; the process that loads number 17 has a fault once, if there is a mark to leave.
+
+    Args:
+        mark: a file that records that the fault has happened; None for no fault.
+        fault: "kill", "exit" or "error".
+    """
+
+    def __init__(self, mark: Path | None = None, fault: str = "kill") -> None:
+        self.data, self.mark, self.fault = layered_data(SAMPLES), mark, fault
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        if self.mark is not None and index == 17 and not self.mark.exists():
+            self.mark.touch()
+            if self.fault == "error":
+                raise RuntimeError(MESSAGE)
+            if self.fault == "exit":
+                os._exit(3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return (*self.data[index], index)
+
+
+def draw() -> float:
+    """Draw a number of each generator."""
+    return float(torch.rand(1)) + random.random() + np.random.rand()
+
+
+class Drawing(Ledger):
+    """A ledger whose layer sees dropout and noise, so that other random numbers are other weights.
+
+    Args:
+        norm: with batch normalisation.
+    """
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__(SAMPLES, BATCH)
+        self.norm: nn.Module = nn.BatchNorm1d(6) if norm else nn.Identity()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        noisy = nn.functional.dropout(self.norm(batch[0]), 0.3) + 0.1 * draw()
+        return super().training_step((noisy, *batch[1:]), batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        draw()
+        super().validation_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [*self.layer.parameters(), *self.norm.parameters()]
+        groups: Any = [{"params": trained, "momentum": 0.9, "lr": 0.01}, {"params": [self.entries]}]
+        return torch.optim.SGD(groups, lr=1.0)
+
+
+class DrawsInHooks(fx.Callback):
+    """Draws random numbers in hooks."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        draw()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        draw()
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        draw()
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        draw()
+
+
+class DiesJoining(fx.Callback):
+    """Kills the first replacement of a worker while it joins."""
+
+    def __init__(self, cell: Cell, folder: Path) -> None:
+        self.mark = folder / "happened-joining"
+        setattr(self, JOINING[cell.step], self._die)
+
+    def _die(self, trainer: Any, *arguments: Any) -> None:
+        if trainer.world.newcomer and _first(self.mark):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Happens(fx.Callback):
+    """Lets the fault of a cell happen, once.
+
+    Args:
+        cell: which fault.
+        folder: for the mark that it has happened, and where checkpoints are written.
+    """
+
+    def __init__(self, cell: Cell, folder: Path) -> None:
+        self.cell, self.folder = cell, folder
+        moment = cell.moment
+        if cell.process != "loader" and moment not in NOT_HOOKS:
+            setattr(self, moment, functools.partial(_at_hook, self))
+        elif moment == "committed":
+            setattr(self, "on_train_batch_start", functools.partial(_when_committed, self))  # noqa: B010
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Prepare the moments that aren't hooks."""
+        if self.cell.moment == "reducing":
+            module.layer.register_forward_hook(functools.partial(_when_gradients_come, self, trainer))
+        write, finish, waits = shards.write, Writer.finish, threading.Event()
+
+        def slow(file: Path, tensors: Any) -> Any:
+            if self.cell.disk == "slow":
+                waits.wait()
+            number = DISKS.get(self.cell.disk)
+            if number is not None and trainer.world.rank == 0 and _first(self.folder / "disk"):
+                raise OSError(number, os.strerror(number))
+            if self.cell.moment == "writing":
+                self.now(trainer)
+            return write(file, tensors)
+
+        def released(writer: Writer) -> bool:
+            waits.set()
+            return finish(writer)
+
+        shards.write, Writer.finish = slow, released  # type: ignore[method-assign]
+
+    def now(self, trainer: Any) -> None:
+        """Let it happen, if this is the rank and the step."""
+        cell, rank = self.cell, trainer.world.rank
+        both = cell.process == "both workers"
+        acts = cell.number if cell.process.startswith("worker") else 0
+        if (rank != acts and not both) or trainer.world.newcomer:
+            return
+        if trainer.global_step < cell.step or trainer.sanity_checking:
+            return
+        if _first(self.folder / (f"happened-{rank}" if both else "happened")):
+            _happen(cell, self.folder)
+
+
+def _happen(cell: Cell, folder: Path) -> None:
+    """Let the fault of a cell happen to its process; called in the worker that is hit, or in worker 0."""
+    if cell.fault in EXCEPTIONS:
+        raise EXCEPTIONS[cell.fault](MESSAGE)
+    if cell.fault == "cut":
+        cut_links()
+        return
+    number = SIGNALS.get(cell.fault, signal.SIGKILL)
+    if cell.outside:
+        supervisor = psutil.Process(int((folder / "supervisor").read_text()))
+        if cell.fault == "freeze":  # its workers wait for it no longer than they need it
+            subprocess.Popen(["/bin/sh", "-c", f"sleep 1; kill -CONT {supervisor.pid}"])
+        others = supervisor.children(recursive=True) if cell.process == "all" else []
+        for process in (*(other for other in others if other.pid != os.getpid()), supervisor):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        if cell.process == "all":
+            os.kill(os.getpid(), number)
+        return
+    os.kill(_server(cell.number) if cell.process.startswith("server") else os.getpid(), number)
+
+
+def _first(mark: Path) -> bool:
+    """Leave a mark; returns whether it was not there."""
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _at_hook(fault: Happens, trainer: Any, *arguments: Any, **options: Any) -> None:
+    fault.now(trainer)
+
+
+def _when_committed(fault: Happens, trainer: Any, *arguments: Any) -> None:
+    if checkpoint.list_committed(fault.folder / "saved"):
+        fault.now(trainer)
+
+
+def _when_gradients_come(fault: Happens, trainer: Any, layer: Any, given: Any, output: Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda _: fault.now(trainer))
+
+
+def _server(number: int) -> int:
+    """Return the process number of a server of this worker's run: it has a file open whose name has its number."""
+    [stacks] = {link for link in _open_files(os.getpid()) if Path(link).name.startswith("stacks-")}
+    wanted = str(Path(stacks).with_name(f"stacks-{RANKS + number}"))
+    return next(int(pid) for pid in os.listdir("/proc") if pid.isdigit() and wanted in _open_files(int(pid)))
+
+
+def _open_files(pid: int) -> set[str]:
+    found = set()
+    with contextlib.suppress(OSError):
+        for entry in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(f"/proc/{pid}/fd/{entry}"))
+    return found
+
+
+def fit(cell: Cell, folder: Path, *, calm: bool, resume: bool = False) -> tuple[Drawing, fx.Trainer, ModelCheckpoint]:
+    """Train a cell, without its fault if `calm`; `resume` goes on from a stopped run's newest checkpoint, if any."""
+    folder.mkdir(exist_ok=True)
+    (folder / "supervisor").write_text(str(os.getpid()))
+    torch.manual_seed(3)
+    module = Drawing(norm=cell.way != "reproducible")  # which refuses it
+    saver = ModelCheckpoint(folder / "saved", every_n_train_steps=3, save_last=True)
+    faults: list[Any] = [] if calm or resume else [Happens(cell, folder)]
+    if faults and cell.fault == "again":
+        faults.append(DiesJoining(cell, folder))
+    hooks: list[Any] = [DrawsInHooks()] if cell.draws == "hooks" else []
+    recovery = FaultRecovery(every_n_train_steps=2, frozen_after=2.0)
+    elastic: Any = {"deterministic": "elastic"} if cell.way == "reproducible" else {}
+    trainer = fx.Trainer(
+        devices=RANKS, strategy=WAYS[cell.way](), max_epochs=EPOCHS, default_root_dir=folder,
+        callbacks=[*hooks, *faults, saver, recovery], **{**QUIET, "enable_checkpointing": True}, **elastic,
+    )  # fmt: skip
+    loads = cell.process == "loader"
+    data = Samples(folder / "happened" if loads and not calm else None, cell.fault)
+    loader: Any = DataLoader(data, BATCH // RANKS, shuffle=True, num_workers=int(loads), persistent_workers=loads)
+    newest = "last" if resume and checkpoint.list_committed(folder / "saved") else None
+    trainer.fit(module, loader, DataLoader(Samples(), 16), ckpt_path=newest)
+    return module, trainer, saver
+
+
+@functools.lru_cache(maxsize=64)
+def wanted(way: str, draws: str, loads: bool, folder: Path) -> dict[str, Tensor]:
+    """Return what a run that nothing happens to has trained."""
+    cell = Cell(way=way, draws=draws, process="loader" if loads else "worker 0")
+    module, _, _ = fit(cell, folder / f"calm-{way}-{draws}-{loads}", calm=True)
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def judge(cell: Cell, folder: Path, calm: Path) -> list[str]:
+    """Run a cell; returns what is wrong with it, nothing if it is right.
+
+    Args:
+        cell: which.
+        folder: of this run.
+        calm: for runs that nothing happens to, which cells share.
+    """
+    folder.mkdir()
+    raised = None
+    try:
+        if cell.outside:
+            if wrong := run_outside(cell, folder):
+                return wrong
+            module, trainer, saver = fit(cell, folder, calm=False, resume=True)
+        else:
+            module, trainer, saver = fit(cell, folder, calm=False)
+    except WorkerFailed as error:
+        raised = error
+    except SystemExit:
+        if cell.fault != "term":
+            return ["it stopped, and nobody had asked"]
+        module, trainer, saver = fit(cell, folder, calm=False, resume=True)
+    if raised is not None:
+        return [] if _may_fail(cell, folder, raised) else [f"it failed: {raised}"]
+    if not list(folder.glob("happened*")) and not (cell.disk == "failing" and (folder / "disk").exists()):
+        return ["the fault has not happened"]
+    left = [f"a folder was left: {path.name}" for path in (folder / "tmp").glob("*")]  # a new run removes old ones
+    begun_anew = cell.outside and cell.fault == "kill" and trainer.state.attempt == 0  # nothing was there to resume
+    checkpoints = [] if begun_anew else _checkpoints(saver, folder)
+    return [*left, *_weights(cell, module, calm), *checkpoints, *_counts(cell, trainer)]
+
+
+def _may_fail(cell: Cell, folder: Path, error: WorkerFailed) -> bool:
+    """Return whether a run may end with this error: the user's or the disk's, without a snapshot to go back to."""
+    if cell.disk == "failing" and "could not be written" in str(error):
+        return not checkpoint.list_committed(next(folder.glob("runs/*")) / "recovery")
+    none = cell.moment in (*EARLY, *AFTER) or cell.step == 0  # there is no snapshot yet, or no longer
+    return cell.fault in EXCEPTIONS and none and MESSAGE in str(error)
+
+
+def _weights(cell: Cell, module: Drawing, calm: Path) -> list[str]:
+    if cell.way in ASYNCHRONOUS:
+        strategy: Any = WAYS[cell.way]()
+        each = 1.0 if strategy._settings.aggregate else float(RANKS)  # an update is one worker's own mean
+        off = (module.entries.detach() + EPOCHS * each) / each
+        lost = int(off.clamp(min=0).round().sum())
+        twice = int((-off).clamp(min=0).round().sum())
+        return [f"samples: {lost} lost, {twice} trained twice"] if off.abs().max() > 1e-3 else []
+    if cell.way == "local_sgd" and (
+        cell.fault == "term" or (cell.outside and cell.fault == "int")
+    ):  # a checkpoint brings the ranks together, also one more
+        off = (module.entries.detach() + EPOCHS).abs().max()
+        return [f"samples were lost or trained twice: {float(off):g}"] if off > 1e-3 else []
+    others = wanted(cell.way, cell.draws, cell.process == "loader", calm)
+    names = [name for name, value in module.state_dict().items() if not torch.equal(value, others[name])]
+    off = (module.entries.detach() + EPOCHS).abs().max()
+    ledger = [f"samples were lost or trained twice: {float(off):g}"] if off > 1e-3 else []
+    return [*ledger, *([f"other numbers in {', '.join(names)}"] if names else [])]
+
+
+def _checkpoints(saver: ModelCheckpoint, folder: Path) -> list[str]:
+    wrong = [f"half a checkpoint: {path.name}" for path in (folder / "saved").glob(".*.partial")]
+    try:
+        checkpoint.verify(saver.best_model_path)
+        checkpoint.verify(saver.last_model_path)
+    except checkpoint.CheckpointError as error:
+        wrong.append(str(error))
+    return wrong
+
+
+def _counts(cell: Cell, trainer: fx.Trainer) -> list[str]:
+    steps = trainer.global_step
+    if cell.way not in ASYNCHRONOUS and steps != STEPS:
+        return [f"{steps} steps, and not {STEPS}"]
+    silent = cell.outside or cell.fault in ("term", "int", "cut")  # a link that isn't used any more isn't missed
+    silent = silent or cell.moment in AFTER or cell.process.startswith("server")
+    return [] if trainer.failures or silent else ["no failure was noted"]

@@ -1,0 +1,66 @@
+"""Cells of the fault matrix: a few in `make test`, all pairs in `make soak`."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from tests.faults import evaluation
+from tests.faults.cells import FEATURES, Cell, pairwise
+from tests.faults.evaluation import Evaluation
+from tests.faults.running import judge
+from tests.soak import rounds
+
+SHORT = (
+    "way=ddp, moment=on_train_start, process=worker 1, step=0, draws=hooks",
+    "way=ddp, moment=on_after_backward, process=worker 0, fault=kill, draws=hooks",
+    "way=ddp, moment=writing, process=worker 1, disk=slow",
+    "way=ddp, moment=on_train_end, process=worker 0, fault=term",
+    "way=fsdp, moment=on_save_checkpoint, process=worker 0, disk=slow",
+    "way=ps2, moment=reducing, process=server 1",
+    "way=ps0-server, moment=on_before_optimizer_step, process=worker 1",
+    "way=async_sgd, moment=on_train_start, process=worker 0, step=0",
+    "way=ddp, moment=writing, process=supervisor, fault=kill, disk=slow",
+)
+EVALUATIONS = (Evaluation("ddp", "test", "term", 1), Evaluation("fsdp", "predict", "kill", 0))
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for the runs that nothing happens to."""
+    return tmp_path_factory.mktemp("calm")
+
+
+@pytest.mark.parametrize("text", SHORT)
+def test_a_fault_leaves_no_trace(text: str, tmp_path: Path, calm: Path) -> None:
+    assert Cell.parse(text).possible()
+    assert judge(Cell.parse(text), tmp_path / "run", calm) == [], f'python -m tests.faults "{text}"'
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("cell", list(islice(pairwise(1), rounds(1, 30))), ids=str)
+def test_each_pair_of_values_leaves_no_trace(cell: Cell, tmp_path: Path, calm: Path) -> None:
+    assert judge(cell, tmp_path / "run", calm) == [], f'python -m tests.faults "{cell}"'
+
+
+@pytest.mark.parametrize("cell", EVALUATIONS, ids=str)
+def test_a_fault_in_an_evaluation_is_an_error_and_the_next_one_is_right(cell: Evaluation, tmp_path: Path) -> None:
+    assert evaluation.judge(cell, tmp_path / "run") == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("cell", list(islice(evaluation.pairwise(1), rounds(1, 112))), ids=str)
+def test_each_fault_in_an_evaluation(cell: Evaluation, tmp_path: Path) -> None:
+    assert evaluation.judge(cell, tmp_path / "run") == []
+
+
+def test_the_first_cells_have_each_value_and_print_as_what_runs_them() -> None:
+    cells = list(islice(pairwise(1), 150))
+    assert cells == list(islice(pairwise(1), 150))
+    for name, options in FEATURES.items():
+        assert {getattr(cell, name) for cell in cells} == set(options)
+    for cell in cells:
+        assert cell.possible()
+        assert Cell.parse(str(cell)) == cell

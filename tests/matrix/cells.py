@@ -1,0 +1,292 @@
+"""The cells of the matrix: a strategy with options, a number of ranks, and one value of each feature."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from allpairspy import AllPairs
+
+from fabricx import Strategy
+from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer, Reproducible, Single
+
+WAYS: dict[str, Callable[[], Strategy]] = {
+    "single": Single,
+    "ddp": DDP,
+    "ddp-static": lambda: DDP(static_graph=True),
+    "ddp-fp16": lambda: DDP(compression="fp16"),
+    "ddp-bf16": lambda: DDP(compression="bf16"),
+    "fsdp": FSDP,
+    "fsdp-blocks": lambda: FSDP(wrap=["Linear"], activation_checkpointing=["Linear"], cpu_offload=True),
+    "fsdp-kept": lambda: FSDP(wrap=20, reshard_after_forward=False),
+    "hsdp": lambda: FSDP(replicas=2),
+    "ps0": lambda: ParameterServer(servers=0),
+    "ps0-server": lambda: ParameterServer(servers=0, optimizer="server"),
+    "ps1": ParameterServer,
+    "ps2": lambda: ParameterServer(servers=2),
+    "ps2-gloo": lambda: ParameterServer(servers=2, link="gloo"),
+    "ps1-server": lambda: ParameterServer(optimizer="server"),
+    "ps2-server": lambda: ParameterServer(servers=2, optimizer="server"),
+    "ps2-tensor": lambda: ParameterServer(servers=2, optimizer="server", shard_by="tensor"),
+    "ps2-overlap": lambda: ParameterServer(servers=2, optimizer="server", overlap="forward"),
+    "ps1-bf16": lambda: ParameterServer(compression="bf16"),
+    "ps2-server-fp16": lambda: ParameterServer(servers=2, optimizer="server", compression="fp16"),
+    "bounded0": lambda: ParameterServer(mode="bounded", max_staleness=0),
+    "bounded0-ps2": lambda: ParameterServer(mode="bounded", max_staleness=0, servers=2, shard_by="tensor"),
+    "async": lambda: ParameterServer(mode="async"),
+    "async_sgd": AsyncSGD,
+    "async_sgd-ps2": lambda: AsyncSGD(servers=2, shard_by="tensor", overlap="forward"),
+    "async_sgd-dc": lambda: AsyncSGD(compensation="dc"),
+    "rounds": lambda: AsyncSGD(every=2, outer="average"),
+    "local_sgd": lambda: LocalSGD(every=1),
+    "local_sgd-2": lambda: LocalSGD(every=2),
+    "reproducible": Reproducible,
+}
+ONE_WORKER = {"async", "async_sgd", "async_sgd-ps2", "async_sgd-dc", "rounds", "local_sgd-2"}
+COMPRESSED = {"ddp-fp16", "ddp-bf16", "ps1-bf16", "ps2-server-fp16"}
+SERVERS_STEP = {"ps0-server", "ps1-server", "ps2-server", "ps2-tensor", "ps2-overlap", "ps2-server-fp16"}
+BOUNDED = {"bounded0", "bounded0-ps2"}
+UNEQUAL_PACE = BOUNDED | (ONE_WORKER - {"local_sgd-2"})
+STREAMS = ("iterable", "ending")
+TOGETHER = ("batchnorm", "sync-batchnorm")
+IN_HOOKS = (
+    "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad", "on_before_backward",
+    "on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_validation_epoch_end",
+    "on_validation_end", "on_train_epoch_end", "on_train_end",
+)  # fmt: skip
+
+FEATURES: dict[str, tuple[Any, ...]] = {
+    "ranks": (2, 3, 1),
+    "optimizer": ("sgd", "momentum", "adam", "groups", "custom", "adagrad", "lbfgs", "own-step"),
+    "update": ("automatic", "several", "manual", "manual-submodule", "manual-two"),
+    "clip": ("none", "norm", "value", "module"),
+    "accumulate": (1, 2),
+    "schedule": ("none", "step", "epoch", "every-2", "plateau"),
+    "model": (
+        "plain", "batchnorm", "sync-batchnorm", "dropout", "frozen", "tied", "shared", "sparse", "unused", "buffer",
+        "late", "toggled",
+    ),
+    "data": ("even", "uneven", "few", "shuffled", "iterable", "ending", "balanced", "weighted"),
+    "loop": (
+        "plain", "limit", "max-steps", "val-interval", "overfit", "reload", "two-val", "skip-rest", "no-loss",
+        "lr-callback", "stop-early", "evaluate",
+    ),
+    "save": ("none", *IN_HOOKS, "from-single", "to-single"),
+    "callback": ("none", "ema"),
+    "precision": ("64", "32", "bf16-mixed"),
+}  # fmt: skip
+
+# On one rank, and with few digits, fewer mistakes can show.
+OFTEN: dict[str, tuple[Any, ...]] = {"ranks": (2, 3, 2, 3, 1), "precision": ("64", "64", "64", "32", "bf16-mixed")}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination; a field that isn't given has the first of its values in `FEATURES`."""
+
+    way: str
+    ranks: int = 2
+    optimizer: str = "sgd"
+    update: str = "automatic"
+    clip: str = "none"
+    accumulate: int = 1
+    schedule: str = "none"
+    model: str = "plain"
+    data: str = "even"
+    loop: str = "plain"
+    save: str = "none"
+    callback: str = "none"
+    precision: str = "64"
+
+    def __str__(self) -> str:
+        different = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "way" and (field.name == "ranks" or getattr(self, field.name) != field.default)
+        }
+        return " ".join([self.way, *(f"{name}={value}" for name, value in different.items())])
+
+    @staticmethod
+    def parse(text: str) -> Cell:
+        """Return the cell that is written like this.
+
+        Raises:
+            ValueError: a name or a value isn't known.
+        """
+        way, *rest = text.split()
+        if way not in WAYS:
+            raise ValueError(f"no strategy {way!r}; known: {', '.join(WAYS)}")
+        given: dict[str, Any] = {}
+        for part in rest:
+            name, _, value = part.partition("=")
+            known = {str(one): one for one in FEATURES[name]}
+            if value not in known:
+                raise ValueError(f"{name}={value!r}; known: {', '.join(known)}")
+            given[name] = known[value]
+        return Cell(way, **given)
+
+    @property
+    def manual(self) -> bool:
+        """Return whether the module steps by itself."""
+        return self.update.startswith("manual")
+
+
+def exists(cell: Cell) -> bool:
+    """Return whether the cell can exist as an input, and has an oracle."""
+    return not any(reason for reason in _impossible(cell))
+
+
+def _impossible(cell: Cell) -> Iterator[bool]:
+    yield cell.way == "single" and cell.ranks != 1
+    yield cell.way in ONE_WORKER and cell.ranks != 1  # several workers: no order of updates to compare with
+    yield cell.way == "hsdp" and cell.ranks != 2  # the groups have to be of one size
+    # torch has no such optimizer, or it needs dense gradients.
+    yield cell.model == "sparse" and cell.optimizer not in ("sgd", "groups", "adagrad", "own-step")
+    yield cell.optimizer == "lbfgs" and (cell.update == "several" or cell.manual or cell.model in ("sparse", "toggled"))
+    # One optimizer of several needs a model of two parts that are both trained.
+    yield cell.update in ("several", "manual-two") and cell.model in ("tied", "shared", "frozen", "late")
+    yield cell.update in ("several", "manual-two") and cell.optimizer == "groups"
+    # local SGD averages steps: that is the step of the mean gradient only where the step is linear in it.
+    linear = cell.optimizer in ("sgd", "groups", "own-step", "momentum") and cell.clip == "none"
+    yield cell.way == "local_sgd" and cell.ranks > 1 and not linear
+    # On fewer ranks an update has several microbatches, which LBFGS refuses then (tests/process/test_resume.py).
+    yield cell.save == "to-single" and cell.optimizer == "lbfgs" and cell.ranks > 1
+    # Its second loss is computed with a rank's own weights, after one of two steps.
+    yield cell.way == "local_sgd" and cell.ranks > 1 and cell.update == "manual-two"
+    # A loop that isn't the module's own.
+    yield cell.manual and cell.loop in ("no-loss",)
+    yield cell.manual and cell.accumulate > 1  # what a manual loop does in two batches is its own affair
+    yield cell.manual and cell.optimizer == "own-step"  # no optimizer_step is called there
+    yield cell.manual and cell.data in ("weighted",)
+    yield cell.manual and cell.schedule in ("epoch", "plateau")
+    yield cell.manual and cell.update == "manual-submodule" and cell.model != "plain"
+    yield cell.schedule == "plateau" and cell.loop == "limit"
+    yield cell.loop in ("two-val",) and cell.schedule == "plateau"  # its metric has a number behind it there
+    # One sample has no statistics, on one process either.
+    yield cell.data == "few" and (cell.model == "batchnorm" or (cell.model == "sync-batchnorm" and cell.ranks == 1))
+    # Its state is that of differences of gradients, which are rounding there.
+    yield cell.optimizer == "lbfgs" and cell.precision == "bf16-mixed"
+    # Rounding turns into whole steps where an optimizer divides by the gradient's size.
+    yield cell.way in COMPRESSED and cell.optimizer in ("adam", "adagrad", "lbfgs")
+    # What each rank draws or sees differs with their number.
+    elsewhere = cell.save in ("from-single", "to-single")
+    yield elsewhere and cell.model in ("dropout", "batchnorm", "sync-batchnorm", "buffer")
+    # One process has a batch for the hooks where each rank had one, so that another is the one without a loss.
+    yield cell.save == "to-single" and cell.loop == "no-loss" and cell.ranks > 1
+    yield elsewhere and cell.manual and cell.ranks > 1  # a manual loop steps with each rank's batch
+    # Which worker trains which sample is a matter of time.
+    yield cell.way in BOUNDED and cell.ranks > 1 and cell.model in ("dropout", "batchnorm")
+    # A microbatch of each rank is another part of the global batch than one process's microbatch.
+    yield cell.accumulate > 1 and cell.ranks > 1 and (cell.loop in ("no-loss", "skip-rest") or cell.model in TOGETHER)
+    # A step without a loss has to be one of all ranks, and these can't see that: it is an error that says so.
+    yield cell.loop == "no-loss" and (cell.model == "sync-batchnorm" or cell.optimizer == "lbfgs")
+    # A batch counts as an update there, whatever others have had.
+    yield cell.loop == "no-loss" and (cell.way == "rounds" or (cell.way in {*BOUNDED, "local_sgd"} and cell.ranks > 1))
+    # A run that has stopped early goes on when it is asked to.
+    yield cell.loop == "stop-early" and cell.save == "on_train_end"
+    # There a part of a global batch is a batch for the hooks, so their numbers and counts are others.
+    yield cell.way == "reproducible" and (cell.loop in ("skip-rest", "no-loss", "limit") or cell.model == "buffer")
+    # A stream has no length, and a part of it isn't known.
+    yield cell.data in STREAMS and cell.loop == "overfit"
+    yield cell.data in ("balanced", *STREAMS) and cell.ranks == 1
+    yield cell.data in STREAMS and elsewhere  # each rank reads its own
+    # Each batch of a stream counts the same, so a window of unequal ones has another mean.
+    yield cell.data == "ending" and cell.accumulate > 1
+    yield cell.save in ("on_before_zero_grad",) and cell.manual
+    yield cell.loop == "skip-rest" and cell.save in ("on_train_batch_end",)
+
+
+def pairwise(seed: int, excluded: Callable[[Cell], object], n: int = 2) -> list[Cell]:
+    """Return cells in which each possible pair of values comes together at least once (`n`: each n-tuple).
+
+    Args:
+        seed: decides which of the many such lists it is.
+        excluded: returns whether a cell isn't wanted, such as one that is refused: it would show nothing else.
+        n: how many values come together.
+    """
+    names = ["way", *FEATURES]
+    values: list[list[Any]] = [list(WAYS), *(list(known) for known in FEATURES.values())]
+    chance = random.Random(seed)
+    for known in values:
+        chance.shuffle(known)
+
+    def possible(row: list[Any]) -> bool:
+        cell = _completed(dict(zip(names, row, strict=False)))
+        return exists(cell) and not excluded(cell)
+
+    cells = [Cell(*row) for row in AllPairs(values, filter_func=possible, n=n)]
+    return [_on_more_ranks(cell, chance, excluded) for cell in cells]
+
+
+def triples(seed: int, excluded: Callable[[Cell], object]) -> Iterator[Cell]:
+    """Yield cells until each possible triple of values has come together; the same for the same seed.
+
+    Each cell begins with a triple that has not occurred yet; a random value is added for each other feature in turn,
+    unless the combination becomes impossible or excluded. There are tens of thousands of cells: take the first ones.
+
+    Args:
+        seed: decides the order of the triples, and what is added.
+        excluded: returns whether a cell isn't wanted.
+    """
+    known = {"way": tuple(WAYS), **FEATURES}
+    chance = random.Random(seed)
+    wanted = [
+        tuple(zip(names, values, strict=True))
+        for names in itertools.combinations(known, 3)
+        for values in itertools.product(*(known[name] for name in names))
+    ]
+    chance.shuffle(wanted)
+    seen: set[tuple[tuple[str, Any], ...]] = set()
+    for triple in wanted:
+        if triple in seen or (cell := _cell_with(dict(triple), known, chance, excluded)) is None:
+            continue
+        seen.update(itertools.combinations(((name, getattr(cell, name)) for name in known), 3))
+        yield cell
+
+
+def _cell_with(
+    given: dict[str, Any], known: dict[str, tuple[Any, ...]], chance: random.Random, excluded: Callable[[Cell], object]
+) -> Cell | None:  # fmt: skip
+    """Return a cell with these values and many others at random; None if there is none with the other defaults."""
+    for way in [given["way"]] if "way" in given else chance.sample(known["way"], len(known["way"])):
+        cell = _completed({**given, "way": way})
+        if not exists(cell) or excluded(cell):
+            continue
+        others = [name for name in FEATURES if name not in given]
+        for name in chance.sample(others, len(others)):
+            more = dataclasses.replace(cell, **{name: chance.choice(OFTEN.get(name, known[name]))})
+            if exists(more) and not excluded(more):
+                cell = more
+        return cell
+    return None
+
+
+def _completed(given: dict[str, Any]) -> Cell:
+    """Return a cell of the first values of a row; the ranks are those that the strategy can have."""
+    way = given["way"]
+    return Cell(**{"ranks": 1 if way == "single" or way in ONE_WORKER else 2, **given})
+
+
+def _on_more_ranks(cell: Cell, chance: random.Random, excluded: Callable[[Cell], object]) -> Cell:
+    """Return the cell on 2 or 3 ranks where it can be: on one rank fewer mistakes can show."""
+    if cell.ranks == 1 and chance.random() < 0.9:
+        for ranks in chance.sample((2, 3), 2):
+            more = dataclasses.replace(cell, ranks=ranks)
+            if exists(more) and not excluded(more):
+                return more
+    return cell
+
+
+def single_features(ranks: int) -> list[Cell]:
+    """Return each strategy with each value of each feature alone: the table of the docs."""
+    cells = []
+    for way in WAYS:
+        place = _completed({"way": way}).ranks
+        plain = Cell(way, ranks=place if place == 1 or way == "hsdp" else ranks)
+        values = [(name, value) for name, known in FEATURES.items() if name != "ranks" for value in known]
+        cells += [dataclasses.replace(plain, **{name: value}) for name, value in values]
+    return [cell for cell in dict.fromkeys(cells) if exists(cell)]

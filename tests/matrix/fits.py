@@ -1,0 +1,339 @@
+"""Runs cells: each is one small `fit` or two, in ranks that stay for many cells; and what the fit has left."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import itertools
+import pickle
+import threading
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fabricx as fx
+from fabricx import checkpoint, dispatch
+from fabricx.callbacks import EMA, EarlyStopping, LoadBalancer
+from fabricx.comm.world import World
+from fabricx.errors import WorkerFailed
+from fabricx.exchange.unjoined import GradientElsewhere
+from fabricx.execution import execute
+from fabricx.job import Job, check_job
+from fabricx.launch.supervisor import run_workers
+from fabricx.testing import QUIET
+from tests.matrix.cells import UNEQUAL_PACE, WAYS, Cell
+from tests.matrix.module import CLIP, PRECISIONS, make_loaders, make_module, whole
+
+EACH_BATCH = {
+    "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step", "on_train_batch_end",
+}  # fmt: skip
+SERVERS = 2  # that are there for each launch; a cell uses as many as it asks for
+CELL_S = 20.0  # a cell takes less than a second: one that takes so long hangs
+
+
+@dataclass
+class Found:
+    """What a cell has left on one rank.
+
+    Attributes:
+        error: the traceback's end, where it was refused or failed.
+        trained: training steps that this rank began.
+        seen: of each update: (rates of the groups, norm of the gradient, None where it can't be read).
+        metrics: by name, at the end.
+        position: (updates, epochs).
+        results: of validate, test and predict after the fit.
+        resumed: the same of the run that went on from the checkpoint that was saved on the way; None for none.
+        reference: the same of a run without interruption, where one process is no oracle.
+        state: what the checkpoint at the end holds.
+        shared: the checkpoint that other cells go on from.
+    """
+
+    error: str = ""
+    trained: int = 0
+    seen: list[Any] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    position: tuple[int, int] = (0, 0)
+    results: Any = None
+    resumed: Found | None = None
+    reference: Found | None = None
+    state: Any = None
+    shared: Path | None = None
+
+
+class Watches(fx.Callback):
+    """Notes the rates and the gradient of each update, and saves the state at the end."""
+
+    def __init__(self, found: Found, path: Path) -> None:
+        self.found, self.path = found, path
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        world = trainer.world
+        gloo = trainer.strategy.link == "gloo"
+        if stage == "fit" and trainer.strategy.servers and world.rank == 0:  # they begin to serve this run
+            world.store.set(f"matrix/serve/{len(_SERVED)}", f"{world.job} {trainer.strategy.servers} {int(gloo)}")
+            _SERVED.append(world.job)
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        try:
+            norm = float(sum(whole(gradient).double().square().sum() for gradient in gradients)) ** 0.5
+        except GradientElsewhere:  # it is on the servers, and says so
+            norm = None
+        self.found.seen.append(([group["lr"] for group in optimizer.param_groups], norm))
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def saves_in(moment: str, path: Path, *, elsewhere: str = "on_train_batch_end") -> fx.Callback:
+    """Return a callback that writes a checkpoint in a hook: in the first epoch, but not at its very beginning.
+
+    Args:
+        moment: the hook, or "from-single" or "to-single".
+        path: of the checkpoint.
+        elsewhere: the hook for the last two.
+    """
+    hook = moment if moment.startswith("on_") else elsewhere
+    call = 2 if hook in EACH_BATCH else 1
+
+    def save(self: Any, trainer: Any, *rest: Any) -> None:
+        if trainer.sanity_checking:
+            return
+        self.calls += 1
+        if self.calls >= call and not path.exists():  # a rank without a sample has not counted that batch
+            trainer.save_checkpoint(path)
+
+    made: fx.Callback = type("SavesIn", (fx.Callback,), {hook: save, "calls": 0})()
+    return made
+
+
+class ChangesRate(fx.Callback):
+    """Halves the rate in the middle of training, once."""
+
+    done = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.done = state_dict["done"]
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 2 and not self.done:
+            self.done = True
+            for optimizer in trainer.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] *= 0.5
+
+
+class Toggles(fx.Callback):
+    """Trains one layer in every other epoch only."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        module.second.requires_grad_(trainer.current_epoch % 2 == 1)
+
+
+def options(cell: Cell) -> dict[str, Any]:
+    """Return the Trainer's options."""
+    clip = None if cell.clip == "module" or cell.manual else CLIP[cell.clip]
+    found: dict[str, Any] = {
+        "max_epochs": 2, "precision": PRECISIONS[cell.precision], "accumulate_grad_batches": cell.accumulate,
+        "gradient_clip_val": clip, "sync_batchnorm": cell.model == "sync-batchnorm", "num_sanity_val_steps": 1,
+    }  # fmt: skip
+    if clip is not None:
+        found["gradient_clip_algorithm"] = cell.clip
+    more: dict[str, dict[str, Any]] = {
+        "limit": {"limit_train_batches": 1}, "max-steps": {"max_steps": 3}, "val-interval": {"val_check_interval": 1},
+        "overfit": {"overfit_batches": 1}, "reload": {"reload_dataloaders_every_n_epochs": 1},
+        "stop-early": {"max_epochs": 4},
+    }  # fmt: skip
+    return {**QUIET, **found, **more.get(cell.loop, {})}
+
+
+def callbacks(cell: Cell, ranks: int) -> list[fx.Callback]:
+    """Return the callbacks that a cell asks for."""
+    found: list[fx.Callback] = []
+    if cell.callback == "ema":
+        found.append(EMA(0.5))
+    if cell.loop == "lr-callback":
+        found.append(ChangesRate())
+    if cell.loop == "stop-early":
+        found.append(EarlyStopping(monitor="val", patience=1, min_delta=100.0))
+    if cell.model == "toggled":
+        found.append(Toggles())
+    if cell.data == "balanced" and ranks > 1:
+        found.append(LoadBalancer(shares=[2 / (ranks + 1), *[1 / (ranks + 1)] * (ranks - 1)]))
+    return found
+
+
+def fit(
+    cell: Cell, world: World, folder: Path, *, resume: Path | None = None, save: Path | None = None, began: int = 0
+) -> Found:  # fmt: skip
+    """Train a cell in this process, as one rank of a world; it goes on with a run that `began` on so many."""
+    began = began or world.size
+    found = Found()
+    torch.manual_seed(7)
+    module = make_module(cell)
+    try:
+        mine = [*callbacks(cell, world.size), Watches(found, folder / "end.ckpt")]
+        if save is not None:
+            elsewhere = "on_train_epoch_end" if cell.way in UNEQUAL_PACE else "on_train_batch_end"
+            mine.append(saves_in(cell.save, save, elsewhere=elsewhere))
+        trainer = fx.Trainer(
+            devices=world.size, strategy=WAYS[cell.way](), callbacks=mine, default_root_dir=folder, **options(cell)
+        )
+        train, validation = make_loaders(cell, began, world.size)
+        if cell.loop == "reload":
+            vars(module)["train_dataloader"] = lambda: make_loaders(cell, began, world.size)[0]
+            train = None
+        _run(trainer, Job("fit", module, train, validation, None, resume), world, folder)
+        found.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        found.position = trainer.global_step, trainer.current_epoch
+        if cell.loop == "evaluate":
+            found.results = []
+            for stage in ("validate", "test", "predict"):
+                loader = make_loaders(cell, began, world.size)[1]
+                job = Job(stage, module, None, loader, None, None, stage == "predict")
+                found.results.append(_run(trainer, job, world, folder))
+            found.results[2] = torch.cat(found.results[2])
+    except Exception as error:
+        found.error = "".join(traceback.format_exception(error)[-6:])
+    found.trained = module.trained
+    return found
+
+
+def _run(trainer: fx.Trainer, job: Job, world: World, folder: Path) -> Any:
+    check_job(trainer, job)
+    trainer.run_dir = folder
+    trainer.state.seed = trainer.state.seed or torch.initial_seed()
+    return execute(trainer, job, world).results
+
+
+def run_cell(cell: Cell, world: World, folder: Path) -> Found:
+    """Run a cell in this process, as one rank of a world: also from the checkpoint that it saves on its way."""
+    if cell.save == "from-single":
+        return fit(cell, world, folder, resume=folder / "single.ckpt", began=1)
+    middle = folder / "mid.ckpt"
+    found = fit(cell, world, folder, save=None if cell.save == "none" else middle)
+    if cell.save not in ("none", "to-single") and not found.error and middle.exists():
+        found.resumed = _beside(cell, world, folder, "again", resume=middle)
+    if needs_own_oracle(cell) and not found.error:
+        found.reference = _beside(cell, world, folder, "reference")
+    return found
+
+
+def _beside(cell: Cell, world: World, folder: Path, name: str, **more: Any) -> Found:
+    if world.rank == 0:
+        (folder / name).mkdir()
+    world.barrier()
+    return fit(cell, world, folder / name, **more)
+
+
+def needs_own_oracle(cell: Cell) -> bool:
+    """Return whether one process computes something else by design: each rank draws its own random numbers."""
+    if cell.way == "reproducible":
+        return cell.model == "dropout"
+    return cell.ranks > 1 and cell.model in ("dropout", "batchnorm")
+
+
+# -- ranks that run many cells --------------------------------------------------------------------------------------
+
+
+def run_cells(cells: Sequence[tuple[Cell, Path]]) -> list[list[Found]]:
+    """Run cells of one number of ranks, each in its folder; returns what each rank has found, by cell.
+
+    One that hangs, or that ends otherwise on one rank than on another, ends its ranks; others go on with the rest.
+    """
+    begin = 0
+    while begin < len(cells):
+        ranks = cells[begin][0].ranks
+        try:
+            run_workers(_in_rank, (cells[begin:],), size=ranks, servers=SERVERS, serve=_serve)
+        except WorkerFailed as error:
+            last = str(error)
+        else:
+            last = ""
+        done = begin
+        while done < len(cells) and all(_file(cells[done][1], rank).exists() for rank in range(ranks)):
+            done += 1
+        if done < len(cells) and (done == begin or last):  # the cell in which the ranks ended
+            for rank in range(ranks):
+                if not _file(cells[done][1], rank).exists():
+                    lost = Found(error=f"HANGS or dies: {last[-3000:]}", trained=-1)
+                    _file(cells[done][1], rank).write_bytes(pickle.dumps(lost))
+            done += 1
+        begin = done
+    found = []
+    for cell, folder in cells:
+        by_rank = [pickle.loads(_file(folder, rank).read_bytes()) for rank in range(cell.ranks)]
+        _read_states(by_rank[0], folder)
+        found.append(by_rank)
+    return found
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}"
+
+
+def _read_states(found: Found, folder: Path) -> None:
+    for one, name in ((found, "."), (found.resumed, "again"), (found.reference, "reference")):
+        if one is not None and (folder / name / "end.ckpt").exists():
+            one.state = checkpoint.load(folder / name / "end.ckpt")
+
+
+def _in_rank(world: World, cells: Sequence[tuple[Cell, Path]]) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    world = dataclasses.replace(world, device=torch.device("cpu"))
+    world.join()
+    assert world.store is not None
+    try:
+        for number, (cell, folder) in enumerate(cells):
+            faulthandler.dump_traceback_later(CELL_S, exit=True)
+            found = run_cell(cell, world, folder)
+            faulthandler.cancel_dump_traceback_later()
+            _file(folder, world.rank).with_suffix(".new").write_bytes(pickle.dumps(found))
+            _file(folder, world.rank).with_suffix(".new").rename(_file(folder, world.rank))
+            if not _together(world, number, found):
+                return
+    finally:
+        if world.rank == 0:
+            world.store.set(f"matrix/serve/{len(_SERVED)}", "-1 0 0")
+
+
+def _together(world: World, number: int, found: Found) -> bool:
+    """Return whether all ranks can go on with the next cell: it went well on all, or was refused on all."""
+    assert world.store is not None
+    refused = bool(found.error) and found.trained == 0  # else the ranks may be at different places
+    world.store.set(f"matrix/{number}/{world.rank}", "failed" if found.error and not refused else str(refused))
+    keys = [f"matrix/{number}/{rank}" for rank in range(world.size)]
+    with contextlib.suppress(Exception):
+        world.store.wait(keys, timedelta(seconds=3 if found.error else CELL_S))
+        said = {world.store.get(key) for key in keys}
+        return len(said) == 1 and b"failed" not in said
+    return False
+
+
+_SERVED: list[int] = []  # jobs of this world that servers were told of
+
+
+def _serve(world: World, number: int, folder: str | None = None, **more: Any) -> None:
+    """Be a server of each job that needs one of this number."""
+    assert world.store is not None
+    for told in itertools.count():
+        job, servers, gloo = map(int, world.store.get(f"matrix/serve/{told}").split())
+        if job < 0:
+            return
+        if number < servers:
+            place = dataclasses.replace(world, job=job)
+            serve = functools.partial(dispatch._serve, network=bool(gloo))
+            threading.Thread(target=serve, args=(place, number), daemon=True).start()

@@ -1,0 +1,319 @@
+"""What the cells train: fewer than 100 parameters, and one switch for each feature."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, Dataset
+
+import fabricx as fx
+from tests.matrix.cells import STREAMS, Cell
+
+GLOBAL_BATCH = 12
+SAMPLES = {
+    "even": 24, "uneven": 31, "few": 25, "shuffled": 31, "iterable": 24, "ending": 31, "balanced": 31, "weighted": 31,
+}  # fmt: skip
+VALIDATION_SAMPLES = 5
+DTYPES = {"64": torch.float64, "32": torch.float32, "bf16-mixed": torch.float32}
+PRECISIONS = {"64": "64-true", "32": "32-true", "bf16-mixed": "bf16-mixed"}
+CLIP = {"norm": 0.3, "value": 0.05, "module": 0.1, "none": None}
+
+
+def whole(tensor: Any) -> Tensor:
+    """Return all of a tensor of which each rank may have a shard only; every rank calls it."""
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found.to_dense() if found.is_sparse else found
+
+
+class Samples(Dataset[Any]):
+    """Inputs of shape [4], targets [2], row numbers [2], a weight, and the number of the sample."""
+
+    def __init__(self, samples: int, dtype: torch.dtype, seed: int = 1) -> None:
+        chance = torch.Generator().manual_seed(seed)
+        self.inputs = torch.randn(samples, 4, generator=chance, dtype=torch.float64).to(dtype)
+        self.targets = torch.stack([self.inputs.sum(1), self.inputs[:, 0] - 1.0], 1)
+        self.rows = torch.randint(0, 6, (samples, 2), generator=chance)
+        self.weights = torch.randint(1, 5, (samples,), generator=chance).to(dtype)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index], self.targets[index], self.rows[index], self.weights[index], index
+
+
+class Stream:
+    """The batches of one rank, without a length: its part of each global batch.
+
+    With `ends`, all ranks but the first have a part of the first global batch only.
+    """
+
+    def __init__(self, samples: Samples, *, ends: bool) -> None:
+        self.samples, self.ends = samples, ends
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        each = GLOBAL_BATCH // ranks
+        for start in range(0, len(self.samples), GLOBAL_BATCH):
+            numbers = range(start + rank * each, start + (rank + 1) * each)
+            if self.ends and start:
+                if rank:
+                    return
+                numbers = range(start, min(start + GLOBAL_BATCH, len(self.samples)))
+            yield [torch.stack([torch.as_tensor(v) for v in column]) for column in
+                   zip(*(self.samples[number] for number in numbers), strict=True)]  # fmt: skip
+
+
+class Custom(torch.optim.Optimizer):
+    """Momentum with state and attributes of its own: without them its steps are wrong or fail."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.decay = 0.5
+        self.history = {"steps": 0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.history["steps"] += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["moved"], state["count"] = torch.zeros_like(parameter), 0
+                state["count"] += 1
+                state["moved"].mul_(self.decay).add_(parameter.grad)
+                parameter.add_(state["moved"], alpha=-group["lr"] / (1.0 + 0.5 * (state["count"] % 2)))
+        return loss
+
+
+def _optimizer(kind: str, parameters: list[Any]) -> torch.optim.Optimizer:
+    if kind == "momentum":
+        return torch.optim.SGD(parameters, lr=0.2, momentum=0.9, nesterov=True, weight_decay=0.01)
+    if kind == "adam":
+        return torch.optim.Adam(parameters, lr=0.1)
+    if kind == "groups":
+        half = max(1, len(parameters) // 2)
+        groups: Any = [{"params": parameters[:half], "lr": 0.3}, {"params": parameters[half:]}]
+        return torch.optim.SGD(groups, lr=0.1)
+    if kind == "adagrad":
+        return torch.optim.Adagrad(parameters, lr=0.2)
+    if kind == "custom":
+        return Custom(parameters, lr=0.1)
+    if kind == "lbfgs":
+        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
+    return torch.optim.SGD(parameters, lr=0.3)
+
+
+class Net(fx.Module):
+    """Two layers and what the cell asks for beside them; notes what its hooks see.
+
+    Attributes:
+        trained: calls of `training_step` on this rank.
+        seen: of each update: the rate of each group, and the norm of the gradient in `on_before_optimizer_step`.
+    """
+
+    def __init__(self, cell: Cell) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.cell = cell
+        self.automatic_optimization = not cell.manual
+        kind = cell.model
+        self.first = nn.Linear(4, 4)
+        if kind in ("batchnorm", "sync-batchnorm"):
+            self.norm = nn.BatchNorm1d(4)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.head = nn.Linear(4, 2)
+        if kind == "dropout":
+            self.drop = nn.Dropout(0.4)
+        if kind == "frozen":
+            self.second.weight.requires_grad_(False)
+        if kind == "tied":
+            self.second.weight = self.first.weight
+        if kind == "shared":
+            self.again = self.second
+        if kind == "sparse":
+            self.table = nn.Embedding(6, 4, sparse=True)
+        if kind == "unused":
+            self.idle = nn.Linear(3, 1)
+        if kind == "buffer":
+            self.register_buffer("mask", torch.tensor([True, False, True, True]))
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.trained = 0
+        self.seen: list[Any] = []
+        self.losses = 0
+
+    def configure_model(self) -> None:
+        if self.cell.model == "late" and not hasattr(self, "scale"):
+            self.scale = nn.LayerNorm(4)
+
+    def forward(self, inputs: Tensor, rows: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        kind = self.cell.model
+        if kind in ("batchnorm", "sync-batchnorm"):
+            hidden = self.norm(hidden)
+        if kind == "sparse":
+            hidden = hidden + self.table(rows).sum(1).to(hidden.dtype)
+        hidden = self.second(hidden)
+        if kind == "shared":
+            hidden = self.again(torch.tanh(hidden))
+        if kind == "dropout":
+            hidden = self.drop(hidden)
+        if kind == "buffer":
+            hidden = hidden * self.mask
+            if self.training:
+                self.calls += 1
+        if kind == "late":
+            hidden = self.scale(hidden)
+        output: Tensor = self.head(hidden)
+        return output
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def batch_loss(self, batch: Any) -> Tensor:
+        each = (self.predicted(batch) - batch[1]).square().mean(1)
+        if self.cell.data == "weighted" and self.training:
+            return (each * batch[3]).sum() / batch[3].sum()
+        return each.mean()
+
+    def predicted(self, batch: Any) -> Tensor:
+        if self.cell.update != "manual-submodule":
+            output: Tensor = self(batch[0], batch[2])
+            return output
+        hidden = torch.tanh(self.first(batch[0]))  # its parts are called, and it isn't
+        found: Tensor = self.head(self.second(hidden))
+        return found
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trained += 1
+        loss = self.batch_loss(batch)
+        if self.cell.loop == "no-loss" and batch_idx == 1:
+            return None
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        self.log("samples", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log("largest", batch[0].max(), on_step=False, on_epoch=True, reduce_fx="max")
+        if self.automatic_optimization:
+            return loss
+        self._step_by_itself(batch, loss)
+        return None
+
+    def _step_by_itself(self, batch: Any, loss: Tensor) -> None:
+        optimizers = self.optimizers()
+        for number, optimizer in enumerate(optimizers if isinstance(optimizers, list) else [optimizers]):
+            optimizer.zero_grad()
+            if number:
+                loss = 2.0 * self.batch_loss(batch)
+            self.manual_backward(loss)
+            if self.cell.clip == "module":
+                self.configure_gradient_clipping(optimizer)
+            elif self.cell.clip != "none":
+                self.clip_gradients(optimizer, CLIP[self.cell.clip], self.cell.clip)
+            optimizer.step()
+        schedulers = self.lr_schedulers()
+        if schedulers is not None and self.cell.schedule in ("step", "every-2"):
+            for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
+                scheduler.step()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val", self.batch_loss(batch), batch_size=len(batch[0]))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test", self.batch_loss(batch), batch_size=len(batch[0]))
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self(batch[0], batch[2]).float()
+
+    # -- optimizers ---------------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> Any:
+        kind = self.cell.optimizer
+        if self.cell.update in ("several", "manual-two"):
+            mine = {id(parameter) for parameter in self.first.parameters()}
+            parts = [
+                [p for p in self.parameters() if id(p) in mine],
+                [p for p in self.parameters() if id(p) not in mine],
+            ]
+            optimizers = [_optimizer(kind, part) for part in parts]
+        else:
+            optimizers = [_optimizer(kind, list(self.parameters()))]
+        return optimizers, [self._schedule(optimizer) for optimizer in optimizers if self.cell.schedule != "none"]
+
+    def _schedule(self, optimizer: Any) -> Any:
+        kind = self.cell.schedule
+        if kind == "plateau":
+            plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0, threshold_mode="abs")
+            return {"scheduler": plateau, "monitor": "val", "interval": "epoch", "strict": False}
+        interval = "epoch" if kind == "epoch" else "step"
+        often = 2 if kind == "every-2" else 1
+        return {"scheduler": StepLR(optimizer, 1, gamma=0.5), "interval": interval, "frequency": often}
+
+
+class OwnClipping(Net):
+    """Clips by the largest element, in its own way."""
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:  # fmt: skip
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        largest = max((float(whole(gradient).abs().max()) for gradient in gradients), default=0.0)
+        for gradient in gradients:
+            gradient.mul_(min(1.0, 0.1 / (largest + 1e-12)))
+
+
+def _own_step(
+    self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+) -> None:  # fmt: skip
+    for group in optimizer.param_groups:
+        group["lr"] = 0.4 if self.global_step % 2 else 0.2
+    optimizer.step(optimizer_closure)
+
+
+def _weight(self: Any, batch: Any) -> Any:
+    return batch[3].sum()
+
+
+def _skip_rest(self: Any, batch: Any, batch_idx: int) -> int | None:
+    return -1 if batch_idx == 1 and self.current_epoch == 0 else None
+
+
+def make_module(cell: Cell) -> Net:
+    """Return a new module of a cell; it overrides only what the cell needs, and always begins with the same weights."""
+    more: dict[str, Any] = {}
+    if cell.optimizer == "own-step":
+        more["optimizer_step"] = _own_step
+    if cell.data == "weighted":
+        more["batch_weight"] = _weight
+    if cell.loop == "skip-rest":
+        more["on_train_batch_start"] = _skip_rest
+    kind = OwnClipping if cell.clip == "module" else Net
+    made: Any = type("Made", (kind,), more)
+    return made(cell)
+
+
+def make_loaders(cell: Cell, began: int, ranks: int) -> tuple[Any, Any]:
+    """Return the loaders of one rank of so many: whatever their number, the global batches are the same.
+
+    Args:
+        cell: of the matrix.
+        began: ranks with which the run began: one that goes on from a checkpoint keeps its global batch.
+        ranks: that there are now.
+    """
+    dtype = DTYPES[cell.precision]
+    samples = Samples(SAMPLES[cell.data], dtype)
+    train: Any = Stream(samples, ends=cell.data == "ending")
+    if cell.data not in STREAMS:
+        train = DataLoader(samples, GLOBAL_BATCH // began, shuffle=cell.data == "shuffled")
+    validation: Any = DataLoader(Samples(VALIDATION_SAMPLES, dtype, seed=2), 6 // ranks)
+    if cell.loop == "two-val":
+        validation = [validation, DataLoader(Samples(4, dtype, seed=4), 1)]
+    return train, validation

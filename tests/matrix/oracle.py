@@ -1,0 +1,172 @@
+"""One process on the global batch, and what is different of a cell."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fabricx import checkpoint
+from fabricx.comm.world import World
+from tests.matrix.cells import BOUNDED, Cell
+from tests.matrix.fits import Found, fit, needs_own_oracle
+from tests.matrix.rules import refusal, refusals, tolerance
+
+JOINING = {"local_sgd", "local_sgd-2"}  # a checkpoint joins the moments of the ranks, which rounds them
+
+
+def oracle_of(cell: Cell) -> Cell:
+    """Return the cell that one process trains."""
+    shared = "from-single" if cell.save == "from-single" else "none"
+    return dataclasses.replace(cell, way="single", ranks=1, save=shared)
+
+
+def run_oracle(cell: Cell, folder: Path) -> Found:
+    """Train on one process; with "from-single", a checkpoint is written on the way."""
+    middle = folder / "mid.ckpt" if cell.save == "from-single" else None
+    found = fit(cell, World(), folder, save=middle)
+    if (folder / "end.ckpt").exists():
+        found.state = checkpoint.load(folder / "end.ckpt")
+    return found
+
+
+def problems(cell: Cell, found: Sequence[Found], oracle: Found) -> list[str]:
+    """Return what is wrong with a cell: nothing, if it is right, or refused as it has to be."""
+    expected = refusal(cell)
+    if expected is not None:
+        says = "|".join(one.says for one in refusals(cell))  # any of them may be seen first
+        return list(_refused_wrongly(found, says, expected.steps))
+    if oracle.error:
+        return [f"the oracle failed: {oracle.error}"]
+    failed = [f"rank {rank}: {one.error}" for rank, one in enumerate(found) if one.error]
+    if failed:
+        kind = "failed in training" if any(one.trained for one in found) else "was refused without a rule"
+        return [f"{kind}: {failed[0]}"]
+    return list(_wrong(cell, found, oracle))
+
+
+def _refused_wrongly(found: Sequence[Found], says: str, steps: int) -> Iterator[str]:
+    for rank, one in enumerate(found):
+        if not one.error:
+            yield f"rank {rank} trains what is to be refused ({says})"
+        elif one.trained > steps:
+            yield f"rank {rank} refused after {one.trained} training steps: {one.error}"
+        elif not re.search(says, one.error):
+            yield f"rank {rank}: the error doesn't say {says!r}: {one.error}"
+
+
+def _wrong(cell: Cell, found: Sequence[Found], oracle: Found) -> Iterator[str]:
+    first, close = found[0], tolerance(cell)
+    wanted = oracle
+    if needs_own_oracle(cell):
+        assert first.reference is not None
+        wanted, close = first.reference, 1e-6 if cell.way in JOINING else 0.0
+        if cell.way == "ddp-static" and cell.ranks > 2:  # its first step adds in another order: see `static_graph`
+            close = tolerance(cell)
+    yield from _against(cell, first, wanted, close, whole=cell.save != "from-single")
+    if first.resumed is not None:
+        if first.resumed.error:
+            yield f"the run from the checkpoint failed: {first.resumed.error}"
+        else:
+            for problem in _against(cell, first.resumed, wanted, close, whole=False):
+                yield f"after going on from the checkpoint: {problem}"
+    elif cell.save.startswith("on_") and not first.error:
+        yield f"nothing was saved in {cell.save}"
+    for rank, one in enumerate(found[1:], 1):
+        if one.position != first.position:
+            yield f"rank {rank} is at {one.position}, rank 0 at {first.position}"
+        if not same(one.metrics, first.metrics, 1e-12):
+            yield f"rank {rank} has other metrics than rank 0: {one.metrics} {first.metrics}"
+
+
+def _against(cell: Cell, found: Found, oracle: Found, close: float, *, whole: bool) -> Iterator[str]:
+    if found.position != oracle.position:
+        yield f"(updates, epochs) are {found.position}, and have to be {oracle.position}"
+    if found.state is None or oracle.state is None:
+        yield "no state was saved at the end"
+        return
+    for part in ("strategy", "callbacks"):
+        for path, a, b in differences(found.state.get(part), oracle.state.get(part), close):
+            if _compared(path) and (cell.ranks == 1 or not path.endswith(".calls")):  # a rank counts its own
+                yield f"{part}{path}: {_short(a)}, and has to be {_short(b)}"
+    seen = oracle.seen if whole else oracle.seen[len(oracle.seen) - len(found.seen) :]
+    if cell.way not in (*BOUNDED, "local_sgd") or cell.ranks == 1:  # there a hook sees this worker's own gradient
+        yield from _against_seen(found.seen, seen, close)
+    for path, a, b in differences(found.metrics, oracle.metrics, max(close, 1e-6)):  # sums in float32
+        yield f"metric {path}: {a}, and has to be {b}"
+    for path, a, b in differences(found.results, oracle.results, max(close, 1e-6)):
+        yield f"results {path}: {_short(a)}, and have to be {_short(b)}"
+
+
+def _compared(path: str) -> bool:
+    """Return whether a part of a checkpoint means the same under each strategy."""
+    own = (".kept", ".exponents", ".outer", ".LoadBalancer", ".Watches", ".SavesIn")
+    scratch = ".al[" in path  # of LBFGS, which writes it before it reads it
+    return not path.startswith(own) and not path.endswith(".reason") and not scratch
+
+
+def _against_seen(found: list[Any], wanted: list[Any], close: float) -> Iterator[str]:
+    if len(found) != len(wanted):
+        yield f"{len(found)} updates were seen by hooks, and have to be {len(wanted)}"
+        return
+    for number, ((rates, norm), (right, right_norm)) in enumerate(zip(found, wanted, strict=True)):
+        if rates != right:
+            yield f"update {number}: its rates are {rates}, and have to be {right}"
+        if norm is not None and not _close(norm, right_norm, max(close, 1e-9)):
+            yield f"update {number}: a hook sees a gradient of norm {norm:.6g}, and it is {right_norm:.6g}"
+
+
+def same(one: Any, other: Any, close: float) -> bool:
+    """Return whether there is no difference."""
+    return next(differences(one, other, close), None) is None
+
+
+def differences(one: Any, other: Any, close: float, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the paths at which two nested states differ, with both values."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype or not _near(one, other, close):
+            yield path, one, other
+    elif isinstance(one, dict) and isinstance(other, dict):
+        for key in sorted(one.keys() | other.keys(), key=str):
+            if key not in one or key not in other:
+                yield f"{path}.{key}", one.get(key, "(missing)"), other.get(key, "(missing)")
+            else:
+                yield from differences(one[key], other[key], close, f"{path}.{key}")
+    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        if len(one) != len(other):
+            yield path, one, other
+        else:
+            for number, (a, b) in enumerate(zip(one, other, strict=True)):
+                yield from differences(a, b, close, f"{path}[{number}]")
+    elif isinstance(one, float) and isinstance(other, float):
+        if not _close(one, other, max(close, 1e-12)):
+            yield path, one, other
+    elif one != other:
+        yield path, one, other
+
+
+def _close(one: float, other: float, relative: float) -> bool:
+    if not math.isfinite(other):  # training diverges in this cell
+        return not math.isfinite(one)
+    return math.isclose(one, other, rel_tol=relative, abs_tol=1e-12)
+
+
+def _near(one: Tensor, other: Tensor, close: float) -> bool:
+    if torch.equal(one, other):
+        return True
+    if not other.isfinite().all():  # training diverges in this cell
+        return torch.equal(one.isfinite(), other.isfinite())
+    if not close or not one.is_floating_point():
+        return False
+    scale = max(1e-3, float(other.abs().max())) if other.numel() else 1.0
+    return bool(((one - other).abs().max() <= close * scale).item())
+
+
+def _short(value: Any) -> str:
+    return str(value.flatten()[:6].tolist()) if isinstance(value, Tensor) else str(value)[:200]

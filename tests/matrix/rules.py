@@ -1,0 +1,257 @@
+"""What is refused, how closely numbers have to agree, which cells are known to be wrong. Nothing else is excused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.matrix.cells import BOUNDED, COMPRESSED, SERVERS_STEP, STREAMS, UNEQUAL_PACE, Cell
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A combination that isn't supported.
+
+    Attributes:
+        matches: is a cell one?
+        says: what the error says, as a regular expression.
+        why: for the table in the docs: the reason, and what to do instead.
+        steps: training steps that may have begun; 1 where only a hook of the first one shows what is wanted. No
+            update has been made.
+    """
+
+    matches: Callable[[Cell], bool]
+    says: str
+    why: str
+    steps: int = 0
+
+
+FSDP = {"fsdp", "fsdp-blocks", "fsdp-kept", "hsdp"}
+WITHIN_STEP = {"on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"}
+DIVIDED = {"ps2-server", "ps2-overlap", "ps2-server-fp16"}
+APART = UNEQUAL_PACE  # ranks go at their own pace
+REFUSALS = (
+    Refusal(
+        lambda c: c.manual and c.way == "ddp-static" and c.ranks > 1,
+        "static_graph=True needs one backward per step",
+        "`static_graph=True` needs one backward per step, and a manual loop may have several: leave it out",
+    ),
+    Refusal(
+        lambda c: c.manual and (c.way in APART or c.way in SERVERS_STEP),
+        "a manually optimised module steps by itself",
+        "servers step once a batch, and a manual loop steps by itself: `optimizer=worker`, or `ddp`",
+    ),
+    Refusal(
+        lambda c: c.manual and c.way == "reproducible",
+        "leave automatic_optimization",
+        "`deterministic='elastic'` decides what a step is made of: automatic optimization, or `ddp`",
+    ),
+    Refusal(
+        lambda c: c.model in ("batchnorm", "sync-batchnorm") and c.way == "reproducible",
+        "keeps statistics of the batches|SyncBatchNorm",
+        "statistics of a rank's batches depend on the number of ranks: GroupNorm or LayerNorm",
+    ),
+    Refusal(
+        lambda c: c.model == "sync-batchnorm" and c.way in APART and c.ranks > 1,
+        "SyncBatchNorm needs all ranks",
+        "each rank goes at its own pace: BatchNorm, or `ddp`",
+    ),
+    Refusal(
+        lambda c: c.model == "sync-batchnorm" and c.ranks > 1 and c.data == "few",
+        "SyncBatchNorm needs a sample on each rank",
+        "a rank without a sample has no statistics to join: `drop_last=True`, or another batch size",
+    ),
+    Refusal(
+        lambda c: c.model == "sync-batchnorm" and c.ranks > 1 and c.data in STREAMS,
+        "some of . ranks may have none: set limit_train_batches",
+        "a stream may end on one rank while others go on: `limit_train_batches`",
+    ),
+    Refusal(
+        lambda c: c.optimizer == "lbfgs" and (c.way in APART - {"rounds"} or c.way in SERVERS_STEP),
+        "LBFGS computes the loss several times",
+        "LBFGS computes the loss several times a step, and a server can't: `optimizer=worker`, or `ddp`",
+    ),
+    Refusal(
+        lambda c: c.clip == "module" and c.ranks > 1 and c.way in SERVERS_STEP | BOUNDED,
+        "this gradient is only this worker's part",
+        "the global gradient is on the servers: `self.clip_gradients`, or `optimizer=worker`, or `ddp`",
+        steps=1,
+    ),
+    Refusal(
+        lambda c: c.clip == "norm" and c.ranks > 1 and c.way == "bounded0-ps2",
+        "the norm of a gradient can't be limited",
+        "each server has a part of the gradient, and none waits: `servers=1`, clipping by value, or `mode=sync`",
+    ),
+    Refusal(
+        lambda c: c.optimizer == "lbfgs" and c.accumulate > 1,
+        "can do so for one batch only",
+        "LBFGS computes the loss of one batch again: a larger batch instead of accumulation",
+    ),
+    Refusal(
+        lambda c: c.optimizer == "lbfgs" and c.way in FSDP and c.ranks > 1,
+        "LBFGS needs the whole gradient",
+        "LBFGS needs the whole gradient in one place: `ddp`",
+    ),
+    Refusal(
+        lambda c: c.model == "tied" and c.manual and c.way in FSDP and c.ranks > 1,
+        "belongs to several of them",
+        "weights are gathered for each submodule that a manual step calls: tied ones in one submodule, or `ddp`",
+    ),
+    Refusal(
+        lambda c: c.way == "ddp-static" and c.model == "toggled" and c.ranks > 1,
+        "static_graph=True needs gradients of the same parameters",
+        "`static_graph=True` needs the same parameters in each step: leave it out",
+        steps=9,
+    ),
+    Refusal(
+        lambda c: c.way == "ddp-static" and c.accumulate > 1 and c.ranks > 1,
+        "static_graph=True needs one backward per update",
+        "`static_graph=True` needs one backward per update: leave it out",
+    ),
+    Refusal(
+        lambda c: c.model == "sparse" and c.ranks > 1 and c.way in FSDP | {"ddp-fp16", "ddp-bf16"},
+        "sums no sparse gradients",
+        "only plain sums know sparse gradients: `sparse=False`, or `ddp` without compression",
+    ),
+    Refusal(
+        lambda c: c.model == "sparse" and c.way == "reproducible",
+        "sums no sparse gradients",
+        "gradients are summed as integers: `sparse=False`, or `ddp`",
+    ),
+    Refusal(
+        lambda c: c.optimizer == "lbfgs" and c.way == "reproducible",
+        "LBFGS asks several times",
+        "gradients are summed once an update, and LBFGS asks several times: `ddp`",
+    ),
+    Refusal(
+        lambda c: c.optimizer == "custom" and (c.way in DIVIDED or (c.way == "ps0-server" and c.ranks > 1)),
+        "steps each element by itself isn't known",
+        "parameters can't be divided without knowing what the optimizer looks at: `servers=1`, or `shard_by='tensor'`",
+    ),
+    Refusal(
+        lambda c: c.model == "sparse" and c.way == "ps0-server",
+        "knows no sparse gradients",
+        "weights are in memory that all workers see: `servers=1`",
+    ),
+    Refusal(
+        lambda c: c.model == "sparse" and c.clip in ("norm", "value"),
+        "torch clips no sparse gradients",
+        "torch clips no sparse gradients: `sparse=False`, or a clipping of the module's own",
+    ),
+    Refusal(
+        lambda c: c.model == "sparse" and c.way == "async_sgd-dc",
+        "knows no sparse gradients",
+        "a delay is compensated element by element: `sparse=False`, or no compensation",
+    ),
+    Refusal(
+        lambda c: c.data in STREAMS and c.way == "reproducible",
+        "needs a map-style DataLoader",
+        "a stream can't be cut into equal parts: a map-style DataLoader",
+    ),
+    Refusal(
+        lambda c: c.data in STREAMS and c.way in BOUNDED,
+        "give a DataLoader over a map-style dataset",
+        "a stream can't be dealt to workers: a DataLoader over a map-style dataset",
+    ),
+    Refusal(
+        lambda c: c.data == "balanced" and c.way in ("local_sgd", "reproducible") and c.ranks > 1,
+        "needs equal shares",
+        "shares have to be equal: `ddp`, `fsdp` or `parameter_server`",
+    ),
+    Refusal(
+        lambda c: c.data == "weighted" and c.way in BOUNDED | {"rounds", "local_sgd", "local_sgd-2"} and c.ranks > 1,
+        "batch_weight needs the weight of the global batch",
+        "no rank knows the weight of the global batch when it steps: `ddp`, `fsdp` or `mode=sync`",
+    ),
+    Refusal(
+        lambda c: c.data == "balanced" and c.manual and c.ranks > 1,
+        "a manual loop doesn't weight its losses by samples",
+        "a manual loop doesn't weight its losses by samples: automatic optimization",
+    ),
+    Refusal(
+        lambda c: c.way in UNEQUAL_PACE and c.save in {*WITHIN_STEP, "on_train_batch_start", "on_train_batch_end"},
+        "each rank takes its batches at its own pace",
+        "a checkpoint is of all ranks: in `on_train_epoch_end`, or by `ModelCheckpoint(every_n_train_steps=...)`",
+        steps=9,
+    ),
+    Refusal(
+        lambda c: c.way in UNEQUAL_PACE and c.loop == "skip-rest",
+        "on_train_batch_start returned -1",
+        "each rank is at another batch of the epoch: `trainer.should_stop`, or `limit_train_batches`",
+        steps=9,
+    ),
+    Refusal(
+        lambda c: c.way in BOUNDED and c.ranks > 1 and c.accumulate > 1 and c.loop == "val-interval",
+        "in the middle of an update",
+        "ranks meet between updates only: `val_check_interval` a multiple of `accumulate_grad_batches`",
+    ),
+    Refusal(
+        lambda c: c.save in WITHIN_STEP,
+        "a training step is going on",
+        "weights, random numbers and position would not belong together: in `on_train_batch_end`",
+        steps=9,
+    ),
+)  # fmt: skip
+
+
+def refusals(cell: Cell) -> list[Refusal]:
+    """Return all reasons why a cell is refused."""
+    return [one for one in REFUSALS if one.matches(cell)]
+
+
+def refusal(cell: Cell) -> Refusal | None:
+    """Return why a cell is refused; None if it has to be right."""
+    return next(iter(refusals(cell)), None)
+
+
+def tolerance(cell: Cell) -> float:
+    """Return how far a number may be from the oracle's, relative to the largest one of its tensor.
+
+    To the bit (0) where one rank computes what the oracle does in the same order.
+    """
+    if cell.way in COMPRESSED:
+        return 0.1 if "bf16" in cell.way else 0.02  # 8 and 11 bits of mantissa for each gradient, in steps of 0.3
+    if cell.precision == "bf16-mixed":
+        return 0.5  # a part of a batch is rounded elsewhere than the whole
+    if cell.clip == "norm" and cell.way in UNEQUAL_PACE and cell.precision == "64":
+        return 1e-6  # the server's norm is in float32
+    other_order = {"reproducible", "rounds", "local_sgd", "local_sgd-2"}
+    if cell.clip != "none":  # a server's norm
+        other_order |= SERVERS_STEP | UNEQUAL_PACE
+    if cell.ranks == 1 and cell.model != "sparse" and cell.way not in other_order:
+        return 0.0
+    if cell.precision == "32" or cell.way == "reproducible":
+        # Sums in another order, after steps that enlarge them; Adam and LBFGS divide by small numbers: LBFGS keeps
+        # differences of gradients of one batch, which have lost a digit.
+        return 1e-3 if cell.optimizer in ("adam", "lbfgs") else 1e-4
+    return 1e-8
+
+
+@dataclass(frozen=True)
+class Defect:
+    """Something that is known to be wrong, and is going to be mended.
+
+    Attributes:
+        what: is wrong.
+        matches: is a cell affected?
+        says: which of its problems come of that, as a regular expression; "" for all, and the cell isn't run.
+    """
+
+    what: str
+    matches: Callable[[Cell], bool]
+    says: str = ""
+
+
+SUMMING = {"ps0", "ps1", "ps2", "ps2-gloo", "ps1-bf16"}
+KNOWN_DEFECTS: tuple[Defect, ...] = ()
+
+
+def known_defect(cell: Cell) -> str | None:
+    """Return which known defect keeps a cell from being run; None if it has to be right."""
+    return next((one.what for one in KNOWN_DEFECTS if not one.says and one.matches(cell)), None)
+
+
+def excused(cell: Cell, problem: str) -> bool:
+    """Return whether a problem comes of a known defect."""
+    return any(one.says and one.matches(cell) and re.search(one.says, problem) for one in KNOWN_DEFECTS)

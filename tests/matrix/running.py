@@ -1,0 +1,77 @@
+"""Runs a list of cells and says what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from fabricx import checkpoint
+from fabricx.comm.world import World
+from tests.matrix.cells import FEATURES, Cell, exists
+from tests.matrix.fits import Found, fit, run_cells
+from tests.matrix.oracle import oracle_of, problems, run_oracle
+from tests.matrix.rules import excused, refusal
+
+
+def judge(cells: Sequence[Cell], folder: Path) -> dict[Cell, list[str]]:
+    """Run cells, in as few launches as there are numbers of ranks; returns what is wrong with each."""
+    oracles: dict[Cell, Found] = {}
+    places: dict[Cell, Path] = {}
+    for number, cell in enumerate(cells):
+        places[cell] = place = folder / f"cell-{number}"
+        place.mkdir(parents=True)
+        wanted = oracle_of(cell)
+        if wanted not in oracles and refusal(cell) is None:
+            at = folder / f"oracle-{number}"
+            at.mkdir()
+            oracles[wanted] = run_oracle(wanted, at)
+            if wanted.save == "from-single" and (at / "mid.ckpt").exists():
+                shutil.copytree(at / "mid.ckpt", folder / f"shared-{len(oracles)}")
+                oracles[wanted].shared = folder / f"shared-{len(oracles)}"
+        if cell.save == "from-single" and wanted in oracles and oracles[wanted].shared is not None:
+            shutil.copytree(oracles[wanted].shared, place / "single.ckpt")
+    found: dict[Cell, list[str]] = {}
+    for ranks in sorted({cell.ranks for cell in cells}):
+        some = [cell for cell in cells if cell.ranks == ranks]
+        for cell, by_rank in zip(some, run_cells([(cell, places[cell]) for cell in some]), strict=True):
+            oracle = oracles.get(oracle_of(cell), Found())
+            wrong = [*problems(cell, by_rank, oracle), *_on_one_process(cell, by_rank, oracle, places[cell])]
+            found[cell] = [line for line in wrong if not excused(cell, line)]
+    return found
+
+
+def _on_one_process(cell: Cell, found: Sequence[Found], oracle: Found, place: Path) -> list[str]:
+    """Go on from a cell's checkpoint on one process, if that is what it is about."""
+    if cell.save != "to-single" or found[0].error or refusal(cell) is not None:
+        return []
+    (place / "one").mkdir()
+    single = dataclasses.replace(cell, way="single", ranks=1)
+    resumed = fit(single, World(), place / "one", resume=place / "mid.ckpt", began=cell.ranks)
+    if (place / "one/end.ckpt").exists():
+        resumed.state = checkpoint.load(place / "one/end.ckpt")
+    like = dataclasses.replace(cell, save="from-single")  # what came before isn't in it
+    return [f"one process, from its checkpoint: {problem}" for problem in problems(like, [resumed], oracle)]
+
+
+def report(cell: Cell, wrong: Sequence[str]) -> str:
+    """Return the description of a failing cell, and how to run it alone."""
+    return (
+        f"{cell}\n" + "".join(f"    {line}\n" for line in wrong[:6]) + f"    rerun: python -m tests.matrix '{cell}'\n"
+    )
+
+
+def shrink(cell: Cell, folder: Path) -> tuple[Cell, list[str]]:
+    """Return the simplest cell that is still wrong, and what is wrong: one feature after the other is left out."""
+    wrong: list[str] = []
+    for number in itertools.count():
+        names = [field.name for field in dataclasses.fields(cell) if field.name not in ("way", "ranks")]
+        simpler = [dataclasses.replace(cell, **{name: FEATURES[name][0]}) for name in names]
+        tried = [one for one in dict.fromkeys(simpler) if one != cell and exists(one) and refusal(one) is None]
+        failing = {one: lines for one, lines in judge(tried, folder / str(number)).items() if lines}
+        if not failing:
+            return cell, wrong or judge([cell], folder / "itself")[cell]
+        cell, wrong = next(iter(failing.items()))
+    raise AssertionError

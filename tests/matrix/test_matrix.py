@@ -1,0 +1,133 @@
+"""Every combination of strategy, feature and ranks trains what one process trains, or is refused at set-up."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.matrix.cells import WAYS, Cell, exists, pairwise, single_features, triples
+from tests.matrix.rules import KNOWN_DEFECTS, REFUSALS, known_defect, refusal
+from tests.matrix.running import judge, report
+from tests.matrix.table import PAGE, table
+from tests.soak import SOAK, rounds
+
+SHORT = 30  # cells in `make test`: the first ones of a pairwise list have most of its pairs
+ALONE = 10
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(3600 if SOAK else 600)]
+
+
+def check(cells: Sequence[Cell], folder: Path) -> None:
+    """Fail with a description of each cell that is neither right nor refused."""
+    wrong = {cell: lines for cell, lines in judge(cells, folder).items() if lines}
+    if wrong:
+        pytest.fail("\n".join(report(cell, lines) for cell, lines in wrong.items()), pytrace=False)
+
+
+def trained(seed: int) -> list[Cell]:
+    """Return a pairwise list without what is refused."""
+    return pairwise(seed, lambda cell: refusal(cell) or known_defect(cell))
+
+
+def refused() -> list[Cell]:
+    """Return a cell of each refusal, for each strategy that has it: the simplest.
+
+    In the short form one strategy is enough for what is seen in training only: ranks have to be started anew after it.
+    """
+    found: dict[tuple[int, str], Cell] = {}
+    alone = single_features(2)
+    others: list[dict[str, Any]] = [
+        {"clip": "norm"}, {"clip": "value"}, {"accumulate": 2}, {"update": "manual"}, {"data": "few"},
+        {"data": "balanced"},
+        {"model": "sync-batchnorm", "data": "few"}, {"model": "sync-batchnorm", "data": "iterable"},
+    ]  # fmt: skip
+    pairs = [dataclasses.replace(cell, **more) for cell in alone for more in others]
+    for cell in (*alone, *(pair for pair in pairs if exists(pair))):
+        for number, one in enumerate(REFUSALS):
+            if one.matches(cell):
+                found.setdefault((number, cell.way if SOAK or not one.steps else ""), cell)
+    return list(found.values())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(rounds(1, 5)))
+def test_combinations_train_what_one_process_trains(seed: int, tmp_path: Path) -> None:
+    cells = trained(seed)
+    check(cells[: rounds(SHORT, len(cells))], tmp_path)
+
+
+@pytest.mark.soak
+def test_triples_of_features_train_what_one_process_trains(tmp_path: Path) -> None:
+    seed = int(os.environ.get("FABRICX_SEED", "1"))
+    cells = islice(triples(seed, lambda cell: refusal(cell) or known_defect(cell)), rounds(10, 400))
+    check(list(cells), tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_feature_alone_trains_what_one_process_trains(ranks: int, tmp_path: Path) -> None:
+    cells = [cell for cell in single_features(ranks) if not known_defect(cell)]
+    some = random.Random(ranks).sample(cells, min(len(cells), rounds(ALONE, len(cells))))
+    check(some, tmp_path)
+
+
+def test_what_is_not_supported_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    check([cell for cell in refused() if not known_defect(cell)], tmp_path)
+
+
+AGAIN = (  # that were wrong once
+    "ps2-tensor ranks=2 callback=ema save=on_train_epoch_end",
+    "fsdp ranks=2 callback=ema save=on_train_epoch_end",
+    "ps0-server ranks=2 callback=ema save=to-single",
+    "ps2-server ranks=2 model=sparse",
+    "bounded0 ranks=2 model=sparse",
+    "async_sgd ranks=1 loop=no-loss",
+    "ddp ranks=2 loop=overfit save=to-single",
+    "ps2-server ranks=2 optimizer=own-step clip=norm",
+    "bounded0 ranks=3 accumulate=2 loop=limit",
+    "async ranks=1 callback=ema loop=max-steps",
+    "rounds ranks=1 callback=ema",
+    "ddp ranks=2 data=uneven loop=max-steps save=on_validation_end",
+    "fsdp ranks=2 model=sync-batchnorm loop=evaluate",
+    "bounded0 ranks=3 callback=ema save=on_train_epoch_end",
+    "ps1-server ranks=2 model=sparse callback=ema",
+    "bounded0-ps2 ranks=2 optimizer=own-step",
+    "fsdp ranks=3 update=manual-two precision=bf16-mixed",
+    "ddp ranks=3 model=dropout save=on_train_epoch_end",
+)
+
+
+def test_cells_that_were_wrong_once_are_right(tmp_path: Path) -> None:
+    check([Cell.parse(text) for text in AGAIN], tmp_path)
+
+
+def test_a_cell_is_what_it_is_written_as() -> None:
+    assert all(Cell.parse(str(cell)) == cell for cell in trained(1))
+
+
+def test_strategies_with_each_feature_are_in_the_list() -> None:
+    cells = trained(0)
+    assert {cell.way for cell in cells} == set(WAYS)
+    assert all(exists(cell) for cell in cells)
+
+
+def test_each_refusal_is_tried() -> None:
+    cells = refused()
+    assert [one.says for one in REFUSALS if not any(one.matches(cell) for cell in cells)] == []
+
+
+def test_known_defects_are_those_of_cells_that_exist() -> None:
+    cells = [*single_features(2), *single_features(3), *pairwise(0, lambda cell: None)]
+    cells += [dataclasses.replace(cell, callback="ema") for cell in single_features(2)]  # defects of three features
+    assert [one.what for one in KNOWN_DEFECTS if not any(one.matches(cell) for cell in cells)] == []
+
+
+def test_the_table_of_the_docs_is_what_the_rules_say() -> None:
+    assert PAGE.read_text() == table(), "write it with: python -m tests.matrix.table"

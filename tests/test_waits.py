@@ -1,0 +1,116 @@
+"""Every blocking call of the source is in `docs/waits.md`, with what ends it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "docs" / "waits.md"
+FOLDERS = ("fabricx", "callbacks", "strategies")
+ALWAYS = {
+    "wait", "wait_for", "accept", "recv", "recv_bytes", "recv_into", "recv_handle", "acquire", "sleep", "flock",
+    "lockf", "communicate", "sigwait", "sigwaitinfo", "waitpid", "check_call", "check_output", "result", "as_completed",
+    "sendall", "init_process_group", "new_group", "batch_isend_irecv", "barrier",
+}  # fmt: skip
+COLLECTIVES = {"all_reduce", "all_gather", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor"}
+NOT_PROCESSES = ("path", "tree", "memory", "sep", "shlex")  # what else has a `join`
+
+
+def waits(name: str, receiver: ast.expr | None, call: ast.Call) -> bool:
+    """Return whether a call may block: by its name, and for common names by its receiver and arguments."""
+    text = "" if receiver is None else ast.unparse(receiver).lower()
+    if name in ALWAYS:
+        return "world" not in text  # its own collectives are in the table, in `World`
+    if name in COLLECTIVES:
+        return text == "dist"
+    if name == "join":  # of a thread or process; of text, it has one argument that isn't a number of seconds
+        texts = isinstance(receiver, (ast.Constant, ast.JoinedStr)) or text.endswith(NOT_PROCESSES)
+        seconds = not call.args or isinstance(call.args[0], (ast.Name, ast.Call, ast.Constant, ast.BinOp))
+        return receiver is not None and not texts and seconds and "world" not in text
+    if name == "get":
+        return "store" in text or "queue" in text or "tasks" in text or text == "signed"
+    if name == "poll":
+        return text != "select" and "writer" not in text
+    if name in ("run", "select"):
+        return text == "subprocess" or (name, text) == ("select", "select")
+    return name == "connect" and text in ("peer", "authentication")
+
+
+def blocking_calls(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield (function, call) for each blocking call of a file; a method's function has its class before it."""
+
+    def visit(node: ast.AST, scope: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+        for child in ast.iter_child_nodes(node):
+            inner = scope
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                inner = (*scope, child.name)
+            if isinstance(child, ast.Call):
+                function = child.func
+                receiver = function.value if isinstance(function, ast.Attribute) else None
+                name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+                if waits(name, receiver, child):
+                    yield ".".join(scope) or "(module)", ast.unparse(function)
+            yield from visit(child, inner)
+
+    yield from visit(ast.parse(file.read_text()), ())
+
+
+@functools.cache
+def found() -> Counter[tuple[str, str, str]]:
+    """Count the blocking calls of the source by file, function and call; lines may move."""
+    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if not path.is_symlink()]
+    return Counter(
+        (str(file.relative_to(ROOT)), *entry)
+        for file in files
+        if not any(parent.is_symlink() for parent in file.parents)
+        for entry in blocking_calls(file)
+    )
+
+
+def listed() -> dict[tuple[str, str, str], str]:
+    """Return what ends each call, as the table says."""
+    rows = [line.strip().strip("|").split("|") for line in TABLE.read_text().splitlines() if line.startswith("| `")]
+    return {(cells[0].strip(" `"), cells[1].strip(" `"), cells[2].strip(" `")): cells[3].strip() for cells in rows}
+
+
+def test_each_blocking_call_is_listed_with_what_ends_it() -> None:
+    missing = sorted(found().keys() - listed().keys())
+    rows = "\n".join(f"| `{file}` | `{function}` | `{call}` | ? |" for file, function, call in missing)
+    assert not missing, (
+        "these calls may wait for ever. Say in docs/waits.md what ends each: the generation, the death of a peer, a "
+        f"request to stop, or a stated limit; change the code if nothing does. Rows to add:\n{rows}"
+    )
+
+
+def test_the_table_lists_no_call_that_is_gone() -> None:
+    gone = sorted(listed().keys() - found().keys())
+    assert not gone, "delete these rows from docs/waits.md, or correct their names:\n" + "\n".join(map(str, gone))
+
+
+def test_each_row_names_what_ends_the_wait() -> None:
+    kinds = {line.split("**")[1] for line in TABLE.read_text().splitlines() if line.startswith("- **")}
+    for entry, ends in listed().items():
+        assert ends.split(":")[0].split(",")[0].strip() in kinds, (
+            f"{entry}: {ends!r} begins with none of {sorted(kinds)}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def f(s):\n    s.store.wait(['a'])", [("f", "s.store.wait")]),
+        ("class A:\n    def g(self):\n        self.thread.join()", [("A.g", "self.thread.join")]),
+        ("def f(p):\n    p.join(max(0.0, 1))", [("f", "p.join")]),
+        ("def f(q):\n    return queue.get(), {}.get(1), ', '.join(q), os.path.join(q)", [("f", "queue.get")]),
+        ("import time\ntime.sleep(1)", [("(module)", "time.sleep")]),
+    ],
+)
+def test_blocking_calls_are_recognised(source: str, expected: list[tuple[str, str]], tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(source)
+    assert list(blocking_calls(tmp_path / "a.py")) == expected
