@@ -81,7 +81,10 @@ def _run(trainer: Trainer, job: Job) -> Any:
         _watch(trainer, job, here, stack)
         if here is not None and (here.size > 1 or _is_launched()):
             stack.enter_context(_interruptible(trainer, job, (signal.SIGINT, *notices())))
-            return execute(trainer, job, here).results
+            results = execute(trainer, job, here).results
+            if trainer.strategy.dealer is None:  # else ranks end when they like
+                trainer.world.await_departure()  # the script may end now, and nobody keeps this process alive
+            return results
         if _has_workers(trainer, job):
             return _in_workers(trainer, job)
         device = trainer.strategy.device(trainer.device_ids[0], trainer.accelerator)

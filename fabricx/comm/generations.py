@@ -42,6 +42,11 @@ class Broken(RuntimeError):
     """Somebody of the group is gone."""
 
 
+def gone(worker: int) -> str:
+    """Return the key of the store that the supervisor sets when a worker dies before it has left its result."""
+    return f"gone/{worker}"
+
+
 @final
 class _Sockets:
     """The connections that process groups open: what there is after they were built and wasn't before.
@@ -185,6 +190,11 @@ class Membership:
     def outdated(self, number: int) -> bool:
         """Return whether there is, or will be, a newer generation than this one."""
         return self._broken >= number or (self._newest is not None and self._newest.number > number)
+
+    def members(self, number: int, size: int) -> tuple[int, ...]:
+        """Return the workers of the generation that this one is in, by rank; those of the first are their numbers."""
+        newest = self._newest
+        return newest.workers if newest is not None and newest.number == number else tuple(range(size))
 
     def check(self, number: int) -> None:
         """Raise an error if a generation has lost somebody."""

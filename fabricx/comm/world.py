@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricx.comm import authentication, flowing, peers, pulse
-from fabricx.comm.generations import membership
+from fabricx.comm.generations import gone, membership
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,7 +33,7 @@ KEYLESS: Final = (
     "run code: umask 077; openssl rand -hex 32 > key; then set FABRICX_KEY_FILE=key (a path) for all processes "
     "(docs/security.md)"
 )
-DEPARTURE_S: Final = 10.0  # ranks have all done the same collectives: they differ by moments
+DEPARTURE_S: Final = 60.0  # ranks have all done the same collectives: they differ by moments, and by users' hooks
 
 
 def _counted(method: Callable[Concatenate[World, P], R]) -> Callable[Concatenate[World, P], R]:
@@ -200,17 +201,21 @@ class World:
 
         A rank that has its result closes its connections, and what another rank has not yet read from them can be lost
         (a reset of the connection drops received data). So ranks report in the store, which is no rank's, and leave
-        when all have. A peer that dies meanwhile ends the wait, or `timeout_s` does.
+        when all have. One that dies meanwhile isn't waited for where a supervisor sees that; else torchrun ends this
+        process, or `timeout_s` the wait.
         """
         if self.size == 1 or self.store is None:
             return
-        keys = [self.key(f"departure/{self.generation}/{rank}") for rank in range(self.size)]
+        own, name = membership(), f"departure/{self.generation}"
         store, deadline = self.store, time.monotonic() + timeout_s
-        store.set(keys[self.rank], "done")
-        while not store.check(keys) and time.monotonic() < deadline:
-            if membership().outdated(self.generation):
-                return
-            time.sleep(0.001)
+        left = dict(enumerate(own.members(self.generation, self.size)))
+        with contextlib.suppress(OSError, EOFError):  # who hosts the store has gone: nothing is left to be waited for
+            store.set(self.key(f"{name}/{self.rank}"), "done")
+            while left and time.monotonic() < deadline and not own.outdated(self.generation):
+                for rank, worker in list(left.items()):
+                    if store.check([self.key(f"{name}/{rank}")]) or store.check([gone(worker)]):
+                        del left[rank]
+                time.sleep(0.001 if left else 0.0)
 
     @_counted
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from fabricx.checkpoint import memory
 from fabricx.comm import authentication
 from fabricx.comm.agree import EVERYBODY
+from fabricx.comm.generations import gone
 from fabricx.comm.links import nameless
 from fabricx.comm.pulse import Diagnosis
 from fabricx.comm.store_server import StoreServer
@@ -210,6 +211,7 @@ class _Workers:
                     continue
                 serves = self._places[rank].serve is not None
                 if not serves:
+                    self._store.set(gone(rank), b"")
                     self._tell_servers(rank)
                 death = _death(rank, process.exitcode, self._ended.get(rank))
                 if serves and process.exitcode == 0:  # it ends when its workers have

@@ -17,7 +17,7 @@ import psutil
 
 from fabricx.launch.lock import who_is_here
 from tests import warm
-from tests.faults.cells import Cell
+from tests.faults.cells import AFTER, Cell
 
 END_S = 60.0  # a run takes a tenth of that
 GONE_S = 10.0  # how long processes may take to see that their supervisor is gone
@@ -49,7 +49,7 @@ def run_outside(cell: Cell, folder: Path) -> list[str]:
     if status is None:
         return [f"the run doesn't end: {said_last}"]
     wrong = [f"process {pid} was left" for pid in left]
-    after = cell.fault == "term" and status == 0 and cell.moment == "teardown"  # there is nothing left to stop
+    after = cell.fault == "term" and status == 0 and cell.moment in AFTER  # there is nothing left to stop
     lost = cell.disk == "failing" and status == 1 and "could not be written" in said_last  # while it stops
     if status != STATUS[cell.fault] and not after and not lost:
         wrong.append(f"exit status {status}, and not {STATUS[cell.fault]}: {said_last}")

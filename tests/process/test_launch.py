@@ -14,11 +14,15 @@ from typing import Any
 import pytest
 import torch
 
+import fabricx as fx
 from fabricx.comm.agree import Agreement
+from fabricx.comm.generations import membership
 from fabricx.comm.world import World, current
 from fabricx.errors import NotPicklable, WorkerFailed
+from fabricx.launch.changes import Elastic
 from fabricx.launch.supervisor import run_workers
-from fabricx.testing import run_ranks
+from fabricx.strategies import FSDP
+from fabricx.testing import QUIET, TinyModule, run_ranks, tiny_loader
 from tests import warm
 
 
@@ -80,6 +84,34 @@ def test_the_first_failure_ends_all_and_comes_first(rank: int) -> None:
         run_workers(fail_on, (rank,), size=3)
     assert isinstance(caught.value.__cause__, KeyError)
     assert caught.value.rank == rank
+
+
+def die_at_the_end(world: World) -> bool:
+    own = membership()
+    own.say("inside")
+    own.say("outside")
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.await_departure(3600.0)
+    assert world.store is not None
+    return world.store.check([world.key("departure/0/1")])
+
+
+def test_a_worker_that_dies_when_all_is_done_is_waited_for_by_nobody() -> None:
+    assert run_workers(die_at_the_end, (), size=2, elastic=Elastic(waits=10.0)) == [False]
+
+
+def fit_and_look(folder: Path) -> bool:
+    """Return whether all ranks were at the end of the run when this one left it."""
+    trainer = fx.Trainer(strategy=FSDP(), max_epochs=1, default_root_dir=folder, **QUIET)
+    trainer.fit(TinyModule(), tiny_loader(2, 1))  # ranks without data
+    world = trainer.world
+    assert world.store is not None
+    return world.store.check([world.key(f"departure/0/{rank}") for rank in range(world.size)])
+
+
+def test_no_rank_leaves_a_run_in_a_joined_world_before_all_are_at_its_end(tmp_path: Path) -> None:
+    assert run_ranks(fit_and_look, 3, tmp_path) == [True, True, True]
 
 
 class Holder:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
 import torch.distributed as dist
 
+from fabricx.comm.generations import gone
 from fabricx.comm.world import World
 
 
@@ -33,3 +35,21 @@ def test_a_peer_that_is_gone_is_not_waited_for_without_end() -> None:
     store = dist.HashStore()
     World(rank=0, size=2, store=store).await_departure(0.0)
     World().await_departure()
+
+
+def test_a_worker_of_which_the_supervisor_says_that_it_is_gone_is_not_waited_for() -> None:
+    store = dist.HashStore()
+    store.set(gone(1), "")
+    World(rank=0, size=2, store=store).await_departure(3600.0)
+    assert not store.check([World(rank=1, size=2, store=store).key("departure/0/1")])
+
+
+def test_nothing_is_waited_for_when_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*arguments: object) -> None:
+        raise ConnectionResetError
+
+    store = dist.HashStore()
+    world = World(rank=0, size=2, store=store)
+    for name in ("set", "check"):
+        monkeypatch.setattr(dist.HashStore, name, closed)
+        world.await_departure(3600.0)
