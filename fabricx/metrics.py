@@ -86,6 +86,10 @@ class Series:
         """Return what another rank needs to make a series like this one."""
         return self.reduction, self.on_step, self.on_epoch, self.bar, self.to_logger, self.local
 
+    def way(self) -> tuple[Any, ...]:
+        """Return `kind`, and for a mean whether its weights are those of batches."""
+        return *self.kind(), self.inside if self.reduction == "mean" else None
+
     @classmethod
     def of_kind(cls, kind: tuple[Any, ...]) -> Series:
         """Make an empty series of a `kind`."""
@@ -226,14 +230,15 @@ class Metrics:
 
     def _agree(self, names: list[str], *, epoch: bool, idle: bool) -> list[str]:
         """Return the names to join: this rank's own, unless ranks without a batch have to learn them."""
-        text = "\n".join([f"{name} {self.series[name].reduction}" for name in names])
+        ways = {name: self.series[name].way() for name in names}
+        text = "\n".join([f"{name} {way[:3]} {way[-1]}" for name, way in ways.items()])
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
         votes = [-(2**62), -(2**62), 1] if idle else [digest, -digest, 0]
         highest, lowest, somebody_idle = self._reduce(torch.tensor(votes, device=self._device), "max").tolist()
         if highest == -lowest and not somebody_idle:
             return names
         by_rank: list[tuple[bool, dict[str, tuple[Any, ...]]]]
-        by_rank = self._gather((idle, {name: self.series[name].kind() for name in names}))
+        by_rank = self._gather((idle, ways))
         busy = [set(logged) for was_idle, logged in by_rank if not was_idle]
         known = {name: kind for _, logged in by_rank for name, kind in logged.items()}
         if any(logged != busy[0] for logged in busy) or (busy and set(known) != busy[0]):
@@ -243,11 +248,9 @@ class Metrics:
                 "  log the same names on every rank, or give sync_dist=False to keep a value on the main rank"
             )
         for name, kind in known.items():
-            found = {logged[name][0] for _, logged in by_rank if name in logged}
-            if len(found) > 1:
-                raise RanksDisagree(f"ranks logged {name!r} with different reduce_fx: {', '.join(sorted(found))}")
+            _check_alike(name, [logged.get(name) for _, logged in by_rank])
             if name not in names:
-                self.series.setdefault(name, Series.of_kind(kind)).contribute_nothing(epoch=epoch)
+                self.series.setdefault(name, Series.of_kind(kind[:-1])).contribute_nothing(epoch=epoch)
         return sorted(known)
 
     def sums(self) -> dict[str, Any]:
@@ -305,6 +308,28 @@ class Metrics:
             series.forget_epoch()
         self.objects.clear()
         self.shared = {}
+
+
+def _check_alike(name: str, ways: list[tuple[Any, ...] | None]) -> None:
+    """Refuse values of one name that ranks have logged in different ways; None for a rank that has logged none.
+
+    Raises:
+        RanksDisagree: the message has the options of each rank.
+    """
+    found = [way for way in ways if way is not None]
+    if len({way[:3] for way in found}) == 1 and len({way[-1] for way in found} - {None}) <= 1:
+        return
+    where = {True: ", within batches", False: ", between batches", None: ""}
+    told = [
+        f"  rank {rank}: "
+        + (f"reduce_fx={way[0]}, on_step={way[1]}, on_epoch={way[2]}{where[way[-1]]}" if way else "-")
+        for rank, way in enumerate(ways)
+    ]
+    raise RanksDisagree(
+        f"ranks logged {name!r} in different ways, so its values can't be joined:\n"
+        + "\n".join(told)
+        + "\n  log it in the same hook with the same reduce_fx, on_step and on_epoch on every rank"
+    )
 
 
 def _operation(reduction: Reduction) -> str:

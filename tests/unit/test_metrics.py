@@ -69,14 +69,14 @@ def test_ranks_that_logged_different_names_are_listed() -> None:
     metrics = alone()
     metrics.series["loss"] = series()
     metrics.series["loss"].add(1.0, 1, step=1)
-    metrics = two_ranks(metrics, [torch.tensor([5, -5, 0])], [(False, {"acc": series().kind()})])
+    metrics = two_ranks(metrics, [torch.tensor([5, -5, 0])], [(False, {"acc": series().way()})])
     with pytest.raises(RanksDisagree, match=r"rank 0: 'loss'\n  rank 1: 'acc'"):
         metrics.joined(["loss"], epoch=True)
 
 
 def test_a_rank_without_a_batch_learns_the_names_and_changes_no_value() -> None:
     metrics = alone()
-    gathered = [(False, {"loss": series().kind()})]
+    gathered = [(False, {"loss": series().way()})]
     metrics = two_ranks(metrics, [torch.tensor([5, -5, 0]), torch.tensor([[6.0, 3.0]])], gathered)
     assert metrics.joined([], epoch=True, idle=True)["loss"].item() == 2.0
 
@@ -152,12 +152,41 @@ def test_a_mean_over_batches_takes_no_value_from_between_them(reduction: str) ->
         log(book, 2.0, on_step=False, reduce_fx=reduction)
 
 
-def test_ranks_that_reduce_a_name_differently_are_told_so() -> None:
-    mine = alone()
-    mine.series["x"] = series("mean")
+def votes_of(way: tuple[Any, ...]) -> Tensor:
+    """What a rank gives before it joins a value that it has logged in some way."""
+    votes: list[Tensor] = []
+    other = alone()
+    other.series["x"] = Series.of_kind(way[:6])
+    other.series["x"].inside = way[6]
+    other.series["x"].add(1.0, 1, step=1)
+    other._reduce, other._size = lambda values, op: (votes.append(values.clone()), values)[1], 2  # type: ignore
+    other.joined(["x"], epoch=True)
+    return votes[0]
+
+
+@pytest.mark.parametrize(
+    ("reduction", "flags", "inside", "told"),
+    [
+        ("max", {}, True, "rank 1: reduce_fx=max, on_step=True, on_epoch=True"),
+        ("mean", {"on_step": False}, True, "rank 1: reduce_fx=mean, on_step=False, on_epoch=True"),
+        ("mean", {}, False, "rank 1: reduce_fx=mean, on_step=True, on_epoch=True, between batches"),
+        ("mean", {}, None, ""),
+        ("mean", {"bar": True}, True, ""),
+    ],
+)
+def test_ranks_that_log_a_name_in_different_ways_are_told_so(
+    reduction: str, flags: dict[str, bool], inside: bool | None, told: str
+) -> None:
+    mine, other = alone(), series(reduction, **flags)
+    mine.series["x"], other.inside = series("mean"), inside
+    mine.series["x"].inside = True
     mine.series["x"].add(1.0, 1, step=1)
-    joined = two_ranks(mine, [torch.tensor([2**40, 2**40, 0])], [(False, {"x": series("max").kind()})])
-    with pytest.raises(RanksDisagree, match="'x' with different reduce_fx: max, mean"):
+    values = [votes_of(other.way()), torch.tensor([[3.0, 1.0]])]
+    joined = two_ranks(mine, values, [(False, {"x": other.way()})])
+    if not told:
+        assert joined.joined(["x"], epoch=True)["x"].item() == 2.0
+        return
+    with pytest.raises(RanksDisagree, match=f"'x' in different ways.*\n  rank 0: reduce_fx=mean.*\n  {told}"):
         joined.joined(["x"], epoch=True)
 
 
