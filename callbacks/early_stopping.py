@@ -98,6 +98,7 @@ class EarlyStopping(Callback):
     """
 
     watches_metrics: ClassVar[bool] = True
+    needs_all_ranks: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import compress
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ class EMA(Callback):
         ValueError: an argument is out of its range; when training starts: buffers are to be averaged, and each of
             several ranks goes at its own pace.
     """
+
+    needs_all_ranks: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -96,6 +96,7 @@ class FaultRecovery(Callback):
     """
 
     watches_metrics: ClassVar[bool] = True  # a snapshot holds the position after the batch
+    needs_all_ranks: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from fabricx.callback import Callback
 
@@ -27,6 +27,8 @@ class GradientAccumulation(Callback):
     Raises:
         ValueError: the schedule is empty, or has an epoch below 0 or fewer than one batch.
     """
+
+    needs_all_ranks: ClassVar[bool] = True
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         if not scheduling:

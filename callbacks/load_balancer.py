@@ -59,6 +59,7 @@ class LoadBalancer(Callback):
     """
 
     watches_metrics: ClassVar[bool] = True  # called after each batch, also one of which a rank has no sample
+    needs_all_ranks: ClassVar[bool] = True
 
     def __init__(
         self,

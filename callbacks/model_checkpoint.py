@@ -110,6 +110,7 @@ class ModelCheckpoint(Callback):
     """
 
     watches_metrics: ClassVar[bool] = True
+    needs_all_ranks: ClassVar[bool] = True
     CHECKPOINT_NAME_LAST: ClassVar[str] = "last"
     FILE_EXTENSION: ClassVar[str] = ".ckpt"
 

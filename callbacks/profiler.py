@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, ClassVar, final
 
 from fabricx.callback import Callback
 from fabricx.telemetry.verdict import WORDS
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 @final
 class Profiler(Callback):
     """Print what a step of each rank spends its time on, when training ends."""
+
+    needs_all_ranks: ClassVar[bool] = True
 
     def check_fit(self, trainer: Trainer, module: Module, global_batch: int | None) -> None:
         if not trainer.enable_telemetry or not trainer.writes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from fabricx.callback import Callback
 from fabricx.duration import parse_duration
@@ -29,6 +29,8 @@ class Timer(Callback):
         interval: stop at the end of a step or of an epoch.
         verbose: say so when time is up.
     """
+
+    needs_all_ranks: ClassVar[bool] = True
 
     def __init__(
         self,

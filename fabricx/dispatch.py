@@ -26,6 +26,7 @@ from fabricx.checkpoint.places import as_path
 from fabricx.comm import world as worlds
 from fabricx.comm.generations import Membership
 from fabricx.comm.generations import enter as enter_membership
+from fabricx.comm.grad_hooks import check_before_pickling
 from fabricx.comm.world import OPERATION, World
 from fabricx.errors import CheckpointError, WorkerFailed, full_disk_costs
 from fabricx.execution import execute, next_job
@@ -72,6 +73,8 @@ def _run(trainer: Trainer, job: Job) -> Any:
     here = worlds.current() or _join_cluster(trainer)
     if here is None and _has_workers(trainer, job):
         check_script(type(job.module))
+        if job.stage == "fit":
+            check_before_pickling(job.module)
     if here is not None and here.size > 1 and not _is_launched():
         _refuse_missing_servers(trainer, job)
     with contextlib.ExitStack() as stack:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fabricx import evaluation, loop, manual, provenance
+from fabricx import comparing, evaluation, loop, manual, provenance
 from fabricx.arguments import described
 from fabricx.checkpoint import read_manifest
 from fabricx.checkpoint.places import as_path
@@ -284,12 +284,14 @@ def _set_up_model(t: Trainer, job: Job) -> None:
     elif t.members is not None and t.strategy.dealer is None:
         t.slot = Slot(mine.folder, mine.worker)
     _check_options(t)
+    comparing.compare(t.world, comparing.of_training(t) | comparing.of_module(module))
     t.strategy.setup(module, several_backwards=not module.automatic_optimization)
     wrap_steps(t)
     t.logbook = t.train_logbook = Logbook(t.strategy, training=True, weigh=t.weigh)
     t.attach_log(t.logbook)
     t.training_step = t.strategy.wrap_step(t.training_step)
     t.optimizers, t.lr_schedulers = parse_optimizers(module.configure_optimizers())
+    comparing.compare(t.world, comparing.of_optimizers(module, t.optimizers, t.lr_schedulers))
     t.overridden.metrics_each_step = need_metrics_each_step(t)
     t.overridden.closures = frozenset(id(optimizer) for optimizer in t.optimizers if needs_closure(optimizer))
     t.closures = bool(t.overridden.closures)

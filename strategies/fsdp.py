@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from fabricx.comm.collectives import Collectives
+from fabricx.comm.grad_hooks import check_before_sharding, check_sharded, keep_hooks
 from fabricx.comm.heap import LARGE, release_freed_memory
 from fabricx.comm.sharding import AsBuilt, Pauses, Waits
 from fabricx.comm.unused_shards import UnusedShards
@@ -111,6 +112,7 @@ class FSDP(Strategy):
             _check_owned(module)
         if not isinstance(module, FSDPModule):  # else: sharded by an earlier run in this process
             _check_dtypes(module)
+            check_before_sharding(module)
             if self.activation_checkpointing is not None:
                 for block in blocks(module, self.activation_checkpointing):
                     block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -206,6 +208,8 @@ class FSDP(Strategy):
         self._step = step
 
         def remembered(*args: Any) -> Any:
+            if not self._called and self.module is not None:
+                check_sharded(self.module)
             self._called, self._outputs = True, []
             if self._sequence is not None:
                 self._sequence.begin(self.world)
@@ -250,7 +254,8 @@ class FSDP(Strategy):
             self._unused = UnusedShards(world, module, unreached=not self._manual)
             self._look_at_outputs(module)
         before = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._parameters = dict(module.named_parameters())
+        parameters_before, self._parameters = self._parameters, dict(module.named_parameters())
+        keep_hooks(parameters_before, self._parameters)
         self._look_at_size()
         for optimizer in self._optimizers:
             optimizer.state.clear()

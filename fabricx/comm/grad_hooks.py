@@ -1,0 +1,79 @@
+"""Gradient hooks of parameters, which torch drops without a word where it pickles or shards these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from fabricx.errors import NotPicklable
+
+
+def number_of_hooks(parameter: Any, *, accumulated: bool = True) -> int:
+    """Return how many gradient hooks a parameter has.
+
+    Args:
+        parameter: any tensor.
+        accumulated: count those of `register_post_accumulate_grad_hook`, too.
+    """
+    return len(parameter._backward_hooks or ()) + len((accumulated and parameter._post_accumulate_grad_hooks) or ())
+
+
+def check_before_pickling(module: nn.Module) -> None:
+    """Refuse to send a module with gradient hooks to other processes.
+
+    Raises:
+        NotPicklable: a parameter has one; the message names it.
+    """
+    for name, parameter in module.named_parameters():
+        if number_of_hooks(parameter):
+            raise NotPicklable(
+                f"a gradient hook of module.{name} can't be sent to the worker processes: call register_hook or "
+                "register_post_accumulate_grad_hook in configure_model, setup or on_fit_start, which run in each worker"
+            )
+
+
+def check_before_sharding(module: nn.Module) -> None:
+    """Refuse gradient hooks of parameters in whose place there will be shards.
+
+    Raises:
+        ValueError: a parameter has one; the message names it.
+    """
+    for name, parameter in module.named_parameters():
+        if number_of_hooks(parameter):
+            raise ValueError(
+                f"{name} has a gradient hook, which is lost when strategy=fsdp shards it: call "
+                "register_post_accumulate_grad_hook in on_fit_start, where the parameter is this rank's shard, or take "
+                "strategy=ddp"
+            )
+
+
+def check_sharded(module: nn.Module) -> None:
+    """Refuse hooks of shards that are never called, since autograd knows only whole parameters.
+
+    Raises:
+        ValueError: a shard has one; the message names it.
+    """
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "full_tensor") and number_of_hooks(parameter, accumulated=False):
+            raise ValueError(
+                f"{name} has a hook of register_hook, which is never called under strategy=fsdp: call "
+                "register_post_accumulate_grad_hook in on_fit_start, where the parameter is this rank's shard, or take "
+                "strategy=ddp"
+            )
+
+
+def keep_hooks(before: Mapping[str, nn.Parameter], now: Mapping[str, nn.Parameter]) -> None:
+    """Give shards the hooks of those that they replace, by name.
+
+    >>> old, new = ({"weight": nn.Linear(1, 1).weight} for _ in range(2))
+    >>> _ = old["weight"].register_post_accumulate_grad_hook(print)
+    >>> keep_hooks(old, new)
+    >>> number_of_hooks(new["weight"])
+    1
+    """
+    for name, parameter in before.items():
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        for hook in (hooks or {}).values() if now[name] is not parameter else ():
+            now[name].register_post_accumulate_grad_hook(hook)

@@ -1,0 +1,213 @@
+"""Ranks that do different things train what one process would, or are refused on all ranks; none hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import fabricx as fx
+from fabricx.callbacks import EMA
+from fabricx.comm import world as worlds
+from fabricx.errors import NotPicklable, WorkerFailed
+from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer, Reproducible
+from fabricx.testing import QUIET, run_ranks
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
+KINDS = {
+    "ddp": DDP,
+    "fsdp": FSDP,
+    "no server": lambda: ParameterServer(servers=0),
+    "local_sgd": LocalSGD,
+    "reproducible": Reproducible,
+}
+
+
+def data(samples: int = 8) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(3, generator=generator) for _ in range(samples)]
+
+
+class Built(fx.Module):
+    """Builds something else on rank 1.
+
+    Args:
+        what: name of the difference.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.what = what
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def is_other(self, what: str) -> bool:
+        return self.what == what and self.global_rank == 1
+
+    def setup(self, stage: str) -> None:
+        if self.is_other("option"):
+            self.trainer.accumulate_grad_batches = 2
+        if self.is_other("callback"):
+            self.trainer.callbacks.append(EMA(0.5))
+
+    def configure_model(self) -> None:
+        if self.is_other("parameter"):
+            self.extra = nn.Linear(2, 2)
+        if self.is_other("shape"):
+            self.last = nn.Linear(4, 2)
+        if self.is_other("frozen"):
+            self.first.bias.requires_grad_(False)
+        if self.is_other("buffer"):
+            self.register_buffer("seen", torch.zeros(3))
+        if self.is_other("layer"):
+            self.middle: nn.Module = nn.Dropout(0.1)
+        elif self.what == "layer":
+            self.middle = nn.Dropout(0.2)
+        if self.is_other("weights"):
+            nn.init.ones_(self.first.weight)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.last(torch.tanh(self.first(batch))).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        if self.is_other("optimizer"):
+            return torch.optim.Adam(self.parameters(), lr=0.1)
+        if self.is_other("group"):
+            return torch.optim.SGD([{"params": part.parameters()} for part in (self.first, self.last)], lr=0.1)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.2 if self.is_other("rate") else 0.1)
+        steps = 7 if self.is_other("schedule") else 5
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, steps)]
+
+
+DIFFERENCES = {
+    "parameter": "extra.weight: nothing on rank 0, parameter, shape [2, 2], float32, trained on rank 1",
+    "shape": "last.weight: parameter, shape [1, 4], float32, trained on rank 0, parameter, shape [2, 4]",
+    "frozen": "first.bias: parameter, shape [4], float32, trained on rank 0, parameter, shape [4], float32, frozen",
+    "buffer": "seen: nothing on rank 0, buffer, shape [3], float32 on rank 1",
+    "layer": "middle: Dropout(p=0.2, inplace=False) on rank 0, Dropout(p=0.1, inplace=False) on rank 1",
+    "option": "accumulate_grad_batches: 1 on rank 0, 2 on rank 1",
+    "callback": "callback 0: nothing on rank 0, EMA(decay=0.5",
+    "optimizer": "optimizer 0: SGD on rank 0, Adam on rank 1",
+    "group": "optimizer 0, group 1, params: nothing on rank 0, ['last.weight', 'last.bias'] on rank 1",
+    "rate": "optimizer 0, group 0, lr: 0.1 on rank 0, 0.2 on rank 1",
+    "schedule": "schedule 0, step_size: 5 on rank 0, 7 on rank 1",
+}
+
+
+def fit_here(cases: list[tuple[Any, fx.Module, dict[str, Any]]]) -> list[tuple[str, list[Tensor]]]:
+    """Train each module on the ranks that there are; returns its error, "" for none, and its weights."""
+    found: list[tuple[str, list[Tensor]]] = []
+    world = worlds.current()
+    assert world is not None
+    for strategy, module, options in cases:
+        trainer = fx.Trainer(devices=world.size, strategy=strategy, **{"max_epochs": 1, **QUIET, **options})
+        try:
+            trainer.fit(module, DataLoader(data(), 2))
+        except Exception as error:
+            found.append((f"{type(error).__name__}: {error} at step {trainer.global_step}", []))
+        else:
+            found.append(("", list(trainer.strategy.whole_weights(module).values())))
+    return found
+
+
+def test_ranks_that_build_different_things_are_an_error_on_all_ranks_at_set_up() -> None:
+    expected = {(kind, what): text for kind in ("ddp", "fsdp") for what, text in DIFFERENCES.items()}
+    expected |= {(kind, what): DIFFERENCES[what] for kind in KINDS for what in ("parameter", "rate")}
+    cases: list[Any] = [(KINDS[kind](), Built(what), {}) for kind, what in expected]
+    for found in run_ranks(fit_here, 2, cases):
+        for (error, _), (case, text) in zip(found, expected.items(), strict=True):
+            assert error.startswith("RanksDisagree: ranks differ at set-up"), (case, error)
+            assert text in error, (case, error)
+            assert error.endswith("at step 0"), (case, error)
+
+
+def test_workers_with_servers_that_build_different_things_are_an_error() -> None:
+    for strategy, what in ((ParameterServer(), "parameter"), (AsyncSGD(), "rate")):
+        trainer = fx.Trainer(devices=2, strategy=strategy, max_epochs=1, **QUIET)
+        with pytest.raises(WorkerFailed, match="ranks differ at set-up") as error:
+            trainer.fit(Built(what), DataLoader(data(), 2))
+        assert DIFFERENCES[what] in str(error.value)
+
+
+def test_first_weights_may_differ_and_are_those_of_rank_0() -> None:
+    cases: list[Any] = [(make(), Built(what), {}) for make in KINDS.values() for what in ("weights", "none")]
+    for found in run_ranks(fit_here, 2, cases):
+        for number, kind in enumerate(KINDS):
+            (error, weights), (none, wanted) = found[2 * number : 2 * number + 2]
+            assert (error, none) == ("", ""), kind
+            for one, other in zip(weights, wanted, strict=True):
+                assert torch.equal(one, other), kind
+
+
+def double(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(2.0)
+
+
+class Hooked(fx.Module):
+    """Doubles its gradients in hooks of its parameters.
+
+    Args:
+        kind: "hook", or "post" for once the gradient is accumulated; "" for none.
+        moment: where they are registered.
+    """
+
+    def __init__(self, kind: str, moment: str) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.kind, self.moment = kind, moment
+        self.net = nn.Linear(3, 2)
+        self.register("init")
+
+    def register(self, moment: str) -> None:
+        for parameter in self.parameters() if moment == self.moment else ():
+            if self.kind == "hook":
+                parameter.register_hook(lambda gradient: 2.0 * gradient)
+            elif self.kind == "post":
+                parameter.register_post_accumulate_grad_hook(double)
+
+    def configure_model(self) -> None:
+        self.register("configure_model")
+
+    def on_fit_start(self) -> None:
+        self.register("on_fit_start")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_gradient_hooks_act_on_each_rank_or_are_refused() -> None:
+    alone = Hooked("hook", "configure_model")
+    fx.Trainer(max_epochs=1, **QUIET).fit(alone, DataLoader(data(), 4))
+    refused = {
+        ("fsdp", "hook", "configure_model"): "net.weight has a gradient hook, which is lost when strategy=fsdp shards",
+        ("fsdp", "hook", "on_fit_start"): "net.weight has a hook of register_hook, which is never called under",
+    }
+    moments = ("configure_model", "on_fit_start")
+    places = [(name, kind, moment) for name in KINDS for kind in ("hook", "post") for moment in moments]
+    refused["fsdp", "post", "configure_model"] = refused["fsdp", "hook", "configure_model"]
+    cases: list[Any] = [(LocalSGD(every=1) if name == "local_sgd" else KINDS[name](), Hooked(kind, moment), {})
+                        for name, kind, moment in places]  # fmt: skip
+    for rank, found in enumerate(run_ranks(fit_here, 2, cases)):
+        for (error, weights), place in zip(found, places, strict=True):
+            assert refused.get(place, "") in error, (place, error)
+            assert bool(error) == (place in refused), (place, error)
+            if not error and (rank == 0 or place[0] != "fsdp"):
+                for one, other in zip(weights, alone.parameters(), strict=True):
+                    torch.testing.assert_close(one, other.detach(), msg=str(place))
+
+
+def test_gradient_hooks_that_would_not_reach_the_workers_are_refused_before_any_starts() -> None:
+    for kind in ("hook", "post"):
+        trainer = fx.Trainer(devices=2, strategy="ddp", max_epochs=1, **QUIET)
+        with pytest.raises(NotPicklable, match=r"a gradient hook of module\.net\.weight .* in configure_model"):
+            trainer.fit(Hooked(kind, "init"), DataLoader(data(), 2))
