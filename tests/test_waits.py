@@ -16,9 +16,11 @@ FOLDERS = ("fabricx", "callbacks", "strategies")
 ALWAYS = {
     "wait", "wait_for", "accept", "recv", "recv_bytes", "recv_into", "recv_handle", "acquire", "sleep", "flock",
     "lockf", "communicate", "sigwait", "sigwaitinfo", "waitpid", "check_call", "check_output", "result", "as_completed",
-    "sendall", "init_process_group", "new_group", "batch_isend_irecv", "barrier",
+    "send", "sendall", "sendmsg", "send_bytes", "send_handle", "init_process_group", "new_group", "batch_isend_irecv",
+    "barrier",
 }  # fmt: skip
 COLLECTIVES = {"all_reduce", "all_gather", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor"}
+LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore"}
 NOT_PROCESSES = ("path", "tree", "memory", "sep", "shlex")  # what else has a `join`
 
 
@@ -37,13 +39,32 @@ def waits(name: str, receiver: ast.expr | None, call: ast.Call) -> bool:
         return "store" in text or "queue" in text or "tasks" in text or text == "signed"
     if name == "poll":
         return text != "select" and "writer" not in text
+    if name == "write":  # of a pipe, or of a file that may be one; what `open` gives is a file on a disk
+        return text in ("os", "stdin", "sys.stdout")
     if name in ("run", "select"):
         return text == "subprocess" or (name, text) == ("select", "select")
     return name == "connect" and text in ("peer", "authentication")
 
 
+def locks(tree: ast.AST) -> set[str]:
+    """Return the names of a file's locks and conditions, attributes too."""
+    found = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if any(ast.unparse(part).removeprefix("threading.") in LOCKS for part in ast.walk(node.value)):
+            found |= {ast.unparse(target).rpartition(".")[2] for target in targets}
+    return found
+
+
 def blocking_calls(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield (function, call) for each blocking call of a file; a method's function has its class before it."""
+    """Yield (function, call) for each blocking call of a file; a method's function has its class before it.
+
+    A block that takes a lock is one, too, and is printed as `with` and the lock.
+    """
+    tree = ast.parse(file.read_text())
+    known = locks(tree)
 
     def visit(node: ast.AST, scope: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         for child in ast.iter_child_nodes(node):
@@ -56,9 +77,13 @@ def blocking_calls(file: Path) -> Iterator[tuple[str, str]]:
                 name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
                 if waits(name, receiver, child):
                     yield ".".join(scope) or "(module)", ast.unparse(function)
+            for item in child.items if isinstance(child, ast.With) else ():
+                text = ast.unparse(item.context_expr)
+                if text.rpartition(".")[2] in known:
+                    yield ".".join(scope) or "(module)", f"with {text}"
             yield from visit(child, inner)
 
-    yield from visit(ast.parse(file.read_text()), ())
+    yield from visit(tree, ())
 
 
 @functools.cache
@@ -109,6 +134,17 @@ def test_each_row_names_what_ends_the_wait() -> None:
         ("def f(p):\n    p.join(max(0.0, 1))", [("f", "p.join")]),
         ("def f(q):\n    return queue.get(), {}.get(1), ', '.join(q), os.path.join(q)", [("f", "queue.get")]),
         ("import time\ntime.sleep(1)", [("(module)", "time.sleep")]),
+        ("def f(c, w):\n    c.send(1)\n    stdin.write(2)\n    w.write(3)", [("f", "c.send"), ("f", "stdin.write")]),
+        (
+            "class A:\n    busy: Lock = field(default_factory=threading.Lock)\n    def g(self, a):\n"
+            "        with a.b.busy, open(a):\n            pass",
+            [("A.g", "with a.b.busy")],
+        ),
+        (
+            "class A:\n    def f(self):\n        self._news = threading.Condition()\n    def g(self):\n"
+            "        with self._news:\n            self._news.acquire()",
+            [("A.g", "with self._news"), ("A.g", "self._news.acquire")],
+        ),
     ],
 )
 def test_blocking_calls_are_recognised(source: str, expected: list[tuple[str, str]], tmp_path: Path) -> None:

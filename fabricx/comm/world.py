@@ -209,7 +209,7 @@ class World:
         own, name = membership(), f"departure/{self.generation}"
         store, deadline = self.store, time.monotonic() + timeout_s
         left = dict(enumerate(own.members(self.generation, self.size)))
-        with contextlib.suppress(OSError, EOFError):  # who hosts the store has gone: nothing is left to be waited for
+        with contextlib.suppress(OSError, dist.DistError):  # who hosts the store has gone: nobody can be waited for
             store.set(self.key(f"{name}/{self.rank}"), "done")
             while left and time.monotonic() < deadline and not own.outdated(self.generation):
                 for rank, worker in list(left.items()):

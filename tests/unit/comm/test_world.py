@@ -46,7 +46,7 @@ def test_a_worker_of_which_the_supervisor_says_that_it_is_gone_is_not_waited_for
 
 def test_nothing_is_waited_for_when_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     def closed(*arguments: object) -> None:
-        raise ConnectionResetError
+        raise dist.DistNetworkError
 
     store = dist.HashStore()
     world = World(rank=0, size=2, store=store)
