@@ -13,6 +13,7 @@ import os
 import pickle
 import socket
 import tempfile
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fabricx.comm import authentication
+from fabricx.comm import authentication, peers
 from fabricx.scratch import private_folder
 
 Store = dist.Store
@@ -37,6 +38,7 @@ READY: Final = "ready"  # key by which a server says that it meets a worker now
 CLOSE: Final = timedelta(seconds=5)  # how long the last words may take
 MEET: Final = timedelta(seconds=20)  # from when both ends of a gloo link are ready until they are connected
 UNLIMITED: Final = timedelta(days=365)  # time-out of a receive: the end of the peer process ends it
+_LISTENING: Final = threading.Lock()  # one link at a time begins to listen, so that its ports are known
 
 
 @dataclass(slots=True)
@@ -366,7 +368,23 @@ def meet_over_gloo(
 
     Raises:
         RuntimeError: the other end did not connect in that time.
+        AuthenticationError: on both ends: another program has connected in the place of one.
     """
-    place = 1 if server else 0
-    group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), place, 2, timeout)  # type: ignore[attr-defined]
+    place, meeting = 1 if server else 0, dist.PrefixStore(name, store)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    with _LISTENING:
+        others = peers.ports()
+        options._devices = _devices()
+        own = peers.ports() - others
+    options._timeout, options._threads = timeout, 2 * len(options._devices)
+    group = dist.ProcessGroupGloo(meeting, place, 2, options)  # type: ignore[attr-defined]
+    peers.confirm(meeting, place, 2, own, timeout, lambda: None)
     return Gloo(group, hello, key, name, server=server, before=before)
+
+
+def _devices() -> list[Any]:
+    """Return what gloo listens with, as it would choose it; who connects is checked afterwards, so it does at once."""
+    gloo: Any = dist.ProcessGroupGloo  # type: ignore[attr-defined]
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return [gloo.create_device(interface=name, lazy_init=False) for name in names.split(",")]
+    return [gloo.create_default_device(lazy_init=False)]

@@ -124,7 +124,7 @@ class World:
             # Else torch ends the process when an operation fails, while the others can still go on without its peer.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
-        before = peers.internet_sockets()
+        before = self._checked_ports()
         with own.opening():
             dist.init_process_group(
                 self.backend,
@@ -133,11 +133,24 @@ class World:
                 world_size=self.size,
                 timeout=timeout,
             )
-        if self.size > 1 and self.secret and not self.silent:
-            links = dist.PrefixStore(f"links{self.generation}", self.store)
-            peers.confirm(links, self.rank, self.size, before, max(timeout, CONFIRM), self._stay)
+        self._confirm("all", range(self.size), before, timeout)
         _CURRENT[:] = [self]
         pulse.joined()
+
+    def _checked_ports(self) -> set[int]:
+        """Return where this process listens already, before a group is built."""
+        if self.size == 1 or self.silent:
+            return set()
+        peers.check_eager()
+        return peers.ports()
+
+    def _confirm(self, name: str, ranks: Sequence[int], before: set[int], timeout: timedelta) -> None:
+        """Check that a group that was just built has connections of its ranks only; all of them call it."""
+        if len(ranks) == 1 or not self.secret or self.silent:
+            return
+        links = dist.PrefixStore(f"links{self.generation}/{name}", self.store)
+        limit = max(timeout, CONFIRM)
+        peers.confirm(links, ranks.index(self.rank), len(ranks), peers.ports() - before, limit, self._stay)
 
     def _stay(self) -> None:
         membership().check(self.generation)
@@ -175,14 +188,20 @@ class World:
 
         Raises:
             RuntimeError: a rank didn't come.
+            AuthenticationError: another program has connected in the place of one.
         """
         found: list[Any] = []
+        before, timeout = self._checked_ports(), MEET if self.generation else OPERATION
         with membership().opening():
             for ranks in parts:
-                group = dist.new_group(list(ranks), timeout=MEET if self.generation else OPERATION)
+                group = dist.new_group(list(ranks), timeout=timeout)
                 if self.rank in ranks:
-                    found.append(group)
-        mine: dist.ProcessGroup = found[0]
+                    found.append((ranks, group))
+        own, group = found[0]
+        if self.store is not None:
+            number = self.store.add(f"groups/{self.generation}/{self.rank}", 1)  # each rank builds the same ones
+            self._confirm(f"{number}/{'-'.join(map(str, own))}", own, before, timeout)
+        mine: dist.ProcessGroup = group
         dist.distributed_c10d._set_pg_timeout(OPERATION, mine)  # type: ignore[attr-defined]
         return mine
 

@@ -131,6 +131,9 @@ class _Serving:
             link = meet_over_gloo(self._store, name, hello, self._secret, server=True)
         except LOST:
             return  # the worker has died, or has given up
+        except AuthenticationError as error:
+            print(f"server {self._key} has refused a worker: {error}", file=sys.stderr, flush=True)
+            return
         self._attend(link)
 
     def _attend(self, link: Link) -> None:
