@@ -7,11 +7,13 @@ next process that makes such a folder on the same machine. Semaphores of a run's
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing.process
 import os
 import secrets
 import shutil
 import socket
+import stat
 import sys
 import tempfile
 import time
@@ -41,9 +43,10 @@ def private_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[str
         parent: where; the folder for temporary files (`TMPDIR`) by default.
 
     Raises:
-        OSError: it can't be made; the message says what to do.
+        OSError: it can't be made, or others could put another in its place; the message says what to do.
     """
     parent = os.fspath(parent or _temporary())
+    _check_that_names_stay(parent)
     sweep(parent)
     try:
         folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
@@ -67,6 +70,20 @@ def _temporary() -> str:
         raise OSError(
             error.errno, f"{error.strerror or error}; let TMPDIR name a folder that can be written to"
         ) from None
+
+
+def _check_that_names_stay(parent: str) -> None:
+    """Refuse a folder in which every user can rename what others have made, private or not.
+
+    Raises:
+        PermissionError: it is one.
+    """
+    mode = os.stat(parent).st_mode if os.path.isdir(parent) else 0
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise PermissionError(
+            errno.EPERM,
+            f"every user can replace what this one makes in {parent}: chmod +t {parent}, or let TMPDIR name another",
+        )
 
 
 def _locked(folder: str) -> int:

@@ -29,7 +29,7 @@ class DirectFile:
     """A new file of this machine's disk that bytes are added to; when it is closed without an error they are there."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._block = mmap.mmap(-1, BLOCK)  # whole blocks of the disk, in memory that begins at one
         self._filled = 0
         self._set_direct(bool(_PAST_THE_CACHE))

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, BinaryIO, Final, final
 
 KEY_BYTES: Final = 32
 TAG_BYTES: Final = hashlib.sha256().digest_size
@@ -289,15 +289,25 @@ def check_private(folder: str | os.PathLike[str]) -> None:
 
 
 def read_private(path: Path) -> bytes:
-    """Return the content of a file that only this user can read and write.
+    """Return the content of a file that only this user can read and write; errors are those of `open_private`."""
+    with open_private(path) as file:
+        return file.read()
+
+
+def open_private(path: Path) -> BinaryIO:
+    """Open a file that only this user can read and write.
 
     Raises:
         PermissionError: it is a link, belongs to another user, or its mode admits others.
         OSError: it can't be read.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+    file = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    try:
         _check(path, os.fstat(file.fileno()), 0o100000, 0o600)
-        return file.read()
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def write_private(path: Path, data: bytes) -> None:

@@ -41,7 +41,8 @@ def start(folder: Path, names: list[str]) -> bool:
         return False
     if is_kept(folder, names):
         return True
-    shutil.rmtree(folder, ignore_errors=True)
+    if _is_own(folder):
+        shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, "-I", __file__, str(os.getppid()), str(folder), *names]
     quiet = subprocess.DEVNULL
     # In a session of its own: torchrun ends the groups of its processes.
@@ -56,23 +57,29 @@ def start(folder: Path, names: list[str]) -> bool:
 
 def is_kept(folder: Path, names: list[str]) -> bool:
     """Return whether a keeper of this user's has these files, in a folder that no other user can have made."""
-    from fabricx.comm.authentication import check_private  # here, since the keeper itself runs without fabricx
-
     with contextlib.suppress(OSError):
-        check_private(folder)
+        if not _is_own(folder):
+            return False
         kept = [os.readlink(os.readlink(folder / name)).startswith("/memfd:fabricx") for name in names]
         return (folder / "keeper").exists() and all(kept)
     return False
 
 
-def _keeper_of(folder: Path) -> int:
-    return int((folder / "keeper").read_text())
+def _is_own(folder: Path) -> bool:
+    """Return whether no other user can have made a folder, whose name can be guessed, or can write to it."""
+    from fabricx.comm.authentication import check_private  # here, since the keeper itself runs without fabricx
+
+    with contextlib.suppress(OSError):
+        check_private(folder)
+        return True
+    return False
 
 
 def end(folder: Path) -> None:
-    """Give the memory back."""
+    """Give the memory back; a folder of another user's names no process to be ended."""
     with contextlib.suppress(OSError, ValueError):
-        os.kill(_keeper_of(folder), signal.SIGTERM)
+        if _is_own(folder):
+            os.kill(int((folder / "keeper").read_text()), signal.SIGTERM)
     for one in _STARTED:
         with contextlib.suppress(subprocess.TimeoutExpired):
             one.wait(START_S)

@@ -31,6 +31,7 @@ from fabricx.comm.world import World
 from fabricx.launch import store_host
 from fabricx.launch.environment import address, detect, launch, on_one_machine
 from fabricx.launch.store_host import COMPLETE, KEY
+from fabricx.redaction import printable
 
 RESTARTS: Final = "restarts"  # how often torchrun has started all processes again, in the launch's store
 PLACE: Final = "fabricx/place"  # where the launch's store is, in the launcher's
@@ -202,7 +203,7 @@ def _follow(launchers: Store, own: Launch) -> tuple[PrivateStore, bytes]:
                 return store, secret
             last, error = value, "another process has this rank there"
         except (OSError, RuntimeError, AuthenticationError) as reason:  # of an attempt that is over
-            error = f"{type(reason).__name__}: {reason}"
+            error = printable(f"{type(reason).__name__}: {reason}")  # it may have words of another program
             time.sleep(LOOK_S)
     raise RuntimeError(
         f"rank {own.rank} could not enter the store of this launch within {LIMIT_S:.0f} s: the first rank was not "
@@ -219,7 +220,7 @@ def _place(value: str, own: Launch) -> tuple[str, str, str, int]:
     except (ValueError, TypeError) as error:
         raise AuthenticationError(
             f"{PLACE!r} in the launcher's store is not what the first rank writes there: another program has written "
-            f"to that store ({error})"
+            f"to that store ({printable(str(error))})"
         ) from None
 
 

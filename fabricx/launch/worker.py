@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fabricx.comm import generations, pulse
+from fabricx.comm import authentication, generations, pulse
 from fabricx.errors import brief_traceback
 from fabricx.launch import notices
 from fabricx.scratch import remove_if_abandoned, sweep
@@ -136,7 +136,7 @@ def _run(place: Place) -> Any:
     )
     if place.serve is not None:
         return place.serve(world, place.rank - place.size, place.folder)
-    with (Path(place.folder) / "job").open("rb") as file:
+    with authentication.open_private(Path(place.folder) / "job") as file:
         function, arguments = pickle.load(file)
     try:
         return function(world, *arguments)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, BinaryIO, Final, final
 
 from fabricx.errors import FabricxError
 from fabricx.telemetry.eventfile import FOLDER
@@ -18,6 +19,27 @@ _RANKS: Final = 1 << 20
 
 class NotARun(FabricxError):
     """A folder in which no run has recorded anything."""
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a file of a run, whose folder may be another user's: a link could lead to a private file of the reader's.
+
+    Raises:
+        OSError: it is a link or no file, isn't there, or is in a folder to which another user's link leads.
+    """
+    if is_foreign_link(path.parent):
+        raise PermissionError(f"{path.parent} is a link of another user's")
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(f"{path} is no file")
+    return open(number, "rb")
+
+
+def is_foreign_link(path: Path) -> bool:
+    """Return whether a path is a link that another user has made."""
+    found = path.lstat()
+    return stat.S_ISLNK(found.st_mode) and hasattr(os, "geteuid") and found.st_uid not in (0, os.geteuid())
 
 
 @final
@@ -38,7 +60,7 @@ class Tail:
         try:
             if os.path.getsize(self.path) <= self._read:
                 return []
-            with self.path.open("rb") as file:
+            with opened(self.path) as file:
                 file.seek(self._read)
                 data = file.read()
         except OSError:  # somebody has taken it away

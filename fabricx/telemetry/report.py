@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,7 +16,7 @@ import yaml  # type: ignore[import-untyped]
 from fabricx.redaction import masked, masked_text
 from fabricx.telemetry.charts import Chart, chart
 from fabricx.telemetry.eventfile import FOLDER
-from fabricx.telemetry.reading import Files, check_run
+from fabricx.telemetry.reading import Files, check_run, is_foreign_link, opened
 from fabricx.telemetry.recorder import Span
 from fabricx.telemetry.run import Row, Run, joined
 from fabricx.telemetry.verdict import WORDS, straggler_scores, verdict
@@ -27,6 +29,7 @@ _LINES: Final = 200  # of warnings, and of events
 _LINE: Final = 400  # characters of one
 _STACKS: Final = 40  # events that are shown with all that belongs to them
 _STACK: Final = 4_000  # characters of that
+_NODES: Final = 20_000  # the most parts of a configuration that is compared
 
 
 @dataclass
@@ -79,7 +82,8 @@ def look_at(run_dir: Path) -> Seen:
 
 def runs_in(folder: Path) -> list[Path]:
     """Return the runs' folders in a folder, such as that of a sweep."""
-    return sorted(path.parent for path in folder.glob(f"*/{FOLDER}") if any(path.glob("*.jsonl")))
+    found = (path for path in folder.glob(f"*/{FOLDER}") if any(path.glob("*.jsonl")))
+    return sorted(path.parent for path in found if not is_foreign_link(path.parent))
 
 
 @dataclass(frozen=True)
@@ -166,9 +170,7 @@ def write_page(seen: Seen) -> Path:
         texts={name: text for name, text in texts.items() if text},
         links=[name for name in links if (run_dir / name).exists()],
     )  # fmt: skip
-    path = run_dir / "report.html"
-    path.write_text(page)
-    return path
+    return _written(run_dir / "report.html", page)
 
 
 def final_values(run: Run) -> dict[str, str]:
@@ -230,9 +232,7 @@ def write_comparison(folder: Path, runs: Sequence[Seen]) -> Path:
     }
     header, rows = comparison(runs)
     page = _render("sweep.html.j2", title=folder.resolve().name, header=header, rows=rows, metrics=_charts(curves))
-    path = folder / "report.html"
-    path.write_text(page)
-    return path
+    return _written(folder / "report.html", page)
 
 
 def comparison(runs: Sequence[Seen]) -> tuple[list[str], list[list[str]]]:
@@ -254,9 +254,19 @@ def _made_of(run_dir: Path) -> Mapping[str, Any]:
     found = (_text(run_dir / name) for name in _MADE_OF)
     try:
         made = yaml.safe_load(next(filter(None, found), "{}"))
+        return masked(made) if isinstance(made, dict) and _has_at_most(_NODES, made) else {}
     except (yaml.YAMLError, RecursionError):
         return {}
-    return masked(made) if isinstance(made, dict) else {}
+
+
+def _has_at_most(limit: int, value: Any) -> bool:
+    """Return whether a value has so many parts, each counted as often as it occurs: YAML can name one many times."""
+    parts, count = [value], 0
+    while parts and count <= limit:
+        part = parts.pop()
+        count += 1
+        parts += [*part, *part.values()] if isinstance(part, Mapping) else part if isinstance(part, list) else []
+    return count <= limit
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -283,9 +293,22 @@ def _told(events: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")[:_TEXT]
+        with opened(path) as file:
+            return file.read(4 * _TEXT).decode(errors="replace")[:_TEXT]
     except OSError:
         return ""
+
+
+def _written(path: Path, page: str) -> Path:
+    """Write a page; a link in its place, which could lead to any file of the reader's, is replaced itself."""
+    fresh = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w", encoding="utf-8") as file:
+            file.write(page)
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
+    return path
 
 
 def _render(template: str, **facts: Any) -> str:

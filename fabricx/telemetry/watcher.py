@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from fabricx.errors import is_full
+from fabricx.redaction import printable
 from fabricx.telemetry import logs
 from fabricx.telemetry.board import Board
 from fabricx.telemetry.eventfile import EventFile
@@ -70,7 +71,8 @@ class Watcher:
         self._advise()
         for text, ranks in self._said.items():
             if 0 not in ranks and self._times[text] > 1:
-                print(f"rank {_names(ranks)} said {self._times[text]} times: {text}", file=sys.stderr, flush=True)
+                told = f"rank {_names(ranks)} said {self._times[text]} times: {text}"
+                print(printable(told), file=sys.stderr, flush=True)
 
     def _advise(self) -> None:
         """Say what would help, where much of a run's time is lost in one place."""
@@ -124,7 +126,7 @@ class Watcher:
                 self._times[text] += 1
         for text, rank in told.items():
             if 0 not in self._said[text]:
-                print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
+                print(printable(f"rank {rank}: {text}"), file=sys.stderr, flush=True)
 
 
 def _names(ranks: set[int]) -> str:

@@ -98,6 +98,20 @@ def test_a_folder_that_others_could_have_made_is_not_used(torchrun: subprocess.P
         torchrun.kill()
 
 
+def test_a_folder_that_another_user_has_made_first_names_no_process_to_be_ended(tmp_path: Path) -> None:
+    folder = tmp_path / "guessed"
+    folder.mkdir(mode=0o755)
+    with subprocess.Popen([sys.executable, "-ISc", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as own:
+        assert own.stdin is not None
+        (folder / "keeper").write_text(str(own.pid))
+        (folder / NAMES[0]).write_text("theirs")
+        assert not keeper.start(folder, NAMES)
+        keeper.end(folder)
+        own.stdin.close()
+        assert own.wait(20) == 0  # of its own accord
+    assert (folder / NAMES[0]).read_text() == "theirs"
+
+
 def test_where_a_folder_can_t_be_made_nothing_is_kept(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert not keeper.start(tmp_path / "file" / "kept", NAMES)

@@ -125,3 +125,13 @@ def test_semaphores_go_with_the_folder_of_their_run_and_no_others_do(
         assert unregistered == [f"/mp-{os.path.basename(folder)}-1-a"]
         assert len({file.name for file in place.iterdir()} - kept) == 2
     assert {file.name for file in place.iterdir()} == kept
+
+
+def test_a_place_where_every_user_can_rename_a_private_folder_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(PermissionError, match=r"chmod \+t"), private_folder(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    tmp_path.chmod(0o1777)
+    with private_folder(tmp_path) as folder:
+        assert os.path.isdir(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -262,3 +263,45 @@ def test_a_configuration_that_is_no_yaml_does_not_end_the_report(tmp_path: Path)
         (run_dir / "config.yaml").write_bytes(text)
         Page(write_page(look_at(run_dir)).read_text())
         assert comparison([look_at(run_dir)])[1][0][0] == str(number)
+
+
+def test_links_in_a_run_of_another_user_lead_a_reader_neither_to_read_nor_to_overwrite_own_files(
+    tmp_path: Path,
+) -> None:
+    private = tmp_path / "private"
+    private.write_text("private: of-the-reader")
+    run_dir = a_run(tmp_path / "run")
+    for name in ("config.yaml", "report.html"):
+        (run_dir / name).symlink_to(private)
+    (run_dir / "telemetry" / "worker7-1-a.jsonl").symlink_to(private)
+    os.mkfifo(run_dir / "versions.json")
+    page = write_page(look_at(run_dir))
+    assert "of-the-reader" not in page.read_text()
+    assert not page.is_symlink()
+    assert private.read_text() == "private: of-the-reader"
+    assert sorted(path.name for path in run_dir.iterdir() if path.name.startswith(".")) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link to another user")
+def test_a_folder_to_which_another_users_link_leads_is_not_read(tmp_path: Path) -> None:
+    own = a_run(tmp_path / "own")
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    for name, user in (("mine", 0), ("theirs", 65534)):
+        (sweep / name).symlink_to(own)
+        os.lchown(sweep / name, user, user)
+    assert [path.name for path in runs_in(sweep)] == ["mine"]
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "telemetry").symlink_to(own / "telemetry")
+    assert look_at(theirs).run.steps > 0
+    os.lchown(theirs / "telemetry", 65534, 65534)
+    assert look_at(theirs).run.steps == 0
+
+
+def test_a_configuration_that_names_a_part_again_and_again_does_not_fill_the_memory(tmp_path: Path) -> None:
+    levels = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 40))
+    runs = [a_run(tmp_path / name) for name in ("a", "b")]
+    for run_dir in runs:
+        (run_dir / "config.yaml").write_text(f"a0: &a0 {run_dir.name}\n{levels}\n")
+    assert comparison([look_at(run_dir) for run_dir in runs])[0][0] == "run"
