@@ -19,7 +19,7 @@ _SHORT: Final = 6  # characters; shorter secrets aren't looked for in texts, whe
 _WORDS: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _ALWAYS: Final = re.compile(
     r"passw|passphrase|pwd$|secrets?$|credential|(api|access|private|secret|encryption|signing|account)keys?$"
-    r"|(o|basic|http)?auth$|authoriz|authentic|(auth|access|api|bearer|refresh|session|user|bot|hf|hub)tokens?$"
+    r"|passcode|jwt$|bearer$|cookies?$|(o|basic|http)?auth$|authoriz|authentic|(auth|access|api|bearer|refresh|session|user|bot|hf|hub)tokens?$"
 )
 _LOCATIONS: Final = {"file", "path", "dir", "folder", "env", "type", "method", "mode"}  # such as password_file
 _KEY_OF: Final = {
@@ -43,6 +43,7 @@ _URL: Final = re.compile(  # Hydra writes colons with a backslash
 _VALUE: Final = re.compile(
     r"""(?:Bearer|Basic|Token)\s+[^\s"',;]+|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^\s"',;&}\])]+"""
 )
+_PARAMETER: Final = re.compile(r"(?P<key>[?&][A-Za-z_][\w.-]*=)(?P<value>[^\s&#'\"<>]+)")
 _ASSIGNED: Final = re.compile(r"([A-Za-z_][\w.-]*)=")
 _STATED: Final = re.compile(r"""([A-Za-z_][\w.-]*)["']?\s*[=:]\s*(?!//)""")
 _BEARER: Final = re.compile(r"\b(?P<kind>Bearer|Basic)\s+[A-Za-z0-9._~+/=-]{8,}")
@@ -87,8 +88,15 @@ def masked(value: Any) -> Any:
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return type(value)(masked(item) for item in value) if type(value) in (list, tuple) else value
-    return _masked_text(value, _ASSIGNED) if isinstance(value, str) else value
+        return type(value)(_masked_items(value)) if type(value) in (list, tuple) else value
+    return _masked_text(value, _STATED if "{" in value else _ASSIGNED) if isinstance(value, str) else value
+
+
+def _masked_items(items: Sequence[Any]) -> Iterator[Any]:
+    """Yield the items of a list, which may be a command: what follows `--token` is a secret."""
+    for before, item in zip([None, *items], items, strict=False):
+        hides = isinstance(before, str) and before.startswith("--") and "=" not in before and is_secret(before)
+        yield _hidden(item) if hides and not (isinstance(item, str) and item.startswith("-")) else masked(item)
 
 
 def _hidden(value: Any) -> Any:
@@ -130,11 +138,11 @@ def _masked_text(text: str, pairs: re.Pattern[str]) -> str:
 
 
 def masked_values(text: str) -> str:
-    """Return a text of other people, such as a log line or a traceback, without passwords in URLs and known secrets.
+    """Return a text of other people, such as a log line or a traceback, without secrets in URLs and known secrets.
 
     Pairs of a key and a value stay: `token = tokens[i]` in a traceback is no secret.
     """
-    text = _URL.sub(_url, text)
+    text = _PARAMETER.sub(_parameter, _URL.sub(_url, text))
     text = _BEARER.sub(rf"\g<kind> {MASK}", text)
     for secret in sorted(_known, key=len, reverse=True):
         text = text.replace(secret, MASK)
@@ -150,6 +158,11 @@ def _url(found: re.Match[str]) -> str:
     if user and scheme.startswith(("http:", "https:")):  # there, a name alone is a token
         return f"{scheme}{MASK}@"
     return found[0]
+
+
+def _parameter(found: re.Match[str]) -> str:
+    hides = is_secret(found["key"][1:-1]) and found["value"].lower() not in _NO_SECRET
+    return f"{found['key']}{MASK}" if hides else found[0]
 
 
 def _pairs_masked(text: str, pairs: re.Pattern[str]) -> str:

@@ -301,13 +301,13 @@ def open_private(path: Path) -> BinaryIO:
         PermissionError: it is a link, belongs to another user, or its mode admits others.
         OSError: it can't be read.
     """
-    file = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        _check(path, os.fstat(file.fileno()), 0o100000, 0o600)
+        _check(path, os.fstat(number), 0o100000, 0o600)
     except BaseException:
-        file.close()
+        os.close(number)
         raise
-    return file
+    return os.fdopen(number, "rb")
 
 
 def write_private(path: Path, data: bytes) -> None:

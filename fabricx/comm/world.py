@@ -148,6 +148,7 @@ class World:
         """Check that a group that was just built has connections of its ranks only; all of them call it."""
         if len(ranks) == 1 or not self.secret or self.silent:
             return
+        assert self.store is not None
         links = dist.PrefixStore(f"links{self.generation}/{name}", self.store)
         limit = max(timeout, CONFIRM)
         peers.confirm(links, ranks.index(self.rank), len(ranks), peers.ports() - before, limit, self._stay)

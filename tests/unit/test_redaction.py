@@ -7,7 +7,16 @@ import doctest
 import pytest
 
 from fabricx import redaction
-from fabricx.redaction import MASK, is_secret, masked, masked_command, masked_keys, masked_text, printable
+from fabricx.redaction import (
+    MASK,
+    is_secret,
+    masked,
+    masked_command,
+    masked_keys,
+    masked_text,
+    masked_values,
+    printable,
+)
 
 SECRET = [
     "password",
@@ -53,6 +62,9 @@ SECRET = [
     "refresh_tokens",
     "my_token",
     "secretKey",
+    "jwt",
+    "session_cookie",
+    "passcode",
 ]
 OPEN = [
     "tokenizer",
@@ -138,6 +150,23 @@ def test_a_value_that_was_masked_once_is_found_in_any_text(monkeypatch: pytest.M
     monkeypatch.setattr(redaction, "_known", set())
     masked({"logger": {"api_key": "a-long-value", "password": "abc"}, "url": "pg://me:another-one@host"})
     assert masked_text("refused: a-long-value, another-one, abc") == f"refused: {MASK}, {MASK}, abc"
+
+
+def test_secrets_in_lists_and_in_text_that_is_json_are_masked() -> None:
+    given = {"args": ["run", "--token", "hunter2", "--password=hunter2", "--token", "--fast"],
+             "payload": '{"password": "hunter2", "a": 1}', "nets": [{"heads": {"api_key": "hunter2"}}]}  # fmt: skip
+    assert masked(given) == {
+        "args": ["run", "--token", MASK, f"--password={MASK}", "--token", "--fast"],
+        "payload": f'{{"password": "{MASK}", "a": 1}}', "nets": [{"heads": {"api_key": MASK}}],
+    }  # fmt: skip
+
+
+def test_parameters_of_urls_in_logs_and_tracebacks_are_masked_and_code_stays() -> None:
+    assert masked_values("401 for https://host/a?x=1&access_token=hunter2#b") == (
+        f"401 for https://host/a?x=1&access_token={MASK}#b"
+    )
+    for text in ("token = tokens[i]", "https://host/a?max_tokens=3&b=2", "a&token=null", "f(token=token)"):
+        assert masked_values(text) == text
 
 
 def test_a_command_line_keeps_its_form() -> None:
