@@ -123,36 +123,44 @@ def test_a_link_to_a_server_over_gloo_is_refused_at_both_ends_if_another_program
     assert len(links) == (0 if attacked else 2)
 
 
-def builds_groups(world: World, place: str) -> str:
-    """Build a group besides the main one, when a stranger has connected to the first rank."""
-    assert world.store is not None
-    world.join()
-    try:
-        if world.rank == 0:
+def builds_groups(world: World, attacked: str) -> str:
+    """Build the main group and one besides; a stranger connects to the first rank while one of them is built."""
+    store = world.store
+    assert store is not None
+
+    def build(name: str, group: Callable[[], Any]) -> None:
+        if name != attacked:
+            group()
+        elif world.rank == 1:
+            store.wait(["attacked"], LIMIT)
+            group()
+        else:
             others = peers.ports()
 
             def attack() -> None:
                 attacker.enter_context(stranger(listened(others)))
-                world.store.set("attacked", "")  # type: ignore[union-attr]
+                store.set("attacked", "")
 
             with contextlib.ExitStack() as attacker:
                 thread = threading.Thread(target=attack)
-                if place == "attacked":
-                    thread.start()
-                world.group_of_mine([[0, 1]])
-        else:
-            if place == "attacked":
-                world.store.wait(["attacked"], LIMIT)
-            world.group_of_mine([[0, 1]])
+                thread.start()
+                try:
+                    group()
+                finally:
+                    thread.join()
+
+    try:
+        build("main", world.join)
+        build("beside", lambda: world.group_of_mine([[0, 1]]))
     except AuthenticationError as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize("place", ["attacked", "alone"])
-def test_groups_beside_the_main_one_are_checked(place: str) -> None:
-    text = "another program has connected to rank 0" if place == "attacked" else ""
-    assert [found[: len(text)] for found in run_workers(builds_groups, (place,), size=2)] == [text, text]
+@pytest.mark.parametrize("attacked", ["main", "beside", "none"])
+def test_an_attacked_group_is_an_error_of_all_its_ranks(attacked: str) -> None:
+    text = "" if attacked == "none" else "another program has connected to rank 0"
+    assert [found[: len(text) or None] for found in run_workers(builds_groups, (attacked,), size=2)] == [text, text]
 
 
 def test_connections_that_begin_after_the_check_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
