@@ -145,8 +145,8 @@ def take_up(t: Trainer, state: dict[str, Any], *, own: int | None) -> None:
     rebuild_feeds(t)
     _say_global_batch(t, state.get("global_batch", 0))
     go_on_from(t, state["ranks"], own=own)
-    if own is None:
-        _take_up_with_other_ranks(t, len(state["ranks"]))
+    if own is None or t.state.shared_by != t.world.size:
+        _take_up_with_other_ranks(t, t.state.shared_by)
     elif state["ranks"][own]["position"] is None and not t.train_feed.exact_position:
         _take_up_by_reading(t)
     for callback in t.callbacks:
@@ -177,6 +177,7 @@ def _say_global_batch(t: Trainer, before: int) -> None:
 
 def _take_up_with_other_ranks(t: Trainer, before: int) -> None:
     """Find the place in the epoch again: the global batches are the same, their cut into microbatches isn't."""
+    t.state.shared_by = t.world.size
     found = t.train_feed.batches_before(t.state.samples, t.accumulate_grad_batches)
     if found is not None:
         t.state.batch = found

@@ -140,6 +140,7 @@ def _set_up(t: Trainer, job: Job, world: World) -> None:
     t.strategy.enter(t.world)
     t.module, t.datamodule = job.module, job.datamodule
     t.state.ranks = _ranks_that_began(job) or t.state.ranks or world.size
+    t.state.shared_by = world.size
     _seed(t)
     _backend_flags(t)
     job.module.trainer = t

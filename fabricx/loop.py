@@ -32,7 +32,7 @@ from fabricx.recovery import recover, take_part
 from fabricx.restart_point import BufferCopies, LoggedMark, RestartPoint, metric_objects
 from fabricx.savable import follow_hooks, hooks_done
 from fabricx.seed import random_kept, seed_everything
-from fabricx.standing import after_own_update, before_update, leave_word, leave_word_ahead
+from fabricx.standing import after_own_update, before_update, leave_word, leave_word_ahead, leave_word_of_epoch
 from fabricx.state import Phase, Stage
 from fabricx.steps import checked_loss, detached
 from fabricx.telemetry.recorder import Span
@@ -51,7 +51,7 @@ def call(hook: Hook, *args: Any) -> None:
 def fit(t: Trainer, job: object = None) -> None:
     """Train from where `t.state` is until a limit is reached or somebody asks to stop."""
     call(t.hooks.on_fit_start)
-    t.restart_point, t.stage, t.meeting = None, Stage.BETWEEN, None
+    t.restart_point, t.epoch_end, t.stage, t.meeting = None, None, Stage.BETWEEN, None
     if not t.world.newcomer:
         if t.copier is None or t.members is not None or not come_back(t):
             t.restore()
@@ -101,7 +101,7 @@ def train_epoch(t: Trainer) -> None:
         leave_word(t)
         _end_epoch(t)
         t.state.closing = t.state.drained
-        t.stage = Stage.EPOCH_TOLD
+        t.stage, t.epoch_end = Stage.EPOCH_TOLD, None
         leave_word(t)
     if t.stage is Stage.EPOCH_TOLD:
         call(t.hooks.train_epoch_end_watching)
@@ -121,9 +121,12 @@ def _end_epoch(t: Trainer) -> None:
     """Validate, if that waited for the last batch, and tell everybody what the epoch has given."""
     if t.state.validating:
         validate_in_fit(t)
+    if t.slot is not None:  # a reduction of the sums may end on some ranks, which then have none, and not on others
+        t.epoch_end = RestartPoint(t)
     publish_epoch(t)
     log_measured(t)
     call(t.hooks.train_epoch_end_others)
+    leave_word_of_epoch(t)
     publish_epoch(t)  # what the hooks have logged
 
 

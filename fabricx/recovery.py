@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -26,7 +27,7 @@ from fabricx.copying import go_back
 from fabricx.errors import ServerLost
 from fabricx.restart_point import RestartPoint, of_word
 from fabricx.scribe import Scribe
-from fabricx.standing import leave_word, progress, standing, take_over, word_of
+from fabricx.standing import NO_SUMS, leave_word, progress, standing, take_over, word_of
 from fabricx.state import Phase
 from fabricx.steps import wrap_steps
 
@@ -48,13 +49,13 @@ class _Told:
         progress: how far it is; nothing, if it has just come.
         points: what only it knows, or the one whose place it takes, by progress.
         now: the same at this moment, if it was there.
-        gone: `points` of those whose places nobody takes.
+        gone: `points` of places that nobody takes, and since which generation they are empty.
     """
 
     progress: tuple[Any, ...] = ()
     points: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     now: dict[str, Any] | None = None
-    gone: list[list[tuple[Any, dict[str, Any]]]] = field(default_factory=list)
+    gone: list[tuple[int, list[tuple[Any, dict[str, Any]]]]] = field(default_factory=list)
 
     def known(self, progress: tuple[Any, ...]) -> dict[str, Any] | None:
         """Return what is to be gone on from where the others are that far."""
@@ -63,8 +64,11 @@ class _Told:
 
 
 def _newest(points: list[tuple[Any, dict[str, Any]]], progress: tuple[Any, ...]) -> dict[str, Any] | None:
-    """Return the newest that isn't ahead: what a worker has left of a batch that the others have done, too."""
-    behind = [(key, point) for key, point in points if key <= progress]
+    """Return the newest that isn't ahead: what a worker has left of a batch that the others have done, too.
+
+    What it left in an earlier generation doesn't count: the members of this one have it among their sums.
+    """
+    behind = [(key, point) for key, point in points if key <= progress and key[-1] == progress[-1]]
     return max(behind, key=lambda entry: entry[0])[1] if behind else None
 
 
@@ -115,16 +119,24 @@ def _lost_somebody(generation: int, error: Exception, silent: bool) -> bool:
 
 
 def _join_others(t: Trainer, *, holds: bool) -> None:
+    """Go on in the next generation that all its members join.
+
+    A generation may lose somebody while its members take over the state: then some have done so and others haven't.
+    Until one is known to have gone on, which none does before all have taken over, each tells what it told at first.
+    """
     own = membership()
     writer, given_up = _let_go(t) if holds else None, None
     began, step = time.monotonic(), t.state.step
-    number, unchanged = t.world.generation, holds
-    point = (t.restart_point or RestartPoint(t)) if holds and t.copier is None else None
+    number, unchanged, taken_over = t.world.generation, holds, -1
+    point = (t.epoch_end or t.restart_point or RestartPoint(t)) if holds and t.copier is None else None
+    mine, state = (_Told() if point is None else _present(t, point)), None
     while True:
         generation = own.newer_than(number, NEWCOMER_S)
         if t.copier is not None and unchanged and generation.whole:
             t.copier.before_change(t)
-        number, unchanged = generation.number, False
+        if 0 <= taken_over <= generation.settled:
+            mine, state = _present(t, RestartPoint(t)), None
+        number, unchanged, taken_over = generation.number, False, -1
         try:
             _join(t, generation)
             if writer is not None:  # all members have given up what they were writing by now
@@ -134,16 +146,19 @@ def _join_others(t: Trainer, *, holds: bool) -> None:
             if t.copier is not None:
                 known = go_back(t, came=not holds)
             else:
-                known = _agree(t, generation, point)
-                point = RestartPoint(t)  # should what comes now fail, too
-            lost = t.world.gather_objects(given_up)
+                mine, state = _agree(t, generation, mine, point, state)
+                known, point, taken_over = state["failures"], None, number
             _go_on(t, generation)
+            if mine.points and t.slot is not None:  # both are needed until it is known whether all have taken over
+                t.slot.write(*mine.points[0])
+            leave_word(t)  # before anybody reckons with it: who takes this one's place goes on from that
+            mine.points.append((progress(t), word_of(t, RestartPoint(t))))
+            lost = t.world.gather_objects(given_up)
             break
         except Exception as error:
             own.shut()
             if not _lost_somebody(number, error, t.world.silent):
                 raise
-    leave_word(t)  # before anybody reckons with it: who takes this one's place goes on from that
     own.say("step", (number, t.state.step))
     _report(t, known, step if holds else t.state.step, time.monotonic() - began)
     _say_given_up(t, lost)
@@ -220,19 +235,35 @@ def _wait_for_all(world: World, generation: Generation) -> None:
         time.sleep(0.002)
 
 
-def _agree(t: Trainer, generation: Generation, point: RestartPoint | None) -> int:
+def _present(t: Trainer, point: RestartPoint) -> _Told:
+    """Return what a member has to tell that was there before."""
+    now = word_of(t, RestartPoint(t))
+    if t.epoch_end is not None:  # others may have done with this epoch
+        now |= NO_SUMS
+    return _Told(progress(t), [(progress(t), word_of(t, point))], now)
+
+
+def _agree(
+    t: Trainer, generation: Generation, mine: _Told, point: RestartPoint | None, before: dict[str, Any] | None
+) -> tuple[_Told, dict[str, Any]]:
     """Bring all members to where the furthest is. Nothing is changed until all that is needed has come.
 
+    Args:
+        t: the trainer.
+        generation: whose members agree.
+        mine: what this member has to tell.
+        point: where its batch began, if it was interrupted in one.
+        before: the state that it has taken over in a generation in which nobody has gone on, if in one.
+
     Returns:
-        how many failures the members knew of.
+        what it has to tell, and the state that it has taken over, should nobody go on in this generation either.
     """
-    world, mine = t.world, _word_of(t, generation, point)
-    told: list[_Told] = world.gather_objects(mine)
+    world, told = t.world, _tell(t, generation, mine)
     furthest = max(one.progress for one in told)
     if not furthest:
         raise RuntimeError("no member of the group knows how far the run is")
     holder = [one.progress for one in told].index(furthest)
-    state = world.broadcast_object(standing(t) if world.rank == holder else None, holder)
+    state = world.broadcast_object((before or standing(t)) if world.rank == holder else None, holder)
     behind = mine.progress != furthest
     if t.strategy.dealer is None:
         weights: Any = _given(t, point, holder) if any(one.progress != furthest for one in told) else None
@@ -242,34 +273,40 @@ def _agree(t: Trainer, generation: Generation, point: RestartPoint | None) -> in
             t.strategy.load_state_dict(weights, t.module, t.optimizers)
         elif point is not None and point.of_window:
             point.put_back_buffers(t.module)
+        word = told[world.rank].known(furthest)
     else:  # the servers have the weights, and each keeps what is its own
-        words = [word] if (word := mine.known(furthest)) is not None else []
+        word = told[world.rank].known(furthest)
+        words = [] if word is None else [word]
         place = 0 if words else None
-    state["ranks"] = [of_word(word) for word in words]
-    take_over(t, state, place, came=not mine.progress)
-    known: int = state["failures"]
-    return known
+    take_over(t, {**state, "ranks": [of_word(one) for one in words]}, place, came=not mine.progress)
+    return _Told(furthest, [] if word is None else [(furthest, word)]), state
 
 
-def _word_of(t: Trainer, generation: Generation, point: RestartPoint | None) -> _Told:
-    """Return what this member has to tell."""
+def _tell(t: Trainer, generation: Generation, mine: _Told) -> list[_Told]:
+    """Return what each member has to tell, by rank: one that has just come knows what those before it have left."""
     own = membership()
-    told = _Told()
-    if point is not None:
-        told = _Told(progress(t), [(progress(t), word_of(t, point))], word_of(t, RestartPoint(t)))
-    elif own.worker in generation.heirs:
-        told.points = slots.read(own.folder, generation.heirs[own.worker])
+    points, gone = mine.points, []
+    if not mine.progress:
+        points = _left_by(own.folder, generation.heirs.get(own.worker, ()))
     if t.world.main_rank:
-        told.gone = [slots.read(own.folder, worker) for worker in generation.gone]
-    return told
+        gone = [(since, _left_by(own.folder, workers)) for since, workers in generation.gone]
+    return t.world.gather_objects(replace(mine, points=points, gone=gone))
+
+
+def _left_by(folder: str, workers: Iterable[int]) -> list[tuple[Any, dict[str, Any]]]:
+    return [entry for worker in workers for entry in slots.read(folder, worker)]
 
 
 def _of_all(told: list[_Told], furthest: tuple[Any, ...]) -> tuple[list[dict[str, Any]], bool]:
     """Return what the ranks know by themselves, and whether each has its own; else the main rank keeps all sums."""
     known = [one.known(furthest) for one in told]
-    gone = [_newest(points, furthest) for one in told for points in one.gone]
-    found = [one for one in (*known, *gone) if one is not None]
-    return found, all(one is not None for one in known) and not gone
+    empty = [points for one in told for since, points in one.gone if since > furthest[-1]]
+    found = [one for one in (*known, *(_of_place(points, furthest) for points in empty)) if one is not None]
+    return found, all(one is not None for one in known) and not empty
+
+
+def _of_place(points: list[tuple[Any, dict[str, Any]]], furthest: tuple[Any, ...]) -> dict[str, Any] | None:
+    return _Told(points=points).known(furthest)
 
 
 def _given(t: Trainer, point: RestartPoint | None, holder: int) -> Any:
@@ -294,12 +331,15 @@ def _go_on(t: Trainer, generation: Generation) -> None:
     world = t.world
     t.train_logbook.metrics.world_changed(world.gather_objects, world.size)
     t.train_logbook.metrics.counts_shared = world.main_rank
-    reason = None if t.agreement is None else t.agreement.reason
+    reason = None
+    if t.agreement is not None:
+        reason = t.agreement.reason
+        t.agreement.close()
     t.agreement = Agreement(world)
     if reason is not None:
         t.agreement.request(reason)
     t.failures = list(generation.failures)
-    t.restart_point = None
+    t.restart_point = t.epoch_end = None
     t.balance.changes.clear()
     t.recorder.became(world.rank, world.size, generation.number)
     t.recorder.begin()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fabricx.checkpointing import run_state, take_up
 from fabricx.comm import pulse
@@ -15,13 +15,18 @@ from fabricx.state import Stage
 if TYPE_CHECKING:
     from fabricx.trainer import Trainer
 
+NO_SUMS: Final[dict[str, Any]] = {"sums": {}, "logged": {}}  # of a word: an epoch's values are published
+
 
 def progress(t: Trainer) -> tuple[Any, ...]:
-    """Return how far this rank is: greater than before after whatever all ranks do together."""
+    """Return how far this rank is: greater than before after whatever all ranks do together.
+
+    Last is the generation: a state that its members have taken over is another one, with other sums on each rank.
+    """
     state, told = t.state, t.stage > Stage.BATCH_TOLD
     return (
         state.epoch, state.batch, state.samples, t.meeting is not None, state.drained, int(t.stage),
-        told and not state.validating, state.closing,
+        told and not state.validating, state.closing, t.world.generation,
     )  # fmt: skip
 
 
@@ -42,8 +47,18 @@ def leave_word(
     if validated:
         key = (*key[:6], t.stage > Stage.BATCH_TOLD, *key[7:])
     if after is not None:
-        key = (t.state.epoch, after.index + 1, after.position, False, False, int(Stage.BATCH_TOLD), False, False)
+        stage, generation = int(Stage.BATCH_TOLD), t.world.generation
+        key = (t.state.epoch, after.index + 1, after.position, False, False, stage, False, False, generation)
     t.slot.write(key, word_of(t, point or RestartPoint(t, objects=t.metric_objects)))
+
+
+def leave_word_of_epoch(t: Trainer) -> None:
+    """Leave word that the epoch's values are published, before the others may count that: its sums are no more."""
+    if t.slot is None:
+        return
+    key = progress(t)
+    key = (*key[:5], int(Stage.EPOCH_TOLD), key[6], t.state.drained, *key[8:])
+    t.slot.write(key, {**word_of(t, RestartPoint(t)), **NO_SUMS})
 
 
 def word_of(t: Trainer, point: RestartPoint) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class RunState:
         phase: what is going on; saved, never inferred from the counters.
         epoch: epochs completed.
         batch: batches of the current epoch that this rank has finished.
+        shared_by: ranks among which the batches that `batch` counts were divided.
         step: weight updates of the model, however many optimizers there are.
         samples: position in the data: samples of the current epoch's global order that have been trained.
         ranks: how many the run began with; the global batch is theirs, whoever trains it now.
@@ -56,6 +57,7 @@ class RunState:
     phase: Phase = Phase.IDLE
     epoch: int = 0
     batch: int = 0
+    shared_by: int = 0
     step: int = 0
     samples: int = 0
     ranks: int = 0

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 # What exists only while a run is going on, in the process that trains.
 _RUNTIME = (
-    "hooks", "logbook", "train_logbook", "restart_point", "mark", "train_feed", "val_feeds",
+    "hooks", "logbook", "train_logbook", "restart_point", "epoch_end", "mark", "train_feed", "val_feeds",
     "optimizers", "lr_schedulers", "optimizer_handles", "training_step",
     "steps", "window", "world", "agreement", "precision_plugin", "overridden", "bring", "scribe", "datamodule",
     "recorder", "watcher",
@@ -263,6 +263,7 @@ class Trainer(Answers):
         self.logbook: Logbook = None  # type: ignore[assignment]
         self.train_logbook: Logbook = None  # type: ignore[assignment]  # the same, but while a validation has its own
         self.mark: LoggedMark | None = None  # before a batch whose gradient may be dropped
+        self.epoch_end: RestartPoint | None = None  # where making an epoch's end known began, for going on with others
         self.restart_point: RestartPoint | None = None  # where what isn't done yet began; None between two steps
         self.overridden: Overridden = None  # type: ignore[assignment]
         self.train_dataloader: Any = None

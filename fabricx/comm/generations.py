@@ -24,18 +24,22 @@ class Generation:
     Attributes:
         number: counted from 0.
         workers: by rank; a worker keeps its number whatever its rank.
-        heirs: who takes the place of whom, among those that have come and haven't taken over anything yet.
-        gone: members of the generation before whose places nobody has taken.
+        heirs: for a worker that has come and may not have taken over anything yet, the workers that have left what it
+            takes over; the newest first.
+        gone: places that nobody has taken, and that no generation may have reckoned with: since which one they are
+            empty, and the workers that have left what was known there.
         whole: all members of the generation before are alive.
         failures: what has happened in the run so far.
+        settled: the newest generation in which a worker has gone on, so that all had taken over its state.
     """
 
     number: int
     workers: tuple[int, ...]
-    heirs: dict[int, int] = field(default_factory=dict)
-    gone: tuple[int, ...] = ()
+    heirs: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    gone: tuple[tuple[int, tuple[int, ...]], ...] = ()
     whole: bool = False
     failures: tuple[str, ...] = ()
+    settled: int = 0
 
 
 class Broken(RuntimeError):

@@ -196,12 +196,14 @@ class Cut:
         return any(places // self.ranks <= (self._microbatches(places) - 1) * self.batch for places in windows)
 
     def batches_before(self, position: int) -> int:
-        """Return the microbatches ahead of a position, which is where a global batch begins.
+        """Return the microbatches ahead of a position, which is where a global batch begins or the epoch ends.
 
-        >>> Cut(items=10, batch=4, ranks=2).batches_before(8)
-        1
+        >>> cut = Cut(items=10, batch=4, ranks=2)
+        >>> [cut.batches_before(position) for position in (0, 8, 10)]
+        [0, 1, 2]
         """
-        return position // self.global_batch * self._microbatches(self.global_batch)
+        whole, rest = divmod(position, self.global_batch)
+        return whole * self._microbatches(self.global_batch) + self._microbatches(rest)
 
     def _microbatches(self, places: int) -> int:
         if self.parts:

@@ -87,8 +87,7 @@ class OrderedFeed(Feed):
         return min(total, count * together)
 
     def batches(self, accumulate: int = 1) -> int | float:
-        cut = self._cut(self._items(), accumulate)
-        return len(replace(cut, ranks=self._began_with) if self._dealt else cut)
+        return len(self._numbered(accumulate))
 
     def global_batches(self, accumulate: int) -> int | None:
         cut = self._cut(self._items(), accumulate)
@@ -98,7 +97,12 @@ class OrderedFeed(Feed):
         return self._cut(self._items(), accumulate).leaves_out
 
     def batches_before(self, position: int, accumulate: int) -> int | None:
-        return self._cut(self._items(), accumulate).batches_before(position)
+        return self._numbered(accumulate).batches_before(position)
+
+    def _numbered(self, accumulate: int) -> Cut:
+        """Return the cut by which batches are numbered: where they are dealt out, that of the ranks that began."""
+        cut = self._cut(self._items(), accumulate)
+        return replace(cut, ranks=self._began_with) if self._dealt else cut
 
     def _cut(self, items: int, accumulate: int, epoch: int = 0) -> Cut:
         world = self._world

@@ -55,7 +55,11 @@ class Changes:
         self._arrived: set[int] = set()  # those that train in this generation
         self._ended: set[int] = set()  # those that have done with training
         self._coming: set[int] = set()  # those that were started to take them
-        self._heirs: dict[int, int] = {}  # who came into this generation, for whom
+        self._heirs: dict[
+            int, tuple[int, ...]
+        ] = {}  # who came into this generation, and who has left what it takes over
+        self._lost: list[tuple[int, tuple[int, ...]]] = []  # places nobody took: since which generation, who left them
+        self._settled = 0  # the newest generation in which a worker has gone on
         self._ready: list[int] = []  # in which order they came
         self._since = 0.0  # the first of what isn't settled yet
         self._broken = False  # has this generation to be followed by another one?
@@ -94,6 +98,8 @@ class Changes:
         elif kind == "step":
             generation, step = content
             self._holding.add(worker)
+            self._settled = max(self._settled, generation)
+            self._lost = [(since, left) for since, left in self._lost if since > self._settled]
             if generation == self._number:
                 self._arrived.add(worker)
             if step > self._step:
@@ -216,9 +222,9 @@ class Changes:
     def _patience(self) -> float:
         return self._elastic.waits if self._dead else SETTLE_S
 
-    def _left_by(self, worker: int) -> int:
-        """Return who has left what a dead worker knew: the one before it, if it died before it had taken that over."""
-        return worker if worker in self._holding else self._heirs.get(worker, worker)
+    def _left_by(self, worker: int) -> tuple[int, ...]:
+        """Return who has left what a dead worker knew: also those before it, if it may not have taken over."""
+        return (worker,) if worker in self._holding else (worker, *self._heirs.get(worker, ()))
 
     def _send_away(self, surplus: list[int]) -> None:
         """Let those end that came and aren't wanted any more."""
@@ -228,11 +234,12 @@ class Changes:
 
     def _go_on(self, leaving: tuple[int, ...] = ()) -> None:
         """Begin the next generation; whoever comes takes the place of one that died, while there are such."""
-        seats, heirs, gone, lost = [], {}, [], []
+        seats, heirs, gone = [], {}, []
+        self._number += 1
         for worker in self._seats:
             if worker in leaving:
                 gone.append(worker)
-                lost.append(worker)
+                self._lost.append((self._number, (worker,)))
             elif worker not in self._dead:
                 seats.append(worker)
                 if worker in self._heirs and worker not in self._holding:  # it has come, and has taken nothing over yet
@@ -243,7 +250,7 @@ class Changes:
                 seats.append(heir)
             else:
                 gone.append(worker)
-                lost.append(self._left_by(worker))
+                self._lost.append((self._number, self._left_by(worker)))
         self._send_away(self._ready[max(0, self._size - len(seats)) :])
         self._inside.update(heirs, self._ready)
         self._seats = [*seats, *self._ready]
@@ -253,7 +260,8 @@ class Changes:
         self._ready.clear()
         self._arrived.clear()
         self._broken = False
-        self._number += 1
         self._heirs = heirs
-        generation = Generation(self._number, self.workers, heirs, tuple(lost), whole, tuple(self._failures))
+        generation = Generation(
+            self._number, self.workers, heirs, tuple(self._lost), whole, tuple(self._failures), self._settled
+        )
         self._to_tell.append(((*self.workers, *gone), "generation", generation))  # who isn't named, ends

@@ -43,8 +43,17 @@ class Mortal(fx.Callback):
         self.machine.point("at the end of an epoch")
 
 
+class Logged(Ledger):
+    """Logs the mean over an epoch, in which each sample has to count once, whoever has trained it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("epoch", torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1]), on_step=False, on_epoch=True)
+        return loss
+
+
 def parts(machine: Machine, samples: int, accumulate: int) -> tuple[fx.Trainer, fx.Module, Any]:
-    module = Ledger(samples, BATCH)
+    module = Logged(samples, BATCH)
     trainer = fx.Trainer(
         strategy=Summed(), max_epochs=EPOCHS, default_root_dir=machine.folder, callbacks=[Mortal(machine)],
         accumulate_grad_batches=accumulate, num_sanity_val_steps=0, **QUIET,
@@ -82,7 +91,7 @@ def test_under_any_schedule_of_deaths_each_sample_is_trained_once_an_epoch(
             for mine, wanted in zip(module.parameters(), quiet.parameters(), strict=True):
                 assert torch.allclose(mine, wanted, atol=1e-5), (seed, machine.log)
             # A step's loss is that of a rank's last piece of it, and fewer ranks cut it into other pieces.
-            for name in ("loss", "val") if waits else ("val",):
+            for name in ("loss", "val", "epoch") if waits else ("val", "epoch"):
                 assert float(trainer.callback_metrics[name]) == pytest.approx(
                     float(reference.callback_metrics[name]), rel=1e-4
                 ), (seed, name, machine.log)

@@ -190,18 +190,18 @@ def test_who_dies_before_it_has_taken_anything_over_leaves_what_the_one_before_i
         changes.told(worker, "inside", None)
     assert changes.died(0, "killed")
     ready(changes, 3)
-    assert named(changes).heirs == {3: 0}
+    assert named(changes).heirs == {3: (0,)}
     assert changes.died(3, "killed")  # before it has said that it trains
     ready(changes, 4)
-    assert named(changes).heirs == {4: 0}
+    assert named(changes).heirs == {4: (3, 0)}
     assert changes.died(1, "killed")
     ready(changes, 5)
-    assert named(changes).heirs == {4: 0, 5: 1}  # the fourth has still not taken anything over
+    assert named(changes).heirs == {4: (3, 0), 5: (1,)}  # the fourth has still not taken anything over
     for worker in (2, 4, 5):
         changes.told(worker, "step", (3, 7))
     assert changes.died(4, "killed")
     ready(changes, 6)
-    assert named(changes).heirs == {6: 4}
+    assert named(changes).heirs == {6: (4,)}
 
 
 def test_what_somebody_left_whose_place_nobody_takes_is_told_by_who_has_left_it() -> None:
@@ -211,11 +211,27 @@ def test_what_somebody_left_whose_place_nobody_takes_is_told_by_who_has_left_it(
         changes.told(worker, "inside", None)
     assert changes.died(0, "killed")
     ready(changes, 3)
-    assert named(changes).heirs == {3: 0}
+    assert named(changes).heirs == {3: (0,)}
     assert changes.died(3, "killed")
     clock.now += 2.0
     generation = named(changes)
-    assert (generation.workers, generation.heirs, generation.gone) == ((1, 2), {}, (0,))
+    assert (generation.workers, generation.heirs, generation.gone) == ((1, 2), {}, ((2, (3, 0)),))
+
+
+def test_what_was_left_is_told_until_a_worker_has_gone_on() -> None:
+    clock = Clock()
+    changes = Changes(Elastic(), 4, [], clock)
+    for worker in range(4):
+        changes.told(worker, "inside", None)
+    assert changes.died(0, "killed")
+    assert named(changes).gone == ((1, (0,)),)
+    assert changes.died(1, "killed")  # while the others take over what worker 0 has left
+    generation = named(changes)
+    assert (generation.gone, generation.settled) == (((1, (0,)), (2, (1,))), 0)
+    changes.told(2, "step", (2, 7))
+    assert changes.died(3, "killed")
+    generation = named(changes)
+    assert (generation.gone, generation.settled) == (((3, (3,)),), 2)
 
 
 def test_a_worker_that_came_is_named_by_its_rank_as_long_as_it_has_one_and_after() -> None:
