@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, final
 
@@ -12,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.optim import Optimizer
 
+from fabricx.comm.thin import ThinSums
 from fabricx.comm.unused import Unused, reached, requiring_grad, with_sparse_gradients, zero
 from fabricx.comm.world import World
 from fabricx.errors import did_you_mean
@@ -43,7 +46,8 @@ class DDP(Strategy):
         find_unused_parameters: some parameters get no gradient in some steps, and no warning says so. The result is
             right without it too; a step in which all parameters get a gradient costs nothing more.
         compression: "fp16", "bf16" (half the bytes) or "powersgd" (low rank) for the gradients on their way.
-        powersgd_rank: rank of the approximation; larger is closer and slower.
+        powersgd_rank: rank of the approximation; larger is closer and slower. What is lost of a gradient is added to
+            the next one, and is in checkpoints.
         broadcast_buffers: give all ranks the buffers of rank 0 at each forward, as batch normalisation wants it.
     """
 
@@ -60,6 +64,8 @@ class DDP(Strategy):
         broadcast_buffers: bool = True,
     ) -> None:
         super().__init__()
+        if compression == "powersgd":  # each rank keeps what was lost of its own gradients
+            self.traits = Traits(elastic=True, private=True)
         if compression is not None and compression not in _COMPRESSIONS:
             raise ValueError(
                 f"compression={compression!r} isn't known to DDP.{did_you_mean(str(compression), _COMPRESSIONS)}\n"
@@ -80,6 +86,8 @@ class DDP(Strategy):
         self._frozen: list[nn.Parameter] = []  # parameters that DDP does not know
         self._retired: nn.parallel.DistributedDataParallel | None = None
         self._unused: Unused | None = None
+        self._thin: ThinSums | None = None
+        self._laid_out = False
         self._of_each_step: set[Tensor] = set()  # parameters that get a gradient, with static_graph
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
@@ -92,12 +100,21 @@ class DDP(Strategy):
                 "static_graph=True needs one backward per step, and a manually optimised module has several: "
                 "leave it out"
             )
+        if several_backwards and self.compression == "powersgd":
+            raise ValueError(
+                "compression='powersgd' adds what is lost of a gradient to that of the next update, and a manually "
+                "optimised module may have several backwards in one: take compression='bf16', or leave it out"
+            )
         if self.compression:
             check_dense(module, f"compression={self.compression!r}")
         self._step = _Step(module)
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        self._laid_out = False
         self._build(init_sync=self.world.generation == 0)  # else all have the same weights already
         self._lay_out_buckets()
+        self._laid_out = True
+        if self._thin is not None:
+            self._thin.active = True
 
     def _build(self, *, init_sync: bool) -> None:
         """Construct torch's DDP over all parameters that are not in `_frozen`; every rank calls it."""
@@ -120,8 +137,15 @@ class DDP(Strategy):
                 **more,
             )
         self._unused = Unused(self.world, known, with_sparse_gradients(self.module), self._unused)
-        if self.compression:
-            _compress(self._ddp, self.compression, self.powersgd_rank)
+        if self.compression == "powersgd":
+            kept = {} if self._thin is None else self._thin.state()
+            names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+            self._thin = ThinSums({names[id(parameter)]: parameter for parameter in known}, self.powersgd_rank)
+            self._thin.load(kept)
+            self._thin.active = self._laid_out
+            self._ddp.register_comm_hook(self._thin, _thin_hook)
+        elif self.compression:
+            _compress(self._ddp, self.compression)
 
     def _lay_out_buckets(self) -> None:
         """Let DDP lay out its buckets before the first step, by a reduction of zeros; every rank calls it.
@@ -195,6 +219,7 @@ class DDP(Strategy):
 
     def teardown(self) -> None:
         self._leave_buckets()
+        self._thin = None
         super().teardown()
 
     def _leave_buckets(self) -> None:
@@ -272,7 +297,41 @@ class DDP(Strategy):
                     self._of_each_step = reached(loss)
                 return
         unused.complete(loss, warns=not self.find_unused_parameters)
+        if self._thin is not None:
+            self._thin.undo([parameter for parameter in unused.parameters if parameter.grad is None])
         ddp.reducer._check_reducer_finalized()
+
+    # -- what each rank keeps ------------------------------------------------------------------------------------
+
+    def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+        state = super().state_dict(module, optimizers)
+        if self.compression != "powersgd" or not optimizers:
+            return state
+        return {**state, "thin": self.world.gather_objects({} if self._thin is None else self._thin.state())}
+
+    def own_state(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+        state = super().state_dict(module, optimizers)
+        return state if self._thin is None else {**state, "own": self._thin.state()}
+
+    def load_own_states(
+        self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer]
+    ) -> None:  # fmt: skip
+        super().load_state_dict(states[0], module, optimizers)
+        if len(states) == 1 and self._thin is not None:  # else what was kept is of others
+            self._thin.load(states[0].get("own", {}))
+
+    def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
+        super().load_state_dict(state, module, optimizers)
+        kept = state.get("thin")
+        if self._thin is None or kept is None:
+            return
+        if len(kept) == self.world.size:
+            self._thin.load(kept[self.world.rank])
+        elif self.world.main_rank:
+            warnings.warn(
+                f"the checkpoint is of {len(kept)} ranks: what compression had kept for later gradients is lost",
+                stacklevel=2,
+            )
 
     def _call_when_computed(self, gradient: Tensor) -> None:
         Variable._execution_engine.queue_callback(self._note_computed)  # type: ignore[attr-defined]
@@ -347,14 +406,10 @@ class _Step(nn.Module):
         return self.step(*args)
 
 
-def _compress(ddp: nn.parallel.DistributedDataParallel, compression: str, powersgd_rank: int) -> None:
+def _compress(ddp: nn.parallel.DistributedDataParallel, compression: str) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
-    if compression == "powersgd":
-        state = powersgd.PowerSGDState(None, matrix_approximation_rank=powersgd_rank, start_powerSGD_iter=2)
-        ddp.register_comm_hook(state, powersgd.powerSGD_hook)
-    elif compression == "fp16":
+    if compression == "fp16":
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif dist.get_backend() == "nccl":
         ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
@@ -372,5 +427,11 @@ def _bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[T
     return averaged
 
 
+def _thin_hook(sums: ThinSums, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket as thin matrices."""
+    return sums.average(bucket)
+
+
 # DDP compares a hook's annotations with the types themselves, and here annotations are text.
-_bf16_hook.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]})
+for _hook in (_bf16_hook, _thin_hook):
+    _hook.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]})

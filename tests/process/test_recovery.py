@@ -104,13 +104,15 @@ WAYS: dict[str, Any] = {
     "servers step": lambda: ParameterServer(optimizer="server"),
     "few bytes": lambda: ParameterServer(compression="topk", compression_keep=0.2, pull_compression="bf16", servers=2),
     "thin matrices": lambda: ParameterServer(compression="powersgd"),
+    "ddp, thin matrices": lambda: DDP(compression="powersgd"),
     "differences come": lambda: ParameterServer(optimizer="server", pull_compression="topk", servers=2),
     "ddp, nothing is an error": lambda: silent(DDP()),
     "fsdp, nothing is an error": lambda: silent(FSDP()),
 }
 
 
-LOSSY = ("few bytes", "thin matrices", "differences come")  # a part of each gradient goes with the next
+# A part of each gradient goes with the next.
+LOSSY = ("few bytes", "thin matrices", "ddp, thin matrices", "differences come")
 
 
 @pytest.mark.parametrize("way", WAYS)
