@@ -11,6 +11,7 @@ from torch import nn
 
 from fabricx.data import Feed, Microbatch
 from fabricx.data.transfer import cpu
+from fabricx.effects import unchanged
 from fabricx.hooks import Hook
 from fabricx.loaders import sanity_feeds
 from fabricx.logbook import Logbook
@@ -73,7 +74,11 @@ def validate_in_fit(t: Trainer) -> None:
         t.restart_point = RestartPoint(t)
     with t.recorder.within(Span.VALIDATION):
         t.strategy.quiesce()
-        evaluate(t, Phase.VALIDATE, t.val_feeds)
+        if t.strategy.weights_brought is None:
+            evaluate(t, Phase.VALIDATE, t.val_feeds)
+            return
+        with unchanged(t, "a hook of the validation"):
+            evaluate(t, Phase.VALIDATE, t.val_feeds)
 
 
 def sanity_check(t: Trainer) -> None:

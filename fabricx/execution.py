@@ -28,6 +28,7 @@ from fabricx.copying import Copier
 from fabricx.data import to_device
 from fabricx.data.shared_memory import note_on
 from fabricx.datamodule import DataModule
+from fabricx.effects import guard_weights
 from fabricx.errors import full_disk_costs
 from fabricx.hooks import Hooks, check_hooks, overrides
 from fabricx.hparams import plain
@@ -302,6 +303,7 @@ def _set_up_model(t: Trainer, job: Job) -> None:
             "LBFGS, can do so for one batch only: leave it out, and take a larger batch_size"
         )
     t.strategy.take_over(t.optimizers)
+    guard_weights(t)
     t.optimizer_handles = [OptimizerHandle(optimizer, t) for optimizer in t.optimizers]
     if not module.automatic_optimization:
         manual.watch_gradients(t)

@@ -23,6 +23,7 @@ from fabricx.comm.generations import membership
 from fabricx.copying import come_back
 from fabricx.data import Microbatch
 from fabricx.data.order import epoch_seed
+from fabricx.effects import Noted
 from fabricx.evaluation import sanity_check, validate_in_fit
 from fabricx.hooks import Hook
 from fabricx.manual import check_options, train_manually, train_without_data
@@ -272,11 +273,12 @@ def train_batch(t: Trainer, micro: Microbatch) -> int | None:
     if t.bring is not None:
         t.recorder.lap(Span.TRANSFER)
     t.idle_ranks = micro.idle
+    noted = Noted(t) if micro.idle else None
     for hook in hooks.on_train_batch_start:
         if hook(batch, index) == -1:
             return _skip_rest(t, micro)
-    if micro.idle:
-        hooks_done(t)
+    if noted is not None:
+        hooks_done(t, noted.changes(t))
     t.in_step = True
     if not module.automatic_optimization:
         outputs = train_manually(t, micro, batch)
@@ -298,13 +300,14 @@ def train_batch(t: Trainer, micro: Microbatch) -> int | None:
     t.in_step = False
     if micro.closes and not micro.apart:
         _advance(t, micro)
+    noted = Noted(t) if micro.idle else None
     if hooks.on_train_batch_end:
         results = {"loss": outputs.detach()} if isinstance(outputs, Tensor) else detached(outputs)
         t.window.outputs, t.window.batch = results, batch
         for hook in hooks.train_batch_end_others:
             hook(results, batch, index)
-    if micro.idle:
-        hooks_done(t)
+    if noted is not None:
+        hooks_done(t, noted.changes(t))
         t.idle_ranks = 0
     if t.mark is not None and micro.closes and t.strategy.dealer.dropped:
         t.mark.restore()
@@ -358,6 +361,7 @@ def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
         return _left_out(t, micro, batch, outputs)
     factor = (micro.factor if t.window.factor is None else t.window.factor) * t.strategy.gradient_factor
     scaled = t.precision_plugin.scale(loss if factor == 1.0 else loss * factor)
+    noted = Noted(t) if micro.idle else None
     for hook in t.hooks.on_before_backward:
         hook(loss)
     if t.slot is not None:
@@ -367,6 +371,8 @@ def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
     if t.hooks.on_after_backward:
         with t.strategy.hooks_see_gradients() if micro.closes else nullcontext():
             call(t.hooks.on_after_backward)
+    if noted is not None:
+        noted.check(t)
     t.window.took_part(micro, loss)
     return outputs
 

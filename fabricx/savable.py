@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from fabricx.comm.generations import membership
+from fabricx.effects import take
 from fabricx.errors import RanksApart, RanksDisagree
 from fabricx.state import Phase
 
@@ -93,22 +94,27 @@ def meet_to_save(t: Trainer, path: Path, *, weights_only: bool, wait: bool) -> N
         raise RanksDisagree(f"save_checkpoint is called with other paths or options on other ranks: {told}")
 
 
-def hooks_done(t: Trainer, *, skip: bool = False) -> None:
+def hooks_done(t: Trainer, changes: str = "", *, skip: bool = False) -> None:
     """Let ranks without a sample of this microbatch go on: this rank has called its hooks.
 
     Args:
         t: the trainer.
+        changes: what they have changed; see `Noted`.
         skip: the hooks want the rest of the epoch to be skipped.
     """
     store, key = t.world.store, _next_hooks(t)
     assert store is not None
     if skip:
         store.set(f"{key}/skip", "")
+    if changes:
+        store.set(f"{key}/changes", changes)
     store.add(f"{key}/done", 1)
+    if changes:
+        take(t, changes, idle=False)
 
 
 def follow_hooks(t: Trainer) -> bool:
-    """Wait until the ranks with a sample of this microbatch have called their hooks, and save what they save.
+    """Wait until ranks with a sample of this microbatch have called their hooks; save and change what they do.
 
     Returns:
         whether the rest of the epoch is skipped.
@@ -124,6 +130,8 @@ def follow_hooks(t: Trainer) -> bool:
             path, weights_only, wait = json.loads(store.get(call))
             t.save_checkpoint(path, weights_only, wait=wait)
         elif done:
+            if store.check([f"{key}/changes"]):
+                take(t, store.get(f"{key}/changes").decode(), idle=True)
             return store.check([f"{key}/skip"])
         else:
             membership().check(world.generation)

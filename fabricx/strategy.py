@@ -65,6 +65,7 @@ class Strategy(NamesChecked, ABC):
     norm_clipping_refused = ""  # why the norm of a gradient can't be limited; "" where it can
     batch_weight_refused = ""  # why `Module.batch_weight` can't count in the mean over ranks; "" where it can
     closes = True  # does the next backward end an accumulation window?
+    weights_brought: int | None = None  # how often weights came from servers; None where this rank has its own
     parts = 0  # that each global batch is cut into, whoever computes them; 0 for as many as there are ranks
 
     def __init__(self) -> None:

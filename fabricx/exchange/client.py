@@ -84,6 +84,7 @@ class Client:
         self.pushed_s = 0.0
         self.pushes: deque[tuple[int, int, float]] = deque(maxlen=4096)  # the newest: whose, which, when
         self._count = 0
+        self.brought = 0  # how often weights came
         self._shards = divide([parameter.shape for parameter in parameters], servers, whole=whole, by_row=tables)
         self.dtype = dtype_of(parameters)
         self._store, self._prefix, self._worker, self._over_gloo = store, prefix, worker, over_gloo
@@ -309,6 +310,7 @@ class Client:
         if not wanted:
             return
         begun = time.perf_counter()
+        self.brought += 1
         for parameter in wanted:
             for server, number in self._where.get(parameter, ()):
                 self._arrivals[server].wait_for(number)
@@ -350,6 +352,7 @@ class Client:
     ) -> list[Reply]:  # fmt: skip
         """Ask all servers, and do something with each answer; returns those."""
         begun = time.perf_counter()
+        self.brought += 1
         self.finish_pull()
         replies = []
         asked: list[Pull] = []

@@ -39,6 +39,7 @@ class Neighbours:
     ) -> None:  # fmt: skip
         self.hears = True
         self.waited_s = self.pushed_s = 0.0
+        self.brought = 0  # no weights come: they are in one memory
         self.pushes: deque[tuple[int, int, float]] = deque(maxlen=0)  # nobody is sent anything
         rank, size = world.rank, world.size
         self._parameters, self._rank, self._size = list(parameters), rank, size

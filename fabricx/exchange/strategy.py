@@ -354,6 +354,12 @@ class ServedStrategy(Strategy):
         partial = self._settings.pull_compression is not None or bool(_tables(self.module, self._parameters))
         return self._apart is not None or partial
 
+    @property
+    def weights_brought(self) -> int | None:  # type: ignore[override]
+        if not self._servers_step and self._apart is None:
+            return None
+        return 0 if self._client is None else self._client.brought
+
     def _names(self, module: nn.Module) -> list[str]:
         """Return the names of the parameters that servers have, in their order."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}

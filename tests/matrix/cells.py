@@ -20,6 +20,10 @@ WAYS: dict[str, Callable[[], Strategy]] = {
     "ddp-static": lambda: DDP(static_graph=True),
     "ddp-fp16": lambda: DDP(compression="fp16"),
     "ddp-bf16": lambda: DDP(compression="bf16"),
+    "ddp-powersgd": lambda: DDP(compression="powersgd"),
+    "ps1-powersgd": lambda: ParameterServer(compression="powersgd", powersgd_rank=1),
+    "ps2-topk": lambda: ParameterServer(compression="topk", compression_keep=0.2, servers=2, pull_compression="fp16"),
+    "ps1-server-sign": lambda: ParameterServer(optimizer="server", compression="sign"),
     "fsdp": FSDP,
     "fsdp-blocks": lambda: FSDP(wrap=["Linear"], activation_checkpointing=["Linear"], cpu_offload=True),
     "fsdp-kept": lambda: FSDP(wrap=20, reshard_after_forward=False),
@@ -48,7 +52,16 @@ WAYS: dict[str, Callable[[], Strategy]] = {
 }
 ONE_WORKER = {"async", "async_sgd", "async_sgd-ps2", "async_sgd-dc", "rounds", "local_sgd-2"}
 COMPRESSED = {"ddp-fp16", "ddp-bf16", "ps1-bf16", "ps2-server-fp16"}
-SERVERS_STEP = {"ps0-server", "ps1-server", "ps2-server", "ps2-tensor", "ps2-overlap", "ps2-server-fp16"}
+LOSSY = {"ddp-powersgd", "ps1-powersgd", "ps2-topk", "ps1-server-sign"}  # compared with a run without interruption
+SERVERS_STEP = {
+    "ps1-server-sign",
+    "ps0-server",
+    "ps1-server",
+    "ps2-server",
+    "ps2-tensor",
+    "ps2-overlap",
+    "ps2-server-fp16",
+}
 BOUNDED = {"bounded0", "bounded0-ps2"}
 UNEQUAL_PACE = BOUNDED | (ONE_WORKER - {"local_sgd-2"})
 STREAMS = ("iterable", "ending")
@@ -77,6 +90,10 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     ),
     "save": ("none", *IN_HOOKS, "from-single", "to-single"),
     "callback": ("none", "ema"),
+    "change": (
+        "none", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_after_backward",
+        "on_before_optimizer_step", "on_train_batch_end", "on_validation_epoch_end", "on_train_epoch_end",
+    ),
     "precision": ("64", "32", "bf16-mixed"),
 }  # fmt: skip
 
@@ -100,6 +117,7 @@ class Cell:
     loop: str = "plain"
     save: str = "none"
     callback: str = "none"
+    change: str = "none"
     precision: str = "64"
 
     def __str__(self) -> str:
@@ -172,6 +190,8 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     yield cell.optimizer == "lbfgs" and cell.precision == "bf16-mixed"
     # Rounding turns into whole steps where an optimizer divides by the gradient's size.
     yield cell.way in COMPRESSED and cell.optimizer in ("adam", "adagrad", "lbfgs")
+    # Another number of ranks loses other parts.
+    yield cell.way in LOSSY and cell.save in ("from-single", "to-single")
     # What each rank draws or sees differs with their number.
     elsewhere = cell.save in ("from-single", "to-single")
     yield elsewhere and cell.model in ("dropout", "batchnorm", "sync-batchnorm", "buffer")
@@ -198,6 +218,14 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     yield cell.data == "ending" and cell.accumulate > 1
     yield cell.save in ("on_before_zero_grad",) and cell.manual
     yield cell.loop == "skip-rest" and cell.save in ("on_train_batch_end",)
+    each_batch = cell.change in ("on_train_batch_start", "on_train_batch_end", "on_after_backward")
+    # A batch for the hooks is another part of the global batch there.
+    yield each_batch and (cell.way == "reproducible" or (elsewhere and cell.ranks > 1))
+    # An error on the ranks that call it (tests/unit/test_effects.py).
+    yield cell.change == "on_after_backward" and cell.data in ("few", "ending") and cell.ranks > 1
+    # Each of its optimizers has its own.
+    yield cell.change == "on_before_optimizer_step" and cell.update in ("several", "manual-two")
+    yield cell.change == "on_after_backward" and (cell.update == "manual-two" or cell.optimizer == "lbfgs")
 
 
 def pairwise(seed: int, excluded: Callable[[Cell], object], n: int = 2) -> list[Cell]:

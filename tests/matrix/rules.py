@@ -28,6 +28,10 @@ class Refusal:
 
 
 FSDP = {"fsdp", "fsdp-blocks", "fsdp-kept", "hsdp"}
+CHANGING = {
+    "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_after_backward", "on_before_optimizer_step",
+    "on_train_batch_end", "on_validation_epoch_end", "on_train_epoch_end",
+}  # fmt: skip
 WITHIN_STEP = {"on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"}
 DIVIDED = {"ps2-server", "ps2-overlap", "ps2-server-fp16"}
 APART = UNEQUAL_PACE  # ranks go at their own pace
@@ -94,6 +98,11 @@ REFUSALS = (
         "LBFGS needs the whole gradient in one place: `ddp`",
     ),
     Refusal(
+        lambda c: c.manual and c.way == "ddp-powersgd" and c.ranks > 1,
+        "a manually optimised module may have several backwards",
+        "what is lost of a gradient is added to the next update's: automatic optimization, or `compression='bf16'`",
+    ),
+    Refusal(
         lambda c: c.model == "tied" and c.manual and c.way in FSDP and c.ranks > 1,
         "belongs to several of them",
         "weights are gathered for each submodule that a manual step calls: tied ones in one submodule, or `ddp`",
@@ -110,7 +119,7 @@ REFUSALS = (
         "`static_graph=True` needs one backward per update: leave it out",
     ),
     Refusal(
-        lambda c: c.model == "sparse" and c.ranks > 1 and c.way in FSDP | {"ddp-fp16", "ddp-bf16"},
+        lambda c: c.model == "sparse" and c.ranks > 1 and c.way in FSDP | {"ddp-fp16", "ddp-bf16", "ddp-powersgd"},
         "sums no sparse gradients",
         "only plain sums know sparse gradients: `sparse=False`, or `ddp` without compression",
     ),
@@ -185,6 +194,19 @@ REFUSALS = (
         lambda c: c.way in BOUNDED and c.ranks > 1 and c.accumulate > 1 and c.loop == "val-interval",
         "in the middle of an update",
         "ranks meet between updates only: `val_check_interval` a multiple of `accumulate_grad_batches`",
+    ),
+    Refusal(
+        lambda c: c.change in CHANGING and c.way in SERVERS_STEP | APART,
+        "changes weights",
+        "servers have the weights, and a worker's changes are lost: in `on_fit_start`, or `optimizer=worker`, or `ddp`",
+        steps=9,
+    ),
+    Refusal(
+        lambda c: c.change in ("on_train_batch_start", "on_train_batch_end") and c.data in ("few", "ending")
+        and c.ranks > 1 and c.way in FSDP | {"local_sgd"},
+        "changed weights at a batch of which",
+        "ranks without a sample don't call it: in `on_before_optimizer_step`, `drop_last=True`, or `ddp`",
+        steps=9,
     ),
     Refusal(
         lambda c: c.save in WITHIN_STEP,

@@ -101,6 +101,9 @@ AGAIN = (  # that were wrong once
     "bounded0-ps2 ranks=2 optimizer=own-step",
     "fsdp ranks=3 update=manual-two precision=bf16-mixed",
     "ddp ranks=3 model=dropout save=on_train_epoch_end",
+    "ddp ranks=3 data=ending loop=lr-callback",
+    "ddp ranks=3 data=few change=on_train_batch_end",
+    "ddp-powersgd ranks=2 save=on_train_epoch_end",
 )
 
 
