@@ -26,10 +26,10 @@ class ParameterServer(ServedStrategy):
         mode: "sync", "bounded" (at most `max_staleness` behind) or "async".
         servers: how many; the parameters are divided among them. 0 in "sync", on one machine: no server, each worker
             sums a part of the gradients in memory that all see, which is the fastest way there. With optimizer="server"
-            the weights are in that memory too, and each worker steps its part: code that changes weights between two
-            steps changes those of all.
+            the weights are in that memory too, and each worker steps its part.
         optimizer: who steps in "sync": "worker" (servers sum) or "server" (which has the only moments). Where servers
             step, and in "bounded", a hook that reads gradients gets an error: the global mean isn't with the workers.
+            So does one that changes weights there, and in "async": they are with the servers.
         max_staleness: of "bounded": how many global batches a worker may be ahead of the oldest that isn't complete.
         apply: of "bounded": "aggregate" makes one update of each global batch; "arrival" one of each gradient, and then
             the bound is on how many batches a worker has done more than the slowest.
