@@ -160,19 +160,26 @@ def take_up(t: Trainer, state: dict[str, Any], *, own: int | None) -> None:
 
 
 def _global_batch(t: Trainer) -> int:
-    """Return the samples of one update, over all ranks; 0 where that isn't known."""
-    return int(getattr(t.train_feed, "global_batch", 0)) * t.accumulate_grad_batches
+    """Return the samples of one update; 0 where that isn't known."""
+    whole = int(getattr(t.train_feed, "global_batch", 0)) * t.accumulate_grad_batches
+    return whole if t.strategy.steps_globally else whole // max(1, t.state.ranks)
 
 
 def _say_global_batch(t: Trainer, before: int) -> None:
     """Say which global batch is used if it isn't the checkpoint's: it is kept when only the number of ranks changes."""
     now = _global_batch(t)
-    if before and now and now != before:
-        t.print(
-            f"each update has {now} samples from here on, where it had {before} before the checkpoint: a global batch "
-            f"is batch_size x accumulate_grad_batches x the {t.state.ranks} rank{'s' if t.state.ranks > 1 else ''} "
-            "that the run began with, however many go on; learning rates are not adapted"
-        )
+    if not before or not now or now == before:
+        return
+    why = (
+        f"a global batch is batch_size x accumulate_grad_batches x the {t.state.ranks} "
+        f"rank{'s' if t.state.ranks > 1 else ''} that the run began with, however many go on"
+    )
+    if not t.strategy.steps_globally:
+        why = "an update is of batch_size x accumulate_grad_batches samples of one worker, however many there are"
+    t.print(
+        f"each update has {now} samples from here on, where it had {before} before the checkpoint: {why}; learning "
+        "rates are not adapted"
+    )
 
 
 def _take_up_with_other_ranks(t: Trainer, before: int) -> None:

@@ -66,6 +66,7 @@ class Strategy(NamesChecked, ABC):
     batch_weight_refused = ""  # why `Module.batch_weight` can't count in the mean over ranks; "" where it can
     closes = True  # does the next backward end an accumulation window?
     weights_brought: int | None = None  # how often weights came from servers; None where this rank has its own
+    steps_globally = True  # an update is of a global batch; else of the batch of one rank
     parts = 0  # that each global batch is cut into, whoever computes them; 0 for as many as there are ranks
 
     def __init__(self) -> None:

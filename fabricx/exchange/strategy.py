@@ -355,6 +355,10 @@ class ServedStrategy(Strategy):
         return self._apart is not None or partial
 
     @property
+    def steps_globally(self) -> bool:  # type: ignore[override]
+        return self._apart is None or self._settings.aggregate
+
+    @property
     def weights_brought(self) -> int | None:  # type: ignore[override]
         if not self._servers_step and self._apart is None:
             return None

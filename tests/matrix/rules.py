@@ -265,7 +265,6 @@ class Defect:
     says: str = ""
 
 
-SUMMING = {"ps0", "ps1", "ps2", "ps2-gloo", "ps1-bf16"}
 KNOWN_DEFECTS: tuple[Defect, ...] = ()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fabricx import checkpoint
 from fabricx.callbacks import ModelCheckpoint
 from fabricx.errors import WorkerFailed
-from fabricx.strategies import AsyncSGD, ParameterServer, Single
+from fabricx.strategies import DDP, AsyncSGD, ParameterServer, Single
 from fabricx.testing import SavesAtEnd
 from tests.process.served import Recorded, train
 
@@ -272,14 +272,15 @@ def test_thin_matrices_travel_in_the_place_of_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    "strategy",
     [
-        {"compression": "sign"}, {"compression": "topk", "pull_compression": "topk", "servers": 2},
-        {"compression": "powersgd", "powersgd_rank": 1}, {"compression": "sign", "optimizer": "server"},
+        ParameterServer(compression="sign"), ParameterServer(compression="topk", pull_compression="topk", servers=2),
+        ParameterServer(compression="powersgd", powersgd_rank=1), DDP(compression="powersgd"),
+        ParameterServer(compression="sign", optimizer="server"),
     ],
+    ids=["sign", "topk", "powersgd", "ddp", "server"],
 )  # fmt: skip
-def test_what_compression_has_kept_is_in_a_checkpoint(tmp_path: Path, options: Any) -> None:
-    strategy = ParameterServer(**options)
+def test_what_compression_has_kept_is_in_a_checkpoint(tmp_path: Path, strategy: Any) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
     whole, _ = train(strategy, 2, callbacks=[saver], batch=6, enable_checkpointing=True)
     path = sorted(checkpoint.list_committed(tmp_path), key=lambda one: checkpoint.read_manifest(one)["step"])[0]

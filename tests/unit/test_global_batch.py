@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx.checkpointing import _say_global_batch
+from fabricx.strategies import DDP, AsyncSGD, ParameterServer
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
@@ -40,14 +41,35 @@ def test_another_batch_size_is_said_and_the_same_product_is_not(
 
 @pytest.mark.parametrize(("batch", "said"), [(8, False), (16, True)])
 def test_batch_size_and_ranks_changed_together(batch: int, said: bool) -> None:
+    strategy = SimpleNamespace(steps_globally=True)
     lines: list[str] = []
     trainer: Any = SimpleNamespace(
         train_feed=SimpleNamespace(global_batch=batch),  # batch_size of each rank x the 2 ranks that it began with
-        accumulate_grad_batches=1, state=SimpleNamespace(ranks=2), print=lines.append,
+        accumulate_grad_batches=1, state=SimpleNamespace(ranks=2), print=lines.append, strategy=strategy,
     )  # fmt: skip
     _say_global_batch(trainer, 8)
     assert bool(lines) is said
     assert not said or ("16 samples from here on, where it had 8" in lines[0] and "the 2 ranks" in lines[0])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "samples"),
+    [
+        (DDP(), 16), (ParameterServer(mode="bounded"), 16), (ParameterServer(mode="async"), 8), (AsyncSGD(), 8),
+        (ParameterServer(backup_workers=1), 16), (ParameterServer(mode="bounded", apply="arrival"), 8),
+    ],
+)  # fmt: skip
+def test_an_update_of_one_worker_has_its_batch(strategy: Any, samples: int) -> None:
+    lines: list[str] = []
+    trainer: Any = SimpleNamespace(
+        train_feed=SimpleNamespace(global_batch=16), accumulate_grad_batches=1, state=SimpleNamespace(ranks=2),
+        print=lines.append, strategy=strategy,
+    )  # fmt: skip
+    _say_global_batch(trainer, samples)
+    assert lines == []
+    _say_global_batch(trainer, 4)
+    assert f"each update has {samples} samples from here on, where it had 4" in lines[0]
+    assert ("of one worker" in lines[0]) is (samples == 8)
 
 
 class Plans(TinyModule):
