@@ -320,6 +320,7 @@ def _skip_rest(t: Trainer, micro: Microbatch) -> int:
     if micro.idle:
         hooks_done(t, skip=True)
         t.idle_ranks = 0
+    t.strategy.forget_window()
     t.logbook.end_batch()
     return -1
 
@@ -477,6 +478,7 @@ def _train_nothing(t: Trainer, micro: Microbatch) -> int | None:
     t.idle_ranks = micro.idle
     if micro.idle and follow_hooks(t):
         t.idle_ranks = 0
+        t.strategy.forget_window()
         return -1
     t.in_step = True
     _compute_nothing(t, micro)

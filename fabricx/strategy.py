@@ -137,6 +137,9 @@ class Strategy(NamesChecked, ABC):
         """Return a context for microbatches that don't end a window: no gradient has to travel yet."""
         return self._window_goes_on()
 
+    def forget_window(self) -> None:
+        """Forget what microbatches have given whose window will not be closed, but for the parameters' gradients."""
+
     @contextmanager
     def _window_goes_on(self) -> Iterator[None]:
         self.closes = False

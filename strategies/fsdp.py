@@ -299,6 +299,10 @@ class FSDP(Strategy):
         finally:
             root.set_requires_gradient_sync(True)
 
+    def forget_window(self) -> None:
+        if self._unused is not None:
+            self._unused.forget()
+
     def _note_outputs(self, block: nn.Module, inputs: Any, outputs: Any) -> None:
         found = outputs.values() if isinstance(outputs, Mapping) else outputs
         several = found if isinstance(outputs, (tuple, list, Mapping)) else [outputs]

@@ -93,6 +93,13 @@ class UnusedShards:
         self._missing, self._reduced = {}, False
         self._reductions += 1
 
+    def forget(self) -> None:
+        """Forget the gradients of microbatches whose window isn't closed: FSDP keeps them where zero_grad can't see."""
+        for each in (each for unit in self._units for each in unit.fsdp_params):
+            each.unsharded_accumulated_grad = None
+            if (whole := getattr(each, "_unsharded_param", None)) is not None:
+                whole.grad = None
+
     def _missing_everywhere(self, number: int, missing: set[int]) -> set[int]:
         store = self._world.store
         for rank in range(self._world.size) if missing else ():

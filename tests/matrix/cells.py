@@ -201,7 +201,7 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     # Which worker trains which sample is a matter of time.
     yield cell.way in BOUNDED and cell.ranks > 1 and cell.model in ("dropout", "batchnorm")
     # A microbatch of each rank is another part of the global batch than one process's microbatch.
-    yield cell.accumulate > 1 and cell.ranks > 1 and (cell.loop in ("no-loss", "skip-rest") or cell.model in TOGETHER)
+    yield cell.accumulate > 1 and cell.ranks > 1 and (cell.loop == "no-loss" or cell.model in TOGETHER)
     # A step without a loss has to be one of all ranks, and these can't see that: it is an error that says so.
     yield cell.loop == "no-loss" and (cell.model == "sync-batchnorm" or cell.optimizer == "lbfgs")
     # A batch counts as an update there, whatever others have had.
