@@ -85,11 +85,14 @@ class ThinSums:
 
 
 def _summed(parts: list[Tensor]) -> list[Tensor]:
-    """Return the sums of some matrices over the ranks; the parts stay."""
+    """Return the sums of some matrices over the ranks; the parts stay.
+
+    Each has memory of its own: where a matrix begins in memory decides how a product with it is rounded.
+    """
     flat = torch.cat([part.reshape(-1) for part in parts])
     dist.all_reduce(flat)
     sums = flat.split([part.numel() for part in parts])
-    return [found.view(part.shape) for found, part in zip(sums, parts, strict=True)]
+    return [found.clone().view(part.shape) for found, part in zip(sums, parts, strict=True)]
 
 
 def _done(buffer: Tensor) -> torch.futures.Future[Tensor]:
