@@ -51,6 +51,10 @@ class GradientAccumulation(Callback):
         if stage == "fit" and self._default is None:
             self._default = trainer.accumulate_grad_batches
 
+    def on_load_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
+        if self._default is not None:  # the place within an epoch depends on it
+            trainer.accumulate_grad_batches = self.batches_at(checkpoint["state"]["epoch"], self._default)
+
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
         default = self._default if self._default is not None else trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = self.batches_at(trainer.current_epoch, default)

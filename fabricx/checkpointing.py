@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from fabricx import checkpoint
 from fabricx.errors import CheckpointError
 from fabricx.hparams import plain
@@ -35,7 +37,8 @@ def save_checkpoint(
     check_savable(t, weights_only=weights_only)
     if after is None or t.idle_ranks:  # else a callback of fabricx saves, on all ranks in the same step
         meet_to_save(t, path, weights_only=weights_only, wait=wait)
-    with t.recorder.within(Span.CHECKPOINT):
+    # Within a validation too: tensors of inference mode couldn't be written over when the next one is saved.
+    with t.recorder.within(Span.CHECKPOINT), torch.inference_mode(False):
         _begin_checkpoint(t, path, weights_only, after, failed)
 
 
@@ -94,7 +97,8 @@ def run_state(t: Trainer) -> dict[str, Any]:
         "state": t.state.state_dict(),
         "global_batch": _global_batch(t),
         "schedules": [schedule.scheduler.state_dict() for schedule in t.lr_schedulers],
-        "metrics": dict(t.published.metrics),  # a schedule that waits for the epoch's end may look at one
+        # A schedule that waits for the epoch's end may look at one; of the sanity check, nothing stays.
+        "metrics": {} if t.sanity_checking else dict(t.published.metrics),
         "precision": t.precision_plugin.state_dict(),
         "callbacks": {callback.state_key: callback.state_dict() for callback in t.callbacks},
         "datamodule": t.datamodule.state_dict() if t.datamodule is not None else {},

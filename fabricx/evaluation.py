@@ -86,10 +86,11 @@ def sanity_check(t: Trainer) -> None:
     if not t.val_feeds or not t.num_sanity_val_steps or t.state.step:
         return
     with random_kept():
-        t.state.phase = Phase.SANITY
+        t.state.phase, t.restart_point = Phase.SANITY, RestartPoint(t, {})  # what a hook saves has nothing of it, too
         _call(t, "on_sanity_check_start")
         evaluate(t, Phase.SANITY, sanity_feeds(t))
         _call(t, "on_sanity_check_end")
+    t.restart_point = None
     t.published.clear()
 
 

@@ -133,9 +133,7 @@ def _end_epoch(t: Trainer) -> None:
 
 def _train_batches(t: Trainer) -> bool:
     """Train batch after batch; returns whether the epoch was completed."""
-    begun_again = t.accumulate_grad_batches > 1 or t.members is not None
-    buffers = BufferCopies(t.module, t.buffers) if begun_again and t.strategy.dealer is None else None
-    t.buffers = buffers
+    t.buffers = buffers = BufferCopies(t.module, t.buffers) if t.strategy.dealer is None else None
     point = None if buffers is None else RestartPoint(t, buffers.take())
     if not t.state.batch:  # should the first batch be begun again, so will the epoch: its hooks come after this point
         t.restart_point = point
@@ -144,6 +142,8 @@ def _train_batches(t: Trainer) -> bool:
         call(t.hooks.on_train_epoch_start)
     if not t.module.automatic_optimization:
         check_options(t)  # a callback may have changed the accumulation
+    if not _begun_again(t):
+        t.buffers = buffers = None
     if t.stage is Stage.BATCH_TOLD:  # by a group that somebody has left since
         _tell_last(t, t.state.batch - 1)
     if t.state.validating:  # of the batch before, which an earlier run has trained
@@ -187,6 +187,12 @@ def _train_batches(t: Trainer) -> bool:
             leave_word(t, point=t.restart_point)  # hooks, and a validation, may have logged, or drawn random numbers
     check_any_batch(t)
     return True
+
+
+def _begun_again(t: Trainer) -> bool:
+    """Return whether a checkpoint, or a fault, may come when a global batch is begun and not done."""
+    several = t.accumulate_grad_batches > 1 or t.state.ranks > t.world.size or t.strategy.parts > 0
+    return several or t.members is not None or bool(t.hooks.on_train_batch_start)  # a hook may save when data is read
 
 
 def _tell_last(t: Trainer, index: int, *, closes: bool = True) -> None:
@@ -267,7 +273,9 @@ def train_batch(t: Trainer, micro: Microbatch) -> int | None:
     if micro.apart and micro.opens:
         _begin_apart(t)
     t.apart = micro.apart
+    t.in_step = True  # for hooks of the transfer
     batch = t.to_device(micro.data, 0)
+    t.in_step = False
     t.is_last_batch = micro.last
     t.logbook.begin_batch(batch, micro.size, t.state.step + 1)
     if t.bring is not None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import fabricx as fx
 from fabricx import checkpoint
-from fabricx.callbacks import EMA
+from fabricx.callbacks import EMA, GradientAccumulation
 from fabricx.loggers import JSONLogger
 from fabricx.testing import QUIET, SavesAtEnd
 
@@ -185,6 +185,46 @@ def test_from_wherever_it_was_saved_a_run_goes_on_to_the_same_bits(
         assert len(rows) - len(resumed[0]) >= len(before), moment
         assert_same(resumed[1], end, moment)
         assert_same(resumed[2], metrics, moment)
+
+
+class SavesIn(fx.Callback):
+    """Saves in one hook, each time to the next place.
+
+    Args:
+        hook: its name.
+        folder: where to.
+    """
+
+    def __init__(self, hook: str, folder: Path) -> None:
+        self.folder, self.saved = folder, 0
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Any, *rest: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{self.saved}.ckpt")
+        self.saved += 1
+
+
+@pytest.mark.parametrize(
+    ("hook", "accumulation"),
+    [
+        ("on_sanity_check_end", {}),
+        ("on_validation_batch_start", {}),
+        ("on_train_batch_start", {}),
+        ("on_train_batch_end", {0: 2}),  # the second is in the middle of a window
+    ],
+    ids=str,
+)
+def test_saved_in_a_hook_a_run_goes_on_to_the_same_bits(
+    tmp_path: Path, hook: str, accumulation: dict[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The data draws random numbers: to read a batch, and to validate, change what a run would go on from."""
+    windows = (GradientAccumulation(accumulation),) if accumulation else ()
+    rows, end, metrics = train(tmp_path / "whole", "single", callbacks=(*windows, SavesIn(hook, tmp_path)))
+    for number in {0, len(list(tmp_path.glob("*.ckpt"))) // 2}:
+        resumed = train(tmp_path / str(number), "single", ckpt=tmp_path / f"{number}.ckpt", callbacks=windows)
+        assert resumed[0] == rows[len(rows) - len(resumed[0]) :]
+        assert_same(resumed[1:], (end, metrics), f"{hook} {number}")
+    assert "each update has" not in capsys.readouterr().out  # the global batch is the same
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
