@@ -36,6 +36,7 @@ class CSVLogger(Logger):
         self._folder: Path | None = None
         self._file: TextIO | None = None
         self._columns: list[str] = []
+        self._kept: list[dict[str, str]] = []  # rows of the step that a run goes on from
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}
@@ -50,6 +51,9 @@ class CSVLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         row = {"step": step, **metrics}
+        if (text := {name: str(value) for name, value in row.items()}) in self._kept:
+            self._kept.remove(text)  # what came after the checkpoint is done again
+            return
         if not row.keys() <= set(self._columns):
             self._write_anew([*self._columns, *(name for name in row if name not in self._columns)])
         if self._file is not None:
@@ -57,8 +61,12 @@ class CSVLogger(Logger):
             self._file.flush()
 
     def rewind(self, step: int) -> None:
-        if self._columns:
-            self._write_anew(self._columns, lambda row: _step(row) <= step)
+        if not self._columns or self._folder is None:
+            return
+        self._write_anew(self._columns, lambda row: _step(row) <= step)
+        with (self._folder / "metrics.csv").open(newline="") as file:
+            kept = [row for row in csv.DictReader(file) if _step(row) == step]
+        self._kept = [{name: value for name, value in row.items() if value} for row in kept]
 
     def _write_anew(self, columns: list[str], keep: Callable[[dict[str, Any]], bool] = lambda row: True) -> None:
         """Write the table once more, with other columns or fewer rows."""

@@ -35,6 +35,7 @@ class JSONLogger(Logger):
         self._place = Place(save_dir, name, version)
         self._folder: Path | None = None
         self._file: TextIO | None = None
+        self._kept: list[dict[str, Any]] = []  # rows of the step that a run goes on from
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}
@@ -47,7 +48,9 @@ class JSONLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        if self._file is not None:
+        if {"step": step, **finite} in self._kept:  # what came after the checkpoint is done again
+            self._kept.remove({"step": step, **finite})
+        elif self._file is not None:
             self._file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
             self._file.flush()
 
@@ -57,7 +60,10 @@ class JSONLogger(Logger):
         self._file.close()
         path, passing = self._folder / "metrics.jsonl", self._folder / ".metrics.jsonl-new"
         with path.open() as old, passing.open("w") as new:
-            new.writelines(line for line in old if _step(line) <= step)
+            lines = [line for line in old if _step(line) <= step]
+            new.writelines(lines)
+        kept = [json.loads(line) for line in lines if _step(line) == step]
+        self._kept = [{name: value for name, value in row.items() if name != "time"} for row in kept]
         passing.replace(path)
         self._file = path.open("a")
 
