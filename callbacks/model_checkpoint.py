@@ -163,6 +163,7 @@ class ModelCheckpoint(Callback):
         self._for_ever: set[str] = set()
         self._clock = TimeInterval(self.train_time_interval) if self.train_time_interval else None
         self._fitting = False
+        self._goes_on = False  # from a checkpoint, after which a save may be due that isn't made yet
         self._step_seen = 0
         self._step_saved = 0  # the newest that there is a checkpoint of
         self._step_ranked = 0  # the newest that was compared with the best ones
@@ -193,15 +194,16 @@ class ModelCheckpoint(Callback):
     # -- when ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._fitting = stage == "fit"
+        self._fitting, self._goes_on = stage == "fit", False
         if self._fitting:
             folder = trainer.run_dir or trainer.default_root_dir
             self.dirpath = self._chosen_dirpath or str((Path(folder) / "checkpoints").absolute())
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        self._step_seen = self._step_saved = self._step_ranked = trainer.global_step
-        self._waiting, self._pending = False, None
-        self._validated_step = -1
+        if not self._goes_on:
+            self._step_seen = self._step_saved = self._step_ranked = trainer.global_step
+            self._waiting, self._validated_step = False, -1
+        self._goes_on, self._pending = False, None
         if trainer.is_global_zero and trainer.state.attempt:  # this run goes on where another one has ended
             sweep(self._folder)
         if self._clock is not None:
@@ -209,13 +211,15 @@ class ModelCheckpoint(Callback):
         if self.best_k_models:  # from an earlier run, whose files may be gone by now
             there = trainer.world.broadcast_object([path for path in self.best_k_models if as_path(path).exists()])
             self._keep({path: self.best_k_models[path] for path in there})
+        if self._step_seen != trainer.global_step:  # somebody saved in the step's end before this callback had it
+            self._see_step(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not self.every_n_train_steps and self._clock is None:
-            return
+        if trainer.global_step != self._step_seen:  # else in the middle of an accumulation window
+            self._see_step(trainer)
+
+    def _see_step(self, trainer: Trainer) -> None:
         step = trainer.global_step
-        if step == self._step_seen:  # in the middle of an accumulation window
-            return
         due = self.every_n_train_steps > 0 and step % self.every_n_train_steps == 0
         if self._clock is not None:
             due = self._clock.due(step, trainer.world) or due
@@ -492,7 +496,8 @@ class ModelCheckpoint(Callback):
         self.current_score = _on_cpu(state_dict["current_score"])
         self.last_model_path, self._last_target = known["last_model_path"], known["last_target"]
         self._for_ever = set(state_dict["for_ever"])
-        # What follows decides when all ranks save: for one that comes to others; a run that begins, begins anew.
+        self._goes_on = True
+        # What follows decides when all ranks save.
         steps = state_dict.get("steps", [0, 0, 0, -1])
         self._step_seen, self._step_saved, self._step_ranked, self._validated_step = steps
         self._waiting, self._from_validation = state_dict.get("waiting", [False, False])

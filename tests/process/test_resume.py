@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import fabricx as fx
 from fabricx import checkpoint
-from fabricx.callbacks import EMA, GradientAccumulation
+from fabricx.callbacks import EMA, GradientAccumulation, ModelCheckpoint
 from fabricx.loggers import JSONLogger
-from fabricx.testing import QUIET, SavesAtEnd
+from fabricx.testing import QUIET, SavesAtEnd, TinyModule, tiny_loader
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -225,6 +225,26 @@ def test_saved_in_a_hook_a_run_goes_on_to_the_same_bits(
         assert resumed[0] == rows[len(rows) - len(resumed[0]) :]
         assert_same(resumed[1:], (end, metrics), f"{hook} {number}")
     assert "each update has" not in capsys.readouterr().out  # the global batch is the same
+
+
+@pytest.mark.parametrize("options", [{}, {"every_n_train_steps": 3}], ids=str)
+def test_what_was_due_after_the_checkpoint_of_a_step_is_ranked_and_kept(
+    tmp_path: Path, options: dict[str, int]
+) -> None:
+    """A snapshot after the last batch comes before the validation of these weights, for which a save may wait."""
+
+    def kept(folder: Path, ckpt: Path | None = None) -> dict[str, float]:
+        saves = ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, **options)
+        given: Any = {**QUIET, "default_root_dir": tmp_path, "max_epochs": 2}
+        trainer = fx.Trainer(devices=1, callbacks=[saves, SavesIn("on_train_batch_end", folder)], **given)
+        trainer.fit(TinyModule(), tiny_loader(12), tiny_loader(12), ckpt_path=ckpt)
+        return {Path(path).name: float(score) for path, score in saves.best_k_models.items()}
+
+    whole = kept(tmp_path / "whole")
+    assert len(whole) == 2
+    for step in (2, 5):  # of the last batch of an epoch
+        found = kept(tmp_path / f"resumed {step}", tmp_path / "whole" / f"{step}.ckpt")
+        assert found == whole
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
