@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 from collections.abc import Sequence
 from itertools import islice
@@ -16,7 +15,7 @@ from tests.matrix.cells import WAYS, Cell, exists, pairwise, single_features, tr
 from tests.matrix.rules import KNOWN_DEFECTS, REFUSALS, known_defect, refusal
 from tests.matrix.running import judge, report
 from tests.matrix.table import PAGE, table
-from tests.soak import SOAK, rounds
+from tests.soak import SEED, SOAK, rounds, seeds, some
 
 SHORT = 30  # cells in `make test`: the first ones of a pairwise list have most of its pairs
 ALONE = 10
@@ -57,16 +56,15 @@ def refused() -> list[Cell]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(rounds(1, 5)))
+@pytest.mark.parametrize("seed", seeds(1, 5))
 def test_combinations_train_what_one_process_trains(seed: int, tmp_path: Path) -> None:
     cells = trained(seed)
-    check(cells[: rounds(SHORT, len(cells))], tmp_path)
+    check(some(cells, SHORT, len(cells)), tmp_path)
 
 
 @pytest.mark.soak
 def test_triples_of_features_train_what_one_process_trains(tmp_path: Path) -> None:
-    seed = int(os.environ.get("FABRICX_SEED", "1"))
-    cells = islice(triples(seed, lambda cell: refusal(cell) or known_defect(cell)), rounds(10, 400))
+    cells = islice(triples(SEED, lambda cell: refusal(cell) or known_defect(cell)), rounds(10, 400))
     check(list(cells), tmp_path)
 
 
@@ -74,8 +72,8 @@ def test_triples_of_features_train_what_one_process_trains(tmp_path: Path) -> No
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_each_feature_alone_trains_what_one_process_trains(ranks: int, tmp_path: Path) -> None:
     cells = [cell for cell in single_features(ranks) if not known_defect(cell)]
-    some = random.Random(ranks).sample(cells, min(len(cells), rounds(ALONE, len(cells))))
-    check(some, tmp_path)
+    count = min(len(cells), rounds(ALONE, len(cells)))
+    check(random.Random(ranks + SEED - 1).sample(cells, count), tmp_path)
 
 
 def test_what_is_not_supported_is_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader
 import fabricx as fx
 from fabricx.testing import QUIET, Ledger
 from tests.process.test_recovery import Numbered
-from tests.soak import rounds
+from tests.soak import seeds
 
 from .simulated import Killed, Machine, Simulation, Summed, install
 
 SAMPLES, BATCH, EPOCHS, RANKS = 24, 6, 2, 3
-SCHEDULES = rounds(short=5, full=20)
+SCHEDULES = seeds(short=5, full=20)
 
 
 class Mortal(fx.Callback):
@@ -83,7 +83,7 @@ def test_under_any_schedule_of_deaths_each_sample_is_trained_once_an_epoch(
     install(monkeypatch)
     [(reference, quiet), *_], _ = train(tmp_path / "quiet", 0, 0, waits, variant)
     deaths = 0
-    for seed in range(SCHEDULES):
+    for seed in SCHEDULES:
         found, machine = train(tmp_path / str(seed), seed, 4, waits, variant)
         deaths += len(machine.log)
         for trainer, module in found:
@@ -95,7 +95,7 @@ def test_under_any_schedule_of_deaths_each_sample_is_trained_once_an_epoch(
                 assert float(trainer.callback_metrics[name]) == pytest.approx(
                     float(reference.callback_metrics[name]), rel=1e-4
                 ), (seed, name, machine.log)
-    assert deaths >= SCHEDULES  # else nothing was tried
+    assert deaths >= len(SCHEDULES)  # else nothing was tried
 
 
 def test_a_kill_is_nothing_that_fabricx_catches() -> None:

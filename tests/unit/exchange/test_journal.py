@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.soak import rounds
+from tests.soak import seeds
 from tests.unit.exchange.faulty import Faulty
 
-SCHEDULES = rounds(short=12, full=96)
+SCHEDULES = seeds(short=12, full=96)
 
 MODES: dict[str, dict[str, Any]] = {
     "arrival": {"aggregate": False},
@@ -32,7 +32,7 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES)
 def test_each_lease_is_in_the_weights_once(mode: str, tmp_path: Path) -> None:
-    for seed in range(SCHEDULES):
+    for seed in SCHEDULES:
         folder = tmp_path / str(seed)
         folder.mkdir()
         run = Faulty(seed, folder, **MODES[mode])
