@@ -21,7 +21,7 @@ import torch
 
 from fabricx import provenance
 from fabricx.callback import Callback
-from fabricx.checkpoint import memory, read_manifest
+from fabricx.checkpoint import is_committed, memory, read_manifest
 from fabricx.checkpoint.places import as_path
 from fabricx.comm import world as worlds
 from fabricx.comm.generations import Membership
@@ -328,6 +328,7 @@ def _in_workers(trainer: Trainer, job: Job) -> Any:
                 stops_at_step=job.stage == "fit", **_limits(trainer, elastic),
             )[0]  # fmt: skip
         except WorkerFailed as error:
+            _say_lost(trainer, error)
             if isinstance(error.__cause__, SystemExit) and error.__cause__.code == TERMINATED:
                 raise SystemExit(TERMINATED) from None  # a rank was asked to end an evaluation
             if job.stage != "fit" or error.stopping or not _starts_again(trainer, job, error):
@@ -335,6 +336,22 @@ def _in_workers(trainer: Trainer, job: Job) -> Any:
         else:
             outcome.absorb(trainer, job)
             return outcome.results
+
+
+def _say_lost(trainer: Trainer, error: WorkerFailed) -> None:
+    """Say that a checkpoint was lost that a hook had asked for, and that was being written when the workers ended."""
+    if error.saving is None:
+        return
+    path, step = as_path(error.saving[0]), error.saving[1]
+    if is_committed(path) and read_manifest(path).get("step") == step:
+        return
+    text = (
+        f"the checkpoint {path} was lost: it was being written at step {step} when a worker failed, and is not there "
+        "unless a hook saves it again"
+    )
+    if trainer.watcher is not None:
+        trainer.watcher.note("checkpoint", text)
+    print(text, file=sys.stderr, flush=True)
 
 
 def _elastic(trainer: Trainer, job: Job) -> Elastic | None:

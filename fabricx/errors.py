@@ -45,6 +45,7 @@ class WorkerFailed(FabricxError):
         traceback: of its exception.
         exit_code: of its process.
         stopping: all had been asked to stop by then.
+        saving: path and step of a checkpoint that was being written, if one was that nothing writes again.
     """
 
     def __init__(self, message: str, *, rank: int, traceback: str = "", exit_code: int | None = None) -> None:
@@ -53,6 +54,7 @@ class WorkerFailed(FabricxError):
         self.traceback = traceback
         self.exit_code = exit_code
         self.stopping = False
+        self.saving: tuple[str, int] | None = None
 
 
 class RanksDisagree(FabricxError):

@@ -16,7 +16,7 @@ import torch
 
 from fabricx.checkpoint import files, shards, tree
 from fabricx.checkpoint.places import Place, as_path, discard
-from fabricx.comm.generations import membership
+from fabricx.comm.generations import SAVING, membership
 from fabricx.comm.world import World
 from fabricx.errors import CheckpointError, is_full
 
@@ -108,6 +108,8 @@ class Writer:
         snapshot = _Snapshot(path, work, part, data, manifest, copied)
         self._path, self._failed, self._warned = path, failed, False
         self._write = _Write(snapshot, after, repeated)
+        if not repeated:
+            self._tell([str(path), manifest.get("step")])
         self._tasks.put(self._write)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="fabricx-checkpoint", daemon=True)
@@ -146,6 +148,8 @@ class Writer:
         error, self._error = self._error, None
         told = self._world.broadcast_object(None if error is None else _told(error))
         self._write = None  # not before all know of it: the main rank may have died, and left the folder
+        if not write.repeated:
+            self._tell(None)
         if told is None:
             return True
         self._raise_unless_full(error if error is not None and self._world.size == 1 else OSError(*told))
@@ -185,6 +189,11 @@ class Writer:
             self._tasks.put(self._write.snapshot.work)
         self._tasks.put(None)
         self._thread = self._write = None
+
+    def _tell(self, saving: list[Any] | None) -> None:
+        """Let the supervisor know which checkpoint is lost if all workers end now; of one that is repeated, none is."""
+        if self._world.main_rank and self._world.store is not None and self._world.size > 1:
+            self._world.store.set(SAVING, json.dumps(saving))
 
     def _raise_unless_full(self, error: BaseException) -> None:
         if not is_full(error):

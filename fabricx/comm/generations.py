@@ -14,7 +14,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Final, final
+
+SAVING: Final = "saving"  # key of the store: path and step of a checkpoint of the user's being written, as JSON
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,10 @@ class StoreServer:
             self._values[key] = value
             self._changed.notify_all()
 
+    def get(self, key: str) -> bytes | None:
+        """Return a value, in the process that hosts the store; None if there is none."""
+        return self._values.get(key)
+
     def has(self, key: str) -> bool:
         """Return whether a key exists."""
         return key in self._values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import pickle
@@ -21,7 +22,7 @@ from typing import Any, Literal
 from fabricx.checkpoint import memory
 from fabricx.comm import authentication
 from fabricx.comm.agree import EVERYBODY
-from fabricx.comm.generations import gone
+from fabricx.comm.generations import SAVING, gone
 from fabricx.comm.links import nameless
 from fabricx.comm.pulse import Diagnosis
 from fabricx.comm.store_server import StoreServer
@@ -345,6 +346,7 @@ class _Workers:
         message = f"{who} failed:\n\n{first.traceback.rstrip()}{also}"
         failed = WorkerFailed(message, rank=self._rank(first.rank), traceback=first.traceback)
         failed.stopping = self._asked
+        failed.saving = json.loads(self._store.get(SAVING) or b"null")
         failed.__cause__ = None if first.error is None else first.error.with_traceback(None)
         failed.__suppress_context__ = True
         return failed

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import fabricx as fx
@@ -103,10 +104,11 @@ class SavesWithoutWaiting(fx.Callback):
 
     Args:
         path: of the checkpoint.
+        error: rank 1 raises an error after it instead, so that all workers are started again.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, error: bool = False) -> None:
+        self.path, self.error = path, error
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         def note(text: str) -> None:
@@ -122,6 +124,8 @@ class SavesWithoutWaiting(fx.Callback):
             if trainer.world.rank == 1:
                 shards.write = lambda file, tensors: threading.Event().wait()
             trainer.save_checkpoint(self.path, wait=False)
+            if self.error and trainer.world.rank == 1:
+                raise RuntimeError("of the user's code")
         if trainer.global_step == 5 and trainer.world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -135,3 +139,17 @@ def test_a_checkpoint_of_the_users_that_is_lost_with_a_worker_is_named(tmp_path:
     assert exact(module)
     assert not path.exists()
     assert path.with_suffix(".told").read_text().count(f"the checkpoint {path} was lost") == 1
+
+
+def test_a_checkpoint_of_the_users_that_is_lost_when_all_start_again_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.ckpt"
+    faults = [SavesWithoutWaiting(path, error=True)]
+    module, trainer = train(DDP(), faults, tmp_path, recovery=FaultRecovery(every_n_train_steps=2))
+    assert len(trainer.failures) == 1
+    assert exact(module)
+    assert not path.exists()
+    said = capfd.readouterr().err
+    assert said.count(f"the checkpoint {path} was lost: it was being written at step 3") == 1
+    assert said.count("was lost") == 1
