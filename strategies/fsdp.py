@@ -87,7 +87,7 @@ class FSDP(Strategy):
         self._built: AsBuilt | None = None
         self._waits: Waits | None = None
         self._unused: UnusedShards | None = None
-        self._sequence: Collectives | None = None  # of collectives in a manual step, compared over ranks
+        self._order: Collectives | None = None  # of collectives, compared over ranks
         self._gathers_much = False  # are freed gathers given back after each update?
         self._optimizers: list[Optimizer] = []
         self._parameters: dict[str, nn.Parameter] = {}  # as the optimizers know them
@@ -159,8 +159,8 @@ class FSDP(Strategy):
                     register_fsdp_forward_method(module, name)
                     vars(module)[name].__func__.__wrapped__ = getattr(own, "__func__", own)  # keeps the signature
         if not self._has_device():  # there others are waited for on the device
-            self._sequence = Collectives() if self._manual else None
-            self._waits = Waits(module, self._sequence.note if self._sequence is not None else None)
+            self._order = Collectives(self.world)
+            self._waits = Waits(module, self._order.note)
 
     def _settle_root(self, module: Any) -> None:
         """Let FSDP know the whole module before a part of it is called by itself."""
@@ -211,19 +211,14 @@ class FSDP(Strategy):
             if not self._called and self.module is not None:
                 check_sharded(self.module)
             self._called, self._outputs = True, []
-            if self._sequence is not None:
-                self._sequence.begin(self.world)
             try:
                 found = step(*args)
-                if self._sequence is not None:
-                    self._sequence.end()
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" in str(error):
                     raise ValueError(_NOT_GATHERED) from error
                 raise
-            finally:
-                if self._sequence is not None:
-                    self._sequence.stop()
+            if self._manual:
+                self._note("ends the training step")
             if _loss(found) is not None:
                 self._newest = args
             return found
@@ -245,7 +240,7 @@ class FSDP(Strategy):
         assert module is not None
         assert built is not None
         self._forget_step()
-        self.world = world
+        self.world, self._order = world, None
         built.restore(torch.device("meta") if world.size > 1 else world.device)
         if world.size > 1:
             self._shard(module, built)
@@ -264,7 +259,7 @@ class FSDP(Strategy):
 
     def teardown(self) -> None:
         self._forget_step()
-        self._optimizers, self._parameters, self._built = [], {}, None
+        self._optimizers, self._parameters, self._built, self._order = [], {}, None, None
         super().teardown()
 
     def _forget_step(self) -> None:
@@ -325,9 +320,14 @@ class FSDP(Strategy):
             super().backward(loss, compute)
         finally:
             self._in_backward = False
+        self._note("ends a backward")
         if self._unused is not None:
             self._unused.end()
         self._outputs = []
+
+    def _note(self, what: str) -> None:
+        if self._order is not None:
+            self._order.note(what)
 
     def backward_nothing(self, *company: Any) -> bool:
         """Gather and reduce along with the others: on whatever there is to compute with, for a loss of zero."""
@@ -362,8 +362,7 @@ class FSDP(Strategy):
                 reshard()
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-        if self._sequence is not None:
-            self._sequence.note("clips gradients by their norm")
+        self._note("clips gradients by their norm")
         norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm)  # of DTensors: over all ranks
         whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return whole

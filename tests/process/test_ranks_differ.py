@@ -211,3 +211,54 @@ def test_gradient_hooks_that_would_not_reach_the_workers_are_refused_before_any_
         trainer = fx.Trainer(devices=2, strategy="ddp", max_epochs=1, **QUIET)
         with pytest.raises(NotPicklable, match=r"a gradient hook of module\.net\.weight .* in configure_model"):
             trainer.fit(Hooked(kind, "init"), DataLoader(data(), 2))
+
+
+class Branches(fx.Module):
+    """Takes a way of its own on rank 1 from some step on; all linear layers are units of FSDP.
+
+    Args:
+        way: "other" calls another layer of the same shape, "fewer" leaves one out, "order" calls two in another order,
+            "backward" has no gradient for one; "" for none.
+        begins: the step.
+    """
+
+    def __init__(self, way: str, begins: int) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.way, self.begins = way, begins
+        self.first, self.second, self.third, self.large = (nn.Linear(3, 3) for _ in range(4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        way = self.way if self.global_rank == 1 and batch_idx >= self.begins else ""
+        one, two, three = self.first, self.second, self.third
+        found: Tensor = one(batch)
+        if way == "other":
+            found = three(found)
+        elif way == "order":
+            found = two(three(found))
+        elif way == "backward":
+            two(found)
+            found = three(found)
+        elif way != "fewer":
+            found = three(two(found))
+        loss: Tensor = self.large(found).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("way", "begins", "kept", "told"),
+    [
+        ("other", 0, False, "rank 0 gathers the weights of second, rank 1 gathers the weights of third"),
+        ("order", 2, True, "rank 0 gathers the weights of second, rank 1 gathers the weights of third"),
+        ("fewer", 3, False, "rank 0 gathers the weights of second, rank 1 gathers the weights of large"),
+        ("backward", 1, True, "rank 0 reduces the gradients of second, rank 1 reduces the gradients of first"),
+    ],
+)
+def test_ranks_that_call_other_units_are_an_error_under_fsdp(way: str, begins: int, kept: bool, told: str) -> None:
+    strategy = FSDP(wrap=["Linear"], reshard_after_forward=not kept)
+    trainer = fx.Trainer(devices=2, strategy=strategy, max_epochs=1, **QUIET)
+    with pytest.raises(WorkerFailed, match=rf"ranks call different submodules.*{told}"):
+        trainer.fit(Branches(way, begins), DataLoader(data(), 1))
