@@ -247,9 +247,13 @@ class DDP(Strategy):
             )
         with self._window_goes_on(), nullcontext() if self._ddp is None else self._ddp.no_sync():
             yield
+        if self._step is not None:
+            self._step.called[0] = False
 
     def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
         compute = compute or loss.backward
+        if self._step is not None:
+            self._step.called[0] = False
         if self._frozen and self.closes and self._step is not None:
             self._take_in_unfrozen()
         if self._ddp is None or not self._ddp.require_backward_grad_sync:
@@ -344,7 +348,8 @@ class DDP(Strategy):
             return True
         step, self._step.step = self._step.step, self._zero
         try:
-            loss = self._forward()
+            # Where the step has computed already, another forward would send the buffers once more.
+            loss = self._zero() if self._step.called[0] and not self.static_graph else self._forward()
             if self._frozen:
                 self._take_in_unfrozen()
             if self.static_graph:
@@ -353,6 +358,7 @@ class DDP(Strategy):
                 self._complete(None)
         finally:
             self._step.step = step
+            self._step.called[0] = False
         return True
 
     def forward_nothing(self) -> None:
@@ -363,6 +369,7 @@ class DDP(Strategy):
             self._forward()  # the first one of a window sends buffers, and the layout of buckets
         finally:
             self._step.step = step
+            self._step.called[0] = False
 
     def _zero(self) -> Tensor:
         """Return a loss of zero that reaches the parameters that each step reaches, or all."""
@@ -401,8 +408,10 @@ class _Step(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self.called = [False]  # since the last backward?
 
     def __call__(self, *args: Any) -> Any:  # straight to the step: two frames fewer than through torch's hooks
+        self.called[0] = True
         return self.step(*args)
 
 

@@ -333,7 +333,7 @@ class FSDP(Strategy):
         """Gather and reduce along with the others: on whatever there is to compute with, for a loss of zero."""
         if self.world.size == 1:
             return True
-        if self._outputs and not company:  # the step has computed, as on the other ranks, and gave no loss
+        if self._outputs:  # the step has computed, as on the other ranks, and gave no loss
             assert self.module is not None
             own = [p for p in self.module.parameters() if p.requires_grad and not hasattr(p, "full_tensor")]
             self.backward(torch.stack([*(t.sum() * 0.0 for t in self._outputs), *(p.sum() * 0.0 for p in own)]).sum())

@@ -262,3 +262,41 @@ def test_ranks_that_call_other_units_are_an_error_under_fsdp(way: str, begins: i
     trainer = fx.Trainer(devices=2, strategy=strategy, max_epochs=1, **QUIET)
     with pytest.raises(WorkerFailed, match=rf"ranks call different submodules.*{told}"):
         trainer.fit(Branches(way, begins), DataLoader(data(), 1))
+
+
+class Masked(fx.Module):
+    """Has a buffer, and a loss over the marked samples of a batch, of which some ranks have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.net = nn.Linear(3, 1)
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def batch_weight(self, batch: Tensor) -> float:
+        return float((batch[:, 0] > 0).sum())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.forwards += 1
+        loss: Tensor = self.net(batch).square().flatten()[batch[:, 0] > 0].mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def marked() -> list[Tensor]:
+    samples = [sample.abs() for sample in data(16)]
+    for number in (2, 3, 8, 9):  # rank 1 has no marked sample in the first batch, and rank 0 none in the third
+        samples[number][0] = -1.0
+    return samples
+
+
+@pytest.mark.parametrize("strategy", [DDP(), FSDP(wrap=["Linear"])], ids=["ddp", "fsdp"])
+def test_a_batch_of_no_weight_on_one_rank_is_computed_once(strategy: Any) -> None:
+    alone, found = Masked(), Masked()
+    fx.Trainer(max_epochs=1, **QUIET).fit(alone, DataLoader(marked(), 4))
+    fx.Trainer(devices=2, strategy=strategy, max_epochs=1, **QUIET).fit(found, DataLoader(marked(), 2))
+    for one, other in zip(found.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    assert found.forwards == alone.forwards == 4
