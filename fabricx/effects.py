@@ -121,8 +121,8 @@ class Noted:
         """
         if self.changes(t):
             raise RanksDisagree(
-                f"step {t.state.step}: on_before_backward or on_after_backward changed weights or hyperparameters in a "
-                "batch of which some ranks have no sample, so that they don't call it. Change them in "
+                f"step {t.state.step}: on_after_backward changed weights or hyperparameters in a batch of "
+                "which some ranks have no sample, so that they don't call it. Change them in "
                 "on_train_batch_end or on_before_optimizer_step"
             )
 

@@ -370,7 +370,6 @@ def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
         return _left_out(t, micro, batch, outputs)
     factor = (micro.factor if t.window.factor is None else t.window.factor) * t.strategy.gradient_factor
     scaled = t.precision_plugin.scale(loss if factor == 1.0 else loss * factor)
-    noted = Noted(t) if micro.idle else None
     for hook in t.hooks.on_before_backward:
         hook(loss)
     if t.slot is not None:
@@ -378,10 +377,11 @@ def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
     t.backward(scaled)
     t.recorder.lap(Span.BACKWARD)
     if t.hooks.on_after_backward:
+        noted = Noted(t) if micro.idle else None  # not before: fsdp shards the weights again in the backward
         with t.strategy.hooks_see_gradients() if micro.closes else nullcontext():
             call(t.hooks.on_after_backward)
-    if noted is not None:
-        noted.check(t)
+        if noted is not None:
+            noted.check(t)
     t.window.took_part(micro, loss)
     return outputs
 
