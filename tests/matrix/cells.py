@@ -221,7 +221,7 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     each_batch = cell.change in ("on_train_batch_start", "on_train_batch_end", "on_after_backward")
     # A batch for the hooks is another part of the global batch there.
     yield each_batch and (cell.way == "reproducible" or (elsewhere and cell.ranks > 1))
-    # A run that goes on calls hooks of its start again; and the last window of an epoch may have fewer batches for hooks.
+    # A run that goes on calls hooks of its start again, and the last window may have fewer batches for hooks.
     yield cell.change != "none" and (cell.save != "none" or cell.accumulate > 1)
     # It computes several gradients an update, and to each of them what was lost is added.
     yield cell.way in LOSSY and cell.optimizer == "lbfgs"
