@@ -60,6 +60,27 @@ def compare(world: World, described: Mapping[str, str]) -> None:
     )
 
 
+def share_weights(world: World, module: nn.Module) -> None:
+    """Let all ranks have the parameters and buffers of rank 0; every rank calls it.
+
+    Ranks build layers with random numbers of their own. Tensors travel only where those of some rank are others.
+
+    Args:
+        world: the ranks.
+        module: to be evaluated, with whole parameters; those that have no shape yet are left out.
+    """
+    if world.size == 1:
+        return
+    tensors = [one for one in (*module.parameters(), *module.buffers()) if not nn.parameter.is_lazy(one)]
+    own = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        own.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    if len(set(world.gather_objects(own.hexdigest()))) > 1:
+        with torch.no_grad():
+            for tensor in tensors:
+                world.broadcast(tensor.data)
+
+
 def differences(by_rank: Sequence[Mapping[str, str]]) -> list[str]:
     """Return a line for each thing that ranks describe differently.
 

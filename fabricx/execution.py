@@ -107,15 +107,22 @@ def _call(hook: tuple[Callable[..., Any], ...], *args: Any) -> None:
         function(*args)
 
 
-def _predict(t: Trainer, job: Job) -> list[Any]:
+def _take_weights(t: Trainer) -> None:
+    """Take the weights to evaluate with from the checkpoint; without one, from rank 0."""
     t.restore(weights_only=True)
+    if t.overridden.ckpt_path is None:
+        comparing.share_weights(t.world, t.module)
+
+
+def _predict(t: Trainer, job: Job) -> list[Any]:
+    _take_weights(t)
     by_loader = [t.world.gather_objects(mine) for mine in evaluation.predict(t, t.val_feeds, keep=job.flag)]
     ordered = [evaluation.in_dataset_order(by_rank) for by_rank in by_loader]
     return ordered if t.several_loaders else ordered[0]
 
 
 def _evaluate(t: Trainer, job: Job) -> list[dict[str, float]]:
-    t.restore(weights_only=True)
+    _take_weights(t)
     results = evaluation.evaluate(t, Phase.VALIDATE if job.stage == "validate" else Phase.TEST, t.val_feeds)
     if job.flag and t.is_global_zero:
         t.print(table(results, job.stage))
@@ -275,6 +282,7 @@ def _set_up_model(t: Trainer, job: Job) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         t.recorder.knows(loader_processes=t.train_feed.processes, cores=max(1, cores // max(1, t.world.local_size)))
     if job.stage != "fit":
+        comparing.compare(t.world, comparing.of_module(module))
         wrap_steps(t)
         t.attach_log(None)
         return

@@ -144,6 +144,38 @@ def test_first_weights_may_differ_and_are_those_of_rank_0() -> None:
                 assert torch.equal(one, other), kind
 
 
+class Evaluated(Built):
+    """Logs a weight that each rank draws with its own seed, and that rank 1 may not have."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        torch.seed()
+        self.drawn = nn.Linear(3, 1)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("drawn", self.drawn.weight.sum())
+        self.log("of_rank_0", self.drawn.weight.sum(), sync_dist=False)
+
+
+def evaluate_here(modules: list[Evaluated]) -> list[str]:
+    """Validate each module on the ranks that there are; returns its error, or its values."""
+    found = []
+    for module in modules:
+        try:
+            [values] = fx.Trainer(devices=2, strategy="ddp", **QUIET).validate(module, DataLoader(data(), 2))
+            found.append(f"{values['drawn']:.6g} {values['of_rank_0']:.6g}")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_an_evaluation_without_a_checkpoint_is_of_the_weights_of_rank_0() -> None:
+    for values, error in run_ranks(evaluate_here, 2, [Evaluated("none"), Evaluated("parameter")]):
+        mean, of_rank_0 = values.split()
+        assert mean == of_rank_0
+        assert DIFFERENCES["parameter"] in error
+
+
 def double(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.mul_(2.0)
