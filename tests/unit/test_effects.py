@@ -11,14 +11,14 @@ import fabricx as fx
 from fabricx.callbacks import EMA
 from fabricx.effects import Noted, take
 from fabricx.errors import RanksDisagree
-from fabricx.strategies import Single
-from fabricx.strategy import Traits
+from fabricx.strategy import Strategy, Traits
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
-class Served(Single):
+class Served(Strategy):
     """One rank whose weights would be a server's."""
 
+    traits = Traits(max_ranks=1)
     weights_brought = 0
 
 

@@ -173,7 +173,8 @@ def test_steps_wait_for_the_metric_of_a_validation(trainer: Any, tmp_path: Path)
     callback = ModelCheckpoint(monitor="val_loss", every_n_train_steps=2, save_top_k=2, save_last=True)
     run = trainer(callback, val_check_interval=3).start()
     folder = tmp_path / "checkpoints"
-    run.step(), run.step()
+    run.step()
+    run.step()
     assert callback.best_model_path == ""
     assert (folder / "last.ckpt").resolve().name == "epoch=0-step=2.ckpt"  # the newest doesn't wait
     run.step()
@@ -189,7 +190,8 @@ def test_steps_wait_for_the_metric_of_a_validation(trainer: Any, tmp_path: Path)
 def test_validations_within_an_epoch_save(trainer: Any, tmp_path: Path) -> None:
     run = trainer(ModelCheckpoint(monitor="val_loss", save_top_k=-1), val_check_interval=0.5).start()
     for loss in (0.2, 0.1):
-        run.step(), run.step()
+        run.step()
+        run.step()
         run.validate(val_loss=loss)
     run.end_epoch()
     assert names(tmp_path / "checkpoints") == ["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"]
