@@ -104,6 +104,7 @@ AGAIN = (  # that were wrong once
     "ddp-powersgd ranks=2 save=on_train_epoch_end",
     "fsdp ranks=2 accumulate=2 loop=skip-rest",
     "fsdp-kept ranks=2 data=few",
+    "ddp ranks=3 data=ending callback=ema",
 )
 
 
