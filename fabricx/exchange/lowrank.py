@@ -26,6 +26,7 @@ class LowRank:
 
     def __init__(self, parameters: Sequence[Tensor], rank: int) -> None:
         self._matrices = [_Matrix(parameter, rank) for parameter in parameters if _is_worth_it(parameter, rank)]
+        self._device = parameters[0].device.type if parameters else "cpu"
         thin = {id(matrix.parameter) for matrix in self._matrices}
         self._others = [parameter for parameter in parameters if id(parameter) not in thin]
         lefts, rights = [m.left for m in self._matrices], [m.right for m in self._matrices]
@@ -33,6 +34,11 @@ class LowRank:
 
     def join(self, exchange: Callable[[], None]) -> None:
         """Let the parameters' gradients be near the sums of all workers'; `exchange` sums those of the carriers."""
+        # A manual step calls backward where autocast is on, which would round the products.
+        with torch.autocast(self._device, enabled=False):
+            self._join(exchange)
+
+    def _join(self, exchange: Callable[[], None]) -> None:
         for matrix in self._matrices:
             matrix.project()
         exchange()

@@ -130,6 +130,7 @@ def test_each_refusal_is_tried() -> None:
 def test_known_defects_are_those_of_cells_that_exist() -> None:
     cells = [*single_features(2), *single_features(3), *pairwise(0, lambda cell: None)]
     cells += [dataclasses.replace(cell, callback="ema") for cell in single_features(2)]  # defects of three features
+    cells += [dataclasses.replace(cell, update="manual", data="ending") for cell in single_features(2)]
     assert [one.what for one in KNOWN_DEFECTS if not any(one.matches(cell) for cell in cells)] == []
 
 
