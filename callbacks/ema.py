@@ -49,6 +49,7 @@ class EMA(Callback):
     """
 
     needs_all_ranks: ClassVar[bool] = True
+    every_batch: ClassVar[bool] = True  # each rank averages each update
 
     def __init__(
         self,
@@ -120,9 +121,6 @@ class EMA(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._look()
-
-    def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Any) -> None:
-        self._look()  # a rank without samples has no other hook at each update: these are the weights of the one before
 
     def _look(self) -> None:
         """Average, if the module has weights of later updates than before; those of several may come at once."""

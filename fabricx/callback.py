@@ -23,6 +23,7 @@ class Callback(NamesChecked):
 
     watches_metrics: ClassVar[bool] = False
     needs_all_ranks: ClassVar[bool] = False  # does it change or join what ranks do, so that each needs it, made alike?
+    every_batch: ClassVar[bool] = False  # is on_train_batch_end for batches of which a rank has no sample, too?
     frozen_after: float | None = None  # seconds after which the supervisor ends a worker without a sign of life
     stuck_after: float | Literal["learned"] | None = None  # and one that has come no batch further
     patience: float | None = None  # seconds that workers wait for who takes a dead one's place; None: all start again

@@ -47,6 +47,8 @@ class Hooks:
             setattr(self, name, (*before, *own, *_bound(name, watching, trainer, module)))
         self.train_batch_end_watching: Hook = _bound("on_train_batch_end", watching, trainer, module)
         self.train_batch_end_others = _without(self.on_train_batch_end, self.train_batch_end_watching)
+        every = [callback for callback in first if callback.every_batch]
+        self.train_batch_end_empty: Hook = _bound("on_train_batch_end", every, trainer, module)
         self.train_epoch_end_watching: Hook = _bound("on_train_epoch_end", watching, trainer, module)
         self.train_epoch_end_others = _without(self.on_train_epoch_end, self.train_epoch_end_watching)
 

@@ -492,6 +492,8 @@ def _train_nothing(t: Trainer, micro: Microbatch) -> int | None:
     _compute_nothing(t, micro)
     t.in_step = False
     t.window.outputs = t.window.batch = None
+    for hook in t.hooks.train_batch_end_empty:
+        hook(None, None, micro.index)
     if micro.idle:
         follow_hooks(t)
         t.idle_ranks = 0
