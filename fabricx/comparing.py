@@ -67,11 +67,12 @@ def share_weights(world: World, module: nn.Module) -> None:
 
     Args:
         world: the ranks.
-        module: to be evaluated, with whole parameters; those that have no shape yet are left out.
+        module: to be evaluated. What is sharded is one model already; what has no shape yet is left out.
     """
     if world.size == 1:
         return
-    tensors = [one for one in (*module.parameters(), *module.buffers()) if not nn.parameter.is_lazy(one)]
+    found = (*module.parameters(), *module.buffers())
+    tensors = [one for one in found if not nn.parameter.is_lazy(one) and not hasattr(one, "full_tensor")]
     own = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         own.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
