@@ -346,6 +346,12 @@ class DDP(Strategy):
     def backward_nothing(self, *company: Any) -> bool:
         if self._step is None:
             return True
+        weightless = company and self._step.called[0]
+        if weightless and self.static_graph and any(True for _ in self.module.buffers()):
+            raise ValueError(
+                f"a batch of rank {self.world.rank} has a batch_weight of 0, and static_graph=True needs a backward of "
+                "it, for which DDP would send the module's buffers once more: leave static_graph out"
+            )
         step, self._step.step = self._step.step, self._zero
         try:
             # Where the step has computed already, another forward would send the buffers once more.

@@ -334,3 +334,9 @@ def test_a_batch_of_no_weight_on_one_rank_is_computed_once(strategy: Any) -> Non
     for one, other in zip(found.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(one, other)
     assert (int(found.forwards), int(alone.forwards)) == (4, 4)
+
+
+def test_a_batch_of_no_weight_is_an_error_where_the_graph_is_static() -> None:
+    trainer = fx.Trainer(devices=2, strategy=DDP(static_graph=True), max_epochs=1, **QUIET)
+    with pytest.raises(WorkerFailed, match="leave static_graph out"):
+        trainer.fit(Masked(), DataLoader(marked(), 2))
