@@ -346,6 +346,7 @@ class DDP(Strategy):
     def backward_nothing(self, *company: Any) -> bool:
         if self._step is None:
             return True
+        assert self.module is not None
         weightless = company and self._step.called[0]
         if weightless and self.static_graph and any(True for _ in self.module.buffers()):
             raise ValueError(
