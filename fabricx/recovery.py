@@ -1,9 +1,9 @@
-"""Going on when somebody of the group is gone, in the processes that are left, from the batch that was interrupted.
+"""Recovery in place: the surviving workers continue from the interrupted batch after a worker has died.
 
-Those that are left, and those that come, join the next generation; all go on from where the furthest of them is. Ranks
-are at most one collective apart, and what was complete on one of them has in it what all had given, also those that
-are gone. Whoever was there keeps its weights; who comes gets them from another, and what only the lost one knew (its
-random numbers, the sums that it had logged) from the slot that it left.
+Survivors and replacements form the next generation of the process group and continue from the most advanced member.
+Ranks are at most one collective apart, and a collective that is complete on any rank contains the contributions of all
+ranks, including dead ranks. Survivors keep their weights. A replacement receives the weights from another rank, and
+reads per-rank state (RNG, metric sums) from the shared-memory slot of the worker that it replaces.
 """
 
 from __future__ import annotations
@@ -35,77 +35,88 @@ if TYPE_CHECKING:
     from fabricx.checkpoint import Writer
     from fabricx.trainer import Trainer
 
-NOTICE_S: Final = 1.0  # from an error until the supervisor has said that somebody is gone
-ANSWER_S: Final = 5.0  # from saying that links are cut until it has answered
-NEWCOMER_S: Final = 600.0  # until there is a next generation
-SIGNS: Final = ("onnection closed", "onnection reset", "roken pipe", "ocket")  # of links that are cut
+NOTICE_S: Final = 1.0  # from an error to the supervisor's notice of a death
+ANSWER_S: Final = 5.0  # from a report of cut connections to the supervisor's answer
+NEWCOMER_S: Final = 600.0  # until the next generation begins
+SIGNS: Final = ("onnection closed", "onnection reset", "roken pipe", "ocket")  # in errors of cut connections
+
+
+Records = list[tuple[Any, dict[str, Any]]]  # per-rank state by progress
 
 
 @dataclass
-class _Told:
-    """What a member tells the others of itself.
+class _MemberState:
+    """State that a member contributes to the next generation.
 
     Attributes:
-        progress: how far it is; nothing, if it has just come.
-        points: what only it knows, or the one whose place it takes, by progress.
-        now: the same at this moment, if it was there.
-        gone: `points` of places that nobody takes, and since which generation they are empty.
+        progress: see `standing.progress`; empty for a replacement.
+        records: per-rank state by progress, of this member or of the worker that it replaces.
+        now: per-rank state at this moment; None for a replacement.
+        empty: (generation, records) of each place without a worker, with the generation since which it is empty.
     """
 
     progress: tuple[Any, ...] = ()
-    points: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    records: Records = field(default_factory=list)
     now: dict[str, Any] | None = None
-    gone: list[tuple[int, list[tuple[Any, dict[str, Any]]]]] = field(default_factory=list)
+    empty: list[tuple[int, Records]] = field(default_factory=list)
 
-    def known(self, progress: tuple[Any, ...]) -> dict[str, Any] | None:
-        """Return what is to be gone on from where the others are that far."""
-        exact = next((point for key, point in self.points if key == progress), None)
-        return exact or self.now or _newest(self.points, progress)
+    def at(self, progress: tuple[Any, ...]) -> dict[str, Any] | None:
+        """Return the per-rank state to continue with at `progress`; None if there is none."""
+        return _record_at(self.records, progress, self.now)
 
 
-def _newest(points: list[tuple[Any, dict[str, Any]]], progress: tuple[Any, ...]) -> dict[str, Any] | None:
-    """Return the newest that isn't ahead: what a worker has left of a batch that the others have done, too.
+def _record_at(
+    records: Records, progress: tuple[Any, ...], now: dict[str, Any] | None = None
+) -> dict[str, Any] | None:  # fmt: skip
+    """Return the record of `progress`, else `now`, else the newest earlier record.
 
-    What it left in an earlier generation doesn't count: the members of this one have it among their sums.
+    Records of earlier generations are skipped: the sums of the present generation include them.
     """
-    behind = [(key, point) for key, point in points if key <= progress and key[-1] == progress[-1]]
-    return max(behind, key=lambda entry: entry[0])[1] if behind else None
+    exact = next((record for key, record in records if key == progress), None)
+    if exact or now:
+        return exact or now
+    earlier = [(key, record) for key, record in records if key <= progress and key[-1] == progress[-1]]
+    return max(earlier, key=lambda entry: entry[0])[1] if earlier else None
 
 
 def recover(t: Trainer, error: Exception) -> None:
-    """Go on in the next generation; raises the error if it isn't that somebody is gone, or if that can't be done."""
-    torn = t.torn and t.copier is None  # else all go back to before that update
+    """Continue in the next generation.
+
+    Raises:
+        Exception: `error`, if no worker has died, or if recovery in place is impossible.
+    """
+    torn = t.torn and t.copier is None  # a copier restores the state before that update
     if not membership().changes or torn or t.world.newcomer:
         raise error
     if any(callback.repeats_after(t, error) for callback in t.callbacks):
-        traceback.clear_frames(error.__traceback__)  # and what they hold in memory
+        traceback.clear_frames(error.__traceback__)  # frees the memory that the frames hold
         membership().say("again", (t.world.generation, f"{type(error).__name__}; all begin the step again"))
-    if not _lost_somebody(t.world.generation, error, t.world.silent):
+    if not _is_membership_change(t.world.generation, error, t.world.silent):
         raise error
     _join_others(t, holds=True)
 
 
 def take_part(t: Trainer) -> None:
-    """Be one of those that train: from the beginning, or joining others who do already."""
+    """Start training: with all ranks at the beginning, or as a replacement in a running job."""
     if t.world.newcomer:
         membership().say("ready")
         _join_others(t, holds=False)
         return
     if t.copier is not None:
         t.copier.begin(t, range(t.world.size))
-    if t.strategy.dealer is not None:  # what the servers begin with comes from the main rank, and can't be replaced yet
+    if t.strategy.dealer is not None:  # until the servers have the main rank's weights, it can't be replaced
         t.world.barrier()
     leave_word(t)
-    membership().say("inside")  # it can go on with other members from now on
+    membership().say("inside")  # recovery in place is possible from this point
 
 
-def _lost_somebody(generation: int, error: Exception, silent: bool) -> bool:
-    """Return whether an error comes of somebody's being gone, or of links that were cut.
+def _is_membership_change(generation: int, error: Exception, silent: bool) -> bool:
+    """Return whether an error is caused by a dead worker or by cut connections.
 
     Args:
-        generation: in which it was raised.
-        error: it; of whatever kind where collectives that are aborted give anything.
-        silent: they do.
+        generation: number of the generation at the time of the error.
+        error: any kind of error, if `silent`.
+        silent: aborted collectives return arbitrary values without an error.
     """
     own = membership()
     if not isinstance(error, (RuntimeError, OSError)) and not silent:
@@ -119,54 +130,59 @@ def _lost_somebody(generation: int, error: Exception, silent: bool) -> bool:
 
 
 def _join_others(t: Trainer, *, holds: bool) -> None:
-    """Go on in the next generation that all its members join.
+    """Join generations until all members of one have taken over the same state.
 
-    A generation may lose somebody while its members take over the state: then some have done so and others haven't.
-    Until one is known to have gone on, which none does before all have taken over, each tells what it told at first.
+    A worker may die while the members of a generation take over the state; some members have finished then and others
+    have not. A member starts to train only after all members have taken over. Until a member is known to train
+    (`Generation.settled`), every member contributes the same state again that it contributed first.
+
+    Args:
+        t: the trainer.
+        holds: this rank was a member before; False for a replacement.
     """
     own = membership()
     writer, given_up = _let_go(t) if holds else None, None
     began, step = time.monotonic(), t.state.step
     number, unchanged, taken_over = t.world.generation, holds, -1
     point = (t.epoch_end or t.restart_point or RestartPoint(t)) if holds and t.copier is None else None
-    mine, state = (_Told() if point is None else _present(t, point)), None
+    member, state = (_MemberState() if point is None else _current_state(t, point)), None
     while True:
         generation = own.newer_than(number, NEWCOMER_S)
         if t.copier is not None and unchanged and generation.whole:
             t.copier.before_change(t)
         if 0 <= taken_over <= generation.settled:
-            mine, state = _present(t, RestartPoint(t)), None
+            member, state = _current_state(t, RestartPoint(t)), None
         number, unchanged, taken_over = generation.number, False, -1
         try:
             _join(t, generation)
-            if writer is not None:  # all members have given up what they were writing by now
+            if writer is not None:  # all members have abandoned the checkpoint that was being written
                 given_up = writer.given_up
                 writer.sweep()
                 writer = None
             if t.copier is not None:
-                known = go_back(t, came=not holds)
+                failures = go_back(t, came=not holds)
             else:
-                mine, state = _agree(t, generation, mine, point, state)
-                known, point, taken_over = state["failures"], None, number
+                member, state = _agree(t, generation, member, point, state)
+                failures, point, taken_over = state["failures"], None, number
             _go_on(t, generation)
-            if mine.points and t.slot is not None:  # both are needed until it is known whether all have taken over
-                t.slot.write(*mine.points[0])
-            leave_word(t)  # before anybody reckons with it: who takes this one's place goes on from that
-            mine.points.append((progress(t), word_of(t, RestartPoint(t))))
+            if member.records and t.slot is not None:  # both records are needed until the generation is settled
+                t.slot.write(*member.records[0])
+            leave_word(t)  # before the others continue: a replacement of this rank starts from this record
+            member.records.append((progress(t), word_of(t, RestartPoint(t))))
             lost = t.world.gather_objects(given_up)
             break
         except Exception as error:
             own.shut()
-            if not _lost_somebody(number, error, t.world.silent):
+            if not _is_membership_change(number, error, t.world.silent):
                 raise
     own.say("step", (number, t.state.step))
-    _report(t, known, step if holds else t.state.step, time.monotonic() - began)
-    _say_given_up(t, lost)
+    _report(t, failures, step if holds else t.state.step, time.monotonic() - began)
+    _report_lost_checkpoint(t, lost)
 
 
-def _report(t: Trainer, known: int, reached: int, seconds: float) -> None:
-    """Say what has happened; all know how much the others knew."""
-    what = "; ".join(t.failures[known:]) or "others have come"
+def _report(t: Trainer, before: int, reached: int, seconds: float) -> None:
+    """Report the failures since the `before` first ones, the repeated steps and the duration, in the log."""
+    what = "; ".join(t.failures[before:]) or "others have come"
     workers = f"{t.world.size} workers go on" if t.world.size > 1 else "1 worker goes on"
     again = reached - t.state.step
     lost = f", train {again} step{'s' if again > 1 else ''} again" if again > 0 else ""
@@ -175,9 +191,9 @@ def _report(t: Trainer, known: int, reached: int, seconds: float) -> None:
     t.print(text)
 
 
-def _say_given_up(t: Trainer, told: list[Path | None]) -> None:
-    """Say that a checkpoint of the user's was lost with a worker, as any member knows."""
-    if path := next((path for path in told if path is not None), None):
+def _report_lost_checkpoint(t: Trainer, abandoned: list[Path | None]) -> None:
+    """Report the user's checkpoint that was abandoned because a worker died, if there is one."""
+    if path := next((path for path in abandoned if path is not None), None):
         text = (
             f"the checkpoint {path} was lost: it was being written when the workers changed, and is not there unless a "
             "hook saves it again"
@@ -187,14 +203,14 @@ def _say_given_up(t: Trainer, told: list[Path | None]) -> None:
 
 
 def _let_go(t: Trainer) -> Writer | None:
-    """Give up what the interrupted batch was doing; returns the writer of a checkpoint that was given up."""
+    """Abandon the interrupted batch; returns the writer of an abandoned checkpoint."""
     membership().shut()
     if t.agreement is not None:
         t.agreement.close()
     writer, t.writer = t.writer, None
     if writer is not None:
         writer.abandon()
-    if (dealer := t.strategy.dealer) is not None:  # others may train on, and come when their section is over
+    if (dealer := t.strategy.dealer) is not None:  # other workers finish their section first
         dealer.let_all_meet()
     t.logbook = t.train_logbook
     t.logbook.end_batch()
@@ -204,7 +220,7 @@ def _let_go(t: Trainer) -> Writer | None:
 
 
 def _join(t: Trainer, generation: Generation) -> None:
-    """Join the group; all its members do."""
+    """Build the process group of a generation, with all members."""
     own, world = membership(), t.world
     if own.worker not in generation.workers:
         own.leave()
@@ -225,7 +241,7 @@ def _join(t: Trainer, generation: Generation) -> None:
 
 
 def _wait_for_all(world: World, generation: Generation) -> None:
-    """Wait until all members are there; unlike the group's own waiting this ends when one of them dies."""
+    """Wait for all members. Unlike the rendezvous of the group, the wait ends when a member dies."""
     store = world.store
     assert store is not None
     store.set(world.key(f"here/{generation.number}/{membership().worker}"), "")
@@ -235,82 +251,79 @@ def _wait_for_all(world: World, generation: Generation) -> None:
         time.sleep(0.002)
 
 
-def _present(t: Trainer, point: RestartPoint) -> _Told:
-    """Return what a member has to tell that was there before."""
+def _current_state(t: Trainer, point: RestartPoint) -> _MemberState:
+    """Return the contribution of a rank that was a member before."""
     now = word_of(t, RestartPoint(t))
-    if t.epoch_end is not None:  # others may have done with this epoch
+    if t.epoch_end is not None:  # other ranks may have finished this epoch
         now |= NO_SUMS
-    return _Told(progress(t), [(progress(t), word_of(t, point))], now)
+    return _MemberState(progress(t), [(progress(t), word_of(t, point))], now)
 
 
 def _agree(
-    t: Trainer, generation: Generation, mine: _Told, point: RestartPoint | None, before: dict[str, Any] | None
-) -> tuple[_Told, dict[str, Any]]:
-    """Bring all members to where the furthest is. Nothing is changed until all that is needed has come.
+    t: Trainer, generation: Generation, member: _MemberState, point: RestartPoint | None,
+    before: dict[str, Any] | None,
+) -> tuple[_MemberState, dict[str, Any]]:  # fmt: skip
+    """Bring all members to the state of the most advanced member. Nothing changes before all data is received.
 
     Args:
         t: the trainer.
-        generation: whose members agree.
-        mine: what this member has to tell.
-        point: where its batch began, if it was interrupted in one.
-        before: the state that it has taken over in a generation in which nobody has gone on, if in one.
+        generation: the generation that agrees.
+        member: contribution of this rank.
+        point: start of the interrupted batch, if any.
+        before: state that this rank took over in an earlier generation that was not settled, if any.
 
     Returns:
-        what it has to tell, and the state that it has taken over, should nobody go on in this generation either.
+        the contribution and the state for the next attempt, in case this generation is not settled either.
     """
-    world, told = t.world, _tell(t, generation, mine)
-    furthest = max(one.progress for one in told)
+    world, members = t.world, _gather(t, generation, member)
+    furthest = max(other.progress for other in members)
     if not furthest:
         raise RuntimeError("no member of the group knows how far the run is")
-    holder = [one.progress for one in told].index(furthest)
+    holder = [other.progress for other in members].index(furthest)
     state = world.broadcast_object((before or standing(t)) if world.rank == holder else None, holder)
-    behind = mine.progress != furthest
+    record = members[world.rank].at(furthest)
     if t.strategy.dealer is None:
-        weights: Any = _given(t, point, holder) if any(one.progress != furthest for one in told) else None
-        words, whole = _of_all(told, furthest)
-        place = world.rank if whole else None
-        if behind:
+        behind = any(other.progress != furthest for other in members)
+        weights: Any = _broadcast_weights(t, point, holder) if behind else None
+        records, whole = _records_of_all(members, furthest)
+        rank = world.rank if whole else None
+        if member.progress != furthest:
             t.strategy.load_state_dict(weights, t.module, t.optimizers)
         elif point is not None and point.of_window:
             point.put_back_buffers(t.module)
-        word = told[world.rank].known(furthest)
-    else:  # the servers have the weights, and each keeps what is its own
-        word = told[world.rank].known(furthest)
-        words = [] if word is None else [word]
-        place = 0 if words else None
-    take_over(t, {**state, "ranks": [of_word(one) for one in words]}, place, came=not mine.progress)
-    return _Told(furthest, [] if word is None else [(furthest, word)]), state
+    else:  # the servers have the weights, and each worker keeps its own sums
+        records = [] if record is None else [record]
+        rank = 0 if records else None
+    take_over(t, {**state, "ranks": [of_word(one) for one in records]}, rank, came=not member.progress)
+    return _MemberState(furthest, [] if record is None else [(furthest, record)]), state
 
 
-def _tell(t: Trainer, generation: Generation, mine: _Told) -> list[_Told]:
-    """Return what each member has to tell, by rank: one that has just come knows what those before it have left."""
+def _gather(t: Trainer, generation: Generation, member: _MemberState) -> list[_MemberState]:
+    """Return the contributions of all members, by rank; a replacement contributes records of its predecessors."""
     own = membership()
-    points, gone = mine.points, []
-    if not mine.progress:
-        points = _left_by(own.folder, generation.heirs.get(own.worker, ()))
+    records, empty = member.records, []
+    if not member.progress:
+        records = _read_slots(own.folder, generation.heirs.get(own.worker, ()))
     if t.world.main_rank:
-        gone = [(since, _left_by(own.folder, workers)) for since, workers in generation.gone]
-    return t.world.gather_objects(replace(mine, points=points, gone=gone))
+        empty = [(since, _read_slots(own.folder, workers)) for since, workers in generation.gone]
+    return t.world.gather_objects(replace(member, records=records, empty=empty))
 
 
-def _left_by(folder: str, workers: Iterable[int]) -> list[tuple[Any, dict[str, Any]]]:
+def _read_slots(folder: str, workers: Iterable[int]) -> Records:
     return [entry for worker in workers for entry in slots.read(folder, worker)]
 
 
-def _of_all(told: list[_Told], furthest: tuple[Any, ...]) -> tuple[list[dict[str, Any]], bool]:
-    """Return what the ranks know by themselves, and whether each has its own; else the main rank keeps all sums."""
-    known = [one.known(furthest) for one in told]
-    empty = [points for one in told for since, points in one.gone if since > furthest[-1]]
-    found = [one for one in (*known, *(_of_place(points, furthest) for points in empty)) if one is not None]
-    return found, all(one is not None for one in known) and not empty
+def _records_of_all(members: list[_MemberState], furthest: tuple[Any, ...]) -> tuple[list[dict[str, Any]], bool]:
+    """Return the per-rank states, and whether every rank has its own; otherwise the main rank takes all sums."""
+    present = [member.at(furthest) for member in members]
+    empty = [records for member in members for since, records in member.empty if since > furthest[-1]]
+    absent = [_record_at(records, furthest) for records in empty]
+    whole = not empty and all(record is not None for record in present)
+    return [record for record in (*present, *absent) if record is not None], whole
 
 
-def _of_place(points: list[tuple[Any, dict[str, Any]]], furthest: tuple[Any, ...]) -> dict[str, Any] | None:
-    return _Told(points=points).known(furthest)
-
-
-def _given(t: Trainer, point: RestartPoint | None, holder: int) -> Any:
-    """Return the weights and the optimizers' states of one rank, on all."""
+def _broadcast_weights(t: Trainer, point: RestartPoint | None, holder: int) -> Any:
+    """Return the weights and the optimizer states of rank `holder`, on all ranks."""
     world = t.world
     mine: tuple[Any, dict[str, Tensor]] = (None, {})
     if world.rank == holder:
@@ -327,7 +340,7 @@ def _given(t: Trainer, point: RestartPoint | None, holder: int) -> Any:
 
 
 def _go_on(t: Trainer, generation: Generation) -> None:
-    """Let everything that talks to other ranks know who they are now."""
+    """Connect all parts that communicate to the new process group."""
     world = t.world
     t.train_logbook.metrics.world_changed(world.gather_objects, world.size)
     t.train_logbook.metrics.counts_shared = world.main_rank

@@ -1,8 +1,8 @@
-"""Who trains together now, as the supervisor has said last, and the end of a group of which somebody is gone.
+"""Membership of a worker: the present generation of the process group, and the end of a group after a death.
 
-A group of processes that lost a member can't be used any more, and gloo lets those that are left wait for the one that
-is gone. The supervisor sees each death; it tells the others, whose links are then shut here, so that whatever waits
-fails at once. It names the next generation when that is complete.
+A process group that has lost a member is unusable, and gloo's collectives wait for the dead member. The supervisor
+detects each death and notifies all workers. This module then shuts down the connections of the group, so that every
+pending collective fails at once. The supervisor announces the next generation when its members are complete.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ SAVING: Final = "saving"  # key of the store: path and step of a checkpoint of t
 
 @dataclass(frozen=True)
 class Generation:
-    """Those that train together.
+    """The members of a process group.
 
     Attributes:
         number: counted from 0.
-        workers: by rank; a worker keeps its number whatever its rank.
-        heirs: for a worker that has come and may not have taken over anything yet, the workers that have left what it
-            takes over; the newest first.
-        gone: places that nobody has taken, and that no generation may have reckoned with: since which one they are
-            empty, and the workers that have left what was known there.
-        whole: all members of the generation before are alive.
-        failures: what has happened in the run so far.
-        settled: the newest generation in which a worker has gone on, so that all had taken over its state.
+        workers: worker numbers by rank. A worker keeps its number when its rank changes.
+        heirs: for each replacement that may not have taken over state yet, the workers that it replaces, newest first.
+        gone: empty places whose state the present members may lack: (first generation without a worker, the workers
+            that had the place, newest first).
+        whole: all members of the previous generation are alive.
+        failures: descriptions of all failures of the run.
+        settled: newest generation in which a worker has started to train, so that all members had taken over its state.
     """
 
     number: int
@@ -45,11 +44,11 @@ class Generation:
 
 
 class Broken(RuntimeError):
-    """Somebody of the group is gone."""
+    """A worker of the process group has died."""
 
 
 def gone(worker: int) -> str:
-    """Return the key of the store that the supervisor sets when a worker dies before it has left its result."""
+    """Return the key of the store that the supervisor sets when a worker dies before it has returned its result."""
     return f"gone/{worker}"
 
 

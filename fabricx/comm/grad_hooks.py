@@ -20,18 +20,22 @@ def number_of_hooks(parameter: Any, *, accumulated: bool = True) -> int:
     return len(parameter._backward_hooks or ()) + len((accumulated and parameter._post_accumulate_grad_hooks) or ())
 
 
+def _first_hooked(module: nn.Module) -> str | None:
+    """Return the name of the first parameter with a gradient hook."""
+    return next((name for name, parameter in module.named_parameters() if number_of_hooks(parameter)), None)
+
+
 def check_before_pickling(module: nn.Module) -> None:
     """Refuse to send a module with gradient hooks to other processes.
 
     Raises:
         NotPicklable: a parameter has one; the message names it.
     """
-    for name, parameter in module.named_parameters():
-        if number_of_hooks(parameter):
-            raise NotPicklable(
-                f"a gradient hook of module.{name} can't be sent to the worker processes: call register_hook or "
-                "register_post_accumulate_grad_hook in configure_model, setup or on_fit_start, which run in each worker"
-            )
+    if (name := _first_hooked(module)) is not None:
+        raise NotPicklable(
+            f"a gradient hook of module.{name} can't be sent to the worker processes: call register_hook or "
+            "register_post_accumulate_grad_hook in configure_model, setup or on_fit_start, which run in each worker"
+        )
 
 
 def check_before_sharding(module: nn.Module) -> None:
@@ -40,13 +44,12 @@ def check_before_sharding(module: nn.Module) -> None:
     Raises:
         ValueError: a parameter has one; the message names it.
     """
-    for name, parameter in module.named_parameters():
-        if number_of_hooks(parameter):
-            raise ValueError(
-                f"{name} has a gradient hook, which is lost when strategy=fsdp shards it: call "
-                "register_post_accumulate_grad_hook in on_fit_start, where the parameter is this rank's shard, or take "
-                "strategy=ddp"
-            )
+    if (name := _first_hooked(module)) is not None:
+        raise ValueError(
+            f"{name} has a gradient hook, which is lost when strategy=fsdp shards it: call "
+            "register_post_accumulate_grad_hook in on_fit_start, where the parameter is this rank's shard, or take "
+            "strategy=ddp"
+        )
 
 
 def check_sharded(module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Who trains together, as the supervisor reckons: who died, who comes, and when those that are left go on."""
+"""Membership as the supervisor tracks it: deaths, replacements, and the start of the next generation."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, Final, final
 
 from fabricx.comm.generations import Generation
 
-SETTLE_S: Final = 0.05  # after links broke without a death, how long to wait for one
+SETTLE_S: Final = 0.05  # wait for a notice of a death after connections broke
 
 
 @dataclass(frozen=True)
 class Elastic:
-    """How a run goes on when workers die.
+    """Rules of recovery in place.
 
     Attributes:
-        waits: seconds for which those that are left wait for who comes in a dead one's place; then, and with 0 at once,
-            they go on without it, and it joins them later.
-        least: the fewest workers that go on.
-        tries: how many deaths in a row, without a step in between, are survived.
-        outlived: is what workers hold kept where others find it, so that none of them has to be left?
+        waits: seconds for which the survivors wait for a replacement. Then they continue, at once with 0, and the
+            replacement joins them later.
+        least: minimum number of workers to continue with.
+        tries: maximum number of consecutive deaths without a step in between.
+        outlived: in-memory checkpoints outlive the workers, so that no worker has to survive.
     """
 
     waits: float = 0.0
@@ -33,12 +33,12 @@ class Elastic:
 
 @final
 class Changes:
-    """The members of a run and its generations. No process and no pipe: it is told, and says what is to be told.
+    """State machine of membership, without processes or pipes: events in, messages to workers out.
 
     Args:
-        elastic: how the run goes on.
-        size: workers that it began with.
-        failures: where each death is noted that was survived.
+        elastic: rules of recovery.
+        size: number of workers at the start.
+        failures: list to which a description of each survived failure is appended.
         clock: seconds.
     """
 
@@ -46,23 +46,21 @@ class Changes:
         self, elastic: Elastic, size: int, failures: list[str], clock: Callable[[], float] = time.monotonic
     ) -> None:  # fmt: skip
         self._seats = list(range(size))  # members of this generation, by rank
-        self._ranks = {worker: worker for worker in range(size)}  # the newest rank of each worker that had one
-        self._dead: set[int] = set()  # those of them
+        self._ranks = {worker: worker for worker in range(size)}  # newest rank of each worker
+        self._dead: set[int] = set()  # dead members of this generation
         self._elastic, self._size, self._failures, self._clock = elastic, size, failures, clock
         self._number = 0
-        self._inside: set[int] = set()  # those that can go on in another generation
-        self._holding: set[int] = set()  # those that know how far the run is
-        self._arrived: set[int] = set()  # those that train in this generation
-        self._ended: set[int] = set()  # those that have done with training
-        self._coming: set[int] = set()  # those that were started to take them
-        self._heirs: dict[
-            int, tuple[int, ...]
-        ] = {}  # who came into this generation, and who has left what it takes over
-        self._lost: list[tuple[int, tuple[int, ...]]] = []  # places nobody took: since which generation, who left them
-        self._settled = 0  # the newest generation in which a worker has gone on
-        self._ready: list[int] = []  # in which order they came
-        self._since = 0.0  # the first of what isn't settled yet
-        self._broken = False  # has this generation to be followed by another one?
+        self._inside: set[int] = set()  # workers that can join another generation
+        self._holding: set[int] = set()  # workers that have the state of the run
+        self._arrived: set[int] = set()  # workers that train in this generation
+        self._ended: set[int] = set()  # workers that have finished training
+        self._coming: set[int] = set()  # replacements that are starting
+        self._heirs: dict[int, tuple[int, ...]] = {}  # as in Generation
+        self._lost: list[tuple[int, tuple[int, ...]]] = []  # as Generation.gone
+        self._settled = 0  # as in Generation
+        self._ready: list[int] = []  # replacements that wait to join, in order of arrival
+        self._since = 0.0  # time of the first event that is not settled
+        self._broken = False  # a next generation is needed
         self._to_tell: list[tuple[tuple[int, ...], str, Any]] = []
         self._step, self._tries = -1, 0
 
@@ -223,7 +221,7 @@ class Changes:
         return self._elastic.waits if self._dead else SETTLE_S
 
     def _left_by(self, worker: int) -> tuple[int, ...]:
-        """Return who has left what a dead worker knew: also those before it, if it may not have taken over."""
+        """Return the workers whose slots have a dead worker's state: also its predecessors until it has taken over."""
         return (worker,) if worker in self._holding else (worker, *self._heirs.get(worker, ()))
 
     def _send_away(self, surplus: list[int]) -> None:
