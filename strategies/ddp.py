@@ -348,7 +348,7 @@ class DDP(Strategy):
             return True
         assert self.module is not None
         weightless = company and self._step.called[0]
-        if weightless and self.static_graph and any(True for _ in self.module.buffers()):
+        if weightless and self.static_graph and next(self.module.buffers(), None) is not None:
             raise ValueError(
                 f"a batch of rank {self.world.rank} has a batch_weight of 0, and static_graph=True needs a backward of "
                 "it, for which DDP would send the module's buffers once more: leave static_graph out"
