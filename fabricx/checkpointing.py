@@ -13,6 +13,7 @@ from fabricx import checkpoint
 from fabricx.errors import CheckpointError
 from fabricx.hparams import plain
 from fabricx.loaders import rebuild_feeds
+from fabricx.optimization import load_schedules
 from fabricx.redaction import masked
 from fabricx.restart_point import RestartPoint, go_on_from
 from fabricx.savable import check_savable, meet_to_save
@@ -97,6 +98,7 @@ def run_state(t: Trainer) -> dict[str, Any]:
         "state": t.state.state_dict(),
         "global_batch": _global_batch(t),
         "schedules": [schedule.scheduler.state_dict() for schedule in t.lr_schedulers],
+        "scheduled": [schedule.described for schedule in t.lr_schedulers],
         # A schedule that waits for the epoch's end may look at one; of the sanity check, nothing stays.
         "metrics": {} if t.sanity_checking else dict(t.published.metrics),
         "precision": t.precision_plugin.state_dict(),
@@ -141,8 +143,7 @@ def take_up(t: Trainer, state: dict[str, Any], *, own: int | None) -> None:
     """
     for optimizer in t.optimizers:  # else torch warns of a schedule that steps first, at the end of an epoch
         vars(optimizer)["_opt_called"] = bool(state["state"]["step"])
-    for schedule, saved in zip(t.lr_schedulers, state["schedules"], strict=True):
-        schedule.scheduler.load_state_dict(saved)
+    load_schedules(t.lr_schedulers, state["schedules"], state.get("scheduled"))
     t.published.metrics.update(state["metrics"])
     t.precision_plugin.load_state_dict(state["precision"])
     t.state.load_state_dict(state["state"])

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fabricx.errors import did_you_mean
 from fabricx.metrics import missing_metric
+from fabricx.strategy import OTHER_STATE
 
 if TYPE_CHECKING:
     from fabricx.trainer import Trainer
@@ -48,6 +49,12 @@ class Schedule:
                 f"{type(self.scheduler).__name__} needs a metric to look at: return "
                 '{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}}'
             )
+
+    @property
+    def described(self) -> str:
+        """Return what the scheduler's state depends on: another schedule could not go on from it."""
+        every = f"{self.frequency} {self.interval}s" if self.frequency > 1 else self.interval
+        return f"{type(self.scheduler).__qualname__} by {every}"
 
 
 _KEYS = tuple(field.name for field in fields(Schedule))
@@ -104,6 +111,30 @@ def _schedule(scheduler: Any, monitor: str | None = None) -> Schedule:
         wrong = f"has the key {unknown[0]!r}.{did_you_mean(unknown[0], _KEYS)}" if unknown else "has no 'scheduler'"
         raise ValueError(f"the lr_scheduler dict of configure_optimizers {wrong}\n  known: {', '.join(_KEYS)}")
     return Schedule(**{"monitor": monitor, **scheduler})
+
+
+def load_schedules(
+    schedules: Sequence[Schedule], states: Sequence[dict[str, Any]], described: Sequence[str] | None
+) -> None:  # fmt: skip
+    """Take over the states of the schedules of a checkpoint.
+
+    Args:
+        schedules: of the module.
+        states: of the checkpoint's schedulers.
+        described: `Schedule.described` of those; None if the checkpoint does not have it.
+
+    Raises:
+        ValueError: the module has other schedules.
+    """
+    now = [schedule.described for schedule in schedules]
+    if len(states) != len(now) or list(described or now) != now:
+        before = ", ".join(described) if described is not None else str(len(states))
+        raise ValueError(
+            f"the learning rate schedules of the checkpoint are: {before or 'none'}; the module's are: "
+            f"{', '.join(now) or 'none'}. {OTHER_STATE}"
+        )
+    for schedule, state in zip(schedules, states, strict=True):
+        schedule.scheduler.load_state_dict(state)
 
 
 def follow_schedules(t: Trainer, step: int) -> None:

@@ -18,6 +18,10 @@ from fabricx.comm.world import World
 from fabricx.errors import NamesChecked
 
 ReduceOp = Literal["sum", "max", "min"]
+OTHER_STATE = (
+    "Go on with what the checkpoint was written with; or convert checkpoint in on_load_checkpoint; or begin a new run "
+    "with its weights: Module.load_from_checkpoint(path), and fit without ckpt_path"
+)
 SPARSE_CLIPPED = "torch clips no sparse gradients: say sparse=False, or clip the others in configure_gradient_clipping"
 
 
@@ -349,7 +353,8 @@ class Strategy(NamesChecked, ABC):
         module.load_state_dict(state["module"])
         if len(state["optimizers"]) != len(optimizers):
             raise ValueError(
-                f"the checkpoint holds {len(state['optimizers'])} optimizers and the module has {len(optimizers)}"
+                f"the checkpoint holds {len(state['optimizers'])} optimizers and the module has {len(optimizers)}. "
+                + OTHER_STATE
             )
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
@@ -417,30 +422,42 @@ def _by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     found, state = _parameter_names(optimizer, names), optimizer.state_dict()
     return {
         **state,
+        "class": type(optimizer).__qualname__,
         "state": {found[number]: values for number, values in state["state"].items()},
         "param_groups": [{**g, "params": [found[number] for number in g["params"]]} for g in state["param_groups"]],
     }
 
 
 def _by_number(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inverse of `_by_name`, for an optimizer of the same parameters in whatever order.
+    """Return the inverse of `_by_name`, for an optimizer of the same class and the same groups, in whatever order.
 
     Raises:
-        ValueError: it has other parameters.
+        ValueError: the class, the parameters or the division into groups differ.
     """
-    numbers = {name: number for number, name in enumerate(_parameter_names(optimizer, names))}
-    before = {name for group in saved["param_groups"] for name in group["params"]}
-    if before != set(numbers):
-        missing, more = sorted(set(numbers) - before), sorted(before - set(numbers))
+    own = type(optimizer).__qualname__
+    if (before := saved.get("class", own)) != own:
+        raise ValueError(f"the optimizer of the checkpoint is {before}, and the module's is {own}. {OTHER_STATE}")
+    order = _parameter_names(optimizer, names)
+    numbers = {name: number for number, name in enumerate(order)}
+    known = {name for group in saved["param_groups"] for name in group["params"]}
+    if known != set(numbers):
+        missing, more = sorted(set(numbers) - known), sorted(known - set(numbers))
         raise ValueError(
             f"the optimizer of the checkpoint has other parameters: it lacks {', '.join(missing) or 'none'}, and has "
-            f"{', '.join(more) or 'none'} that this one hasn't"
+            f"{', '.join(more) or 'none'} that this one hasn't. {OTHER_STATE}"
         )
-    own = optimizer.state_dict()["param_groups"]  # torch goes by places: the numbers have to be in this order
-    return {
+    groups = {frozenset(group["params"]): group for group in saved["param_groups"]}
+    now = optimizer.state_dict()["param_groups"]
+    divided = [frozenset(order[number] for number in group["params"]) for group in now]
+    if set(divided) != set(groups):
+        described = " and ".join("; ".join(", ".join(sorted(one)) for one in each) for each in (groups, divided))
+        raise ValueError(
+            f"the optimizer of the checkpoint has other parameter groups than the module's: {described}. {OTHER_STATE}"
+        )
+    return {  # torch goes by places: groups and numbers have to be in the optimizer's order
         **saved,
         "state": {numbers[name]: values for name, values in saved["state"].items()},
-        "param_groups": [{**g, "params": now["params"]} for g, now in zip(saved["param_groups"], own, strict=True)],
+        "param_groups": [{**groups[key], "params": g["params"]} for key, g in zip(divided, now, strict=True)],
     }
 
 
