@@ -179,6 +179,7 @@ class _Workers:
         process = context.Process(target=worker_main, args=(place, theirs), name=f"fabricx-rank-{place.rank}")
         multiprocessing_folder_of(process, place.folder, place.rank)
         process.start()
+        self._watch.started(place.rank)
         theirs.close()
         self._controls[place.rank], self._processes[place.rank] = ours, process
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, final
 
 ASLEEP_S: Final = 5.0  # if nobody has looked for so long, it was the supervisor that was stopped
+START_S: Final = 240.0  # until the first sign of life of a process, which imports the user's script before it
 LEAST_S: Final = 60.0  # the shortest pause of which something is said, and that "learned" takes for the end
 MANY: Final = 20  # times the longest pause before: the same
 
@@ -20,6 +21,7 @@ class _Life:
     heard: float
     reached: int
     since: float
+    limit: float  # seconds without a sign of life
     waits: bool = False
     where: str = ""
     told: float = 0.0  # how long the pause was of which something was said last
@@ -45,6 +47,11 @@ class Watch:
         self._lives: dict[int, _Life] = {}
         self._looked = clock()
 
+    def started(self, rank: int) -> None:
+        """Note the start of a process: its first sign of life may take `START_S`, or longer if others may."""
+        now = self._clock()
+        self._lives[rank] = _Life(now, 0, now, max(START_S, self._frozen_after))
+
     def heard(self, rank: int, reached: int, waits: bool = False, where: str = "") -> None:
         """Note a sign of life.
 
@@ -55,8 +62,8 @@ class Watch:
             where: what it is at, if that takes long.
         """
         now = self._clock()
-        life = self._lives.setdefault(rank, _Life(now, reached, now))
-        life.heard, life.waits, life.where = now, waits, where
+        life = self._lives.setdefault(rank, _Life(now, reached, now, self._frozen_after))
+        life.heard, life.waits, life.where, life.limit = now, waits, where, self._frozen_after
         if reached != life.reached:
             if life.reached:
                 self._longest = max(self._longest, now - life.since)
@@ -81,7 +88,7 @@ class Watch:
         holding_up = self._holding_up()
         limit = self._learned if isinstance(self._stuck_after, str) else self._stuck_after or math.inf
         for rank, life in self._lives.items():
-            if now - life.heard > self._frozen_after:
+            if now - life.heard > life.limit:
                 found[rank] = (
                     f"it gave no sign of life for {now - life.heard:.0f} s and was ended: the process was stopped, or "
                     "something in it held the interpreter's lock (FaultRecovery(frozen_after=...) waits longer)"
@@ -97,7 +104,7 @@ class Watch:
     def frozen(self, rank: int) -> bool:
         """Return whether a process that gave signs of life gives none any more."""
         life = self._lives.get(rank)
-        return life is not None and self._clock() - life.heard > self._frozen_after
+        return life is not None and self._clock() - life.heard > life.limit
 
     def answers(self, rank: int) -> bool:
         """Return whether something was heard of a process lately."""

@@ -73,6 +73,7 @@ def main(place: Place, control: Connection) -> None:
     if place.serve is not None:  # it ends when the workers have
         notices.ignore()
     report = _Report(control)
+    report.send("beat", (0, False, ""))  # the supervisor notices silence from now on
     say = report.send if place.changes else None
     generations.enter(generations.Membership(place.rank, place.folder if say else "", say, lambda: _exit(0)))
     faulthandler.register(signal.SIGUSR2, (Path(place.folder) / f"stacks-{place.rank}").open("w"))

@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -218,10 +219,17 @@ def _when_gradients_come(fault: Happens, trainer: Any, layer: Any, given: Any, o
 
 
 def _server(number: int) -> int:
-    """Return the process number of a server of this worker's run: it has a file open whose name has its number."""
+    """Wait for a server of this worker's run, and return its process number.
+
+    A process of the run has a file open whose name has its number, from its first sign of life on.
+    """
     [stacks] = {link for link in _open_files(os.getpid()) if Path(link).name.startswith("stacks-")}
     wanted = str(Path(stacks).with_name(f"stacks-{RANKS + number}"))
-    return next(int(pid) for pid in os.listdir("/proc") if pid.isdigit() and wanted in _open_files(int(pid)))
+    while True:
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            if wanted in _open_files(int(pid)):
+                return int(pid)
+        time.sleep(0.01)
 
 
 def _open_files(pid: int) -> set[str]:
@@ -301,9 +309,10 @@ def judge(cell: Cell, folder: Path, calm: Path) -> list[str]:
 
 def _may_fail(cell: Cell, folder: Path, error: WorkerFailed) -> bool:
     """Return whether a run may end with this error: the user's or the disk's, without a snapshot to go back to."""
-    if cell.disk == "failing" and "could not be written" in str(error):
-        return not checkpoint.list_committed(next(folder.glob("runs/*")) / "recovery")
-    none = cell.moment in (*EARLY, *AFTER) or cell.step == 0  # there is no snapshot yet, or no longer
+    lost = cell.disk in DISKS and not any(map(checkpoint.list_committed, folder.glob("runs/*/recovery")))
+    if lost and cell.disk == "failing" and "could not be written" in str(error):
+        return True
+    none = cell.moment in (*EARLY, *AFTER) or cell.step == 0 or lost  # there is no snapshot yet, or no longer
     return cell.fault in EXCEPTIONS and none and MESSAGE in str(error)
 
 

@@ -19,6 +19,7 @@ from fabricx.comm.agree import Agreement
 from fabricx.comm.generations import membership
 from fabricx.comm.world import World, current
 from fabricx.errors import NotPicklable, WorkerFailed
+from fabricx.launch import watch
 from fabricx.launch.changes import Elastic
 from fabricx.launch.supervisor import run_workers
 from fabricx.strategies import FSDP
@@ -71,6 +72,10 @@ def test_one_that_asks_stops_all_at_one_boundary(asking: int) -> None:
     assert stopped[0] >= 5
 
 
+def wait(world: World) -> None:
+    time.sleep(60.0)
+
+
 def fail_on(world: World, rank: int) -> None:
     world.join()
     if world.rank == rank:
@@ -84,6 +89,19 @@ def test_the_first_failure_ends_all_and_comes_first(rank: int) -> None:
         run_workers(fail_on, (rank,), size=3)
     assert isinstance(caught.value.__cause__, KeyError)
     assert caught.value.rank == rank
+
+
+class StopsOnArrival:
+    """A server's function that stops the process which unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return (signal.raise_signal, (signal.SIGSTOP,))
+
+
+def test_a_process_that_stops_before_its_first_sign_of_life_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "START_S", 1.0)
+    with pytest.raises(WorkerFailed, match=r"server 0 failed(?s:.*)no sign of life"):
+        run_workers(wait, (), size=1, servers=1, serve=StopsOnArrival(), frozen_after=1.0)
 
 
 def die_at_the_end(world: World) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fabricx.launch.watch import Watch
+from fabricx.launch.watch import START_S, Watch
 
 
 class Clock:
@@ -40,6 +40,18 @@ def test_one_that_is_silent_is_given_up_and_the_others_are_not(clock: Clock) -> 
     assert "no sign of life" in found[1]
     watch.over(1)
     assert run(watch, clock, 60, {0: 3}) == {}  # alive, and nobody has said how long a batch may take
+
+
+def test_a_process_that_stops_before_its_first_sign_of_life_is_given_up(clock: Clock) -> None:
+    watch = Watch(10.0, None, clock)
+    watch.started(0)
+    watch.started(1)
+    assert run(watch, clock, START_S - 1, {0: 1}) == {}  # it may import much
+    assert list(run(watch, clock, 2, {0: 1})) == [1]
+    watch.started(1)
+    assert list(run(watch, clock, 12, {0: 1})) == []
+    assert run(watch, clock, 1, {0: 1, 1: 0}) == {}
+    assert list(run(watch, clock, 11, {0: 1})) == [1]  # from its first sign of life on it is as any other
 
 
 def test_one_that_has_not_begun_is_not_waited_for(clock: Clock) -> None:
