@@ -501,6 +501,12 @@ def _train_nothing(t: Trainer, micro: Microbatch) -> int | None:
 
 
 def _compute_nothing(t: Trainer, micro: Microbatch) -> None:
+    if micro.size is None:
+        raise ValueError(
+            f"rank {t.world.rank}: {type(t.train_dataloader).__name__} has ended after {micro.index} batches of this "
+            "epoch, and its length, or limit_train_batches, promised more: the other ranks have weighted their "
+            "batches with that. Give it no length, or say with limit_train_batches how many each rank has at least"
+        )
     if not t.module.automatic_optimization:
         train_without_data(t, micro, _company(t, micro))
         if t.slot is not None:

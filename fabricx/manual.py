@@ -50,8 +50,6 @@ def train_manually(t: Trainer, micro: Microbatch, batch: Any) -> Any:
     t.window.took_part(micro)
     t.window.loss_factor = micro.factor * t.strategy.gradient_factor
     outputs = t.training_step(batch, micro.index)
-    if micro.position == 0:
-        t.window.newest = batch  # of a stream: in case it ends before those of other ranks
     t.count_manual_steps()
     return outputs
 
@@ -67,15 +65,14 @@ def train_without_data(t: Trainer, micro: Microbatch, company: tuple[Any, ...]) 
         ValueError: this rank has had no batch at all.
     """
     t.window.loss_factor = 0.0
-    given = company or (t.window.newest, micro.index)
-    if given[0] is None:
+    if not company:
         raise ValueError(
             f"rank {t.world.rank} has not had a batch yet, and a manually optimised module needs all ranks in each "
             "step: let each rank's stream begin with one, or take fewer devices"
         )
     devices = [t.world.device] if t.world.device.type == "cuda" else []
     with t.logbook.muted(), torch.random.fork_rng(devices=devices), _statistics_kept(t.module):
-        t.training_step(*given)
+        t.training_step(*company)
     t.count_manual_steps()
 
 

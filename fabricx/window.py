@@ -34,7 +34,6 @@ class Window:
         self.factor: float | None = None  # of the newest batch, where the module says what it weighs
         self.again: float | None = None  # the same, once the weight of all is known
         self.loss_factor = 1.0  # of each loss of a manually optimised batch
-        self.newest: Any = None  # batch of a stream that was trained manually
         self._weight = self._share = 0.0  # of this rank's batches, and which part of the global batch they are
         self._number = 0  # of the newest microbatch, counted from 1
         self._absences: list[tuple[str, str, float]] = []
@@ -82,12 +81,6 @@ class Window:
                 if micro.closes:
                     t.strategy.backward_nothing(*company)
             return
-        if micro.empty and micro.size is None:
-            raise ValueError(
-                f"rank {world.rank}: {type(t.train_dataloader).__name__} has ended after {micro.index} batches of this "
-                "epoch, and its length, or limit_train_batches, promised more: the other ranks have weighted their "
-                "batches with that. Give it no length, or say with limit_train_batches how many each rank has at least"
-            )
         if not t.strategy.traits.synchronous:  # nobody waits for this rank's gradient
             self.taken += micro.portion
             if why == NO_BATCH:

@@ -16,8 +16,8 @@ class Microbatch:
     """One rank's next piece of work.
 
     Attributes:
-        data: the batch as the user's loader gives it; where `empty`, None or somebody else's sample to compute along
-            with.
+        data: the batch as the user's loader gives it; where `empty`, None, or another rank's sample or an earlier batch
+            to compute along with.
         index: its number in the epoch.
         size: this rank's samples, or None where only the batch itself can tell; of an `empty` one, None says that the
             loader's length promised a batch, and none came.

@@ -11,6 +11,7 @@ import torch
 from fabricx.comm.world import World
 from fabricx.data.deal import Dealer, Section
 from fabricx.data.feed import Feed, Microbatch
+from fabricx.seed import random_kept
 
 
 @final
@@ -21,13 +22,18 @@ class ListFeed(Feed):
     neither, ranks that train together say before each batch whether they have another one: one number is summed.
 
     A source with `state_dict` and `load_state_dict` is asked where it is, and put there again, by these; of others the
-    batches that were trained already are read once more.
+    batches that were trained already are read once more. With `company`, a rank whose source has ended has its newest
+    batch in an empty one, so that it can compute something while the others need it.
     """
 
     exact_position = False
 
-    def __init__(self, source: Iterable[Any], world: World, limit: int | float, *, fixed: bool = False) -> None:
+    def __init__(
+        self, source: Iterable[Any], world: World, limit: int | float, *, fixed: bool = False, company: bool = False
+    ) -> None:
         self._source = source
+        self._company = company
+        self._newest: Any = _NOTHING  # batch of this rank, kept for `company`
         self._fixed = fixed
         self._world = world
         self._limit = limit
@@ -109,15 +115,33 @@ class ListFeed(Feed):
 
     def _data(self, first: int) -> Iterator[Any]:
         """Return the source's batches from one of the epoch on."""
-        stop = None if self._limit == float("inf") else _stop(self._length())
+        left = None if self._limit == float("inf") else _stop(self._length() - first)
         self._ahead, self._over = _NOTHING, False
         if self._restored is None:
-            return itertools.islice(iter(self._source), first, stop)
+            data = iter(self._source)
+            for batch in itertools.islice(data, first):
+                self._keep(batch)
+            return itertools.islice(data, left)
         source: Any = self._source
         source.load_state_dict(self._restored["source"])
         self._over = bool(self._restored["over"] and first)  # else an epoch begins
         self._restored = None
-        return iter(()) if self._over else itertools.islice(iter(source), None if stop is None else stop - first)
+        return iter(()) if self._over else itertools.islice(iter(source), left)
+
+    def _keep(self, batch: Any) -> Any:
+        if self._company and batch is not _NOTHING:
+            self._newest = batch
+        return batch
+
+    def _along(self) -> Any:
+        """Return a batch to compute along with the ranks that have one; None if it isn't needed, or there is none."""
+        if self._company and self._newest is _NOTHING and self._stateful:  # the run was resumed after the last batch
+            source: Any = self._source
+            with random_kept():
+                state = source.state_dict()
+                self._keep(next(iter(source), _NOTHING))  # the first of the next epoch
+                source.load_state_dict(state)
+        return None if self._newest is _NOTHING else self._newest
 
     def _with_lengths(
         self, data: Iterator[Any], lengths: Sequence[int], accumulate: int, first: int
@@ -129,7 +153,7 @@ class ListFeed(Feed):
             # Every batch of the window, on whatever rank, counts the same.
             batches = sum(max(0, min(stop, length) - window) for length in lengths)
             empty = index >= mine
-            batch = None if empty else next(data, _NOTHING)
+            batch = self._along() if empty else self._keep(next(data, _NOTHING))
             if batch is _NOTHING and self._world.size > 1:
                 empty, batch = True, None  # the loader's len() promised more than it gave
             if batch is _NOTHING:
@@ -165,7 +189,8 @@ class ListFeed(Feed):
             # How many batches a window has in the end isn't known yet: `portion` corrects the factor.
             counted = present if accumulate == 1 else accumulate * ranks
             yield Microbatch(
-                None if empty else batch, index, 0 if empty else None, 0.0 if empty else 1 / counted,
+                self._along() if empty else self._keep(batch), index,
+                0 if empty else None, 0.0 if empty else 1 / counted,
                 held == 1, closes, not to_come, accumulate, empty=empty,
                 idle=ranks - present, portion=1.0 if accumulate == 1 else present / ranks,
             )  # fmt: skip
@@ -184,4 +209,4 @@ _NOTHING: Any = object()
 
 
 def _stop(length: int | float) -> int | None:
-    return None if length == float("inf") else int(length)
+    return None if length == float("inf") else max(0, int(length))

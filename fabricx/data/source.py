@@ -38,7 +38,7 @@ def make_feed(
         limit: batches an epoch at most (int), or the part of them (float).
         began_with: ranks that the global batch was fixed for; 0 if those that there are.
         shard: cut a DataLoader's data over ranks; False takes it as it is.
-        company: give a rank without a sample of a global batch one of the others'.
+        company: give a rank without a sample of a global batch one of the others', or the newest of its own stream.
         parts: cut each global batch into so many parts, whoever gets them; 0 for the loader's batches.
         dealt: ranks will go at their own pace; batches are counted as if those were there that the run began with.
         balance: of the ranks' shares; equal ones if not given.
@@ -71,7 +71,7 @@ def make_feed(
         )
     if ordered:
         return OrderedFeed(source, World(device=world.device), seed + world.rank, limit, fixed=fixed)
-    return ListFeed(source, world, limit, fixed=fixed)
+    return ListFeed(source, world, limit, fixed=fixed, company=company)
 
 
 def _distributed_sampler(source: Any) -> DistributedSampler[Any] | None:

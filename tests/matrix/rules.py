@@ -265,13 +265,7 @@ class Defect:
     says: str = ""
 
 
-KNOWN_DEFECTS: tuple[Defect, ...] = (
-    Defect(
-        "fsdp, a manual loop, and a stream that has ended on one rank: a run that goes on from a checkpoint within "
-        "that epoch has no batch to compute along with on that rank",
-        lambda c: c.way in FSDP and c.ranks > 1 and c.manual and c.data == "ending" and c.save.startswith("on_"),
-    ),
-)
+KNOWN_DEFECTS: tuple[Defect, ...] = ()
 
 
 def known_defect(cell: Cell) -> str | None:

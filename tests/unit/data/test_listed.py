@@ -89,6 +89,42 @@ def test_a_stream_goes_on_after_the_batches_that_were_trained() -> None:
     assert [[m.data for m in one] for one in microbatches([5, 3], 1, first=2)] == [[2, 3, 4], [2, None, None]]
 
 
+class Continued(Source):
+    """A source that can say where it is, and was saved at its end."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__(batches)
+        self.done = batches
+
+    def __iter__(self) -> Iterator[int]:
+        begin, self.done = self.done % self.batches, 0
+        for number in range(begin, self.batches):
+            self.done = number + 1
+            yield number
+
+    def state_dict(self) -> int:
+        return self.done
+
+    def load_state_dict(self, state: int) -> None:
+        self.done = state
+
+
+def test_a_rank_whose_stream_has_ended_computes_along_with_its_newest_batch_also_after_a_resume() -> None:
+    class Ended(Rank):
+        def gather_objects(self, obj: Any) -> list[Any]:
+            return [3, 4]
+
+    def along(source: Any, state: Any = None) -> list[Any]:
+        feed = ListFeed(source, Ended(0, 2, Together(2)), 3, company=True)
+        feed.load_state_dict(state)
+        [micro] = feed.epoch(0, first=3)
+        assert micro.empty
+        return [micro.data, source.state_dict() if state else None]
+
+    assert along(Source(3)) == [2, None]  # read once more
+    assert along(Continued(3), {"over": True, "source": 3}) == [0, 3]  # of the next epoch, which isn't begun by that
+
+
 def test_a_length_that_promises_too_much_costs_no_batch() -> None:
     class Promising(Source):
         def __len__(self) -> int:
