@@ -98,11 +98,10 @@ def _evaluate_batches(t: Trainer, word: str, number: int, feed: Feed) -> None:
     step = t.steps[word]
     starts, ends = getattr(t.hooks, f"on_{word}_batch_start"), getattr(t.hooks, f"on_{word}_batch_end")
     indices = (number,) if t.several_loaders else ()
-    batch: Any = None
     with _no_gradients(t):
         for micro in _batches(t, feed):
             if micro.empty:
-                _along(t, step, micro, batch, number)
+                _along(t, step, micro, number)
                 continue
             batch = t.to_device(micro.data, number)
             t.is_last_batch = micro.last
@@ -120,18 +119,17 @@ def _batches(t: Trainer, feed: Feed) -> Iterator[Microbatch]:
     return feed.epoch(t.state.epoch, together=bool(t.strategy.sharded_parameters()))
 
 
-def _along(t: Trainer, step: Callable[..., Any], micro: Microbatch, newest: Any, number: int) -> None:
+def _along(t: Trainer, step: Callable[..., Any], micro: Microbatch, number: int) -> None:
     """Run a step for the others' sake, where they need this rank's weights: on any batch, to no effect."""
     if not t.strategy.sharded_parameters():
         return
-    batch = newest if micro.data is None else t.to_device(micro.data, number)
-    if batch is None:
+    if micro.data is None:
         raise ValueError(
             f"rank {t.world.rank} has no sample to evaluate, and sharded weights need all ranks to compute; give each "
             "rank at least one sample, or take fewer devices"
         )
     with t.logbook.muted():
-        step(batch, micro.index, *((number,) if t.several_loaders else ()))
+        step(t.to_device(micro.data, number), micro.index, *((number,) if t.several_loaders else ()))
 
 
 def predict(t: Trainer, feeds: Sequence[Feed], *, keep: bool) -> list[Any]:
@@ -152,10 +150,9 @@ def predict(t: Trainer, feeds: Sequence[Feed], *, keep: bool) -> list[Any]:
             outputs_here: list[Any] = []
             indices = (number,) if t.several_loaders else ()
             with _no_gradients(t):
-                batch: Any = None
                 for micro in _batches(t, feed):
                     if micro.empty:
-                        _along(t, step, micro, batch, number)
+                        _along(t, step, micro, number)
                         continue
                     batch = t.to_device(micro.data, number)
                     t.is_last_batch = micro.last

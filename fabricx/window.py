@@ -126,7 +126,7 @@ class Window:
         if t.strategy.traits.synchronous:
             t.world.all_reduce(total)
         else:  # each rank's gradient is its own
-            share = self._share
+            share = self._share * self.planned / self.taken  # of microbatches without a loss it has no share
         weight = float(total)
         if weight:
             self.again = (self.factor or 0.0) * _usual(t) * share / weight

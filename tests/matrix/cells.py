@@ -64,7 +64,7 @@ SERVERS_STEP = {
 }
 BOUNDED = {"bounded0", "bounded0-ps2"}
 UNEQUAL_PACE = BOUNDED | (ONE_WORKER - {"local_sgd-2"})
-STREAMS = ("iterable", "ending")
+STREAMS = ("iterable", "ending", "promised")
 TOGETHER = ("batchnorm", "sync-batchnorm")
 IN_HOOKS = (
     "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad", "on_before_backward",
@@ -83,7 +83,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
         "plain", "batchnorm", "sync-batchnorm", "dropout", "frozen", "tied", "shared", "sparse", "unused", "buffer",
         "late", "toggled",
     ),
-    "data": ("even", "uneven", "few", "shuffled", "iterable", "ending", "balanced", "weighted"),
+    "data": ("even", "uneven", "few", "shuffled", "iterable", "ending", "balanced", "weighted", "promised"),
     "loop": (
         "plain", "limit", "max-steps", "val-interval", "overfit", "reload", "two-val", "skip-rest", "no-loss",
         "lr-callback", "stop-early", "evaluate",
@@ -215,7 +215,7 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     yield cell.data in ("balanced", *STREAMS) and cell.ranks == 1
     yield cell.data in STREAMS and elsewhere  # each rank reads its own
     # Each batch of a stream counts the same, so a window of unequal ones has another mean.
-    yield cell.data == "ending" and cell.accumulate > 1
+    yield cell.data in ("ending", "promised") and cell.accumulate > 1
     yield cell.save in ("on_before_zero_grad",) and cell.manual
     yield cell.loop == "skip-rest" and cell.save in ("on_train_batch_end",)
     each_batch = cell.change in ("on_train_batch_start", "on_train_batch_end", "on_after_backward")
@@ -226,7 +226,7 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     # It computes several gradients an update, and to each of them what was lost is added.
     yield cell.way in LOSSY and cell.optimizer == "lbfgs"
     # An error on the ranks that call it (tests/unit/test_effects.py).
-    yield cell.change == "on_after_backward" and cell.data in ("few", "ending") and cell.ranks > 1
+    yield cell.change == "on_after_backward" and cell.data in ("few", "ending", "promised") and cell.ranks > 1
     # Each of its optimizers has its own.
     yield cell.change == "on_before_optimizer_step" and cell.update in ("several", "manual-two")
     yield cell.change == "on_after_backward" and (cell.update == "manual-two" or cell.optimizer == "lbfgs")

@@ -285,7 +285,8 @@ def run_cells(cells: Sequence[tuple[Cell, Path]]) -> list[list[Found]]:
         done = begin
         while done < len(cells) and all(_file(cells[done][1], rank).exists() for rank in range(ranks)):
             done += 1
-        if done < len(cells) and (done == begin or last):  # the cell in which the ranks ended
+        ended = done > begin and any(_failed(_read(cells[done - 1][1], rank)) for rank in range(ranks))
+        if done < len(cells) and not ended:  # the cell in which the ranks ended
             for rank in range(ranks):
                 if not _file(cells[done][1], rank).exists():
                     lost = Found(error=f"HANGS or dies: {last[-3000:]}", trained=-1)
@@ -294,7 +295,7 @@ def run_cells(cells: Sequence[tuple[Cell, Path]]) -> list[list[Found]]:
         begin = done
     found = []
     for cell, folder in cells:
-        by_rank = [pickle.loads(_file(folder, rank).read_bytes()) for rank in range(cell.ranks)]
+        by_rank = [_read(folder, rank) for rank in range(cell.ranks)]
         _read_states(by_rank[0], folder)
         found.append(by_rank)
     return found
@@ -302,6 +303,16 @@ def run_cells(cells: Sequence[tuple[Cell, Path]]) -> list[list[Found]]:
 
 def _file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}"
+
+
+def _read(folder: Path, rank: int) -> Found:
+    found: Found = pickle.loads(_file(folder, rank).read_bytes())
+    return found
+
+
+def _failed(found: Found) -> bool:
+    """Return whether a rank failed in training: others may be at another place then."""
+    return bool(found.error) and found.trained != 0
 
 
 def _read_states(found: Found, folder: Path) -> None:
@@ -331,15 +342,20 @@ def _in_rank(world: World, cells: Sequence[tuple[Cell, Path]]) -> None:
 
 
 def _together(world: World, number: int, found: Found) -> bool:
-    """Return whether all ranks can go on with the next cell: it went well on all, or was refused on all."""
+    """Return whether all ranks can go on with the next cell: it went well on all, or was refused on all.
+
+    Raises:
+        RuntimeError: this rank has failed, and others may wait for it: they end, too.
+    """
     assert world.store is not None
-    refused = bool(found.error) and found.trained == 0  # else the ranks may be at different places
-    world.store.set(f"matrix/{number}/{world.rank}", "failed" if found.error and not refused else str(refused))
+    world.store.set(f"matrix/{number}/{world.rank}", "failed" if _failed(found) else str(bool(found.error)))
     keys = [f"matrix/{number}/{rank}" for rank in range(world.size)]
     with contextlib.suppress(Exception):
         world.store.wait(keys, timedelta(seconds=3 if found.error else CELL_S))
         said = {world.store.get(key) for key in keys}
         return len(said) == 1 and b"failed" not in said
+    if found.error:
+        raise RuntimeError(found.error)
     return False
 
 

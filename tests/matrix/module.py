@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.matrix.cells import STREAMS, Cell
 GLOBAL_BATCH = 12
 SAMPLES = {
     "even": 24, "uneven": 31, "few": 25, "shuffled": 31, "iterable": 24, "ending": 31, "balanced": 31, "weighted": 31,
+    "promised": 31,
 }  # fmt: skip
 VALIDATION_SAMPLES = 5
 DTYPES = {"64": torch.float64, "32": torch.float32, "bf16-mixed": torch.float32}
@@ -67,6 +69,13 @@ class Stream:
                 numbers = range(start, min(start + GLOBAL_BATCH, len(self.samples)))
             yield [torch.stack([torch.as_tensor(v) for v in column]) for column in
                    zip(*(self.samples[number] for number in numbers), strict=True)]  # fmt: skip
+
+
+class Promised(Stream):
+    """A stream with a length that is wrong on all ranks but the first."""
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.samples) / GLOBAL_BATCH)
 
 
 class Custom(torch.optim.Optimizer):
@@ -310,7 +319,7 @@ def make_loaders(cell: Cell, began: int, ranks: int) -> tuple[Any, Any]:
     """
     dtype = DTYPES[cell.precision]
     samples = Samples(SAMPLES[cell.data], dtype)
-    train: Any = Stream(samples, ends=cell.data == "ending")
+    train: Any = (Promised if cell.data == "promised" else Stream)(samples, ends=cell.data != "iterable")
     if cell.data not in STREAMS:
         train = DataLoader(samples, GLOBAL_BATCH // began, shuffle=cell.data == "shuffled")
     validation: Any = DataLoader(Samples(VALIDATION_SAMPLES, dtype, seed=2), 6 // ranks)

@@ -149,9 +149,9 @@ REFUSALS = (
         "torch clips no sparse gradients: `sparse=False`, or a clipping of the module's own",
     ),
     Refusal(
-        lambda c: c.model == "sparse" and c.way == "async_sgd-dc",
+        lambda c: c.model == "sparse" and c.way in ("async_sgd-dc", "ps1-powersgd"),
         "knows no sparse gradients",
-        "a delay is compensated element by element: `sparse=False`, or no compensation",
+        "delays and ranks of gradients are of whole tensors: `sparse=False`, or neither `compensation` nor `powersgd`",
     ),
     Refusal(
         lambda c: c.data in STREAMS and c.way == "reproducible",
@@ -162,6 +162,12 @@ REFUSALS = (
         lambda c: c.data in STREAMS and c.way in BOUNDED,
         "give a DataLoader over a map-style dataset",
         "a stream can't be dealt to workers: a DataLoader over a map-style dataset",
+    ),
+    Refusal(
+        lambda c: c.data == "promised" and c.ranks > 1 and c.loop != "limit",
+        "has ended after 1 batches of this epoch, and its length, or limit_train_batches, promised more",
+        "ranks weight their batches with the loader's length: no `__len__`, or a `limit_train_batches` that holds",
+        steps=3,
     ),
     Refusal(
         lambda c: c.data == "balanced" and c.way in ("local_sgd", "reproducible") and c.ranks > 1,
@@ -202,7 +208,7 @@ REFUSALS = (
         steps=9,
     ),
     Refusal(
-        lambda c: c.change in ("on_train_batch_start", "on_train_batch_end") and c.data in ("few", "ending")
+        lambda c: c.change in ("on_train_batch_start", "on_train_batch_end") and c.data in ("few", "ending", "promised")
         and c.ranks > 1 and c.way in FSDP | {"local_sgd"},
         "changed weights at a batch of which",
         "ranks without a sample don't call it: in `on_before_optimizer_step`, `drop_last=True`, or `ddp`",

@@ -105,7 +105,10 @@ AGAIN = (  # that were wrong once
     "fsdp ranks=2 accumulate=2 loop=skip-rest",
     "fsdp-kept ranks=2 data=few",
     "ddp ranks=3 data=ending callback=ema",
-    "fsdp ranks=2 update=manual data=ending save=on_train_batch_start",
+    "fsdp ranks=3 data=ending save=on_train_batch_end",
+    "fsdp ranks=2 update=manual data=ending save=on_train_batch_end",
+    "async ranks=1 accumulate=2 data=weighted loop=no-loss",
+    "ddp ranks=2 update=manual data=promised",
 )
 
 
