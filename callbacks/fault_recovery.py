@@ -64,7 +64,7 @@ class FaultRecovery(Callback):
     Epoch values of what `training_step` logs are of each sample that is in the weights, once; with workers at their own
     pace they travel with the gradients. What a hook has logged there after a worker's update is lost if that worker
     dies before it brings its next gradient; torchmetrics objects and running statistics of normalisation lack what it
-    had added since all ranks met last, and the last line says that of the objects.
+    had added since all ranks met last, and what compression had kept of its gradients is lost. The last line says so.
 
     Args:
         max_restarts: how often in a row, without getting any further.
@@ -229,8 +229,11 @@ class FaultRecovery(Callback):
         if trainer.failures:
             times = f"{len(trainer.failures)} time{'s' if len(trainer.failures) > 1 else ''}"
             text = f"recovered {times}{_account(trainer, module)}"
+            lost = trainer.strategy.lost_with_a_worker
             if trainer.strategy.dealer is not None and trainer.metric_objects:
-                text += "; torchmetrics objects may lack what workers that died had added in an epoch"
+                lost = ["what they had added to torchmetrics objects in an epoch", *lost]
+            if lost:
+                text += f"; of workers that died may be lost: {', '.join(lost)}"
             trainer.scribe.event("recovery", text, trainer.global_step)
             trainer.print(text)
 

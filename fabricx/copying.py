@@ -345,7 +345,8 @@ def _take(t: Trainer, source: _Source, *, came: bool) -> int:
     states = [memory.join(parts, room)] if sharded else [memory.join([copy], room) for copy in parts]
     words = {part: copy.rest["word"] for part, copy in source.here.items() if world.rank in source.words[part]}
     words = {part: word for told in world.gather_objects(words) for part, word in told.items()}
-    t.strategy.load_own_states([state["strategy"] for state in states], t.module, t.optimizers)
+    own = place is not None
+    t.strategy.load_own_states([state["strategy"] for state in states], t.module, t.optimizers, own=own)
     state = states[0]
     state["ranks"] = [of_word(pickle.loads(words[part])) for part in range(size)]
     take_over(t, state, place, came=came)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -274,6 +275,11 @@ class Strategy(NamesChecked, ABC):
         """Return who deals the data to ranks that go at their own pace; None where all go together."""
         return None
 
+    @property
+    def lost_with_a_worker(self) -> list[str]:
+        """Return names for state of which a worker that dies has the only copy."""
+        return []
+
     # -- between the ranks --------------------------------------------------------------------------------------
 
     def reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
@@ -331,9 +337,9 @@ class Strategy(NamesChecked, ABC):
         return self.state_dict(module, optimizers)
 
     def load_own_states(
-        self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer]
+        self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer], *, own: bool
     ) -> None:  # fmt: skip
-        """Take over what `own_state` returned on this rank, or on all of other ranks; every rank calls it."""
+        """Take over what `own_state` returned on this rank (`own`), or on all of a former number of ranks."""
         self.load_state_dict(states[0], module, optimizers)
 
     def whole_weights(self, module: nn.Module) -> dict[str, Any]:
@@ -374,6 +380,14 @@ def sparse_tables(module: nn.Module) -> list[str]:
     kinds = (nn.Embedding, nn.EmbeddingBag)
     parts = ((name, part) for name, part in module.named_modules() if isinstance(part, kinds) and part.sparse)
     return [name for name, part in parts if part.weight.requires_grad]
+
+
+def warn_of_lost_residuals(world: World) -> None:
+    """Warn that compression residuals are dropped, because they are of another number of ranks."""
+    if world.main_rank:
+        warnings.warn(
+            "the number of ranks has changed: what compression had kept for later gradients is lost", stacklevel=3
+        )
 
 
 def check_dense(module: nn.Module, what: str) -> None:

@@ -19,7 +19,7 @@ from fabricx.comm.thin import ThinSums
 from fabricx.comm.unused import Unused, reached, requiring_grad, with_sparse_gradients, zero
 from fabricx.comm.world import World
 from fabricx.errors import did_you_mean
-from fabricx.strategy import Strategy, Traits, check_dense
+from fabricx.strategy import Strategy, Traits, check_dense, warn_of_lost_residuals
 
 Compression = Literal["fp16", "bf16", "powersgd"]
 _COMPRESSIONS = ("fp16", "bf16", "powersgd")
@@ -318,11 +318,15 @@ class DDP(Strategy):
         return state if self._thin is None else {**state, "own": self._thin.state()}
 
     def load_own_states(
-        self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer]
+        self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer], *, own: bool
     ) -> None:  # fmt: skip
         super().load_state_dict(states[0], module, optimizers)
-        if len(states) == 1 and self._thin is not None:  # else what was kept is of others
-            self._thin.load(states[0].get("own", {}))
+        if self._thin is not None:
+            kept = states[0].get("own", {})
+            if not own:
+                kept = {name: {**saved, "lost": torch.zeros_like(saved["lost"])} for name, saved in kept.items()}
+                warn_of_lost_residuals(self.world)
+            self._thin.load(kept)
 
     def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
         super().load_state_dict(state, module, optimizers)

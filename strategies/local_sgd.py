@@ -245,7 +245,7 @@ class LocalSGD(Strategy):
         return {**super().state_dict(module, optimizers), "rounds": rounds}
 
     def load_own_states(
-        self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer]
+        self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer], *, own: bool
     ) -> None:  # fmt: skip
         moved = []
         for state in states:
@@ -259,7 +259,7 @@ class LocalSGD(Strategy):
                     fragment.moved = saved["moved"]
                 fragment.begun, fragment.apart = saved["begun"], saved["apart"]
             moved.append([fragment.base - fragment.flat() for fragment in self._fragments])
-        if len(states) > 1:  # the ranks are others: the round of those that were ends here
+        if not own:  # the round of the ranks that were ends here
             moments = _mean([state["optimizers"] for state in states])
             super().load_state_dict({**states[0], "optimizers": moments}, module, optimizers)
             for fragment, parts in zip(self._fragments, zip(*moved, strict=True), strict=True):

@@ -66,6 +66,7 @@ class Boxes(Generic[L]):
         self._back = back
         self._came = link.inbox[: shard.dense] if back is None else torch.zeros(shard.dense, dtype=link.inbox.dtype)
         self._in = [self._came[start:stop] for start, stop in rooms]
+        self._kept_before = torch.empty(0)  # by compression, before the newest gradient
         self._begun = False  # have weights come from which the next ones are differences?
         self.tables: tuple[str, int] | None = None  # life and version of the whole tables that this worker has
         self._early: set[int] = set()  # pieces that are on their way already
@@ -118,6 +119,7 @@ class Boxes(Generic[L]):
             for start, stop in together(going):
                 self._post(start, stop)
         else:
+            self._kept_before = self._codec.lost
             filled.scale = self._codec.encode(self._plain, self.link.outbox.view(torch.uint8))
             self.link.post(0, self._codec.bytes(len(self._plain)))
         for number, rows in enumerate(self.shard.rows):
@@ -125,6 +127,11 @@ class Boxes(Generic[L]):
             if gradient is not None:
                 filled.rows[number] = self._fill_rows(number, rows, gradient)
         return filled
+
+    def take_back(self) -> None:
+        """Undo what the newest gradient has changed here: the server has not used it, and its data is dealt again."""
+        if self._codec is not None:
+            self._codec.lost = self._kept_before
 
     def _post(self, start: int, stop: int) -> None:
         size = self.link.outbox.element_size()

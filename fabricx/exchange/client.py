@@ -261,6 +261,8 @@ class Client:
                      confirm, None if number else logged)
             )  # fmt: skip
         used: bool = self._boxes[0].link.recv().used if answered else True
+        for boxes in self._boxes if not (used or empty) else ():
+            boxes.take_back()
         self.pushed_s += time.perf_counter() - begun
         self._count += 1
         self.pushes.append((self._worker, self._count, time.monotonic()))

@@ -62,17 +62,20 @@ class RunningStatistics:
 
     Args:
         module: the user's.
+
+    Attributes:
+        layers: that have such statistics.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._layers = [part for part in module.modules() if _statistics(part) is not None]
+        self.layers = [part for part in module.modules() if _statistics(part) is not None]
         self._computed = 0
         self.remember()
 
     def remember(self) -> None:
         """Take what they are as what all workers go on from."""
-        self._start = [[value.clone() for value in _statistics(layer) or ()] for layer in self._layers]
-        self._tracked = [_tracked(layer) for layer in self._layers]
+        self._start = [[value.clone() for value in _statistics(layer) or ()] for layer in self.layers]
+        self._tracked = [_tracked(layer) for layer in self.layers]
         self._computed = 0
 
     def computed(self) -> None:
@@ -81,10 +84,10 @@ class RunningStatistics:
 
     def pool(self, world: World) -> None:
         """Let all workers have what one process would have after all their batches; every worker calls it."""
-        if world.size > 1 and self._layers:
-            mine = [self._seen(layer, before) for layer, before in zip(self._layers, self._tracked, strict=True)]
+        if world.size > 1 and self.layers:
+            mine = [self._seen(layer, before) for layer, before in zip(self.layers, self._tracked, strict=True)]
             seen = world.gather_objects(mine)
-            for number, (layer, start) in enumerate(zip(self._layers, self._start, strict=True)):
+            for number, (layer, start) in enumerate(zip(self.layers, self._start, strict=True)):
                 _pool(layer, start, [one[number] for one in seen], world)
         self.remember()
 

@@ -31,7 +31,7 @@ from fabricx.exchange.rounds import Rounds
 from fabricx.exchange.sharing import Sharing
 from fabricx.exchange.statistics import RunningStatistics
 from fabricx.exchange.totals import Totals
-from fabricx.strategy import Strategy, Traits
+from fabricx.strategy import Strategy, Traits, warn_of_lost_residuals
 
 LinkKind = Literal["auto", "gloo"]
 ShardBy = Literal["auto", "element", "tensor"]
@@ -355,6 +355,15 @@ class ServedStrategy(Strategy):
         return self._apart is not None or partial
 
     @property
+    def lost_with_a_worker(self) -> list[str]:
+        if self._apart is None:
+            return []
+        found = ["what compression had kept of their gradients"] if self._settings.compression else []
+        if self._statistics is not None and self._statistics.layers:
+            found.append("what they had added to running statistics since all met")
+        return found
+
+    @property
     def steps_globally(self) -> bool:  # type: ignore[override]
         return self._apart is None or self._settings.aggregate
 
@@ -455,15 +464,18 @@ class ServedStrategy(Strategy):
         return {**super().state_dict(module, optimizers), "own": own, "kept": kept, "lost": lost}
 
     def load_own_states(
-        self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer]
+        self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer], *, own: bool
     ) -> None:  # fmt: skip
         pace, first = self._pace, states[0]
         assert pace is not None
         super().load_state_dict(first, module, optimizers)
         pace.take_own([state["own"] for state in states])
-        if len(states) == 1 and self._compresses:  # else what was kept is of others
-            pace.keep(first["kept"])
-            pace.owed = first["lost"]
+        if self._compresses:
+            pace.owed = first["lost"]  # of sums, for whatever number of workers
+            if own:
+                pace.keep(first["kept"])
+            else:
+                warn_of_lost_residuals(self.world)
         pace.starts(0)
 
     def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:

@@ -1,4 +1,4 @@
-"""How many copies of the weights local_sgd holds."""
+"""How many copies of the weights local_sgd holds, and what becomes of those of other ranks."""
 
 from __future__ import annotations
 
@@ -32,3 +32,18 @@ def test_between_meetings_it_holds_no_copy_that_it_does_not_need(outer: str, kep
         strategy.updated(step)
         held.append(copies(strategy, module))
     assert held == [kept] * 3 + [kept + 1] * 2 + [kept] * 2 + [kept + 1]  # one more while a meeting is under way
+
+
+def test_a_round_of_one_rank_ends_where_two_go_on() -> None:
+    module = nn.Linear(2, 2)
+    strategy = LocalSGD(every=4, overlap_steps=2)
+    strategy.setup(module)
+    for step in range(1, 6):  # a meeting is under way
+        with torch.no_grad():
+            module.weight.add_(1.0)
+        strategy.updated(step)
+    moved, state = module.weight.detach().clone(), strategy.own_state(module, [])
+    strategy.world = World(size=2)
+    strategy.load_own_states([state], module, [], own=False)
+    strategy.updated(6)  # on which that meeting would have ended, with half of what the rank has moved
+    assert torch.equal(module.weight, moved)
