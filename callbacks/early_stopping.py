@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 import torch
@@ -129,6 +129,7 @@ class EarlyStopping(Callback):
         self.reason: str | None = None
         self._fitting = False
         self._validated = False
+        self._stops = False  # has the run of the checkpoint stopped, by the same rule?
         self._best = -math.inf if mode == "max" else math.inf
 
     @property
@@ -148,6 +149,11 @@ class EarlyStopping(Callback):
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._fitting = stage == "fit"
+
+    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+        if self._stops:
+            trainer.print(f"an earlier run has stopped early, because of {self.reason}; another patience continues it")
+            trainer.should_stop, self._stops = True, False
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         if not self._fitting or trainer.sanity_checking:
@@ -191,6 +197,7 @@ class EarlyStopping(Callback):
             "stopped_epoch": self.stopped_epoch,
             "best_score": self._best,
             "reason": self.reason,
+            "rule": asdict(self.rule),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -198,3 +205,4 @@ class EarlyStopping(Callback):
         self.stopped_epoch = state_dict["stopped_epoch"]
         self._best = float(state_dict["best_score"])
         self.reason = state_dict["reason"]
+        self._stops = self.reason is not None and state_dict.get("rule") == asdict(self.rule)

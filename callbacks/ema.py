@@ -83,6 +83,10 @@ class EMA(Callback):
 
     # -- averaging ----------------------------------------------------------------------------------------------
 
+    def check_fit(self, trainer: Trainer, module: Module, global_batch: int | None) -> None:
+        if sum(isinstance(callback, EMA) for callback in trainer.callbacks) > 1:
+            raise ValueError("several EMA callbacks: the module, and a checkpoint, can hold one average; give one EMA")
+
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._trains = stage == "fit"
         if self._trains:  # of whatever module; a checkpoint is restored later

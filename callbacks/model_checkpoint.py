@@ -170,7 +170,7 @@ class ModelCheckpoint(Callback):
         self._waiting = False  # a save is due, and the monitored metric isn't there yet
         self._validated_step = -1
         self._from_validation = False  # does validation log the monitored metric?
-        self._before_validation: Tensor | None = None
+        self._before_validation: tuple[Tensor | None] | None = None  # the metric, from a validation's start to its end
         self._pending: dict[str, Any] | None = None  # the newest, and what was kept before, until it is there
 
     def _check_arguments(self) -> None:
@@ -229,15 +229,15 @@ class ModelCheckpoint(Callback):
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
         if self._fitting and self.monitor is not None:
-            self._before_validation = trainer.callback_metrics.get(self.monitor)
+            self._before_validation = (trainer.callback_metrics.get(self.monitor),)
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         if not self._fitting or trainer.sanity_checking:
             return
         self._validated_step = trainer.global_step
-        if self.monitor is not None:
+        if self.monitor is not None and self._before_validation is not None:  # else an earlier run has validated
             now = trainer.callback_metrics.get(self.monitor)
-            self._from_validation = now is not None and now is not self._before_validation
+            self._from_validation = now is not None and now is not self._before_validation[0]
             self._before_validation = None
         at_epoch_end = looks_at_epoch_end(trainer, self.save_on_train_epoch_end)
         if self._waiting or (not at_epoch_end and self._epoch_is_due(trainer)) or self._time_is_up(trainer):

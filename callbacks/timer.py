@@ -82,6 +82,9 @@ class Timer(Callback):
         remaining = self.time_remaining()
         self._stopped = False
         self._limit = float("inf") if remaining is None else time.monotonic() + remaining
+        if remaining is not None and remaining <= 0 and self._before["train"]:  # an earlier run has used it up
+            self._stopped = True
+            trainer.request_stop(self._tell(trainer))
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.interval == "step" and time.monotonic() >= self._limit and not self._stopped:

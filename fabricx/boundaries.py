@@ -21,6 +21,18 @@ def limit_reached(t: Trainer) -> bool:
     return t.stopped or t.num_training_batches == 0
 
 
+def finished(t: Trainer) -> str:
+    """Return why nothing is left to train, in a run that goes on."""
+    state = t.state
+    limits = [
+        f"max_steps={t.max_steps}" if t.max_steps != -1 and state.step >= t.max_steps else "",
+        f"max_epochs={t.max_epochs}" if t.max_epochs != -1 and state.epoch >= (t.max_epochs or 0) else "",
+        "a callback has asked to stop" if t.stopped else "",
+    ]
+    why = ", ".join(limit for limit in limits if limit) or "there are no batches"
+    return f"nothing is left to train after {state.step} steps and {state.epoch} epochs: {why}"
+
+
 def epoch_pending(t: Trainer) -> bool:
     """Return whether all batches of the epoch are trained, and the epoch isn't ended: a checkpoint may be of there."""
     return 0 < t.num_training_batches <= t.state.batch

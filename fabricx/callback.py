@@ -18,7 +18,7 @@ class Callback(NamesChecked):
     """Override the hooks that you need; one that nobody overrides costs nothing.
 
     Callbacks run before the module's hook of the same name, in list order; those with `watches_metrics` (early
-    stopping, checkpointing) run after all others and after the module, when the metrics of the epoch are complete.
+    stopping, then checkpointing) run after all others and after the module, when the metrics of the epoch are complete.
     """
 
     watches_metrics: ClassVar[bool] = False

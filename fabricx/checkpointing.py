@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from fabricx import checkpoint
+from fabricx.boundaries import validation_interval
+from fabricx.callback import Callback
 from fabricx.errors import CheckpointError
 from fabricx.hparams import plain
-from fabricx.loaders import rebuild_feeds
+from fabricx.loaders import count_batches, rebuild_feeds
 from fabricx.optimization import load_schedules
 from fabricx.redaction import masked
 from fabricx.restart_point import RestartPoint, go_on_from
@@ -97,14 +99,26 @@ def run_state(t: Trainer) -> dict[str, Any]:
     return {
         "state": t.state.state_dict(),
         "global_batch": _global_batch(t),
+        "accumulate": t.accumulate_grad_batches,
         "schedules": [schedule.scheduler.state_dict() for schedule in t.lr_schedulers],
         "scheduled": [schedule.described for schedule in t.lr_schedulers],
         # A schedule that waits for the epoch's end may look at one; of the sanity check, nothing stays.
         "metrics": {} if t.sanity_checking else dict(t.published.metrics),
         "precision": t.precision_plugin.state_dict(),
-        "callbacks": {callback.state_key: callback.state_dict() for callback in t.callbacks},
+        "callbacks": {key: callback.state_dict() for key, callback in _by_key(t.callbacks).items()},
         "datamodule": t.datamodule.state_dict() if t.datamodule is not None else {},
     }
+
+
+def _by_key(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Return callbacks by the names of their states; several of the same `state_key` are numbered in their order."""
+    found: dict[str, Callback] = {}
+    for callback in callbacks:
+        key, number = callback.state_key, 2
+        while key in found:
+            key, number = f"{callback.state_key}/{number}", number + 1
+        found[key] = callback
+    return found
 
 
 def restore(t: Trainer, path: Path, *, weights_only: bool) -> None:
@@ -148,15 +162,21 @@ def take_up(t: Trainer, state: dict[str, Any], *, own: int | None) -> None:
     t.precision_plugin.load_state_dict(state["precision"])
     t.state.load_state_dict(state["state"])
     rebuild_feeds(t)
-    _say_global_batch(t, state.get("global_batch", 0))
+    own_accumulation = t.accumulate_grad_batches
+    t.taken_up = (state.get("global_batch", 0), state.get("accumulate", own_accumulation), own_accumulation)
     go_on_from(t, state["ranks"], own=own)
-    if own is None or t.state.shared_by != t.world.size:
-        _take_up_with_other_ranks(t, t.state.shared_by)
-    elif state["ranks"][own]["position"] is None and not t.train_feed.exact_position:
+    before = t.state.shared_by
+    count_again(t)
+    if own is None or before != t.world.size:
+        _say_other_ranks(t, before)
+    elif t.train_feed.reads_again:
         _take_up_by_reading(t)
-    for callback in t.callbacks:
-        if callback.state_key in state["callbacks"]:
-            callback.load_state_dict(state["callbacks"][callback.state_key])
+    known = _by_key(t.callbacks)
+    if unused := [key for key, kept in state["callbacks"].items() if kept and key not in known]:
+        t.print(f"no callback of this run takes over what the checkpoint has of {', '.join(unused)}")
+    for key, callback in known.items():
+        if key in state["callbacks"]:
+            callback.load_state_dict(state["callbacks"][key])
     if t.datamodule is not None and state["datamodule"]:
         t.datamodule.load_state_dict(state["datamodule"])
     place = t.world.rank if own is None else own
@@ -168,6 +188,23 @@ def _global_batch(t: Trainer) -> int:
     """Return the samples of one update; 0 where that isn't known."""
     whole = int(getattr(t.train_feed, "global_batch", 0)) * t.accumulate_grad_batches
     return whole if t.strategy.steps_globally else whole // max(1, t.state.ranks)
+
+
+def say_change(t: Trainer) -> None:
+    """Say which global batch is used if it isn't the checkpoint's; hooks of the epoch's start may have set it.
+
+    Where an epoch begins, that may be another one than in the epoch before: a schedule of the run itself.
+    """
+    if t.taken_up is None:
+        return
+    (before, accumulated, own), t.taken_up = t.taken_up, None
+    now, accumulate = _global_batch(t), t.accumulate_grad_batches
+    same_batch = before // accumulated == now // accumulate
+    changed = accumulate == own != accumulated
+    if t.state.samples or not same_batch or changed:
+        _say_global_batch(t, before)
+    if changed and not (before and now):
+        t.print(f"each update has {accumulate} batches of each rank from here on, where it had {accumulated} before")
 
 
 def _say_global_batch(t: Trainer, before: int) -> None:
@@ -187,13 +224,27 @@ def _say_global_batch(t: Trainer, before: int) -> None:
     )
 
 
-def _take_up_with_other_ranks(t: Trainer, before: int) -> None:
-    """Find the place in the epoch again: the global batches are the same, their cut into microbatches isn't."""
-    t.state.shared_by = t.world.size
-    found = t.train_feed.batches_before(t.state.samples, t.accumulate_grad_batches)
+def count_again(t: Trainer) -> None:
+    """Count the batches of the epoch, and the trained ones of these, by the present ranks and global batches.
+
+    Ranks change between runs and in a run; the accumulation from epoch to epoch; the size of a batch between runs.
+    """
+    state, feed = t.state, t.train_feed
+    before = (state.shared_by, state.accumulate, state.together)
+    now = (t.world.size, t.accumulate_grad_batches, feed.global_batch)
+    state.shared_by, state.accumulate, state.together = now
+    if now == before or not before[1]:
+        return
+    count_batches(t)
+    t.val_every = validation_interval(t)
+    found = feed.batches_before(state.samples, t.accumulate_grad_batches)
     if found is not None:
-        t.state.batch = found
-    elif t.state.batch:
+        state.batch = found
+
+
+def _say_other_ranks(t: Trainer, before: int) -> None:
+    """Say that places in streams are lost, where other ranks have begun the epoch."""
+    if t.train_feed.batches_before(t.state.samples, t.accumulate_grad_batches) is None and t.state.batch:
         t.print(
             f"the checkpoint was written by {before} ranks, and {t.world.size} go on: what each rank reads is its own "
             "loader's affair, so some samples of this epoch may be trained twice or not at all"
@@ -206,7 +257,8 @@ def _take_up_by_reading(t: Trainer) -> None:
         return
     t.print(
         f"{type(t.train_dataloader).__name__} has no state_dict, so its place in the data isn't known: its first "
-        f"{t.state.batch} batches of this epoch are read and thrown away. The run goes on exactly where it stopped if "
-        "they are the same batches again; if their order is drawn anew, some samples are trained twice and others not "
-        "at all. A map-style DataLoader, or a loader with state_dict and load_state_dict, goes on exactly"
+        f"{t.state.batch} batches of this epoch are read again, with the random numbers that the epoch began with. The "
+        "run goes on exactly where it stopped if they are the same batches; if their order is drawn from other random "
+        "numbers, or between batches, some samples are trained twice and others not at all. A map-style "
+        "DataLoader, or a loader with state_dict and load_state_dict, goes on exactly"
     )

@@ -55,7 +55,12 @@ def evaluate(t: Trainer, phase: Phase, feeds: Sequence[Feed]) -> list[dict[str, 
         t.state.validating = False
         if t.restart_point is not None and not t.restart_point.of_window:
             t.restart_point = None
-        _call(t, f"on_{word}_end")
+        if phase is Phase.VALIDATE:
+            t.state.judging = t.restart_point is None  # else a window begins again, and with it the validation
+            _call(t, "validation_end_others")
+            judge(t)
+        else:
+            _call(t, f"on_{word}_end")
     finally:
         _restore_modes(t, word, modes)
         t.logbook, t.state.phase = logbook, before
@@ -63,12 +68,21 @@ def evaluate(t: Trainer, phase: Phase, feeds: Sequence[Feed]) -> list[dict[str, 
     return results
 
 
+def judge(t: Trainer) -> None:
+    """Call the callbacks that watch the metrics of a validation; what these save has its end behind it."""
+    t.state.judging = False
+    _call(t, "validation_end_watching")
+
+
 def validate_in_fit(t: Trainer) -> None:
     """Validate between two training batches.
 
     In a run that goes on from a checkpoint written meanwhile it begins again; in the middle of an accumulation window
-    so does the window.
+    so does the window. From one that a hook of its end has written, only the callbacks that watch metrics are called.
     """
+    if t.state.judging and not t.state.validating:
+        judge(t)
+        return
     publish_step(t)
     if t.restart_point is None:
         t.restart_point = RestartPoint(t)

@@ -27,7 +27,7 @@ MODULE_HOOKS: Final = _hooks_of(ModuleHooks) | {"setup", "teardown"}
 
 
 class Hooks:
-    """For each hook name, the functions to call, in order: callbacks, the module, callbacks that watch metrics.
+    """For each hook name, the functions to call: callbacks, the module, callbacks that watch metrics, checkpoints last.
 
     Reading an attribute gives a tuple, empty where nobody overrides the hook. Callbacks' functions have the trainer
     and the module bound already; those of the module are its bound methods.
@@ -40,6 +40,7 @@ class Hooks:
     def __init__(self, trainer: Trainer, module: Module, callbacks: Sequence[Callback]) -> None:
         first = [callback for callback in callbacks if not callback.watches_metrics]
         watching = [callback for callback in callbacks if callback.watches_metrics]
+        watching.sort(key=lambda callback: hasattr(callback, "best_model_path"))  # a checkpoint has what others decided
         for name in CALLBACK_HOOKS | MODULE_HOOKS:
             before = _bound(name, first, trainer, module)
             overridden = name in MODULE_HOOKS and overrides(module, name, ModuleHooks)
@@ -51,6 +52,8 @@ class Hooks:
         self.train_batch_end_empty: Hook = _bound("on_train_batch_end", every, trainer, module)
         self.train_epoch_end_watching: Hook = _bound("on_train_epoch_end", watching, trainer, module)
         self.train_epoch_end_others = _without(self.on_train_epoch_end, self.train_epoch_end_watching)
+        self.validation_end_watching: Hook = _bound("on_validation_end", watching, trainer, module)
+        self.validation_end_others = _without(self.on_validation_end, self.validation_end_watching)
 
 
 def _without(hook: Hook, last: Hook) -> Hook:

@@ -76,27 +76,34 @@ def _loader(t: Trainer, name: str) -> Any:
 
 
 def _make_train_feed(t: Trainer) -> None:
-    """Make the feed of training, and count its batches: those of the rank that has most.
+    """Make the feed of training, and count its batches.
 
     Raises:
         ValueError: there is nothing to train on.
     """
     manual, limit = not t.module.automatic_optimization, t.limit_train_batches
-    t.train_feed = feed = _feed(
+    t.train_feed = _feed(
         t, t.train_dataloader, limit, t.state.ranks, t.strategy.parts, t.balance, manual=manual
     )  # fmt: skip
-    batches = feed.batches(t.accumulate_grad_batches)
-    if not feed.exact_position and t.world.size > 1 and not t.world.newcomer:
-        counted = torch.tensor(float(batches), dtype=torch.float64, device=t.world.device)
-        most = float(t.world.all_reduce(counted, "max"))
-        batches = most if most == float("inf") else int(most)
-    t.num_training_batches = batches
+    count_batches(t)
+    batches = t.num_training_batches
     _check_part("overfit_batches" if t.overfit_batches else "limit_train_batches", limit, t.train_dataloader, batches)
     if not batches and limit:
         raise ValueError(
             f"there is no batch to train on: {type(t.train_dataloader).__name__} is empty, or all of it is left out by "
             "drop_last=True (then take a smaller batch_size, or fewer ranks)"
         )
+
+
+def count_batches(t: Trainer) -> None:
+    """Count the batches of an epoch: those of the rank that has most. Their number may depend on the accumulation."""
+    feed = t.train_feed
+    batches = feed.batches(t.accumulate_grad_batches)
+    if not feed.exact_position and t.world.size > 1 and not t.world.newcomer:
+        counted = torch.tensor(float(batches), dtype=torch.float64, device=t.world.device)
+        most = float(t.world.all_reduce(counted, "max"))
+        batches = most if most == float("inf") else int(most)
+    t.num_training_batches = batches
 
 
 def _check_part(name: str, limit: int | float, loader: Any, batches: int | float) -> None:

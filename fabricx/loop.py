@@ -14,11 +14,13 @@ from fabricx.boundaries import (
     agree_at_boundary,
     check_any_batch,
     epoch_pending,
+    finished,
     limit_reached,
     next_section,
     validation_due,
     validation_due_at_end,
 )
+from fabricx.checkpointing import count_again, say_change
 from fabricx.comm.generations import membership
 from fabricx.copying import come_back
 from fabricx.data import Microbatch
@@ -62,11 +64,15 @@ def fit(t: Trainer, job: object = None) -> None:
     t.module.train()
     with _again(t.state.step or t.world.newcomer):
         call(t.hooks.on_train_start)
+    if t.state.step and not t.world.newcomer:  # a callback may find that an earlier run has stopped for good
+        agree_at_boundary(t)
+        if not _goes_on(t) and not t.interrupted:
+            t.print(finished(t))
     take_part(t)
     t.recorder.begin()
     while True:
         try:
-            while not limit_reached(t) or t.state.validating or epoch_pending(t) or _epoch_ends(t):
+            while _goes_on(t):
                 train_epoch(t)
             t.strategy.finish()  # whoever looks at the weights from now on sees those of all ranks
             call(t.hooks.on_train_end)
@@ -80,6 +86,11 @@ def fit(t: Trainer, job: object = None) -> None:
             recover(t, error)
     membership().say("outside")
     call(t.hooks.on_fit_end)
+
+
+def _goes_on(t: Trainer) -> bool:
+    """Return whether something is left to train, or of an epoch that is trained."""
+    return not limit_reached(t) or t.state.validating or t.state.judging or epoch_pending(t) or _epoch_ends(t)
 
 
 def _epoch_ends(t: Trainer) -> bool:
@@ -120,7 +131,7 @@ def train_epoch(t: Trainer) -> None:
 
 def _end_epoch(t: Trainer) -> None:
     """Validate, if that waited for the last batch, and tell everybody what the epoch has given."""
-    if t.state.validating:
+    if t.state.validating or t.state.judging:
         validate_in_fit(t)
     if t.slot is not None:  # a reduction of the sums may end on some ranks, which then have none, and not on others
         t.epoch_end = RestartPoint(t)
@@ -142,13 +153,16 @@ def _train_batches(t: Trainer) -> bool:
         call(t.hooks.on_train_epoch_start)
     if not t.module.automatic_optimization:
         check_options(t)  # a callback may have changed the accumulation
+    count_again(t)
+    say_change(t)
+    accumulate = t.accumulate_grad_batches
     if not _begun_again(t):
         t.buffers = buffers = None
     if t.stage is Stage.BATCH_TOLD:  # by a group that somebody has left since
         _tell_last(t, t.state.batch - 1)
-    if t.state.validating:  # of the batch before, which an earlier run has trained
+    if t.state.validating or t.state.judging:  # of the batch before, which an earlier run has trained
         validate_in_fit(t)
-        if limit_reached(t):
+        if agree_at_boundary(t) or limit_reached(t):
             return epoch_pending(t)
     t.metric_objects = metric_objects(t.module) if t.slot is not None else None
     feed = _feed(t)
@@ -157,6 +171,12 @@ def _train_batches(t: Trainer) -> bool:
         leave_word(t, point=point)
     for micro in feed:
         t.recorder.lap(Span.DATA)
+        if t.accumulate_grad_batches != accumulate:
+            raise ValueError(
+                f"accumulate_grad_batches was changed from {accumulate} to {t.accumulate_grad_batches} within an "
+                "epoch, whose global batches are cut already: change it in on_train_epoch_start, or with the callback "
+                "GradientAccumulation"
+            )
         if micro.opens:
             t.window.begin(micro.planned)
         if micro.meets:

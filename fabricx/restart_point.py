@@ -70,6 +70,7 @@ class RestartPoint:
             "objects": self._objects,
             "logged": self._logged,
             "position": self._position,
+            "latest": self._latest,
         }
 
 

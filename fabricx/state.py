@@ -38,6 +38,8 @@ class RunState:
         epoch: epochs completed.
         batch: batches of the current epoch that this rank has finished.
         shared_by: ranks among which the batches that `batch` counts were divided.
+        accumulate: microbatches of their windows.
+        together: samples of one on all ranks that the run began with; 0 where that isn't known.
         step: weight updates of the model, however many optimizers there are.
         samples: position in the data: samples of the current epoch's global order that have been trained.
         ranks: how many the run began with; the global batch is theirs, whoever trains it now.
@@ -52,12 +54,15 @@ class RunState:
         left_out: samples of the global order that lie between two windows that were trained one after the other.
         again: samples of the global order in windows that begin before the end of the one before.
         validating: a validation of these weights is due, or has begun, and isn't done.
+        judging: it is done, and callbacks that watch metrics have not seen it yet.
     """
 
     phase: Phase = Phase.IDLE
     epoch: int = 0
     batch: int = 0
     shared_by: int = 0
+    accumulate: int = 0
+    together: int = 0
     step: int = 0
     samples: int = 0
     ranks: int = 0
@@ -66,6 +71,7 @@ class RunState:
     drained: bool = False
     closing: bool = False
     validating: bool = False
+    judging: bool = False
     passed: int = 0
     trained: int = 0
     left_out: int = 0

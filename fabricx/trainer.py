@@ -245,6 +245,7 @@ class Trainer(Answers):
         self.apart = False  # does this rank go at its own pace now?
         self.in_step = False  # are weights, random numbers or statistics newer than the position in the data?
         self.collecting = False  # is the content of a checkpoint being collected?
+        self.taken_up: tuple[int, int, int] | None = None  # see `say_change`; once a checkpoint was taken up
         self.saves: tuple[Any, int] = (None, 0)  # where checkpoints were written last, and how many before the newest
         self.idle_ranks = 0  # that have no sample of this microbatch, and so no hooks of it
         self.followed: tuple[int, int] = (0, -1)  # generation, number of the latest place where ranks follow hooks

@@ -11,7 +11,7 @@ import torch
 from fabricx.comm.world import World
 from fabricx.data.deal import Dealer, Section
 from fabricx.data.feed import Feed, Microbatch
-from fabricx.seed import random_kept
+from fabricx.seed import RandomState, random_kept
 
 
 @final
@@ -22,8 +22,9 @@ class ListFeed(Feed):
     neither, ranks that train together say before each batch whether they have another one: one number is summed.
 
     A source with `state_dict` and `load_state_dict` is asked where it is, and put there again, by these; of others the
-    batches that were trained already are read once more. With `company`, a rank whose source has ended has its newest
-    batch in an empty one, so that it can compute something while the others need it.
+    batches that were trained already are read once more, with the random numbers that the epoch began with. With
+    `company`, a rank whose source has ended has its newest batch in an empty one, so that it can compute something
+    while the others need it.
     """
 
     exact_position = False
@@ -38,18 +39,23 @@ class ListFeed(Feed):
         self._world = world
         self._limit = limit
         self._stateful = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+        self.reads_again = not self._stateful
+        self._began: Any = None  # random numbers as they were when the epoch's first batch was asked for
         self._ahead: Any = _NOTHING  # the source's state before it was asked for one batch too many
         self._over = False  # has the source ended its epoch, so that its state is that of the next one?
         self._restored: Any = None
 
     def state_dict(self) -> Any:
         if not self._stateful:
-            return None
+            return None if self._began is None else {"began": self._began}
         source: Any = self._source
         return {"over": self._over, "source": source.state_dict() if self._ahead is _NOTHING else self._ahead}
 
     def load_state_dict(self, state: Any) -> None:
-        self._restored = state
+        if "began" in state:
+            self._began = state["began"]
+        else:
+            self._restored = state
 
     def _length(self) -> int | float:
         try:
@@ -118,9 +124,15 @@ class ListFeed(Feed):
         left = None if self._limit == float("inf") else _stop(self._length() - first)
         self._ahead, self._over = _NOTHING, False
         if self._restored is None:
-            data = iter(self._source)
-            for batch in itertools.islice(data, first):
-                self._keep(batch)
+            if not first or self._began is None:
+                self._began = RandomState().state_dict()
+            if not first:
+                return itertools.islice(iter(self._source), left)
+            with random_kept():  # the draws of reading are of the earlier run
+                RandomState.of(self._began).restore()
+                data = iter(self._source)
+                for batch in itertools.islice(data, first):
+                    self._keep(batch)
             return itertools.islice(data, left)
         source: Any = self._source
         source.load_state_dict(self._restored["source"])
@@ -148,7 +160,7 @@ class ListFeed(Feed):
     ) -> Iterator[Microbatch]:
         total, mine = max(lengths), lengths[self._world.rank]
         for index in range(first, total):
-            window = index - index % accumulate
+            window = index - (index - first) % accumulate
             stop = min(window + accumulate, total)
             # Every batch of the window, on whatever rank, counts the same.
             batches = sum(max(0, min(stop, length) - window) for length in lengths)
@@ -184,7 +196,7 @@ class ListFeed(Feed):
                 self._ahead = cast(Any, self._source).state_dict()
             upcoming = _NOTHING if empty else next(data, _NOTHING)  # one ahead: so the last one is known
             to_come = self._present(upcoming, ranks)
-            held = index % accumulate + 1
+            held = (index - first) % accumulate + 1
             closes = held == accumulate or not to_come
             # How many batches a window has in the end isn't known yet: `portion` corrects the factor.
             counted = present if accumulate == 1 else accumulate * ranks

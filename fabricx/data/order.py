@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, final
 
 import torch
@@ -196,14 +196,13 @@ class Cut:
         return any(places // self.ranks <= (self._microbatches(places) - 1) * self.batch for places in windows)
 
     def batches_before(self, position: int) -> int:
-        """Return the microbatches ahead of a position, which is where a global batch begins or the epoch ends.
+        """Return by which number the microbatches from a position on begin, so that the last one's is the same.
 
         >>> cut = Cut(items=10, batch=4, ranks=2)
-        >>> [cut.batches_before(position) for position in (0, 8, 10)]
-        [0, 1, 2]
+        >>> [cut.batches_before(position) for position in (0, 2, 8, 10)]
+        [0, 1, 1, 2]
         """
-        whole, rest = divmod(position, self.global_batch)
-        return whole * self._microbatches(self.global_batch) + self._microbatches(rest)
+        return max(0, len(self) - len(replace(self, items=max(0, self.items - position))))
 
     def _microbatches(self, places: int) -> int:
         if self.parts:

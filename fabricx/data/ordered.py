@@ -97,6 +97,8 @@ class OrderedFeed(Feed):
         return self._cut(self._items(), accumulate).leaves_out
 
     def batches_before(self, position: int, accumulate: int) -> int | None:
+        if self._dealt:  # in the middle of a global batch, too
+            return -(-position // (self._batch * self._began_with))
         return self._numbered(accumulate).batches_before(position)
 
     def _numbered(self, accumulate: int) -> Cut:

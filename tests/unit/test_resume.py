@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import fabricx as fx
-from fabricx.testing import QUIET, TinyModule, tiny_loader
+from fabricx.callbacks import EMA, EarlyStopping, ModelCheckpoint
+from fabricx.testing import QUIET, TinyModule, tiny_data, tiny_loader
 
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 
@@ -67,3 +69,120 @@ def test_an_optimizer_whose_state_would_mean_something_else_is_refused(
     with pytest.raises(ValueError, match=message) as raised:
         resumed(own_folder, first, second)
     assert "load_from_checkpoint" in str(raised.value)
+
+
+class SavesIn(fx.Callback):
+    """Saves in one hook, each time to a file with the number of the step.
+
+    Args:
+        hook: its name.
+        folder: where to.
+    """
+
+    def __init__(self, hook: str, folder: Path) -> None:
+        self.folder = folder
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Any, *rest: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"step={trainer.global_step}.ckpt")
+
+
+@pytest.mark.parametrize("moment", ["before", "after", "on_validation_end", "on_validation_start"])
+def test_each_check_of_early_stopping_counts_wherever_the_run_was_saved(
+    own_folder: Path, moment: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(ckpt: Path | None) -> fx.Trainer:
+        stop = EarlyStopping("val_loss", patience=3, min_delta=9.0)
+        every: Any = {"save_top_k": -1, "save_on_train_epoch_end": False, "filename": "{step}"}
+        saves: Any = ModelCheckpoint(own_folder, **every)
+        if moment.startswith("on_"):
+            saves = SavesIn(moment, own_folder)
+        callbacks = [saves, stop] if moment == "before" else [stop, saves]
+        options: Any = {**QUIET, "num_sanity_val_steps": 0, "val_check_interval": 2}
+        trainer = fx.Trainer(max_epochs=4, callbacks=callbacks, **options)
+        trainer.fit(TinyModule(), tiny_loader(20, 4), tiny_loader(8, 4), ckpt_path=ckpt)
+        assert stop.wait_count == 3
+        return trainer
+
+    assert train(None).global_step == 9  # checks after batches 2 and 4 of an epoch of 5
+    saved = sorted(own_folder.glob("step=*.ckpt"))
+    assert [path.stem for path in saved] == ["step=2", "step=4", "step=7", "step=9"]
+    for path in saved:
+        capsys.readouterr()
+        assert train(path).global_step == 9
+        stopped = path.stem == "step=9" and moment in ("before", "after")
+        assert ("nothing is left to train" in capsys.readouterr().out) is stopped
+
+
+def test_a_step_of_an_earlier_run_is_the_newest_value(own_folder: Path) -> None:
+    def train(ckpt: Path | None) -> fx.Trainer:
+        saves = SavesIn("on_train_batch_end", own_folder)
+        trainer = fx.Trainer(max_epochs=1, callbacks=[saves], **QUIET)
+        trainer.fit(TinyModule(), tiny_loader(), ckpt_path=ckpt)
+        return trainer
+
+    whole = train(None).callback_metrics["loss"]
+    assert train(own_folder / "step=4.ckpt").callback_metrics["loss"] == whole
+
+
+class Counts(fx.Callback):
+    def __init__(self, each: int) -> None:
+        self.each, self.count = each, 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.count += self.each
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+
+def test_each_of_several_callbacks_of_a_class_has_its_state_back(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(steps: int, ckpt: Path | None, *each: int) -> list[int]:
+        counts = [Counts(one) for one in each]
+        trainer = fx.Trainer(max_steps=steps, callbacks=[*counts], **QUIET)
+        trainer.fit(TinyModule(), tiny_loader(), ckpt_path=ckpt)
+        trainer.save_checkpoint(own_folder / f"{steps}.ckpt")
+        return [one.count for one in counts]
+
+    assert train(2, None, 1, 10, 100) == [2, 20, 200]
+    assert train(3, own_folder / "2.ckpt", 1, 10, 100) == [3, 30, 300]
+    assert "no callback" not in capsys.readouterr().out
+    assert train(4, own_folder / "3.ckpt", 1) == [4]
+    assert "no callback of this run takes over what the checkpoint has of Counts/2, Counts/3" in capsys.readouterr().out
+
+
+def test_one_average_of_the_weights_can_be_kept() -> None:
+    with pytest.raises(ValueError, match="give one EMA"):
+        fx.Trainer(max_steps=1, callbacks=[EMA(0.9), EMA(0.5)], **QUIET).fit(TinyModule(), tiny_loader())
+
+
+class Shuffled(IterableDataset[Any]):
+    """A stream in an order that each epoch draws."""
+
+    def __iter__(self) -> Any:
+        data = tiny_data()
+        return iter([data[int(place)] for place in torch.randperm(len(data))])
+
+
+class Dropped(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.mse_loss(self(nn.functional.dropout(batch[0])), batch[1])
+
+
+def test_a_stream_that_draws_its_order_is_read_again_in_the_same_order(own_folder: Path) -> None:
+    def train(steps: int, ckpt: Path | None) -> tuple[fx.Trainer, Dropped]:
+        torch.manual_seed(5)
+        trainer, module = fx.Trainer(max_epochs=2, max_steps=steps, **QUIET), Dropped()
+        trainer.fit(module, DataLoader(Shuffled(), 4), ckpt_path=ckpt)
+        return trainer, module
+
+    _, whole = train(-1, None)
+    for steps in (2, 4, 5):
+        train(steps, None)[0].save_checkpoint(own_folder / f"{steps}.ckpt")
+        _, resumed = train(-1, own_folder / f"{steps}.ckpt")
+        assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))

@@ -59,6 +59,8 @@ def test_a_resumed_run_has_less_time_left(trainer: Any, clock: Any) -> None:
     clock.now += 3
     run.step()
     assert len(run.stop_reasons) == 1
+    again.load_state_dict({"time_elapsed": {"train": 10.0}})
+    assert trainer(again).start().stop_reasons == [f"the time limit of {again.duration} is reached after 0 steps"]
 
 
 def test_each_stage_is_measured(trainer: Any, clock: Any) -> None:
