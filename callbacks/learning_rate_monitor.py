@@ -107,7 +107,7 @@ class LearningRateMonitor(Callback):
             self._log(trainer, step)
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        if self.logging_interval != "step":
+        if self.logging_interval != "step" and not trainer.state.batch:  # else an earlier run has begun the epoch
             self._log(trainer, trainer.global_step)
 
     def _log(self, trainer: Trainer, step: int) -> None:

@@ -50,6 +50,7 @@ class TensorBoardLogger(Logger):
     def _forget(self) -> None:
         self._params: dict[str, float | str] = {}
         self._final: dict[str, float] = {}
+        self._kept: list[tuple[int, str, float]] = []  # rows of the step that a run goes on from
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_writer": None}
@@ -67,13 +68,18 @@ class TensorBoardLogger(Logger):
         if self._writer is None:
             return
         for name, value in metrics.items():
+            if self._kept and (row := (step, name, _single(value))) in self._kept:
+                self._kept.remove(row)  # what came after the checkpoint is done again
+                continue
             self._writer.add_scalar(name, value, step)
         self._final.update(metrics)
 
     def rewind(self, step: int) -> None:
         from tensorboard.compat.proto import event_pb2
 
-        if self._writer is not None:  # TensorBoard leaves out what earlier files hold of this step and later ones
+        if self._writer is not None and self._folder is not None:
+            self._kept = _rows_of(self._folder, step)
+            # TensorBoard leaves out what earlier files hold of this step and later ones
             made: Any = event_pb2  # its classes are made at run time
             began = made.SessionLog(status=made.SessionLog.START)
             self._writer._get_file_writer().add_event(made.Event(step=step + 1, session_log=began))  # type: ignore[no-untyped-call]
@@ -166,6 +172,25 @@ def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, float | st
         else:
             flat[name] = value if isinstance(value, (bool, int, float, str)) else str(value)
     return flat
+
+
+def _single(value: float) -> float:
+    """Return a number in the precision of the event file."""
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+def _rows_of(folder: Path, step: int) -> list[tuple[int, str, float]]:
+    """Return the values of a step in the event files of a folder."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    rows: list[tuple[int, str, float]] = []
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        for event in LegacyEventFileLoader(str(path)).Load():
+            if event.HasField("session_log") and event.step <= step:
+                rows.clear()  # what lies before was left out by another run that went on
+            if event.step == step:
+                rows += [(step, v.tag, v.simple_value) for v in event.summary.value if v.HasField("simple_value")]
+    return rows
 
 
 def _set_status(end: Any, status: int) -> None:
