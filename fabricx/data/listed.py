@@ -52,10 +52,10 @@ class ListFeed(Feed):
         return {"over": self._over, "source": source.state_dict() if self._ahead is _NOTHING else self._ahead}
 
     def load_state_dict(self, state: Any) -> None:
-        if "began" in state:
-            self._began = state["began"]
-        else:
+        if self._stateful:
             self._restored = state
+        elif state is not None:
+            self._began = state["began"]
 
     def _length(self) -> int | float:
         try:
