@@ -68,7 +68,8 @@ class LocalSGD(Strategy):
     """Every rank steps by itself; every `every` steps the ranks join what they have moved, in one round.
 
     With one step a round, plain gradient descent and averaging it computes what ddp computes. A validation in the
-    middle of a round sees the mean of the ranks' weights, and each goes on with its own. A checkpoint ends the round,
+    middle of a round sees the mean of the ranks' weights, and each goes on with its own, except for elements that a
+    hook has changed meanwhile. A checkpoint ends the round,
     and joins the optimizers' moments, so that the run goes on from it exactly, and any other strategy can take it up.
 
     Sources: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; post-local SGD: Lin et al., "Don't
@@ -128,7 +129,8 @@ class LocalSGD(Strategy):
         self._fragments: list[_Fragment] = []
         self._frozen: list[Tensor] = []  # parameters that are in no fragment
         self._used: list[Tensor] = []  # parameters that had a gradient in this rank's newest batch
-        self._own: list[Tensor] = []  # this rank's weights, by fragment, while the parameters hold the mean of all
+        # By fragment, while the parameters hold the mean of all ranks: this rank's weights, and the mean.
+        self._own: list[tuple[Tensor, Tensor]] = []
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         super().setup(module)
@@ -150,8 +152,7 @@ class LocalSGD(Strategy):
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def with_own_weights(*args: Any) -> Any:
-            if self._own:
-                self._go_on_alone()
+            self._go_on_alone()
             return step(*args)
 
         return with_own_weights
@@ -170,6 +171,7 @@ class LocalSGD(Strategy):
             ]
 
     def backward_nothing(self, *company: Any) -> bool:
+        self._go_on_alone()
         for parameter in self._used:  # its part of the mean gradient is zero: momentum and weight decay go on
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -191,8 +193,9 @@ class LocalSGD(Strategy):
             for fragment in self._fragments:
                 if fragment.begun is not None:
                     self._end(fragment, self.keep_local)
-                self._own.append(fragment.flat())
-                fragment.set(self.world.all_reduce(self._own[-1].clone()) / self.world.size)
+                own = fragment.flat()
+                fragment.set(self.world.all_reduce(own.clone()) / self.world.size)
+                self._own.append((own, fragment.flat()))
         super().quiesce(copies)
 
     def finish(self) -> None:
@@ -202,17 +205,30 @@ class LocalSGD(Strategy):
 
     def _end_round(self) -> None:
         """Join what the ranks have moved since their last meeting."""
-        self._go_on_alone()
+        looked_at = self._take_up_own()
         for fragment in self._fragments:
             if fragment.apart:
                 self._begin(fragment, 0)
                 self._end(fragment, 0.0)
+        self._keep_changes(looked_at)
 
     def _go_on_alone(self) -> None:
-        """Take up this rank's own weights again, after the mean was looked at."""
-        for fragment, own in zip(self._fragments, self._own, strict=False):
+        """Take up this rank's own weights again, after the mean was looked at, and what hooks have changed of it."""
+        self._keep_changes(self._take_up_own())
+
+    def _take_up_own(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the mean that was looked at, and what hooks have made of it, by fragment."""
+        looked_at = []
+        for fragment, (own, mean) in zip(self._fragments, self._own, strict=False):
+            looked_at.append((mean, fragment.flat()))
             fragment.set(own)
         self._own = []
+        return looked_at
+
+    def _keep_changes(self, looked_at: list[tuple[Tensor, Tensor]]) -> None:
+        for fragment, (mean, now) in zip(self._fragments, looked_at, strict=False):
+            if not torch.equal(mean, now):
+                fragment.set(torch.where(now == mean, fragment.flat(), now))
 
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         self._end_round()

@@ -109,6 +109,7 @@ AGAIN = (  # that were wrong once
     "fsdp ranks=2 update=manual data=ending save=on_train_batch_end",
     "async ranks=1 accumulate=2 data=weighted loop=no-loss",
     "ddp ranks=2 update=manual data=promised",
+    "local_sgd-2 ranks=1 data=few change=on_validation_epoch_end",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import fabricx as fx
 from fabricx.callbacks import EMA
-from fabricx.effects import Noted, take
+from fabricx.effects import Noted, fingerprint, take
 from fabricx.errors import RanksDisagree
 from fabricx.strategy import Strategy, Traits
 from fabricx.testing import QUIET, TinyModule, tiny_loader
@@ -79,6 +80,29 @@ def test_rates_and_frozen_parameters_are_told_to_ranks_that_called_no_hook() -> 
     assert noted.changes(trainer) == told
     with pytest.raises(RanksDisagree, match="in a batch of which some ranks have no sample"):
         noted.check(trainer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("rows", [4, 9000])
+def test_a_fingerprint_shows_changes_that_leave_norms_as_they_are(dtype: torch.dtype, rows: int) -> None:
+    module = torch.nn.ParameterList([torch.randn(1 + rows * 4).to(dtype)])
+    trainer: Any = SimpleNamespace(module=module)
+    weight = module[0].data[1:].view(rows, 4)  # not aligned to whole words
+    module[0].data[0] = float("nan")
+    for change in (
+        weight.neg_,
+        weight[1].neg_,
+        weight[:, 2].neg_,
+        lambda: weight.copy_(weight.roll(1, 0)),
+        lambda: weight.copy_(weight.roll(1, 1)),
+        lambda: weight[2].copy_(weight[2].flip(0)),
+        lambda: weight[:3].copy_(weight[:3].flip(0)),
+        lambda: weight[3, 3].mul_(1.01),
+    ):
+        before, same = fingerprint(trainer), fingerprint(trainer)
+        change()
+        assert torch.equal(before, same)
+        assert not torch.equal(before, fingerprint(trainer))
 
 
 def test_changed_weights_are_an_error_where_each_rank_has_a_part_of_them() -> None:

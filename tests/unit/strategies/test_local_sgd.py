@@ -1,6 +1,8 @@
-"""How many copies of the weights local_sgd holds, and what becomes of those of other ranks."""
+"""The weights that local_sgd holds: no copy too many, and what becomes of those of other ranks and hooks."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -47,3 +49,30 @@ def test_a_round_of_one_rank_ends_where_two_go_on() -> None:
     strategy.load_own_states([state], module, [], own=False)
     strategy.updated(6)  # on which that meeting would have ended, with half of what the rank has moved
     assert torch.equal(module.weight, moved)
+
+
+class AheadOfItsPeer(World):
+    """Rank 0 of two, of which the other's numbers are greater by 2."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, size=2)
+
+    def all_reduce(self, tensor: Any, op: Any = "sum") -> Any:
+        return tensor + tensor + 2.0
+
+
+def test_what_hooks_change_of_the_mean_of_all_ranks_is_kept_and_the_rest_is_each_rank_s_own() -> None:
+    module = nn.Linear(3, 1, bias=False)
+    strategy = LocalSGD(every=4)
+    strategy.world = World()
+    strategy.setup(module)
+    strategy.world = AheadOfItsPeer()
+    for go_on in (strategy.wrap_step(lambda: None), strategy.backward_nothing):  # with a sample, and without
+        with torch.no_grad():
+            module.weight.copy_(torch.tensor([[1.0, 2.0, 3.0]]))
+        strategy.updated(1)
+        strategy.quiesce()
+        assert module.weight.tolist() == [[2.0, 3.0, 4.0]]
+        module.weight.data[0, 1] = 9.0
+        go_on()
+        assert module.weight.tolist() == [[1.0, 9.0, 3.0]]
