@@ -100,6 +100,7 @@ def run_state(t: Trainer) -> dict[str, Any]:
         "state": t.state.state_dict(),
         "global_batch": _global_batch(t),
         "accumulate": t.accumulate_grad_batches,
+        "order": "" if t.train_feed is None else t.train_feed.order or t.train_feed.order_before,
         "schedules": [schedule.scheduler.state_dict() for schedule in t.lr_schedulers],
         "scheduled": [schedule.described for schedule in t.lr_schedulers],
         # A schedule that waits for the epoch's end may look at one; of the sanity check, nothing stays.
@@ -162,6 +163,13 @@ def take_up(t: Trainer, state: dict[str, Any], *, own: int | None) -> None:
     t.precision_plugin.load_state_dict(state["precision"])
     t.state.load_state_dict(state["state"])
     rebuild_feeds(t)
+    if t.world.size == 1 or t.use_distributed_sampler:  # else each rank has an order of its own
+        t.train_feed.order_before = state.get("order", "")
+    if t.state.batch and "order" in state and bool(state["order"]) != t.train_feed.exact_position:
+        t.print(
+            "the epoch of the checkpoint was read from another kind of loader than "
+            f"{type(t.train_dataloader).__name__}: some of its samples are trained twice, and others not at all"
+        )
     own_accumulation = t.accumulate_grad_batches
     t.taken_up = (state.get("global_batch", 0), state.get("accumulate", own_accumulation), own_accumulation)
     go_on_from(t, state["ranks"], own=own)

@@ -297,6 +297,11 @@ def _set_up_model(t: Trainer, job: Job) -> None:
     comparing.compare(t.world, comparing.of_training(t) | comparing.of_module(module))
     t.strategy.setup(module, several_backwards=not module.automatic_optimization)
     wrap_steps(t)
+    if t.state.step and job.ckpt_path is None:
+        t.print(
+            f"this run goes on after {t.state.step} steps of an earlier fit with its weights, and with new optimizers "
+            "and schedules: ckpt_path='last' goes on with those of a checkpoint"
+        )
     t.logbook = t.train_logbook = Logbook(t.strategy, training=True, weigh=t.weigh)
     t.attach_log(t.logbook)
     t.training_step = t.strategy.wrap_step(t.training_step)

@@ -66,14 +66,15 @@ def fit(t: Trainer, job: object = None) -> None:
         call(t.hooks.on_train_start)
     if t.state.step and not t.world.newcomer:  # a callback may find that an earlier run has stopped for good
         agree_at_boundary(t)
-        if not _goes_on(t) and not t.interrupted:
-            t.print(finished(t))
+    begun_at = t.state.step
     take_part(t)
     t.recorder.begin()
     while True:
         try:
             while _goes_on(t):
                 train_epoch(t)
+            if begun_at == t.state.step > 0 and not t.interrupted:
+                t.print(finished(t))
             t.strategy.finish()  # whoever looks at the weights from now on sees those of all ranks
             call(t.hooks.on_train_end)
             t.finish_checkpoint()

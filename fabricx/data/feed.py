@@ -61,6 +61,8 @@ class Feed(ABC):
     """Batches of one loader for one rank."""
 
     exact_position = True  # can it start anywhere without reading what lies before?
+    order = ""  # what tells the order of the epoch from others; empty where none is known
+    order_before = ""  # that of the checkpoint of this epoch
     reads_again = False  # to start within an epoch, does it read what lies before?
     global_batch = 0  # samples of one, without accumulation; 0 where they can't be divided
     ahead = 0  # the most global batches whose shares may be taken already when one is trained

@@ -52,10 +52,11 @@ class ListFeed(Feed):
         return {"over": self._over, "source": source.state_dict() if self._ahead is _NOTHING else self._ahead}
 
     def load_state_dict(self, state: Any) -> None:
-        if self._stateful:
+        if state is None:
+            return
+        if self._stateful and "source" in state:
             self._restored = state
-        elif state is not None:
-            self._began = state["began"]
+        self._began = state.get("began")
 
     def _length(self) -> int | float:
         try:

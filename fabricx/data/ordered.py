@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, final
@@ -146,6 +147,23 @@ class OrderedFeed(Feed):
                 generator.manual_seed(seed)
             return list(sampler)
 
+    def _compare_order(self, order: Any, position: int) -> None:
+        """Warn of an order that isn't that of the checkpoint of this epoch."""
+        if isinstance(order, range):
+            self.order = f"{len(order)} in the order of the data"
+        elif isinstance(order, np.ndarray):
+            self.order = f"{len(order)} shuffled with seed {self._seed}"
+        else:
+            self.order = f"{len(order)} by {type(self._sampler).__name__} {_digest(order)}"
+        if position and self.order_before not in ("", self.order) and self._world.main_rank:
+            warnings.warn(
+                f"the epoch goes on in another order of the data ({self.order}) than that of the checkpoint "
+                f"({self.order_before}): some of its samples are trained twice, and others not at all. A sampler has "
+                "to draw from torch's, numpy's or python's global generator, or from its attribute generator",
+                stacklevel=2,
+            )
+        self.order_before = ""
+
     def _check_order(self, order: Any) -> None:
         """Refuse a sampler that gives each rank another order: samples would be trained twice, others never.
 
@@ -154,8 +172,7 @@ class OrderedFeed(Feed):
         """
         if self._world.size == 1 or isinstance(order, (range, np.ndarray)):
             return
-        digest = hashlib.blake2b(repr(order).encode(), digest_size=8).hexdigest()
-        if len(set(self._world.gather_objects(digest))) > 1:
+        if len(set(self._world.gather_objects(_digest(order)))) > 1:
             raise RanksDisagree(
                 f"{type(self._sampler).__name__} gives each rank another order of the data, and the order is divided "
                 "over the ranks: give all ranks the same order (drawn from torch's, numpy's or python's global "
@@ -167,6 +184,7 @@ class OrderedFeed(Feed):
         self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0, together: bool = True
     ) -> Iterator[Microbatch]:
         order = self._order(epoch)
+        self._compare_order(order, position)
         self._check_order(order)
         cut = self._cut(min(self._items(), len(order)), accumulate, epoch)
         self._picked.count = len(cut)
@@ -188,6 +206,7 @@ class OrderedFeed(Feed):
         self, dealer: Dealer, section: Section, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0
     ) -> Iterator[Microbatch]:
         order = self._order(epoch)
+        self._compare_order(order, position)
         items = min(self._items(), len(order))
         sizes, batch = self._sizes(order), self._batch
         self._picked.count = len(self._cut(items, accumulate))
@@ -233,6 +252,10 @@ class OrderedFeed(Feed):
         if self._own.generator is not None:  # seeds of loader processes: by rank and epoch, not by what ran before
             self._own.generator.manual_seed(epoch_seed(self._seed + 7919 * (self._world.rank + 1), epoch) % 2**62)
         return iter(self._own)
+
+
+def _digest(order: Any) -> str:
+    return hashlib.blake2b(repr(order).encode(), digest_size=8).hexdigest()
 
 
 def _picks(shares: Iterable[Any], order: Any, alone: bool, *, company: bool) -> Iterator[tuple[int, Any]]:

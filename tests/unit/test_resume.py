@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import fabricx as fx
 from fabricx.callbacks import EMA, EarlyStopping, ModelCheckpoint
@@ -110,8 +113,7 @@ def test_each_check_of_early_stopping_counts_wherever_the_run_was_saved(
     for path in saved:
         capsys.readouterr()
         assert train(path).global_step == 9
-        stopped = path.stem == "step=9" and moment in ("before", "after")
-        assert ("nothing is left to train" in capsys.readouterr().out) is stopped
+        assert ("nothing is left to train" in capsys.readouterr().out) is (path.stem == "step=9")
 
 
 def test_a_step_of_an_earlier_run_is_the_newest_value(own_folder: Path) -> None:
@@ -186,3 +188,61 @@ def test_a_stream_that_draws_its_order_is_read_again_in_the_same_order(own_folde
         train(steps, None)[0].save_checkpoint(own_folder / f"{steps}.ckpt")
         _, resumed = train(-1, own_folder / f"{steps}.ckpt")
         assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+def test_a_finished_run_says_so_and_trains_nothing(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options: Any = {**QUIET, "max_epochs": 1, "enable_checkpointing": True, "default_root_dir": own_folder}
+    trainer, module = fx.Trainer(**options), TinyModule()
+    trainer.fit(module, tiny_loader())
+    again, resumed = fx.Trainer(**options), TinyModule()
+    again.fit(resumed, tiny_loader(), ckpt_path="last")
+    assert "nothing is left to train after 4 steps and 1 epochs: max_epochs=1" in capsys.readouterr().out
+    assert again.global_step == 4
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), resumed.parameters(), strict=True))
+    trainer.max_epochs = 2
+    trainer.fit(module, tiny_loader())
+    assert "after 4 steps of an earlier fit with its weights, and with new optimizers" in capsys.readouterr().out
+
+
+class Drawn(Sampler[int]):
+    """Shuffles with a generator of its own, or with python's, which fabricx seeds."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator_of_its_own = generator
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.generator_of_its_own.sample(range(16), 16))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("seeded", ""), ("its own", "by Drawn"), ("longer", "20 shuffled with seed"),
+        ("not shuffled", "16 in the order of the data"), ("batches", "another kind of loader than list"),
+    ],
+)  # fmt: skip
+def test_an_epoch_that_goes_on_in_another_order_is_said(
+    own_folder: Path, kind: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loader() -> DataLoader[Any]:
+        if kind in ("seeded", "its own"):
+            return tiny_loader(sampler=Drawn(random if kind == "seeded" else random.Random(1)))
+        return tiny_loader(shuffle=True)
+
+    def train(steps: int, data: Any, ckpt: Path | None = None) -> fx.Trainer:
+        torch.manual_seed(3)
+        trainer = fx.Trainer(max_steps=steps, **QUIET)
+        trainer.fit(TinyModule(), data, ckpt_path=ckpt)
+        return trainer
+
+    train(6, loader()).save_checkpoint(own_folder / "six.ckpt")
+    others = {"longer": tiny_loader(20, shuffle=True), "not shuffled": tiny_loader(), "batches": list(tiny_loader())}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(7, others.get(kind) or loader(), own_folder / "six.ckpt")
+    shown = capsys.readouterr().out + "".join(str(one.message) for one in caught)
+    assert said in shown
+    assert ("some of its samples are trained twice" in shown) is bool(said)
