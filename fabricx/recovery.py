@@ -86,6 +86,8 @@ def recover(t: Trainer, error: Exception) -> None:
         Exception: `error`, if no worker has died, or if recovery in place is impossible.
     """
     torn = t.torn and t.copier is None  # a copier restores the state before that update
+    if t.strategy.dealer is not None and t.strategy.dealer.holds_leases:
+        raise error  # of a batch of this rank: only the end of its process gives its leases to another
     if not membership().changes or torn or t.world.newcomer:
         raise error
     if any(callback.repeats_after(t, error) for callback in t.callbacks):

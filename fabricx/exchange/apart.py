@@ -69,6 +69,11 @@ class Apart(Pace):
         self._stale, self.section, self._skipped, self._joined, self._newest = True, -1, 0, False, -1
         self._earlier.clear()
 
+    @property
+    def holds_leases(self) -> bool:
+        """Return whether this worker has begun to train a lease, and has not brought its gradient."""
+        return self.lease is not None
+
     def begin_lease(self, take_logged: Callable[[], dict[str, Any]]) -> None:
         """Begin a lease; what it logs is taken by that function, and goes with its gradient."""
         self._take_logged = take_logged

@@ -48,6 +48,10 @@ class Rounds(Apart):
         super().begin(world, client, parameters, optimizers)
         self._base = [torch.empty_like(parameter).detach() for parameter in parameters]
 
+    @property
+    def holds_leases(self) -> bool:
+        return super().holds_leases or bool(self._mine)
+
     def begin_lease(self, take_logged: Callable[[], dict[str, Any]]) -> None:
         if self._mine:  # the round goes on, and what hooks have logged belongs to it
             self._take_logged = take_logged

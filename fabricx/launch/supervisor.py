@@ -52,6 +52,7 @@ RESTARTS = 3  # of each server
 GATHER_S = 1.0  # after the first failure, how long other ranks may still report theirs
 DUMP_S = 0.1  # until one that can't has shown its stacks
 ANSWER_S = 0.5  # until a worker has said what it is at
+FORK_S = 5.0  # until the system says that a fork server has ended which was killed
 TERMINATE_S = 3.0  # how long a process may take to end when asked to
 
 
@@ -178,7 +179,7 @@ class _Workers:
         # Not a daemon: a worker may have children of its own, such as those of a DataLoader.
         process = context.Process(target=worker_main, args=(place, theirs), name=f"fabricx-rank-{place.rank}")
         multiprocessing_folder_of(process, place.folder, place.rank)
-        process.start()
+        _start(process)
         self._watch.started(place.rank)
         theirs.close()
         self._controls[place.rank], self._processes[place.rank] = ours, process
@@ -414,6 +415,24 @@ def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+def _start(process: BaseProcess) -> None:
+    """Start a process, also where the fork server has just been killed: once it is gone, another is started.
+
+    Raises:
+        EOFError, ConnectionError: no fork server answers for `FORK_S`.
+    """
+    deadline = time.monotonic() + FORK_S
+    while True:
+        try:
+            process.start()
+        except (EOFError, ConnectionError):  # its socket closes before the system says that it has ended
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+        else:
+            return
 
 
 def _end_children(process: BaseProcess) -> None:

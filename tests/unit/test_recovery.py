@@ -11,6 +11,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import fabricx as fx
+from fabricx.comm.generations import Membership
+from fabricx.exchange.messages import Granted
+from fabricx.recovery import recover
 from fabricx.testing import QUIET, Ledger
 from tests.process.test_recovery import Numbered
 from tests.soak import seeds
@@ -96,6 +99,20 @@ def test_under_any_schedule_of_deaths_each_sample_is_trained_once_an_epoch(
                     float(reference.callback_metrics[name]), rel=1e-4
                 ), (seed, name, machine.log)
     assert deaths >= len(SCHEDULES)  # else nothing was tried
+
+
+def test_an_error_in_a_batch_that_was_dealt_to_a_rank_is_never_taken_for_a_cut_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr("fabricx.recovery.membership", lambda: Membership(say=lambda *what: said.append(what)))
+    monkeypatch.setattr("fabricx.recovery.ANSWER_S", 0.0)
+    monkeypatch.setattr("fabricx.recovery.NOTICE_S", 0.0)
+    trainer: Any = fx.Trainer(strategy="async_sgd", **QUIET)
+    trainer.strategy.dealer.lease = Granted(3)
+    with pytest.raises(ConnectionResetError):  # of a user's tracking server, for example
+        recover(trainer, ConnectionResetError("Connection reset by peer"))
+    assert not said
 
 
 def test_a_kill_is_nothing_that_fabricx_catches() -> None:

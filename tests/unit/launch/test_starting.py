@@ -1,0 +1,34 @@
+"""Starting a process while the fork server has just been killed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fabricx.launch import supervisor
+
+
+class Process:
+    """A process that starts after some errors."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.started = list(errors), False
+
+    def start(self) -> None:
+        if self.errors:
+            raise self.errors.pop()
+        self.started = True
+
+
+def test_a_process_is_started_once_another_fork_server_is_there() -> None:
+    process: Any = Process(EOFError("unexpected EOF"), BrokenPipeError(), ConnectionRefusedError())
+    supervisor._start(process)
+    assert process.started
+
+
+def test_a_fork_server_that_never_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "FORK_S", 0.0)
+    process: Any = Process(*[EOFError("unexpected EOF")] * 100)
+    with pytest.raises(EOFError):
+        supervisor._start(process)
