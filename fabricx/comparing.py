@@ -20,6 +20,7 @@ from fabricx.comm.world import World
 from fabricx.errors import RanksDisagree
 
 if TYPE_CHECKING:
+    from fabricx.data import Feed
     from fabricx.optimization import Schedule
     from fabricx.trainer import Trainer
 
@@ -55,8 +56,9 @@ def compare(world: World, described: Mapping[str, str]) -> None:
     raise RanksDisagree(
         "ranks differ at set-up, and would not train one model:\n  "
         + "\n  ".join([*lines[:SHOWN], *more])
-        + "\n  build the same on all ranks, in __init__, setup, configure_model, configure_optimizers and in the "
-        "Trainer (weights may differ: those of rank 0 are taken)"
+        + "\n  build the same on all ranks, in __init__, setup, configure_model, configure_optimizers, DataLoaders and "
+        "the Trainer (weights may differ: those of rank 0 are taken; a rank's own data may differ in an "
+        "IterableDataset or another iterable of batches)"
     )
 
 
@@ -140,6 +142,12 @@ def of_training(t: Trainer) -> dict[str, str]:
     found["strategy"] = _options(t.strategy)
     acting = [callback for callback in t.callbacks if callback.needs_all_ranks]
     return found | {f"callback {number}": _options(callback) for number, callback in enumerate(acting)}
+
+
+def of_data(train: Feed | None, evaluation: Sequence[Feed]) -> dict[str, str]:
+    """Return the lengths and orders of DataLoaders, which are divided over the ranks."""
+    found = {} if train is None else {"training data": train.described()}
+    return found | {f"evaluation data {number}": feed.described() for number, feed in enumerate(evaluation)}
 
 
 def _options(one: Any) -> str:

@@ -282,7 +282,7 @@ def _set_up_model(t: Trainer, job: Job) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         t.recorder.knows(loader_processes=t.train_feed.processes, cores=max(1, cores // max(1, t.world.local_size)))
     if job.stage != "fit":
-        comparing.compare(t.world, comparing.of_module(module))
+        comparing.compare(t.world, comparing.of_module(module) | comparing.of_data(None, t.val_feeds))
         wrap_steps(t)
         t.attach_log(None)
         return
@@ -294,7 +294,8 @@ def _set_up_model(t: Trainer, job: Job) -> None:
     elif t.members is not None and t.strategy.dealer is None:
         t.slot = Slot(mine.folder, mine.worker)
     _check_options(t)
-    comparing.compare(t.world, comparing.of_training(t) | comparing.of_module(module))
+    data = comparing.of_data(t.train_feed, t.val_feeds)
+    comparing.compare(t.world, comparing.of_training(t) | comparing.of_module(module) | data)
     t.strategy.setup(module, several_backwards=not module.automatic_optimization)
     wrap_steps(t)
     if t.state.step and job.ckpt_path is None:

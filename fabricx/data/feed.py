@@ -88,6 +88,10 @@ class Feed(ABC):
     def load_state_dict(self, state: Any) -> None:
         """Let the next epoch begin where a `state_dict` was taken."""
 
+    def described(self) -> str:
+        """Return what the ranks' feeds have in common."""
+        return "an iterable of batches"
+
     def leaves_out(self, accumulate: int) -> bool:
         """Return whether it is known that some rank has no sample of some batch."""
         return False

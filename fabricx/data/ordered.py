@@ -94,6 +94,15 @@ class OrderedFeed(Feed):
         cut = self._cut(self._items(), accumulate)
         return -(-cut.items // cut.global_batch)
 
+    def described(self) -> str:
+        length = f"DataLoader of {len(self._sampler)} {'batches' if self._whole_batches else 'samples'}"
+        if not self._whole_batches:
+            length += f", {self._batch} in a batch" + (", drop_last" if self._drop_last else "")
+        if self._world.size == 1:  # not divided: the order is this rank's own
+            return length
+        seed = f", seed {self._seed}" if _shuffles(self._sampler) else ""
+        return f"{length}, {type(self._sampler).__name__}{seed}"
+
     def leaves_out(self, accumulate: int) -> bool:
         return self._cut(self._items(), accumulate).leaves_out
 

@@ -70,6 +70,12 @@ class Built(fx.Module):
         if self.is_other("weights"):
             nn.init.ones_(self.first.weight)
 
+    def train_dataloader(self) -> Any:
+        samples = 6 if self.is_other("length") else 8
+        shuffled = {"shuffle": True, "generator": torch.Generator().manual_seed(3 + self.is_other("order"))}
+        batch = 1 if self.is_other("batch") else 2
+        return DataLoader(data(samples), batch, **(shuffled if self.what == "order" else {}))  # type: ignore[arg-type]
+
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.last(torch.tanh(self.first(batch))).square().mean()
         return loss
@@ -96,6 +102,9 @@ DIFFERENCES = {
     "group": "optimizer 0, group 1, params: nothing on rank 0, ['last.weight', 'last.bias'] on rank 1",
     "rate": "optimizer 0, group 0, lr: 0.1 on rank 0, 0.2 on rank 1",
     "schedule": "schedule 0, step_size: 5 on rank 0, 7 on rank 1",
+    "length": "training data: DataLoader of 8 samples, 2 in a batch, SequentialSampler on rank 0, DataLoader of 6",
+    "batch": "2 in a batch, SequentialSampler on rank 0, DataLoader of 8 samples, 1 in a batch",
+    "order": "RandomSampler, seed 3 on rank 0, DataLoader of 8 samples, 2 in a batch, RandomSampler, seed 4 on rank 1",
 }
 
 
@@ -107,7 +116,7 @@ def fit_here(cases: list[tuple[Any, fx.Module, dict[str, Any]]]) -> list[tuple[s
     for strategy, module, options in cases:
         trainer = fx.Trainer(devices=world.size, strategy=strategy, **{"max_epochs": 1, **QUIET, **options})
         try:
-            trainer.fit(module, DataLoader(data(), 2))
+            trainer.fit(module, None if isinstance(module, Built) else DataLoader(data(), 2))
         except Exception as error:
             found.append((f"{type(error).__name__}: {error} at step {trainer.global_step}", []))
         else:
