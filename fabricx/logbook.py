@@ -30,7 +30,7 @@ class Logbook:
         self._weigh = weigh
         self._weight: float | None = None  # of the batch, once known
         world = strategy.world
-        self.metrics = Metrics(strategy.reduce, world.gather_objects, world.size, world.device)
+        self.metrics = Metrics(strategy.reduce, world.gather_objects, world.size, world.device, strategy.module)
         self.metrics.counts_shared = world.main_rank
         self.device = world.device
         self.training = training

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fabricx.comm.sums import merge_sums, plain
 from fabricx.errors import RanksDisagree, did_you_mean
@@ -127,6 +127,7 @@ class Metrics:
         gather: brings one object of each rank together; only used to say who logged what.
         size: ranks.
         device: where sums are kept.
+        module: whose attributes metric objects are.
 
     Attributes:
         shared: sums of the epoch that all ranks have, beside their own; see `merge_sums`.
@@ -139,7 +140,9 @@ class Metrics:
         gather: Callable[[Any], list[Any]],
         size: int,
         device: torch.device,
+        module: nn.Module | None = None,
     ) -> None:
+        self._module = module
         self._reduce = reduce
         self._gather = gather
         self._size = size
@@ -231,14 +234,18 @@ class Metrics:
     def _agree(self, names: list[str], *, epoch: bool, idle: bool) -> list[str]:
         """Return the names to join: this rank's own, unless ranks without a batch have to learn them."""
         ways = {name: self.series[name].way() for name in names}
+        ways.update({name: series.way() for name, (_, series) in self.objects.items()})
         text = "\n".join([f"{name} {way[:3]} {way[-1]}" for name, way in ways.items()])
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
         votes = [-(2**62), -(2**62), 1] if idle else [digest, -digest, 0]
         highest, lowest, somebody_idle = self._reduce(torch.tensor(votes, device=self._device), "max").tolist()
         if highest == -lowest and not somebody_idle:
             return names
-        by_rank: list[tuple[bool, dict[str, tuple[Any, ...]]]]
-        by_rank = self._gather((idle, ways))
+        by_rank: list[tuple[bool, dict[str, tuple[Any, ...]]]] = []
+        attributes: dict[str, tuple[str, bool]] = {}  # of metric objects, by name
+        for was_idle, logged, paths in self._gather((idle, ways, self._attributes())):
+            by_rank.append((was_idle, logged))
+            attributes.update(paths)
         busy = [set(logged) for was_idle, logged in by_rank if not was_idle]
         known = {name: kind for _, logged in by_rank for name, kind in logged.items()}
         if any(logged != busy[0] for logged in busy) or (busy and set(known) != busy[0]):
@@ -249,9 +256,38 @@ class Metrics:
             )
         for name, kind in known.items():
             _check_alike(name, [logged.get(name) for _, logged in by_rank])
-            if name not in names:
+            if name in attributes:
+                self._take_part(name, *attributes[name], kind)
+            elif name not in names:
                 self.series.setdefault(name, Series.of_kind(kind[:-1])).contribute_nothing(epoch=epoch)
-        return sorted(known)
+        return sorted(known.keys() - attributes.keys())
+
+    def _attributes(self) -> dict[str, tuple[str, bool]]:
+        """Return which attribute of the module each metric object is ("" for none), and if it has a step's value."""
+        parts = self._module.named_modules() if self._module is not None and self.objects else ()
+        paths = {id(part): path for path, part in parts}
+        return {
+            name: (paths.get(id(metric), ""), getattr(metric, "_forward_cache", None) is not None)
+            for name, (metric, _) in self.objects.items()
+        }
+
+    def _take_part(self, name: str, path: str, cached: bool, kind: tuple[Any, ...]) -> None:
+        """Let this rank join a metric object that only others have updated: its `compute` is a collective.
+
+        Raises:
+            ValueError: it isn't an attribute of the module.
+        """
+        if name in self.objects:
+            return
+        if not path or self._module is None:
+            raise ValueError(
+                f"self.log({name!r}, metric): a rank without a batch has to join this metric, too, and can't find it: "
+                "make it an attribute of the module"
+            )
+        metric: Any = self._module.get_submodule(path)
+        if cached:  # then a step's value is no collective
+            metric._forward_cache = torch.zeros((), device=self._device)
+        self.objects[name] = (metric, self.series.setdefault(name, Series.of_kind(kind[:-1])))
 
     def sums(self) -> dict[str, Any]:
         """Return what this rank has added up in the epoch so far; later values don't change it."""

@@ -71,7 +71,7 @@ class TruePrecision(Precision):
         self.dtype = _KEPT[name]
 
     def convert(self, module: nn.Module) -> None:
-        module.to(self.dtype)
+        module._apply(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor)  # no complex ones
 
     def convert_batch(self) -> Callable[[Any], Any]:
         return lambda batch: to_dtype(batch, self.dtype)

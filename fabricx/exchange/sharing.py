@@ -50,11 +50,11 @@ class Sharing(Together):
         return cast(Neighbours, self._client)
 
     def begin(self, world: World, client: Client, parameters: list[Tensor], optimizers: list[Optimizer]) -> None:
-        super().begin(world, client, parameters, optimizers)
         if len({(parameter.dtype, parameter.device.type) for parameter in parameters} | {(client.dtype, "cpu")}) > 1:
             raise ValueError(
                 "servers=0 with optimizer='server' keeps weights in main memory, all of one type: say servers=1"
             )
+        super().begin(world, client, parameters, optimizers)
         self._own = [parameter.data for parameter in parameters]
         for parameter, (start, stop) in zip(parameters, _spans(parameters), strict=True):
             view = self._memory.vector[start:stop].view(parameter.shape)

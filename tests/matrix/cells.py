@@ -74,20 +74,21 @@ IN_HOOKS = (
 
 FEATURES: dict[str, tuple[Any, ...]] = {
     "ranks": (2, 3, 1),
-    "optimizer": ("sgd", "momentum", "adam", "groups", "custom", "adagrad", "lbfgs", "own-step"),
-    "update": ("automatic", "several", "manual", "manual-submodule", "manual-two"),
+    "optimizer": ("sgd", "momentum", "adam", "groups", "custom", "adagrad", "lbfgs", "own-step", "subset"),
+    "update": ("automatic", "dict", "several", "manual", "manual-submodule", "manual-two"),
     "clip": ("none", "norm", "value", "module"),
     "accumulate": (1, 2),
-    "schedule": ("none", "step", "epoch", "every-2", "plateau"),
+    "schedule": ("none", "step", "epoch", "every-2", "plateau", "two", "own"),
     "model": (
         "plain", "batchnorm", "sync-batchnorm", "dropout", "frozen", "tied", "shared", "sparse", "unused", "buffer",
-        "late", "toggled",
+        "late", "toggled", "scalar", "complex", "dtypes", "recomputed", "compiled",
     ),
     "data": ("even", "uneven", "few", "shuffled", "iterable", "ending", "balanced", "weighted", "promised"),
     "loop": (
         "plain", "limit", "max-steps", "val-interval", "overfit", "reload", "two-val", "skip-rest", "no-loss",
-        "lr-callback", "stop-early", "evaluate",
+        "lr-callback", "stop-early", "evaluate", "one-val", "nan", "skip-one",
     ),
+    "log": ("plain", "objects", "kinds"),
     "save": ("none", *IN_HOOKS, "from-single", "to-single"),
     "callback": ("none", "ema"),
     "change": (
@@ -115,6 +116,7 @@ class Cell:
     model: str = "plain"
     data: str = "even"
     loop: str = "plain"
+    log: str = "plain"
     save: str = "none"
     callback: str = "none"
     change: str = "none"
@@ -163,26 +165,35 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     yield cell.way in ONE_WORKER and cell.ranks != 1  # several workers: no order of updates to compare with
     yield cell.way == "hsdp" and cell.ranks != 2  # the groups have to be of one size
     # torch has no such optimizer, or it needs dense gradients.
-    yield cell.model == "sparse" and cell.optimizer not in ("sgd", "groups", "adagrad", "own-step")
+    yield cell.model == "sparse" and cell.optimizer not in ("sgd", "groups", "adagrad", "own-step", "subset")
     yield cell.optimizer == "lbfgs" and (cell.update == "several" or cell.manual or cell.model in ("sparse", "toggled"))
     # One optimizer of several needs a model of two parts that are both trained.
     yield cell.update in ("several", "manual-two") and cell.model in ("tied", "shared", "frozen", "late")
     yield cell.update in ("several", "manual-two") and cell.optimizer == "groups"
     # local SGD averages steps: that is the step of the mean gradient only where the step is linear in it.
-    linear = cell.optimizer in ("sgd", "groups", "own-step", "momentum") and cell.clip == "none"
+    linear = cell.optimizer in ("sgd", "groups", "own-step", "momentum", "subset") and cell.clip == "none"
     yield cell.way == "local_sgd" and cell.ranks > 1 and not linear
     # On fewer ranks an update has several microbatches, which LBFGS refuses then (tests/process/test_resume.py).
     yield cell.save == "to-single" and cell.optimizer == "lbfgs" and cell.ranks > 1
     # Its second loss is computed with a rank's own weights, after one of two steps.
     yield cell.way == "local_sgd" and cell.ranks > 1 and cell.update == "manual-two"
     # A loop that isn't the module's own.
-    yield cell.manual and cell.loop in ("no-loss",)
+    yield cell.manual and cell.loop in ("no-loss", "skip-one")
     yield cell.manual and cell.accumulate > 1  # what a manual loop does in two batches is its own affair
     yield cell.manual and cell.optimizer == "own-step"  # no optimizer_step is called there
     yield cell.manual and cell.data in ("weighted",)
-    yield cell.manual and cell.schedule in ("epoch", "plateau")
+    yield cell.manual and cell.schedule in ("epoch", "plateau", "two")
     yield cell.manual and cell.update == "manual-submodule" and cell.model != "plain"
     yield cell.schedule == "plateau" and cell.loop == "limit"
+    yield cell.model == "complex" and cell.clip == "value"  # torch has no order of complex numbers
+    yield cell.model == "dtypes" and cell.precision != "64"
+    # Rounding of a few numbers turns into whole steps.
+    yield cell.model == "dtypes" and cell.optimizer in ("adam", "adagrad", "lbfgs")
+    yield cell.model in ("scalar", "complex", "dtypes", "recomputed") and cell.update == "manual-submodule"
+    # The newest step of a rank that goes at its own pace is its own.
+    yield cell.log == "kinds" and cell.ranks > 1 and cell.way in (*BOUNDED, "local_sgd")
+    # A rank that skips a batch alone isn't seen where none waits for it.
+    yield cell.loop == "skip-one" and (cell.ranks == 1 or cell.way in {*BOUNDED, "local_sgd", "reproducible"})
     yield cell.loop in ("two-val",) and cell.schedule == "plateau"  # its metric has a number behind it there
     # One sample has no statistics, on one process either.
     yield cell.data == "few" and (cell.model == "batchnorm" or (cell.model == "sync-batchnorm" and cell.ranks == 1))

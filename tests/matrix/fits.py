@@ -162,15 +162,17 @@ def options(cell: Cell) -> dict[str, Any]:
     """Return the Trainer's options."""
     clip = None if cell.clip == "module" or cell.manual else CLIP[cell.clip]
     found: dict[str, Any] = {
-        "max_epochs": 2, "precision": PRECISIONS[cell.precision], "accumulate_grad_batches": cell.accumulate,
+        "max_epochs": 2, "precision": "32-true" if cell.model == "dtypes" else PRECISIONS[cell.precision],
+        "accumulate_grad_batches": cell.accumulate,
         "gradient_clip_val": clip, "sync_batchnorm": cell.model == "sync-batchnorm", "num_sanity_val_steps": 1,
+        "compile": {"backend": "eager"} if cell.model == "compiled" else False,
     }  # fmt: skip
     if clip is not None:
         found["gradient_clip_algorithm"] = cell.clip
     more: dict[str, dict[str, Any]] = {
         "limit": {"limit_train_batches": 1}, "max-steps": {"max_steps": 3}, "val-interval": {"val_check_interval": 1},
         "overfit": {"overfit_batches": 1}, "reload": {"reload_dataloaders_every_n_epochs": 1},
-        "stop-early": {"max_epochs": 4},
+        "stop-early": {"max_epochs": 4}, "nan": {"max_epochs": 4},
     }  # fmt: skip
     return {**QUIET, **found, **more.get(cell.loop, {})}
 
@@ -184,6 +186,8 @@ def callbacks(cell: Cell, ranks: int) -> list[fx.Callback]:
         found.append(ChangesRate(3 if cell.data in ("few", "uneven") else 2))  # where some ranks may have no sample
     if cell.loop == "stop-early":
         found.append(EarlyStopping(monitor="val", patience=1, min_delta=100.0))
+    if cell.loop == "nan":
+        found.append(EarlyStopping(monitor="val"))
     if cell.model == "toggled":
         found.append(Toggles())
     if cell.change != "none":

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torchmetrics
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import fabricx as fx
@@ -29,6 +31,7 @@ CLIP = {"norm": 0.3, "value": 0.05, "module": 0.1, "none": None}
 def whole(tensor: Any) -> Tensor:
     """Return all of a tensor of which each rank may have a shard only; every rank calls it."""
     found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    found = torch.view_as_real(found) if found.is_complex() else found
     return found.to_dense() if found.is_sparse else found
 
 
@@ -69,6 +72,37 @@ class Stream:
                 numbers = range(start, min(start + GLOBAL_BATCH, len(self.samples)))
             yield [torch.stack([torch.as_tensor(v) for v in column]) for column in
                    zip(*(self.samples[number] for number in numbers), strict=True)]  # fmt: skip
+
+
+class Gain(nn.Module):
+    """One factor for all that goes through, or a complex one for each feature."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs * self.weight).real
+
+
+class OwnSchedule:
+    """Changes two hyperparameters of each group, in each in another way."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.count = optimizer, 0
+
+    def step(self) -> None:
+        self.count += 1
+        for number, group in enumerate(self.optimizer.param_groups):
+            group["lr"] *= 0.5 + 0.3 * (number + self.count % 2)
+            if "weight_decay" in group:
+                group["weight_decay"] = 0.02 * self.count + 0.05 * number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
 
 
 class Promised(Stream):
@@ -158,6 +192,19 @@ class Net(fx.Module):
         if kind == "buffer":
             self.register_buffer("mask", torch.tensor([True, False, True, True]))
             self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        if kind == "scalar":
+            self.gain = Gain(torch.tensor(1.5))
+        if kind == "complex":
+            real = torch.tensor([1.0, 0.5, -1.0, 0.3])
+            self.gain = Gain(torch.complex(real, 0.3 * real))
+            self.register_buffer("turn", torch.complex(0.5 * real, real))
+        if kind == "dtypes":
+            self.double()
+            self.second.float()
+        if cell.log == "objects":
+            self.error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
+            self.mean = torchmetrics.MeanMetric().set_dtype(torch.float64)
+            self.val_error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
         self.trained = 0
         self.seen: list[Any] = []
         self.losses = 0
@@ -173,7 +220,16 @@ class Net(fx.Module):
             hidden = self.norm(hidden)
         if kind == "sparse":
             hidden = hidden + self.table(rows).sum(1).to(hidden.dtype)
-        hidden = self.second(hidden)
+        if kind == "recomputed":
+            hidden = checkpoint(self.second, hidden, use_reentrant=False)
+        elif kind == "dtypes":
+            hidden = self.second(hidden.float()).double()
+        else:
+            hidden = self.second(hidden)
+        if kind in ("scalar", "complex"):
+            hidden = self.gain(hidden)
+        if kind == "complex":
+            hidden = hidden + (hidden * self.turn).imag
         if kind == "shared":
             hidden = self.again(torch.tanh(hidden))
         if kind == "dropout":
@@ -208,13 +264,28 @@ class Net(fx.Module):
         loss = self.batch_loss(batch)
         if self.cell.loop == "no-loss" and batch_idx == 1:
             return None
+        if self.cell.loop == "skip-one" and batch_idx == 1 and self.global_rank == 0:
+            return None
+        self._log_more(batch, loss.detach())
         self.log("loss", loss, on_step=False, on_epoch=True)
         self.log("samples", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum")
         self.log("largest", batch[0].max(), on_step=False, on_epoch=True, reduce_fx="max")
         if self.automatic_optimization:
-            return loss
+            return {"loss": loss, "inputs": batch[0]} if self.cell.update == "dict" else loss
         self._step_by_itself(batch, loss)
         return None
+
+    def _log_more(self, batch: Any, loss: Tensor) -> None:
+        if self.cell.log == "objects":
+            self.mean.update(loss, weight=len(batch[0]))
+            self.error.update(batch[0].sum(1).double(), batch[1][:, 1].double())
+            self.log("mean", self.mean, on_step=False, on_epoch=True)
+            self.log("error", self.error, on_step=False, on_epoch=True)
+        if self.cell.log == "kinds":
+            self.log("both", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(batch[0]))
+            self.log("first", batch[0].sum(), on_step=True, on_epoch=False, reduce_fx="sum")
+            self.log("rows", batch[2].min(), on_step=True, on_epoch=True, reduce_fx="min")
+            self.log("three", 3, on_step=True, on_epoch=True)
 
     def _step_by_itself(self, batch: Any, loss: Tensor) -> None:
         optimizers = self.optimizers()
@@ -229,12 +300,15 @@ class Net(fx.Module):
                 self.clip_gradients(optimizer, CLIP[self.cell.clip], self.cell.clip)
             optimizer.step()
         schedulers = self.lr_schedulers()
-        if schedulers is not None and self.cell.schedule in ("step", "every-2"):
+        if schedulers is not None and self.cell.schedule in ("step", "every-2", "own"):
             for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
                 scheduler.step()
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val", self.batch_loss(batch), batch_size=len(batch[0]))
+        if self.cell.log == "objects":
+            self.val_error.update(batch[0].sum(1).double(), batch[1][:, 1].double())
+            self.log("val_error", self.val_error, on_step=False, on_epoch=True, add_dataloader_idx=False)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test", self.batch_loss(batch), batch_size=len(batch[0]))
@@ -246,19 +320,24 @@ class Net(fx.Module):
 
     def configure_optimizers(self) -> Any:
         kind = self.cell.optimizer
+        parameters = [p for name, p in self.named_parameters() if kind != "subset" or not name.startswith("second")]
         if self.cell.update in ("several", "manual-two"):
             mine = {id(parameter) for parameter in self.first.parameters()}
             parts = [
-                [p for p in self.parameters() if id(p) in mine],
-                [p for p in self.parameters() if id(p) not in mine],
+                [p for p in parameters if id(p) in mine],
+                [p for p in parameters if id(p) not in mine],
             ]
             optimizers = [_optimizer(kind, part) for part in parts]
         else:
-            optimizers = [_optimizer(kind, list(self.parameters()))]
-        return optimizers, [self._schedule(optimizer) for optimizer in optimizers if self.cell.schedule != "none"]
+            optimizers = [_optimizer(kind, parameters)]
+        kinds = {"none": (), "two": ("step", "epoch-exponential")}.get(self.cell.schedule, (self.cell.schedule,))
+        return optimizers, [self._schedule(one, optimizer) for optimizer in optimizers for one in kinds]
 
-    def _schedule(self, optimizer: Any) -> Any:
-        kind = self.cell.schedule
+    def _schedule(self, kind: str, optimizer: Any) -> Any:
+        if kind == "own":
+            return {"scheduler": OwnSchedule(optimizer), "interval": "step"}
+        if kind == "epoch-exponential":
+            return ExponentialLR(optimizer, 0.7)
         if kind == "plateau":
             plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0, threshold_mode="abs")
             return {"scheduler": plateau, "monitor": "val", "interval": "epoch", "strict": False}
@@ -319,10 +398,14 @@ def make_loaders(cell: Cell, began: int, ranks: int) -> tuple[Any, Any]:
     """
     dtype = DTYPES[cell.precision]
     samples = Samples(SAMPLES[cell.data], dtype)
+    if cell.loop == "nan":
+        samples.targets[13] = torch.nan  # of the second global batch
     train: Any = (Promised if cell.data == "promised" else Stream)(samples, ends=cell.data != "iterable")
     if cell.data not in STREAMS:
         train = DataLoader(samples, GLOBAL_BATCH // began, shuffle=cell.data == "shuffled")
-    validation: Any = DataLoader(Samples(VALIDATION_SAMPLES, dtype, seed=2), 6 // ranks)
+    validation: Any = DataLoader(
+        Samples(1 if cell.loop == "one-val" else VALIDATION_SAMPLES, dtype, seed=2), 6 // ranks
+    )
     if cell.loop == "two-val":
         validation = [validation, DataLoader(Samples(4, dtype, seed=4), 1)]
     return train, validation

@@ -162,6 +162,8 @@ def _close(one: float, other: float, relative: float) -> bool:
 
 
 def _near(one: Tensor, other: Tensor, close: float) -> bool:
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
     if torch.equal(one, other):
         return True
     if not other.isfinite().all():  # training diverges in this cell

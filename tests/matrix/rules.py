@@ -164,6 +164,32 @@ REFUSALS = (
         "a stream can't be dealt to workers: a DataLoader over a map-style dataset",
     ),
     Refusal(
+        lambda c: c.loop == "skip-one",
+        "gave no loss on rank 0 and a loss on the others",
+        "a batch can only be skipped on all ranks together: a loss of zero (`loss * 0.0`)",
+        steps=2,
+    ),
+    Refusal(
+        lambda c: c.model == "scalar" and c.way in FSDP and c.ranks > 1,
+        "doesn't support scalar parameters",
+        "a parameter without dimensions can't be sharded: a parameter of shape [1], or `ddp`",
+    ),
+    Refusal(
+        lambda c: c.model in ("dtypes", "complex") and c.way in FSDP and c.ranks > 1,
+        "needs parameters of one dtype",
+        "parameters are sharded in one buffer: one dtype, or `ddp`",
+    ),
+    Refusal(
+        lambda c: c.model in ("dtypes", "complex") and c.way == "ps0-server",
+        "all of one type|is complex",
+        "weights are in one memory that all workers see: one dtype, or `servers=1`",
+    ),
+    Refusal(
+        lambda c: c.model == "complex" and c.way.startswith(("ps", "bounded", "async", "rounds", "local_sgd")),
+        "is complex",
+        "real numbers are joined: train the parameter's `view_as_real`",
+    ),
+    Refusal(
         lambda c: c.data == "promised" and c.ranks > 1 and c.loop != "limit",
         "has ended after 1 batches of this epoch, and its length, or limit_train_batches, promised more",
         "ranks weight their batches with the loader's length: no `__len__`, or a `limit_train_batches` that holds",
@@ -236,7 +262,7 @@ def refusal(cell: Cell) -> Refusal | None:
 def tolerance(cell: Cell) -> float:
     """Return how far a number may be from the oracle's, relative to the largest one of its tensor.
 
-    To the bit (0) where one rank computes what the oracle does in the same order.
+    To the bit (0) where one rank computes what the oracle does in the same order. Servers keep the widest dtype.
     """
     if cell.way in COMPRESSED:
         return 0.1 if "bf16" in cell.way else 0.02  # 8 and 11 bits of mantissa for each gradient, in steps of 0.3
@@ -247,9 +273,9 @@ def tolerance(cell: Cell) -> float:
     other_order = {"reproducible", "rounds", "local_sgd", "local_sgd-2"}
     if cell.clip != "none":  # a server's norm
         other_order |= SERVERS_STEP | UNEQUAL_PACE
-    if cell.ranks == 1 and cell.model != "sparse" and cell.way not in other_order:
+    if cell.ranks == 1 and cell.model not in ("sparse", "dtypes") and cell.way not in other_order:
         return 0.0
-    if cell.precision == "32" or cell.way == "reproducible":
+    if cell.precision == "32" or cell.model in ("dtypes", "complex") or cell.way == "reproducible":
         # Sums in another order, after steps that enlarge them; Adam and LBFGS divide by small numbers: LBFGS keeps
         # differences of gradients of one batch, which have lost a digit.
         return 1e-3 if cell.optimizer in ("adam", "lbfgs") else 1e-4

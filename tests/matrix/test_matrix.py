@@ -110,6 +110,8 @@ AGAIN = (  # that were wrong once
     "async ranks=1 accumulate=2 data=weighted loop=no-loss",
     "ddp ranks=2 update=manual data=promised",
     "local_sgd-2 ranks=1 data=few change=on_validation_epoch_end",
+    "ddp ranks=3 log=objects loop=one-val",
+    "ps0-server ranks=2 model=dtypes",
 )
 
 

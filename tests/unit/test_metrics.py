@@ -35,7 +35,7 @@ def two_ranks(mine: Metrics, others: Sequence[Tensor], gathered: list[Any]) -> M
         other = queue.pop(0).to(values.dtype)
         return {"sum": values + other, "max": torch.maximum(values, other), "min": torch.minimum(values, other)}[op]
 
-    mine._reduce, mine._gather, mine._size = reduce, lambda obj: [obj, *gathered], 2
+    mine._reduce, mine._gather, mine._size = reduce, lambda obj: [obj, *((*one, {}) for one in gathered)], 2
     return mine
 
 
@@ -91,7 +91,7 @@ def test_only_one_number_can_be_logged() -> None:
 
 def logbook() -> Logbook:
     """Return a logbook in the middle of a training batch of 1024 samples."""
-    found = Logbook(cast(Any, SimpleNamespace(reduce=None, world=World(), dealer=None)), training=True)
+    found = Logbook(cast(Any, SimpleNamespace(reduce=None, world=World(), dealer=None, module=None)), training=True)
     found.begin_batch(None, 1024, step=1)
     return found
 

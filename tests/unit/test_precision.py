@@ -57,3 +57,12 @@ def test_several_optimizers_are_skipped_each_by_its_own_gradients() -> None:
 def test_16_mixed_asks_for_cuda() -> None:
     with pytest.raises(ValueError, match="bf16-mixed"):
         make_precision("16-mixed", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["64-true", "bf16-true"])
+def test_complex_numbers_stay_complex(name: str) -> None:
+    module = torch.nn.Linear(2, 1)
+    module.register_buffer("turn", torch.tensor([1.0 + 2.0j]))
+    make_precision(name, torch.device("cpu")).convert(module)
+    assert torch.equal(module.turn, torch.tensor([1.0 + 2.0j]))
+    assert module.weight.dtype == {"64-true": torch.float64, "bf16-true": torch.bfloat16}[name]
