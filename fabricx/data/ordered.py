@@ -46,15 +46,17 @@ class OrderedFeed(Feed):
     one; a plain `shuffle=True` becomes a permutation by (seed, epoch). With `company`, a rank without a sample reads
     the first one of the global batch, so that it can compute something while the others need it. With `undivided`, a
     rank's part of a global batch is one batch, also where fewer ranks than at the beginning share it. With `fixed`,
-    each epoch has the order of the first, and a plain `shuffle=True` is ignored.
+    each epoch has the order of the first, and a plain `shuffle=True` is ignored. So many ranks as `beside` each read an
+    order of their own, undivided.
     """
 
     def __init__(
         self, loader: DataLoader[Any], world: World, seed: int, limit: int | float, began_with: int = 0,
         *, company: bool = False, parts: int = 0, dealt: bool = False, balance: Balance | None = None,
-        undivided: bool = False, fixed: bool = False,
+        undivided: bool = False, fixed: bool = False, beside: int = 1,
     ) -> None:  # fmt: skip
         self._fixed = fixed
+        self._beside = beside
         self._balance = balance
         self._parts, self._dealt = parts, dealt
         self._company = company
@@ -204,7 +206,7 @@ class OrderedFeed(Feed):
             size = sizes(share.begin, share.end)
             whole = sizes(share.window_begin, share.window_end)
             yield Microbatch(
-                next(data) if size or self._company else None, index, size, size / whole,
+                next(data) if size or self._company else None, index, size, size / (whole * self._beside),
                 share.opens, share.closes, share.last, share.planned, empty=size == 0, position=share.window_end,
                 begin=share.begin, part=share.part, start=share.window_begin,
                 idle=share.idle if self._world.size > 1 else 0,  # nobody waits for an empty part of this rank

@@ -70,7 +70,7 @@ def make_feed(
             f"DistributedSampler and with use_distributed_sampler=True, not {type(source).__name__}"
         )
     if ordered:
-        return OrderedFeed(source, World(device=world.device), seed + world.rank, limit, fixed=fixed)
+        return OrderedFeed(source, World(device=world.device), seed + world.rank, limit, fixed=fixed, beside=world.size)
     return ListFeed(source, world, limit, fixed=fixed, company=company)
 
 

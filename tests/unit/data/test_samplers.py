@@ -70,3 +70,8 @@ def test_a_group_stays_together_in_its_own_order() -> None:
 def test_a_bucket_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="bucket=0"):
         BucketSampler([1, 2], bucket=0)
+
+
+def test_batches_of_ranks_that_each_read_all_data_are_parts_of_a_global_batch() -> None:
+    feed = make_feed(DataLoader(range(8), 4), World(size=2), seed=1, shard=False)  # type: ignore[arg-type]
+    assert [micro.factor for micro in feed.epoch(0)] == [0.5, 0.5]
