@@ -111,9 +111,10 @@ def take_up_buffers(module: nn.Module, packed: tuple[tuple[str, ...], bytes] | N
         return
     names, data = packed
     live = dict(module.named_buffers())
-    values = torch.frombuffer(bytearray(data), dtype=torch.float64) if data else torch.empty(0, dtype=torch.float64)
-    for name, part in zip(names, values.split([live[name].numel() for name in names]), strict=True):
-        live[name].copy_(part.view(live[name].shape))
+    found = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    for name, part in zip(names, found.split([live[name].nbytes for name in names]), strict=True):
+        buffer = live[name]
+        buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))  # a copy is aligned
 
 
 def go_on_from(t: Trainer, ranks: list[dict[str, Any]], *, own: int | None) -> None:
@@ -225,7 +226,7 @@ class BufferCopies:
             point: as they were there, where a window began; as they are now, if not given.
 
         Returns:
-            names, and values as 64-bit numbers; None if there are none.
+            names, and the bytes of their values; None if there are none.
         """
         kept = point.buffers if point is not None and point.of_window else {}
         live = {
@@ -235,8 +236,8 @@ class BufferCopies:
         }
         if not live:
             return None
-        values = torch.cat([buffer.detach().reshape(-1).to("cpu", torch.float64) for buffer in live.values()])
-        return tuple(live), values.numpy().tobytes()
+        values = (buffer.detach().cpu().reshape(-1).view(torch.uint8) for buffer in live.values())
+        return tuple(live), b"".join(part.numpy().tobytes() for part in values)
 
     def take(self) -> dict[str, Tensor]:
         """Return what the buffers are now, in the place of what was returned before."""
