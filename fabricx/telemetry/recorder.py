@@ -171,7 +171,7 @@ class Recorder(Quiet):
         self._traced = False  # was the newest lap written down?
         self._all: dict[str, float] = {}  # of all rows
         self._all_steps = 0
-        self._step, self._moved = 0, _clock()
+        self._step = 0
         self._cpu = (_clock(), _cpu_s())
         self._over = threading.Event()
         self._busy = threading.Lock()
@@ -236,7 +236,6 @@ class Recorder(Quiet):
             rows: list[tuple[int, float, int, dict[str, float]]] = []
             raw: list[tuple[str | None, float, float]] = []
             for lap in self._taken():
-                self._moved = _clock()
                 self._take(lap, rows, raw)
             if raw:
                 self._file.write("laps", laps=raw)
@@ -300,8 +299,8 @@ class Recorder(Quiet):
         found["cpu_cores"] = round(cores, 2)
         if self._device.type == "cuda":
             found["device_mib"] = round(torch.cuda.memory_allocated(self._device) / 2**20, 1)
-        if self._last is not None and now - self._moved > _STILL_S:
-            found |= {"still_s": round(now - self._moved, 1), "where": pulse.where(), "waits": pulse.waits()}
+        if self._last is not None and now - self._last[0] > _STILL_S:
+            found |= {"still_s": round(now - self._last[0], 1), "where": pulse.where(), "waits": pulse.waits()}
         self._file.write("now", **found)
 
 
