@@ -216,6 +216,11 @@ class OrderedFeed(Feed):
     def leased(
         self, dealer: Dealer, section: Section, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0
     ) -> Iterator[Microbatch]:
+        if self._beside > 1:
+            raise ValueError(
+                "use_distributed_sampler=False gives each rank an order of its own, and this strategy deals one order "
+                "to ranks that go at their own pace: leave use_distributed_sampler out, or take strategy=ddp"
+            )
         order = self._order(epoch)
         self._compare_order(order, position)
         items = min(self._items(), len(order))
