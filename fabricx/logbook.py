@@ -12,6 +12,7 @@ from torch import Tensor
 from fabricx.data.transfer import batch_size_of
 from fabricx.metrics import EXACT, Metrics, Series, as_value
 from fabricx.module import check_reduction
+from fabricx.restart_point import metric_objects, set_states, states_of
 from fabricx.strategy import Strategy
 
 
@@ -40,14 +41,20 @@ class Logbook:
         self.size: int | None = None  # samples in `batch`, once known
         self.loader: int | None = None  # number of the loader, where there are several
         self.batches = 0  # of this epoch or evaluation
+        self.idle = False  # had this rank no sample of the newest manual batch?
+        self._module = strategy.module
         self._mute = False
         self._alone = strategy.dealer is not None  # values of one step are this rank's
 
     def begin_batch(self, batch: Any, size: int | None, step: int) -> None:
         """Say which batch the values to come are of."""
-        self.batch, self.size, self.step, self.in_step = batch, size, step, True
+        self.batch, self.size, self.step, self.in_step, self.idle = batch, size, step, True, False
         self._weight = None
         self.batches += 1
+
+    def pass_batch(self, step: int) -> None:
+        """Note a manual batch of which this rank has no sample: the step's values are those of other ranks."""
+        self.step, self.idle = step, True
 
     def end_batch(self) -> None:
         """Say that the values to come are not of a batch."""
@@ -100,12 +107,17 @@ class Logbook:
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
-        """Take no values: a step runs only so that other ranks don't wait."""
+        """Take no values, also not into metric objects: a step runs only so that other ranks don't wait."""
+        found = metric_objects(self._module).values() if self._module is not None else ()
+        before = [(metric, states_of(metric), metric._forward_cache) for metric in found]
         self._mute = True
         try:
             yield
         finally:
             self._mute = False
+            for metric, states, latest in before:
+                set_states(metric, states)
+                metric._forward_cache = latest
 
     def _begin(
         self, name: str, reduce_fx: Any, on_step: bool | None, on_epoch: bool | None,
@@ -158,9 +170,9 @@ class Logbook:
     def step_values(self, step: int) -> dict[str, Tensor]:
         """Return the joined values of one step; every rank calls it at the same step, where all go together."""
         metrics = self.metrics
-        values = metrics.joined(
-            metrics.due(epoch=False, step=step), epoch=False, idle=self.step != step, alone=self._alone
-        )
+        idle = self.idle or self.step != step
+        names = [] if self.idle else metrics.due(epoch=False, step=step)
+        values = metrics.joined(names, epoch=False, idle=idle, alone=self._alone)
         for name, (metric, series) in metrics.objects.items():
             if series.on_step:
                 latest = getattr(metric, "_forward_cache", None)  # what the metric's own call has returned

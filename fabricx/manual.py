@@ -58,8 +58,8 @@ def train_without_data(t: Trainer, micro: Microbatch, company: tuple[Any, ...]) 
     """Take the same steps as the other ranks in a batch of which this rank has no sample.
 
     How often a manual step calls `backward`, and for which parameters, is known to that step alone. So it runs on a
-    sample of another rank, or the newest batch of this one, with a loss of zero weight; logs, random numbers and batch
-    statistics stay as they are.
+    sample of another rank, or the newest batch of this one, with a loss of zero weight; logs, metric objects, random
+    numbers and batch statistics stay as they are.
 
     Raises:
         ValueError: this rank has had no batch at all.
@@ -73,6 +73,7 @@ def train_without_data(t: Trainer, micro: Microbatch, company: tuple[Any, ...]) 
     devices = [t.world.device] if t.world.device.type == "cuda" else []
     with t.logbook.muted(), torch.random.fork_rng(devices=devices), _statistics_kept(t.module):
         t.training_step(*company)
+    t.logbook.pass_batch(t.state.step + 1)
     t.count_manual_steps()
 
 

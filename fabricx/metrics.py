@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal
 
 import torch
@@ -117,6 +117,21 @@ def _join(reduction: Reduction, old: Any, old_weight: float, new: Any, new_weigh
         return old + new
     pick: Callable[[Tensor, Tensor], Tensor] = torch.maximum if reduction == "max" else torch.minimum
     return pick(torch.as_tensor(old), torch.as_tensor(new))
+
+
+def join_latest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Join what `Metrics.latest` returned on several ranks: one rank goes on with the values of the newest step."""
+    newest = max((step for latest in ranks for _, step, *_ in latest.values()), default=-1)
+    found: dict[str, Any] = {}
+    for latest in ranks:
+        for name, (kind, step, value, weight) in latest.items():
+            if step != newest:
+                continue
+            if name in found and not kind[-1]:  # a local value is the first rank's
+                _, _, before, weight_before = found[name]
+                found[name] = [kind, step, _join(kind[0], before, weight_before, value, weight), weight_before + weight]
+            found.setdefault(name, [kind, step, value, weight])
+    return found
 
 
 class Metrics:
@@ -322,7 +337,7 @@ class Metrics:
         }
 
     def set_latest(self, latest: dict[str, Any]) -> None:
-        """Take over what `latest` returned, here or on another rank."""
+        """Take over what `latest` returned, here or on another rank, or what `join_latest` has made of several."""
         for series in self.series.values():
             series.step, series.value, series.weight = -1, None, 0.0
         for name, (kind, step, value, weight) in latest.items():

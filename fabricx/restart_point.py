@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fabricx.comm.sums import merge_sums, plain
-from fabricx.metrics import Series
+from fabricx.metrics import Series, join_latest
 from fabricx.seed import RandomState
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class RestartPoint:
         metrics = t.train_logbook.metrics
         self._sums, self._shared = metrics.sums(), metrics.shared if metrics.counts_shared else {}
         objects = metric_objects(t.module) if objects is None else objects
-        self._objects = {name: _states(metric) for name, metric in objects.items()}
+        self._objects = {name: states_of(metric) for name, metric in objects.items()}
         self._logged = _logged_objects(t, objects) if objects else {}
         self._position = t.train_feed.state_dict()
         self._latest = t.train_logbook.metrics.latest()
@@ -85,7 +85,7 @@ class LoggedMark:
     def __init__(self, t: Trainer) -> None:
         self._t = t
         self._values = t.logbook.metrics.mark()
-        self._objects = [(metric, _states(metric)) for metric in metric_objects(t.module).values()]
+        self._objects = [(metric, states_of(metric)) for metric in metric_objects(t.module).values()]
         self._buffers = [(buffer, buffer.clone()) for buffer in t.module.buffers()]
         self._batches, self._samples = t.logbook.batches, t.recorder.samples
 
@@ -94,7 +94,7 @@ class LoggedMark:
         t = self._t
         t.logbook.metrics.rewind(self._values)
         for metric, states in self._objects:
-            _set_states(metric, states)
+            set_states(metric, states)
         for buffer, before in self._buffers:
             buffer.copy_(before)
         t.logbook.batches, t.recorder.samples = self._batches, self._samples
@@ -129,11 +129,12 @@ def go_on_from(t: Trainer, ranks: list[dict[str, Any]], *, own: int | None) -> N
     sums.forget_epoch()
     for saved in mine:
         sums.add_sums(saved["sums"])
-        if same:
-            latest = saved.get("latest", {})
-            sums.set_latest(latest)
-            # Else it would count as one that had no batch, and what was logged in this step would be left out.
-            t.train_logbook.step = max((step for _, step, *_ in latest.values()), default=t.train_logbook.step)
+    if mine:
+        latest = [saved.get("latest", {}) for saved in mine]
+        sums.set_latest(latest[0] if same else join_latest(latest))
+        # Else it would count as one that had no batch, and what was logged in this step would be left out.
+        steps = [step for one in latest for _, step, *_ in one.values()]
+        t.train_logbook.step = max(steps, default=t.train_logbook.step)
     objects = metric_objects(t.module)
     for metric in objects.values():
         metric.reset()
@@ -144,10 +145,10 @@ def go_on_from(t: Trainer, ranks: list[dict[str, Any]], *, own: int | None) -> N
     for name, metric in objects.items():
         found = [saved["objects"][name] for saved in mine if name in saved["objects"]]
         if found:
-            _set_states(metric, found[0])
+            set_states(metric, found[0])
         for other in found[1:]:
             incoming = metric.clone()
-            _set_states(incoming, other)
+            set_states(incoming, other)
             metric.merge_state(incoming)
     if same:
         take_up_buffers(t.module, mine[0].get("buffers"))
@@ -167,8 +168,8 @@ def _logged_objects(t: Trainer, objects: dict[str, Any]) -> dict[str, Any]:
     return {name: [names[id(one)], list(series.kind())] for name, (one, series) in logged if id(one) in names}
 
 
-def _states(metric: Any) -> dict[str, Any]:
-    """Return copies: a metric adds to its tensors in place."""
+def states_of(metric: Any) -> dict[str, Any]:
+    """Return copies of the state of a metric object: it adds to its tensors in place."""
     copies = {
         name: [item.detach().clone() for item in value] if isinstance(value, list) else value.detach().clone()
         for name, value in metric.metric_state.items()
@@ -185,7 +186,8 @@ def _on_cpu(states: dict[str, Any]) -> dict[str, Any]:
     return {**states, "values": values}
 
 
-def _set_states(metric: Any, saved: dict[str, Any]) -> None:
+def set_states(metric: Any, saved: dict[str, Any]) -> None:
+    """Let a metric object have the state that `states_of` returned."""
     metric.reset()
     for name, value in saved["values"].items():
         on = metric.device

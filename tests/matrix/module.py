@@ -277,7 +277,7 @@ class Net(fx.Module):
 
     def _log_more(self, batch: Any, loss: Tensor) -> None:
         if self.cell.log == "objects":
-            self.mean.update(loss, weight=len(batch[0]))
+            self.mean.update(loss, weight=float(batch[3].sum()) if self.cell.data == "weighted" else len(batch[0]))
             self.error.update(batch[0].sum(1).double(), batch[1][:, 1].double())
             self.log("mean", self.mean, on_step=False, on_epoch=True)
             self.log("error", self.error, on_step=False, on_epoch=True)

@@ -111,6 +111,10 @@ AGAIN = (  # that were wrong once
     "ddp ranks=2 update=manual data=promised",
     "local_sgd-2 ranks=1 data=few change=on_validation_epoch_end",
     "ddp ranks=3 log=objects loop=one-val",
+    "ddp ranks=2 update=manual data=few log=kinds",
+    "ddp ranks=2 update=manual data=few log=objects",
+    "fsdp ranks=2 data=ending log=objects",
+    "ddp ranks=2 log=kinds loop=limit save=to-single",
     "ps0-server ranks=2 model=dtypes",
 )
 
