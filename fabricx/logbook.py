@@ -42,7 +42,6 @@ class Logbook:
         self.loader: int | None = None  # number of the loader, where there are several
         self.batches = 0  # of this epoch or evaluation
         self.idle = False  # had this rank no sample of the newest manual batch?
-        self._module = strategy.module
         self._mute = False
         self._alone = strategy.dealer is not None  # values of one step are this rank's
 
@@ -108,7 +107,7 @@ class Logbook:
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
         """Take no values, also not into metric objects: a step runs only so that other ranks don't wait."""
-        found = metric_objects(self._module).values() if self._module is not None else ()
+        found = metric_objects(self.metrics.module).values() if self.metrics.module is not None else ()
         before = [(metric, states_of(metric), metric._forward_cache) for metric in found]
         self._mute = True
         try:

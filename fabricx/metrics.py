@@ -157,7 +157,7 @@ class Metrics:
         device: torch.device,
         module: nn.Module | None = None,
     ) -> None:
-        self._module = module
+        self.module = module
         self._reduce = reduce
         self._gather = gather
         self._size = size
@@ -279,7 +279,7 @@ class Metrics:
 
     def _attributes(self) -> dict[str, tuple[str, bool]]:
         """Return which attribute of the module each metric object is ("" for none), and if it has a step's value."""
-        parts = self._module.named_modules() if self._module is not None and self.objects else ()
+        parts = self.module.named_modules() if self.module is not None and self.objects else ()
         paths = {id(part): path for path, part in parts}
         return {
             name: (paths.get(id(metric), ""), getattr(metric, "_forward_cache", None) is not None)
@@ -294,12 +294,12 @@ class Metrics:
         """
         if name in self.objects:
             return
-        if not path or self._module is None:
+        if not path or self.module is None:
             raise ValueError(
                 f"self.log({name!r}, metric): a rank without a batch has to join this metric, too, and can't find it: "
                 "make it an attribute of the module"
             )
-        metric: Any = self._module.get_submodule(path)
+        metric: Any = self.module.get_submodule(path)
         if cached:  # then a step's value is no collective
             metric._forward_cache = torch.zeros((), device=self._device)
         self.objects[name] = (metric, self.series.setdefault(name, Series.of_kind(kind[:-1])))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
@@ -78,6 +78,7 @@ class TensorBoardLogger(Logger):
         from tensorboard.compat.proto import event_pb2
 
         if self._writer is not None and self._folder is not None:
+            self._writer.flush()
             self._kept = _rows_of(self._folder, step)
             # TensorBoard leaves out what earlier files hold of this step and later ones
             made: Any = event_pb2  # its classes are made at run time
@@ -180,17 +181,39 @@ def _single(value: float) -> float:
 
 
 def _rows_of(folder: Path, step: int) -> list[tuple[int, str, float]]:
-    """Return the values of a step in the event files of a folder."""
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    """Return the values of a step in the event files of a folder: (step, name, value)."""
+    from tensorboard.compat.proto import event_pb2
 
+    made: Any = event_pb2
+    # Serialized events contain these bytes: few events have to be parsed.
+    of_step = made.Event(step=step).SerializeToString()
+    of_start = made.Event(session_log=made.SessionLog(status=made.SessionLog.START)).SerializeToString()
     rows: list[tuple[int, str, float]] = []
     for path in sorted(folder.glob("events.out.tfevents.*")):
-        for event in LegacyEventFileLoader(str(path)).Load():
+        for record in _records(path.read_bytes()):
+            if of_step not in record and of_start not in record:
+                continue
+            event = made.Event.FromString(record)
             if event.HasField("session_log") and event.step <= step:
-                rows.clear()  # what lies before was left out by another run that went on
+                rows.clear()  # a run that went on from here has left out the values before
             if event.step == step:
                 rows += [(step, v.tag, v.simple_value) for v in event.summary.value if v.HasField("simple_value")]
     return rows
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of an event file, up to a record that is incomplete.
+
+    A record is its length (8 bytes), a checksum (4 bytes), the data, and a checksum (4 bytes). TensorBoard's own reader
+    takes 10 times as long, since it computes the checksums.
+    """
+    begin = 12
+    while begin <= len(data):
+        end = begin + int.from_bytes(data[begin - 12 : begin - 4], "little")
+        if end + 4 > len(data):
+            return
+        yield data[begin:end]
+        begin = end + 16
 
 
 def _set_status(end: Any, status: int) -> None:

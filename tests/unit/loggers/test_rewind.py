@@ -60,3 +60,19 @@ def test_a_row_that_was_written_after_the_checkpoint_of_its_step_is_there_once(
         logger.log_metrics({"loss": loss, "epoch": 0.0}, 2)
     logger.close()
     assert read(logger, tmp_path) == [(2, 0.5), (2, 0.25), (2, 0.25), (2, 0.75)]
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLogger, TensorBoardLogger])
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_running_process_goes_back_without_losing_or_repeating_a_row(
+    tmp_path: Path, kind: type[Logger], step: int
+) -> None:
+    logger = kind()
+    logger.open(tmp_path)
+    for attempt in (1, 2, 3):
+        for later in range(2):
+            logger.log_metrics({"loss": later + attempt * (later == 1) / 4}, step + later)
+        if attempt < 3:
+            logger.rewind(step)
+    logger.close()
+    assert read(logger, tmp_path) == [(step, 0.0), (step + 1, 1.75)]
