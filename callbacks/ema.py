@@ -37,7 +37,7 @@ class EMA(Callback):
     Args:
         decay: how much of the average stays at each update, from 0 to 1.
         every_n_steps: update after every so many weight updates.
-        use_buffers: also average buffers of floating point, such as the statistics of batch normalisation; the
+        use_buffers: also average real and complex buffers, such as the statistics of batch normalisation; the
             module's own ones are used otherwise. Averages of buffers are the main rank's.
         start_step: until this many weight updates the average is a copy of the weights.
         validate_with_ema: validate the averages rather than the weights.
@@ -106,7 +106,7 @@ class EMA(Callback):
     def _check_buffers(self, trainer: Trainer, module: Module) -> None:
         """Refuse averages of buffers of which no rank sees each update."""
         apart = trainer.strategy.dealer is not None and trainer.world.size > 1
-        if self.use_buffers and apart and any(buffer.is_floating_point() for buffer in module.buffers()):
+        if self.use_buffers and apart and any(map(_averageable, module.buffers())):
             raise ValueError(
                 "EMA(use_buffers=True): each of several ranks goes at its own pace and has buffers of its own, so no "
                 "rank sees those of each update: say use_buffers=False (the module's own buffers are used), or take "
@@ -168,9 +168,9 @@ class EMA(Callback):
                     world.broadcast(self.averages[name])
 
     def _averaged(self, module: Module) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
+        found: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if _averageable(p)}
         if self.use_buffers:
-            found |= {name: b for name, b in module.named_buffers() if b.is_floating_point()}
+            found |= {name: b for name, b in module.named_buffers() if _averageable(b)}
         return found
 
     # -- changing places: by value, since optimizers and compiled code hold on to the module's tensors ----------
@@ -251,6 +251,10 @@ class EMA(Callback):
 def _local(tensors: Iterable[Any]) -> list[Tensor]:
     """Return what this rank holds: its shard, where a tensor is sharded. All that is done here is elementwise."""
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+
+
+def _averageable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _precise(tensor: Tensor) -> Tensor:

@@ -166,6 +166,7 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     yield cell.way == "hsdp" and cell.ranks != 2  # the groups have to be of one size
     # torch has no such optimizer, or it needs dense gradients.
     yield cell.model == "sparse" and cell.optimizer not in ("sgd", "groups", "adagrad", "own-step", "subset")
+    yield cell.model == "sparse" and cell.schedule == "own"  # it sets a weight decay, which dense gradients have only
     yield cell.optimizer == "lbfgs" and (cell.update == "several" or cell.manual or cell.model in ("sparse", "toggled"))
     # One optimizer of several needs a model of two parts that are both trained.
     yield cell.update in ("several", "manual-two") and cell.model in ("tied", "shared", "frozen", "late")

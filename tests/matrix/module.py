@@ -203,7 +203,7 @@ class Net(fx.Module):
             self.second.float()
         if cell.log == "objects":
             self.error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
-            self.mean = torchmetrics.MeanMetric().set_dtype(torch.float64)
+            self.mean = torchmetrics.MeanMetric(nan_strategy="disable").set_dtype(torch.float64)
             self.val_error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
         self.trained = 0
         self.seen: list[Any] = []
@@ -276,13 +276,14 @@ class Net(fx.Module):
         return None
 
     def _log_more(self, batch: Any, loss: Tensor) -> None:
+        weight = int(batch[3].sum()) if self.cell.data == "weighted" else len(batch[0])
         if self.cell.log == "objects":
-            self.mean.update(loss, weight=float(batch[3].sum()) if self.cell.data == "weighted" else len(batch[0]))
+            self.mean.update(loss, weight=weight)
             self.error.update(batch[0].sum(1).double(), batch[1][:, 1].double())
             self.log("mean", self.mean, on_step=False, on_epoch=True)
             self.log("error", self.error, on_step=False, on_epoch=True)
         if self.cell.log == "kinds":
-            self.log("both", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(batch[0]))
+            self.log("both", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=weight)
             self.log("first", batch[0].sum(), on_step=True, on_epoch=False, reduce_fx="sum")
             self.log("rows", batch[2].min(), on_step=True, on_epoch=True, reduce_fx="min")
             self.log("three", 3, on_step=True, on_epoch=True)

@@ -184,3 +184,15 @@ def test_a_run_that_goes_back_averages_from_there(trainer: Any) -> None:
 def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="EMA"):
         EMA(**arguments)
+
+
+def test_complex_weights_are_averaged_too(trainer: Any) -> None:
+    callback = EMA(decay=0.5)
+    run = trainer(callback)
+    run.module.turn = nn.Parameter(torch.tensor([1.0 + 2.0j]))
+    run.start()
+    with torch.no_grad():
+        run.module.turn.fill_(3.0 - 2.0j)
+    run.step()
+    run.end()
+    assert run.module.turn.tolist() == [2.0 + 0.0j]

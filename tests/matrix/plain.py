@@ -1,0 +1,134 @@
+"""The same training in plain PyTorch, without the framework: what the oracle itself is compared with."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, default_collate
+
+from tests.matrix.cells import STREAMS, Cell
+from tests.matrix.module import CLIP, DTYPES, GLOBAL_BATCH, SAMPLES, VALIDATION_SAMPLES, Net, Samples, make_module
+
+EPOCHS = 2
+EMA_DECAY = 0.5
+
+
+def covers(cell: Cell) -> bool:
+    """Return whether `train_plainly` knows all features of a cell."""
+    loops = ("plain", "limit", "max-steps", "val-interval", "overfit", "reload", "two-val", "evaluate", "one-val")
+    drawn = cell.data in ("shuffled", *STREAMS) or cell.model == "dropout"  # random numbers, or a stream of each rank
+    called = cell.change != "none" or cell.save != "none" or cell.optimizer == "lbfgs" or cell.model == "toggled"
+    return cell.loop in loops and not drawn and not called and not cell.manual and cell.precision != "bf16-mixed"
+
+
+class Plain:
+    """Two epochs of a cell on one process.
+
+    Attributes:
+        module: with the weights at the end; `averages` has their moving average.
+        seen: of each update: the rate of each group, and the norm of the gradient before it is clipped.
+        loss: mean loss of the last epoch, by samples or by their weights.
+        updates: of the weights.
+    """
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        self.module: Net = make_module(cell)
+        self.module.configure_model()
+        if cell.model != "dtypes":
+            self.module.double() if cell.precision == "64" else self.module.float()
+        self.optimizers, schedules = self.module.configure_optimizers()
+        kinds = {"none": (), "two": ("step", "epoch")}.get(cell.schedule, (cell.schedule,))
+        self.schedules = list(zip(itertools.cycle(kinds), schedules, strict=False))
+        self.averages = {name: weight.detach().clone() for name, weight in self.module.named_parameters()}
+        self.seen: list[Any] = []
+        self.loss, self.updates = 0.0, 0
+
+    def train(self) -> Plain:
+        """Train, and return this object."""
+        for epoch in range(EPOCHS):
+            total = whole = 0.0
+            batches, size = self._batches(), self.cell.accumulate
+            for start in range(0, len(batches), size):
+                if self.cell.loop == "max-steps" and self.updates == 3:
+                    return self
+                for loss, weight in self._update(batches[start : start + size]):
+                    total, whole = total + loss * weight, whole + weight
+            self.loss = total / whole
+            self._advance("epoch", epoch + 1)
+        return self
+
+    def _batches(self) -> list[Any]:
+        samples = Samples(SAMPLES[self.cell.data], DTYPES[self.cell.precision])
+        batches = list(DataLoader(samples, GLOBAL_BATCH))
+        return batches[:1] if self.cell.loop in ("limit", "overfit") else batches
+
+    def _update(self, window: Any) -> list[tuple[float, float]]:
+        """Make one update of the mean over all samples of a window; returns (loss, weight) of each batch."""
+        weighted = self.cell.data == "weighted"
+        weights = [float(batch[3].sum()) if weighted else 1.0 for batch in window]
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        losses = []
+        for batch, weight in zip(window, weights, strict=True):
+            loss = self.module.batch_loss(batch)
+            (loss * (weight / sum(weights))).backward()
+            losses.append(loss.item())
+        for optimizer in self.optimizers:
+            self._step(optimizer)
+        self.updates += 1
+        self._advance("step", self.updates)
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                self.averages[name].lerp_(parameter, 1.0 - EMA_DECAY)
+        return list(zip(losses, weights if weighted else [len(batch[0]) for batch in window], strict=True))
+
+    def _step(self, optimizer: Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in parameters]
+        norm = sum(float(gradient.abs().double().square().sum()) for gradient in gradients) ** 0.5
+        self.seen.append(([group["lr"] for group in optimizer.param_groups], norm))
+        limit: Any = CLIP[self.cell.clip]
+        if self.cell.clip == "norm":
+            torch.nn.utils.clip_grad_norm_(parameters, limit)
+        elif self.cell.clip == "value":
+            torch.nn.utils.clip_grad_value_(parameters, limit)
+        elif self.cell.clip == "module":
+            largest = max(float(gradient.abs().max()) for gradient in gradients)
+            for parameter in parameters:
+                parameter.grad.mul_(min(1.0, limit / (largest + 1e-12)))
+        if self.cell.optimizer == "own-step":
+            for group in optimizer.param_groups:
+                group["lr"] = 0.4 if self.updates % 2 else 0.2
+        optimizer.step()
+
+    def _advance(self, interval: str, count: int) -> None:
+        for kind, made in self.schedules:
+            if (interval == "epoch") != (kind in ("epoch", "plateau")) or (kind == "every-2" and count % 2):
+                continue
+            scheduler = made["scheduler"] if isinstance(made, dict) else made
+            scheduler.step(*((self.validate(),) if kind == "plateau" else ()))
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Return the mean loss of all validation samples, with the averages if there are any."""
+        count = 1 if self.cell.loop == "one-val" else VALIDATION_SAMPLES
+        samples = Samples(count, DTYPES[self.cell.precision], seed=2)
+        live = {name: weight.detach().clone() for name, weight in self.module.named_parameters()}
+        if self.cell.callback == "ema":
+            self.put(self.averages)
+        self.module.eval()
+        loss = float(self.module.batch_loss(default_collate([samples[number] for number in range(count)])))
+        self.module.train()
+        self.put(live)
+        return loss
+
+    @torch.no_grad()
+    def put(self, weights: dict[str, Tensor]) -> None:
+        """Let the module have these weights."""
+        for name, weight in self.module.named_parameters():
+            weight.copy_(weights[name])

@@ -1,0 +1,85 @@
+"""The oracle itself trains what a loop in plain PyTorch does: what both would have wrong, no combination shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.matrix.cells import FEATURES, Cell, exists, single_features
+from tests.matrix.oracle import run_oracle
+from tests.matrix.plain import Plain, covers
+from tests.matrix.rules import refusal
+from tests.soak import SEED, rounds
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def known(cell: Cell) -> bool:
+    """Return whether one process trains the cell, and the plain loop as well."""
+    return exists(cell) and refusal(cell) is None and covers(cell)
+
+
+def combined(count: int) -> list[Cell]:
+    """Return cells with most of their features set."""
+    chance = random.Random(SEED)
+    found: list[Cell] = []
+    while len(found) < count:
+        cell = Cell("single", ranks=1)
+        for name in chance.sample(list(FEATURES), len(FEATURES)):
+            more = dataclasses.replace(cell, **{name: chance.choice(FEATURES[name])})
+            cell = more if name != "ranks" and known(more) else cell
+        found.append(cell)
+    return found
+
+
+def wrong(cell: Cell, folder: Path) -> list[str]:
+    """Return what one process has trained otherwise than the plain loop."""
+    found, plain = run_oracle(cell, folder), Plain(cell).train()
+    assert not found.error, found.error
+    # The same operations in the same order; only norms and metrics are added up otherwise, in float32 at worst.
+    close = {"rtol": 1e-12, "atol": 1e-12} if cell.precision == "64" else {"rtol": 1e-5, "atol": 1e-6}
+    lines = []
+    if found.position[0] != plain.updates:
+        lines.append(f"{found.position[0]} updates, and there are {plain.updates}")
+    weights = plain.averages if cell.callback == "ema" else dict(plain.module.named_parameters())
+    saved = found.state["strategy"]["module"]
+    for name, value in {**dict(plain.module.named_buffers()), **weights}.items():
+        if not torch.allclose(saved[name], value.detach(), **close):
+            lines.append(f"{name}: {saved[name].tolist()}, and has to be {value.tolist()}")
+    if [rates for rates, _ in found.seen] != [rates for rates, _ in plain.seen]:
+        lines.append(f"rates {found.seen}, and have to be {plain.seen}")
+    if [norm for _, norm in found.seen] != pytest.approx([norm for _, norm in plain.seen], rel=1e-6):
+        lines.append(f"gradients {found.seen}, and have to be {plain.seen}")
+    for name, value in metrics(cell, plain).items():
+        if found.metrics[name] != pytest.approx(value, rel=1e-6, abs=1e-9):
+            lines.append(f"metric {name}: {found.metrics[name]}, and has to be {value}")
+    return lines
+
+
+def metrics(cell: Cell, plain: Plain) -> dict[str, float]:
+    """Return the metrics of the last epoch, where it was a whole one and validated `Samples` of its own once."""
+    last = {} if cell.loop == "max-steps" else {"loss": plain.loss}
+    return last if cell.loop in ("max-steps", "two-val", "overfit") else {**last, "val": plain.validate()}
+
+
+def check(cells: list[Cell], folder: Path) -> None:
+    """Fail with what is wrong of each cell."""
+    found = {}
+    for number, cell in enumerate(cells):
+        place = folder / str(number)
+        place.mkdir()
+        found[str(cell)] = wrong(cell, place)
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_each_feature_alone_is_what_plain_torch_trains(tmp_path: Path) -> None:
+    check([cell for cell in single_features(1) if cell.way == "single" and known(cell)], tmp_path)
+
+
+@pytest.mark.soak
+def test_combinations_of_features_are_what_plain_torch_trains(tmp_path: Path) -> None:
+    check(combined(rounds(30, 1000)), tmp_path)
