@@ -39,6 +39,12 @@ IMPORTED: Final = (
     "fabricx.app", "fabricx.cli", "fabricx.config", "fabricx.doctor", "fabricx.trainer", "fabricx.strategies",
     "fabricx.callbacks", "fabricx.loggers.tensorboard", "fabricx.demo.digits", "fabricx.testing",
     "fabricx.telemetry.report", "tests.process.test_recovery",
+    # what workers import at their first checkpoint, update on a server, or metric, and what test modules import
+    "fabricx.checkpoint.shards", "fabricx.exchange.server", "fabricx.callbacks.fault_recovery",
+    "fabricx.callbacks.model_checkpoint", "fabricx.callbacks.progress_bar", "fabricx.launch.fork_server",
+    "fabricx.loggers.jsonl", "multiprocessing.synchronize", "psutil", "pytest",
+    "tensorboard.backend.event_processing.event_accumulator", "torch._inductor.compile_fx",
+    "torch.distributed.tensor.debug", "torch.numa.binding", "torch.profiler._cupti_monitor", "yaml",
 )  # fmt: skip
 ROOT: Final = Path(__file__).parents[1]
 CLONE: Final = {"x86_64": 56, "aarch64": 220}.get(platform.machine()) if sys.platform == "linux" else None
@@ -275,6 +281,11 @@ def _run_script(main: types.ModuleType, args: list[str]) -> None:
     exec(compile(script.read_bytes(), str(script), "exec"), vars(main))
 
 
+def use_clone_as_fork_server() -> None:
+    """Let the fork server of this process be a clone, too."""
+    mp_forkserver.ForkServer.ensure_running = _ensure_running  # type: ignore[method-assign]
+
+
 def _use_clones() -> None:
     """Let the fork server of this command, and what torchrun starts, be clones, too; of a process of its own."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
@@ -299,22 +310,27 @@ def _ensure_running(server: Any) -> None:
     with server._lock:
         resource_tracker.ensure_running()
         if server._forkserver_pid is not None:
-            return
+            if not os.waitpid(server._forkserver_pid, os.WNOHANG)[0]:
+                return
+            os.close(server._forkserver_alive_fd)  # it was killed
         with socket.socket(socket.AF_UNIX) as listener:
             address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
             listener.bind(address)
             listener.listen()
             alive_r, alive_w = os.pipe()
             main = {name: value for name, value in spawn.get_preparation_data("").items() if name == "main_path"}
-            request = Request(preload=server._preload_modules, main=main)
+            request = Request([], os.getcwd(), dict(os.environ), preload=server._preload_modules, main=main)
             server._forkserver_pid = _template().clone(request, [listener.fileno(), alive_r])
             os.close(alive_r)
         server._forkserver_address, server._forkserver_alive_fd = address, alive_w
 
 
 def _be_fork_server(request: Request, files: list[int]) -> None:
+    from fabricx.launch import fork_server
+
     mp_forkserver.ForkServer.ensure_running = _start_fork_server  # type: ignore[method-assign]
-    sys.modules.pop("fabricx.launch.notices", None)  # what it does in a fork server it does when it is imported there
+    _enter(request)
+    fork_server.prepare()  # as it does by itself when a fork server imports it
     sys.orig_argv = [sys.executable, "-c", "from multiprocessing.forkserver import main"]
     sys.path.insert(0, "")
     mp_forkserver.main(*files, request.preload, **request.main)

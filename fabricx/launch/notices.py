@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from typing import Final, NoReturn
 
 TERMINATED: Final = 128 + signal.SIGTERM  # exit status, as shells and schedulers use it
@@ -34,13 +33,7 @@ def stop_now(number: int) -> NoReturn:
     raise SystemExit(TERMINATED)
 
 
-def _hear() -> None:
+def hear() -> None:
+    """Let these signals end this process, as they do by default."""
     for number in _ALL:
         signal.signal(number, signal.SIG_DFL)
-
-
-# A scheduler that ends a job signals each of its processes. The fork server would end, and nobody would know any more
-# what becomes of the workers; it ends with the process that started it. Those that it forks hear as ever.
-if "multiprocessing.forkserver" in " ".join(sys.orig_argv):
-    ignore()
-    os.register_at_fork(after_in_child=_hear)

@@ -45,7 +45,7 @@ from fabricx.scratch import (
 Note = Callable[[str, str], None]
 PRELOAD = [
     "torch", "torch.distributed", "torch._dynamo", "torch.optim", "fabricx.trainer", "fabricx.strategies",
-    "fabricx.launch.notices",
+    "fabricx.launch.fork_server",
 ]  # fmt: skip
 FROZEN_S = 60.0  # without a sign of life
 RESTARTS = 3  # of each server

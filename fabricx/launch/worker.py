@@ -20,9 +20,10 @@ from typing import Any
 from fabricx.comm import authentication, generations, pulse
 from fabricx.errors import brief_traceback
 from fabricx.launch import notices
+from fabricx.launch.fork_server import fork_for_children
 from fabricx.scratch import remove_if_abandoned, sweep
 
-PRELOAD = ["torch.utils.data", "fabricx.launch.notices"]
+PRELOAD = ["torch.utils.data", "fabricx.launch.fork_server"]
 BEAT_S = 0.5  # between two signs of life
 LONG_S = 10.0  # without a further batch, after which signs of life say what the main thread is at
 SHUT_S = 0.02  # between two looks for links of a broken group, while its worker is still busy with it
@@ -68,7 +69,8 @@ class Failure:
 def main(place: Place, control: Connection) -> None:
     """Run the function that the supervisor has left in the folder, and leave the result there."""
     os.setpgrp()  # whatever it starts can be ended with it
-    set_forkserver_preload(["__main__", *PRELOAD])  # should it start one of its own, for processes that load data
+    set_forkserver_preload(["__main__", *PRELOAD])
+    fork_for_children()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the supervisor decides
     if place.serve is not None:  # it ends when the workers have
         notices.ignore()

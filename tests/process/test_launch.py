@@ -250,3 +250,37 @@ def _sum_of_ranks() -> float:
     world = current()
     assert world is not None
     return float(world.all_reduce(torch.tensor(world.rank + 1.0)))
+
+
+class Where(torch.utils.data.Dataset[Any]):
+    """Each sample tells of the process that loads it: its id, its group, and what it was started with."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return os.getpid(), os.getpgrp(), [*sys.orig_argv], os.environ["OF_RANK"], os.sched_getaffinity(0)
+
+
+def where_data_is_loaded(_: int) -> list[int]:
+    """Load data in two processes, twice, the second time after their fork server was killed."""
+    found = []
+    os.environ["OF_RANK"] = str(os.getpid())
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    for _ in range(2):
+        loader = torch.utils.data.DataLoader(Where(), batch_size=None, num_workers=2)
+        for process, group, arguments, variable, cores in loader:
+            assert variable == str(os.getpid())
+            assert cores == os.sched_getaffinity(0)
+            assert group == os.getpgrp() == os.getpid()  # whoever ends this process's group ends them, too
+            assert arguments == sys.orig_argv  # forked from what this process was forked from: no new interpreter
+            found.append(process)
+        [server] = multiprocessing.active_children()
+        os.kill(server.pid or 0, signal.SIGKILL)
+        server.join()
+    return found
+
+
+def test_processes_that_load_data_are_forks_in_the_group_of_their_rank() -> None:
+    found = [process for of_rank in run_ranks(where_data_is_loaded, 2, 30) for process in of_rank]
+    assert len(set(found)) == 8
