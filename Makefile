@@ -26,7 +26,8 @@ demo: $(INSTALLED)  ## train handwritten digits on two processes, and test
 	@$(BIN)/fabricx fit experiment=digits strategy=ddp trainer.devices=2
 
 # Three processes for two cores: each has a fork server and ranks of its own, and two work while one waits.
-TEST := $(BIN)/python -m pytest -q -n 3 --dist worksteal
+# With bytecode on the disk, since some hundred processes import the same modules.
+TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist worksteal
 
 test: $(INSTALLED)  ## run the tests
 	$(TEST) --durations=10

@@ -21,11 +21,8 @@ from fabricx import testing
 from fabricx.launch import supervisor
 from tests import pool, warm
 
-# What test modules import, which workers import with them: the fork server does it once for all.
-supervisor.PRELOAD += [
-    "torchmetrics", "pytest", "psutil", "tensorboard.backend.event_processing.event_accumulator", "safetensors.torch",
-    "torch.distributed.tensor.debug", "fabricx.testing", "fabricx.loggers.tensorboard", "torch._inductor.compile_fx",
-]  # fmt: skip
+if warm.CLONE is not None:
+    warm.use_clone_as_fork_server()
 GRACE_S = 2.0  # how long something that is ending already may take
 # Set once in a process by a library, at its import or first use; they belong to nobody.
 LIBRARIES_SET = {

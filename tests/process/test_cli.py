@@ -219,7 +219,7 @@ def test_a_secret_reaches_the_run_and_nothing_that_the_run_writes_or_shows(own_f
     assert "refused by pg://me:<masked>@host" in said
     said += fabricx("report", str(run)) + fabricx("report", str(sweep))
     assert [secret for secret in secrets if secret in said] == []
-    files = [file for file in own_folder.rglob("*") if file.is_file() and file.name != "mine.py"]
+    files = [file for file in own_folder.rglob("*") if file.is_file() and not file.stem.startswith("mine")]
     assert {"report.html", "manifest.json", "hparams.json", "state.pt", "multirun.yaml"} <= {
         file.name for file in files
     }
