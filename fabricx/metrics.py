@@ -328,6 +328,11 @@ class Metrics:
         """Add sums that all ranks have; each rank calls it with the same."""
         self.shared = merge_sums(self.shared, sums)
 
+    @property
+    def newest_step(self) -> int:
+        """Return the newest step of which this rank has values; -1 for none."""
+        return max((series.step for series in self.series.values() if series.on_step), default=-1)
+
     def latest(self) -> dict[str, Any]:
         """Return this rank's values of the newest step."""
         return {

@@ -137,8 +137,9 @@ def shown_in_bar(t: Trainer) -> dict[str, float]:
 
 def _step_of_values(t: Trainer) -> int:
     """Return under which step the newest values were logged; a manual batch may have made several updates."""
-    together = t.module.automatic_optimization and t.strategy.dealer is None
-    return t.state.step if together else t.logbook.step
+    if t.strategy.dealer is not None:  # the newest batch may have given no loss
+        return t.logbook.metrics.newest_step
+    return t.state.step if t.module.automatic_optimization else t.logbook.step
 
 
 def _to_loggers(t: Trainer, values: dict[str, Tensor], *, epoch: bool) -> None:

@@ -203,7 +203,7 @@ class Net(fx.Module):
             self.second.float()
         if cell.log == "objects":
             self.error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
-            self.mean = torchmetrics.MeanMetric(nan_strategy="disable").set_dtype(torch.float64)
+            self.mean = torchmetrics.MeanMetric().set_dtype(torch.float64)
             self.val_error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
         self.trained = 0
         self.seen: list[Any] = []
@@ -263,8 +263,6 @@ class Net(fx.Module):
         self.trained += 1
         loss = self.batch_loss(batch)
         if self.cell.loop == "no-loss" and batch_idx == 1:
-            return None
-        if self.cell.loop == "skip-one" and batch_idx == 1 and self.global_rank == 0:
             return None
         self._log_more(batch, loss.detach())
         self.log("loss", loss, on_step=False, on_epoch=True)

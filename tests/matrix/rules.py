@@ -164,12 +164,6 @@ REFUSALS = (
         "a stream can't be dealt to workers: a DataLoader over a map-style dataset",
     ),
     Refusal(
-        lambda c: c.loop == "skip-one",
-        "gave no loss on rank 0 and a loss on the others",
-        "a batch can only be skipped on all ranks together: a loss of zero (`loss * 0.0`)",
-        steps=2,
-    ),
-    Refusal(
         lambda c: c.model == "scalar" and c.way in FSDP and c.ranks > 1,
         "doesn't support scalar parameters",
         "a parameter without dimensions can't be sharded: a parameter of shape [1], or `ddp`",

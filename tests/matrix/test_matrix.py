@@ -116,6 +116,10 @@ AGAIN = (  # that were wrong once
     "fsdp ranks=2 data=ending log=objects",
     "ddp ranks=2 log=kinds loop=limit save=to-single",
     "ps0-server ranks=2 model=dtypes",
+    "async_sgd ranks=1 loop=no-loss log=kinds",
+    "ps0 ranks=3 data=weighted log=kinds",
+    "ddp ranks=3 data=shuffled log=objects",
+    "ddp-fp16 ranks=2 model=scalar",
 )
 
 
