@@ -12,6 +12,8 @@ import torch
 from fabricx import checkpoint
 from fabricx.boundaries import validation_interval
 from fabricx.callback import Callback
+from fabricx.data import Feed
+from fabricx.data.own_state import set_generators
 from fabricx.errors import CheckpointError
 from fabricx.hparams import plain
 from fabricx.loaders import count_batches, rebuild_feeds
@@ -101,6 +103,7 @@ def run_state(t: Trainer) -> dict[str, Any]:
         "global_batch": _global_batch(t),
         "accumulate": t.accumulate_grad_batches,
         "order": "" if t.train_feed is None else t.train_feed.order or t.train_feed.order_before,
+        "drawn": [feed.drawn for feed in _feeds(t)],
         "schedules": [schedule.scheduler.state_dict() for schedule in t.lr_schedulers],
         "scheduled": [schedule.described for schedule in t.lr_schedulers],
         # A schedule that waits for the epoch's end may look at one; of the sanity check, nothing stays.
@@ -109,6 +112,10 @@ def run_state(t: Trainer) -> dict[str, Any]:
         "callbacks": {key: callback.state_dict() for key, callback in _by_key(t.callbacks).items()},
         "datamodule": t.datamodule.state_dict() if t.datamodule is not None else {},
     }
+
+
+def _feeds(t: Trainer) -> list[Feed]:
+    return [] if t.train_feed is None else [t.train_feed, *t.val_feeds]
 
 
 def _by_key(callbacks: Sequence[Callback]) -> dict[str, Callback]:
@@ -165,6 +172,8 @@ def take_up(t: Trainer, state: dict[str, Any], *, own: int | None) -> None:
     rebuild_feeds(t)
     if t.world.size == 1 or t.use_distributed_sampler:  # else each rank has an order of its own
         t.train_feed.order_before = state.get("order", "")
+        for feed, drawn in zip(_feeds(t), state.get("drawn", ()), strict=False):
+            feed.drawn = drawn
     if t.state.batch and "order" in state and bool(state["order"]) != t.train_feed.exact_position:
         t.print(
             "the epoch of the checkpoint was read from another kind of loader than "
@@ -173,6 +182,14 @@ def take_up(t: Trainer, state: dict[str, Any], *, own: int | None) -> None:
     own_accumulation = t.accumulate_grad_batches
     t.taken_up = (state.get("global_batch", 0), state.get("accumulate", own_accumulation), own_accumulation)
     go_on_from(t, state["ranks"], own=own)
+    for feed in _feeds(t):
+        feed.place_sampler(t.state.epoch)
+    if t.state.step and (lost := t.train_feed.lost_generators(within=t.state.batch > 0)):
+        t.print(
+            f"loader processes draw from generators of the data's own ({', '.join(lost)}), and these begin anew: the "
+            "random numbers are others than without the interruption. Draw from torch's, numpy's or python's global "
+            "generator, which each batch seeds"
+        )
     before = t.state.shared_by
     count_again(t)
     if own is None or before != t.world.size:
@@ -190,6 +207,7 @@ def take_up(t: Trainer, state: dict[str, Any], *, own: int | None) -> None:
     place = t.world.rank if own is None else own
     if place < len(state["ranks"]):
         RandomState.of(state["ranks"][place]["random"]).restore()
+        set_generators(t.own_generators, state["ranks"][place].get("own", {}))
 
 
 def _global_batch(t: Trainer) -> int:

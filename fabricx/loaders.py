@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from fabricx.boundaries import validation_interval
 from fabricx.data import Balance, Feed, make_feed
+from fabricx.data.own_state import find_generators
 
 if TYPE_CHECKING:
     from fabricx.job import Job
@@ -85,6 +86,7 @@ def _make_train_feed(t: Trainer) -> None:
     t.train_feed = _feed(
         t, t.train_dataloader, limit, t.state.ranks, t.strategy.parts, t.balance, manual=manual
     )  # fmt: skip
+    t.own_generators = find_generators(t.module, "module") | t.train_feed.generators()
     count_batches(t)
     batches = t.num_training_batches
     _check_part("overfit_batches" if t.overfit_batches else "limit_train_batches", limit, t.train_dataloader, batches)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fabricx.comm.sums import merge_sums, plain
+from fabricx.data.own_state import states_of_generators
 from fabricx.metrics import Series, join_latest
 from fabricx.seed import RandomState
 
@@ -34,7 +35,7 @@ class RestartPoint:
     ) -> None:  # fmt: skip
         self.of_window = buffers is not None
         self.buffers = buffers or {}
-        self._random = RandomState()
+        self._random, self._own = RandomState(), states_of_generators(t.own_generators)
         metrics = t.train_logbook.metrics
         self._sums, self._shared = metrics.sums(), metrics.shared if metrics.counts_shared else {}
         objects = metric_objects(t.module) if objects is None else objects
@@ -53,6 +54,7 @@ class RestartPoint:
         """Return what `of_word` needs: in a form that is pickled quickly, with the values of the newest step."""
         return {
             "random": self._random.packed(),
+            "own": self._own,
             "sums": {name: [kind, plain(total), weights] for name, (kind, total, weights) in self._sums.items()},
             "latest": {
                 name: [kind, step, plain(value), weight] for name, (kind, step, value, weight) in self._latest.items()
@@ -66,6 +68,7 @@ class RestartPoint:
         """Return plain data and tensors."""
         return {
             "random": self._random.state_dict(),
+            "own": self._own,
             "sums": merge_sums(self._sums, self._shared) if self._shared else self._sums,
             "objects": self._objects,
             "logged": self._logged,

@@ -264,6 +264,7 @@ class Trainer(Answers):
         self.logbook: Logbook = None  # type: ignore[assignment]
         self.train_logbook: Logbook = None  # type: ignore[assignment]  # the same, but while a validation has its own
         self.mark: LoggedMark | None = None  # before a batch whose gradient may be dropped
+        self.own_generators: dict[str, Any] = {}  # of the module and of the data, by path; not the global ones
         self.epoch_end: RestartPoint | None = None  # where making an epoch's end known began, for going on with others
         self.restart_point: RestartPoint | None = None  # where what isn't done yet began; None between two steps
         self.overridden: Overridden = None  # type: ignore[assignment]

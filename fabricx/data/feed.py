@@ -63,6 +63,7 @@ class Feed(ABC):
     exact_position = True  # can it start anywhere without reading what lies before?
     order = ""  # what tells the order of the epoch from others; empty where none is known
     order_before = ""  # that of the checkpoint of this epoch
+    drawn: dict[str, Any] | None = None  # what drawing the newest order has changed in a sampler: before and after
     reads_again = False  # to start within an epoch, does it read what lies before?
     global_batch = 0  # samples of one, without accumulation; 0 where they can't be divided
     ahead = 0  # the most global batches whose shares may be taken already when one is trained
@@ -87,6 +88,21 @@ class Feed(ABC):
 
     def load_state_dict(self, state: Any) -> None:
         """Let the next epoch begin where a `state_dict` was taken."""
+
+    def generators(self) -> dict[str, Any]:
+        """Return the generators of the data's own, by path, from which this process draws."""
+        return {}
+
+    def lost_generators(self, *, within: bool) -> list[str]:
+        """Return the generators of the data's own that loader processes draw from, which begin anew in a resumed run.
+
+        Args:
+            within: the run goes on within an epoch.
+        """
+        return []
+
+    def place_sampler(self, epoch: int) -> None:
+        """Let a sampler be where `drawn` says that it was, for an epoch that begins or goes on."""
 
     def described(self) -> str:
         """Return what the ranks' feeds have in common."""

@@ -11,6 +11,7 @@ import torch
 from fabricx.comm.world import World
 from fabricx.data.deal import Dealer, Section
 from fabricx.data.feed import Feed, Microbatch
+from fabricx.data.own_state import find_generators, set_generators, states_of_generators
 from fabricx.seed import RandomState, random_kept
 
 
@@ -57,6 +58,14 @@ class ListFeed(Feed):
         if self._stateful and "source" in state:
             self._restored = state
         self._began = state.get("began")
+
+    def generators(self) -> dict[str, Any]:
+        in_processes = bool(getattr(self._source, "num_workers", 0))
+        return {} if self._stateful or in_processes else find_generators(self._source, "data")
+
+    def _random(self) -> dict[str, Any]:
+        """Return the state of all random numbers that a source in this process may draw."""
+        return RandomState().state_dict() | {"own": states_of_generators(self.generators())}
 
     def _length(self) -> int | float:
         try:
@@ -126,11 +135,12 @@ class ListFeed(Feed):
         self._ahead, self._over = _NOTHING, False
         if self._restored is None:
             if not first or self._began is None:
-                self._began = RandomState().state_dict()
+                self._began = self._random()
             if not first:
                 return itertools.islice(iter(self._source), left)
             with random_kept():  # the draws of reading are of the earlier run
                 RandomState.of(self._began).restore()
+                set_generators(self.generators(), self._began.get("own", {}))
                 data = iter(self._source)
                 for batch in itertools.islice(data, first):
                     self._keep(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import warnings
@@ -17,6 +18,7 @@ from fabricx.comm.world import World
 from fabricx.data.deal import Deal, Dealer, Section
 from fabricx.data.feed import Feed, Microbatch
 from fabricx.data.order import Balance, Cut, epoch_order, epoch_seed
+from fabricx.data.own_state import changes, find_generators, put_back_sampler, sampler_values
 from fabricx.data.preprocess import Preprocess
 from fabricx.data.processes import EndsWithItsTrainer
 from fabricx.data.seeded import Seeded
@@ -150,13 +152,39 @@ class OrderedFeed(Feed):
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         seed = epoch_seed(self._seed, epoch)
-        with random_kept():  # any other sampler, which may draw from python's or numpy's generator
-            seed_everything(seed % 2**32)
+        if self.drawn is not None and self.drawn["epoch"] == epoch:
+            put_back_sampler(sampler, self.drawn["before"])
+        before = sampler_values(sampler)
+        with random_kept(), _seeded(getattr(sampler, "generator", None), seed):
+            seed_everything(seed % 2**32)  # any other sampler, which may draw from python's or numpy's generator
             torch.manual_seed(seed)
-            generator = getattr(sampler, "generator", None)
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(seed)
-            return list(sampler)
+            order = list(sampler)
+        was, now = changes(before, sampler_values(sampler))
+        self.drawn = {"epoch": epoch, "sampler": _form(sampler), "before": was, "after": now} if now else None
+        return order
+
+    def generators(self) -> dict[str, Any]:
+        return {} if self.processes else find_generators(self._own.dataset, "data")
+
+    def lost_generators(self, *, within: bool) -> list[str]:
+        if not self.processes or not (within or self._own.persistent_workers):
+            return []
+        dataset = self._own.dataset
+        dataset = vars(dataset)["_dataset"] if isinstance(dataset, Seeded) else dataset
+        return list(find_generators(dataset, type(dataset).__name__))
+
+    def place_sampler(self, epoch: int) -> None:
+        if self.drawn is None or self.drawn["sampler"] != _form(self._sampler):
+            self.drawn = None
+            return
+        put_back_sampler(self._sampler, self.drawn["before" if self.drawn["epoch"] == epoch else "after"])
+
+    def state_dict(self) -> Any:
+        return self.drawn if self._beside > 1 else None
+
+    def load_state_dict(self, state: Any) -> None:
+        if self._beside > 1:
+            self.drawn = state
 
     def _compare_order(self, order: Any, position: int) -> None:
         """Warn of an order that isn't that of the checkpoint of this epoch."""
@@ -268,6 +296,24 @@ class OrderedFeed(Feed):
         if self._own.generator is not None:  # seeds of loader processes: by rank and epoch, not by what ran before
             self._own.generator.manual_seed(epoch_seed(self._seed + 7919 * (self._world.rank + 1), epoch) % 2**62)
         return iter(self._own)
+
+
+def _form(sampler: Any) -> str:
+    return f"{type(sampler).__name__} of {len(sampler)}"
+
+
+@contextlib.contextmanager
+def _seeded(generator: Any, seed: int) -> Iterator[None]:
+    """Seed the generator that a sampler has as its attribute; its own seed stays that of all epochs."""
+    if not isinstance(generator, torch.Generator):
+        yield
+        return
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
 
 
 def _digest(order: Any) -> str:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 import fabricx as fx
 from fabricx import checkpoint
@@ -69,6 +70,20 @@ def draw() -> float:
     return float(torch.rand(1)) + random.random() + np.random.rand()
 
 
+class Shuffles(Sampler[int]):
+    """Shuffles the order before with a generator of its own."""
+
+    def __init__(self, samples: int) -> None:
+        self.order, self.generator_of_its_own = list(range(samples)), np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator_of_its_own.shuffle(self.order)
+        return iter(list(self.order))
+
+
 class Drawing(Ledger):
     """A ledger whose layer sees dropout and noise, so that other random numbers are other weights.
 
@@ -79,9 +94,11 @@ class Drawing(Ledger):
     def __init__(self, norm: bool) -> None:
         super().__init__(SAMPLES, BATCH)
         self.norm: nn.Module = nn.BatchNorm1d(6) if norm else nn.Identity()
+        self.generator_of_its_own = torch.Generator().manual_seed(5)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         noisy = nn.functional.dropout(self.norm(batch[0]), 0.3) + 0.1 * draw()
+        noisy = noisy + 0.1 * torch.rand(1, generator=self.generator_of_its_own)
         return super().training_step((noisy, *batch[1:]), batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -260,7 +277,8 @@ def fit(cell: Cell, folder: Path, *, calm: bool, resume: bool = False) -> tuple[
     )  # fmt: skip
     loads = cell.process == "loader"
     data = Samples(folder / "happened" if loads and not calm else None, cell.fault)
-    loader: Any = DataLoader(data, BATCH // RANKS, shuffle=True, num_workers=int(loads), persistent_workers=loads)
+    order: Any = {"sampler": Shuffles(len(data))} if cell.draws == "hooks" else {"shuffle": True}
+    loader: Any = DataLoader(data, BATCH // RANKS, **order, num_workers=int(loads), persistent_workers=loads)
     newest = "last" if resume and checkpoint.list_committed(folder / "saved") else None
     trainer.fit(module, loader, DataLoader(Samples(), 16), ckpt_path=newest)
     return module, trainer, saver

@@ -1,0 +1,203 @@
+"""State that samplers and data sets keep by themselves: generators of their own, counters, an order shuffled in place.
+
+torch's, numpy's and python's global generators are seeded, and saved, elsewhere.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Sampler
+
+Values = dict[str, Any]
+
+_GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_DEPTH: Final = 6  # of data sets within data sets, transforms within transforms
+_NOT_SEARCHED: Final = (type, ModuleType, FunctionType, MethodType, Tensor, np.ndarray)
+_ITEMS: Final = 64  # a list of transforms or of data sets is searched, a list of samples isn't
+
+
+def sampler_values(sampler: Any) -> Values:
+    """Return copies of what drawing an order may change in a sampler, and in samplers within it, by path."""
+    return {path: packed for path, _, _, value in _attributes(sampler) if (packed := _packed(value)) is not None}
+
+
+def put_back_sampler(sampler: Any, values: Values) -> None:
+    """Let a sampler's attributes have the values of `sampler_values`; values of another kind of attribute are left."""
+    for path, owner, name, value in list(_attributes(sampler)):
+        kind, saved = values.get(path, (None, None))
+        if kind is None or kind != _kind(value):
+            continue
+        if isinstance(value, _GENERATORS):
+            set_generator(value, saved)
+        elif isinstance(value, list):
+            value[:] = saved
+        elif isinstance(value, (np.ndarray, Tensor)) and tuple(value.shape) == tuple(saved.shape):
+            value[...] = saved.numpy() if isinstance(value, np.ndarray) else saved
+        else:
+            owner[name] = saved.numpy() if isinstance(value, np.ndarray) else saved
+
+
+def changes(before: Values, after: Values) -> tuple[Values, Values]:
+    """Return the values that differ, as they were and as they are."""
+    paths = [path for path in after if path in before and not _equal(before[path], after[path])]
+    return {path: before[path] for path in paths}, {path: after[path] for path in paths}
+
+
+def find_generators(owner: Any, name: str) -> dict[str, Any]:
+    """Return the generators that an object, and what it consists of, have as attributes, by path.
+
+    >>> class Noisy:
+    ...     def __init__(self):
+    ...         self.transforms = [random.Random(1)]
+    >>> list(find_generators(Noisy(), "data"))
+    ['data.transforms.0']
+    """
+    return dict(_search(owner, name, set(), _DEPTH))
+
+
+def states_of_generators(generators: dict[str, Any]) -> Values:
+    """Return the states of generators, by path."""
+    return {path: (generator_kind(one), generator_state(one)) for path, one in generators.items()}
+
+
+def set_generators(generators: dict[str, Any], states: Values) -> None:
+    """Let generators have the states of `states_of_generators`; a generator of another kind is left as it is."""
+    for path, generator in generators.items():
+        kind, state = states.get(path, (None, None))
+        if kind == generator_kind(generator):
+            set_generator(generator, state)
+
+
+def generator_state(generator: Any) -> Any:
+    """Return the state of a generator of torch, numpy or python as plain data and tensors."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        version, numbers, gauss = generator.getstate()
+        return [version, list(numbers), gauss]
+    if isinstance(generator, np.random.RandomState):
+        return _mapped(generator.get_state(legacy=False), np.ndarray, np.ndarray.tolist)
+    return _mapped(generator.bit_generator.state, np.ndarray, np.ndarray.tolist)
+
+
+def set_generator(generator: Any, state: Any) -> None:
+    """Let a generator have a state of `generator_state`."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state.cpu())
+    elif isinstance(generator, random.Random):
+        version, numbers, gauss = state
+        generator.setstate((version, tuple(numbers), gauss))
+    else:
+        arrays = _mapped(state, list, lambda numbers: np.array(numbers, dtype=np.uint64))
+        if isinstance(generator, np.random.RandomState):
+            generator.set_state(arrays)
+        else:
+            generator.bit_generator.state = arrays
+
+
+def generator_kind(generator: Any) -> str:
+    """Return what generators have in common that can take over each other's state."""
+    bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+    if isinstance(generator, np.random.RandomState):
+        bits = generator._bit_generator  # type: ignore[attr-defined]
+    return type(bits).__name__ if bits is generator else f"{type(generator).__name__} of {type(bits).__name__}"
+
+
+def _attributes(owner: Any) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
+    """Yield (path, owner's attributes, name, value) of a sampler and of samplers within it."""
+    open_, seen = [("", owner)], set()
+    while open_:
+        prefix, part = open_.pop()
+        if id(part) in seen or not hasattr(part, "__dict__"):
+            continue
+        seen.add(id(part))
+        for name, value in vars(part).items():
+            several = value if isinstance(value, (list, tuple)) and len(value) <= _ITEMS else [value]
+            within = [(f"{prefix}{name}.{i}.", one) for i, one in enumerate(several) if _draws(one)]
+            open_ += within
+            if not within:
+                yield prefix + name, vars(part), name, value
+
+
+def _draws(part: Any) -> bool:
+    """Return whether it is a sampler, by its class or by what it can do: data sets, arrays and lists give items."""
+    return isinstance(part, Sampler) or (
+        hasattr(part, "__dict__") and hasattr(part, "__iter__") and not hasattr(part, "__getitem__")
+        and not isinstance(part, (type, nn.Module))
+    )  # fmt: skip
+
+
+def _kind(value: Any) -> str | None:
+    """Return a word for a value that is copied; None for any other."""
+    if isinstance(value, random.SystemRandom):
+        return None
+    if isinstance(value, _GENERATORS):
+        return generator_kind(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return "value"
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iufb":
+        return "array"
+    if isinstance(value, Tensor) and not value.requires_grad:
+        return "tensor"
+    return "list" if isinstance(value, list) and set(map(type, value)) <= {int, float, bool} else None
+
+
+def _packed(value: Any) -> tuple[str, Any] | None:
+    kind = _kind(value)
+    if kind is None:
+        return None
+    if isinstance(value, _GENERATORS):
+        return kind, generator_state(value)
+    if isinstance(value, np.ndarray):
+        return kind, torch.from_numpy(value.copy())
+    return kind, value.clone() if isinstance(value, Tensor) else list(value) if isinstance(value, list) else value
+
+
+def _equal(first: tuple[str, Any], second: tuple[str, Any]) -> bool:
+    if isinstance(first[1], Tensor) and isinstance(second[1], Tensor):
+        return torch.equal(first[1], second[1])
+    return bool(first == second)
+
+
+def _mapped(state: Mapping[str, Any], kind: type, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return nested dicts with each value of a kind changed."""
+    return {
+        key: _mapped(value, kind, change) if isinstance(value, Mapping)
+        else change(value) if isinstance(value, kind) else value
+        for key, value in state.items()
+    }  # fmt: skip
+
+
+def _search(part: Any, path: str, seen: set[int], depth: int, *, objects: bool = True) -> Iterator[tuple[str, Any]]:
+    if id(part) in seen or not depth:
+        return
+    seen.add(id(part))
+    if isinstance(part, _GENERATORS):
+        if not isinstance(part, random.SystemRandom) and not any(part is one for one in _global()):
+            yield path, part
+        return
+    inside: Any = ()
+    if isinstance(part, (dict, list, tuple)):
+        named = part.items() if isinstance(part, dict) else enumerate(part)
+        inside = named if len(part) <= _ITEMS else ()
+    elif isinstance(part, nn.Module):
+        for name, module in part.named_modules():
+            for attribute, value in list(vars(module).items()):
+                if not attribute.startswith("__") and value is not module:
+                    where = f"{path}.{name}.{attribute}" if name else f"{path}.{attribute}"
+                    yield from _search(value, where, seen, depth - 1, objects=False)
+    elif objects and hasattr(part, "__dict__") and not isinstance(part, _NOT_SEARCHED):
+        inside = vars(part).items()
+    for name, value in list(inside):
+        yield from _search(value, f"{path}.{name}", seen, depth - 1, objects=objects)
+
+
+def _global() -> tuple[Any, ...]:
+    return torch.default_generator, random._inst, np.random.mtrand._rand  # type: ignore[attr-defined]

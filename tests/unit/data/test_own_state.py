@@ -1,0 +1,229 @@
+"""State that samplers and data sets keep by themselves is part of a checkpoint."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
+
+import fabricx as fx
+from fabricx.data.own_state import (
+    find_generators,
+    generator_kind,
+    generator_state,
+    put_back_sampler,
+    sampler_values,
+    set_generator,
+)
+from fabricx.testing import QUIET
+
+SAMPLES = 12
+
+
+def generators() -> dict[str, Any]:
+    return {
+        "torch": torch.Generator().manual_seed(7),
+        "python": random.Random(7),
+        "RandomState": np.random.RandomState(7),
+        "PCG64": np.random.default_rng(7),
+        "MT19937": np.random.Generator(np.random.MT19937(7)),
+        "Philox": np.random.Generator(np.random.Philox(7)),
+        "SFC64": np.random.Generator(np.random.SFC64(7)),
+    }
+
+
+def draw(generator: Any) -> float:
+    if isinstance(generator, torch.Generator):
+        return float(torch.rand((), generator=generator))
+    return float(generator.normal() if hasattr(generator, "normal") else generator.gauss(0.0, 1.0))
+
+
+@pytest.mark.parametrize("name", generators())
+def test_a_generator_draws_again_what_it_drew_after_its_state_was_taken(name: str) -> None:
+    generator = generators()[name]
+    draw(generator)
+    state = generator_state(generator)
+    drawn = [draw(generator) for _ in range(3)]
+    other = generators()[name]
+    set_generator(other, state)
+    assert [draw(other) for _ in range(3)] == drawn
+
+
+def test_generators_of_one_kind_take_over_each_others_state() -> None:
+    assert len({generator_kind(generator) for generator in generators().values()}) == len(generators())
+
+
+class Numbers(Dataset[Any]):
+    """Numbers, with noise from generators of its own where it has some.
+
+    Args:
+        transforms: called with a number.
+    """
+
+    def __init__(self, transforms: list[Any] | None = None) -> None:
+        self.transforms = transforms or []
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index) + sum(transform() for transform in self.transforms)])
+
+
+class Noise:
+    """Draws from a generator of its own."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __call__(self) -> float:
+        return draw(self.generator)
+
+
+class Shuffled(Sampler[int]):
+    """Shuffles what it has, in place.
+
+    Args:
+        generator: for it.
+        places: a list or an array.
+    """
+
+    def __init__(self, generator: Any, places: Any) -> None:
+        self.random, self.places = generator, places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __iter__(self) -> Iterator[int]:
+        self.random.shuffle(self.places)
+        return iter([int(place) for place in self.places])
+
+
+class Counted(Sampler[int]):
+    """Counts its epochs."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.epochs += 1
+        return iter(np.random.default_rng(self.epochs).permutation(SAMPLES).tolist())
+
+
+class Batches:
+    """Cuts the order of a sampler into batches; no subclass of torch's."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return SAMPLES // 3
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(self.sampler)
+        return (order[begin : begin + 3] for begin in range(0, SAMPLES, 3))
+
+
+class Seen(fx.Module):
+    """Keeps what it is trained with.
+
+    Args:
+        generator: of its own.
+    """
+
+    def __init__(self, generator: Any = None) -> None:
+        super().__init__()
+        self.layer, self.generator, self.seen = nn.Linear(1, 1), generator, list[Any]()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        noise = draw(self.generator) if self.generator is not None else 0.0
+        self.seen.append((self.current_epoch, noise, *batch.flatten().tolist()))
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+def numbers(transforms: list[Any] | None = None, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Numbers(transforms), **({"batch_size": 3, "shuffle": True} | options))
+
+
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "list in place": lambda: numbers(shuffle=False, sampler=Shuffled(random.Random(1), list(range(SAMPLES)))),
+    "array in place": lambda: numbers(shuffle=False, sampler=Shuffled(np.random.default_rng(1), np.arange(SAMPLES))),
+    "counter": lambda: numbers(shuffle=False, sampler=Counted()),
+    "batches": lambda: DataLoader(Numbers(), batch_sampler=Batches(RandomSampler(range(SAMPLES), generator=seeded()))),
+    "weights": lambda: numbers(
+        shuffle=False, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, generator=seeded())
+    ),
+    "shuffle": lambda: numbers(generator=seeded()),
+    "data": lambda: numbers([Noise(generator) for generator in generators().values()]),
+}
+
+
+def train(loader: DataLoader[Any], ckpt: Path | None = None, save: Path | None = None, **options: Any) -> list[Any]:
+    fx.seed_everything(3)
+    trainer, module = fx.Trainer(**{**QUIET, **options}), Seen(np.random.default_rng(2))
+    trainer.fit(module, loader, ckpt_path=ckpt)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return module.seen
+
+
+@pytest.mark.parametrize("steps", [4, 6], ids=["between epochs", "within an epoch"])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_run_that_goes_on_sees_what_an_uninterrupted_run_sees(kind: str, steps: int, own_folder: Path) -> None:
+    whole = train(LOADERS[kind](), max_epochs=4)
+    begun = train(LOADERS[kind](), save=own_folder / "one.ckpt", max_steps=steps)
+    assert whole == begun + train(LOADERS[kind](), own_folder / "one.ckpt", max_epochs=4)
+    assert len({tuple(sorted(map(str, row))) for row in whole}) == len(whole)  # epochs differ
+    # Twice in a row, and with a sampler that was used before.
+    loader = LOADERS[kind]()
+    train(loader, own_folder / "one.ckpt", own_folder / "two.ckpt", max_steps=steps + 1)
+    again = train(loader, own_folder / "two.ckpt", max_epochs=4)
+    assert again == whole[steps + 1 :]
+
+
+def test_generators_in_loader_processes_are_named(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def loader() -> DataLoader[Any]:
+        return numbers([Noise(random.Random(1))], num_workers=1)
+
+    for steps, said in ((4, False), (6, True)):
+        train(loader(), save=own_folder / "one.ckpt", max_steps=steps)
+        capsys.readouterr()
+        train(loader(), own_folder / "one.ckpt", max_steps=steps + 1)
+        assert ("the data's own (Numbers.transforms.0.generator)" in capsys.readouterr().out) is said
+
+
+def test_global_generators_and_samples_are_not_searched() -> None:
+    data = Numbers([Noise(torch.default_generator), random.SystemRandom(), *map(Noise, generators().values())])
+    data.samples = [random.Random(1)] * 1000  # type: ignore[attr-defined]
+    assert list(find_generators(data, "data")) == [f"data.transforms.{place}.generator" for place in range(2, 9)]
+
+
+def test_a_sampler_of_other_places_or_of_another_class_keeps_its_own(own_folder: Path) -> None:
+    def trained(sampler: Any, **options: Any) -> list[float]:
+        rows = train(numbers(shuffle=False, sampler=sampler), **options)
+        return sorted(number for row in rows for number in row[2:])
+
+    trained(Shuffled(random.Random(1), list(range(6))), save=own_folder / "one.ckpt", max_epochs=1)
+    longer = trained(Shuffled(random.Random(1), list(range(SAMPLES))), ckpt=own_folder / "one.ckpt", max_epochs=2)
+    assert longer == list(range(SAMPLES))
+    array = Shuffled(np.random.default_rng(1), np.arange(6))
+    before = sampler_values(array)
+    put_back_sampler(array, {path: ("another kind", value) for path, (_, value) in before.items()})
+    assert repr(sampler_values(array)) == repr(before)
