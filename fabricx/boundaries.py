@@ -138,6 +138,22 @@ def validation_due_at_end(t: Trainer, complete: bool) -> bool:
     return complete and at_end and _epoch_validates(t)
 
 
+def validation_due_of_end(t: Trainer, trained: int, before: int | float) -> bool:
+    """Return whether a validation comes at the end of an epoch of which more is trained already than is left of it.
+
+    Args:
+        t: the trainer.
+        trained: batches of the epoch.
+        before: those that it had when the last one was trained.
+    """
+    if not _epoch_validates(t) or isinstance(t.val_check_interval, str) or t.val_every == float("inf"):
+        return False  # by steps, or at the end of an epoch of unknown length
+    every = t.val_check_interval
+    earlier = max(1, int(before * every)) if isinstance(every, float) and before != float("inf") else t.val_every
+    within = t.check_val_every_n_epoch is not None
+    return within and trained % earlier != 0 and t.num_training_batches % t.val_every == 0
+
+
 def _epoch_validates(t: Trainer) -> bool:
     every = t.check_val_every_n_epoch
     return bool(t.val_feeds) and (every is None or (t.state.epoch + 1) % every == 0)

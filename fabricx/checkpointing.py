@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from fabricx import checkpoint
-from fabricx.boundaries import validation_interval
+from fabricx.boundaries import validation_due_of_end, validation_interval
 from fabricx.callback import Callback
 from fabricx.data import Feed
 from fabricx.data.own_state import set_generators
@@ -102,6 +102,7 @@ def run_state(t: Trainer) -> dict[str, Any]:
         "state": t.state.state_dict(),
         "global_batch": _global_batch(t),
         "accumulate": t.accumulate_grad_batches,
+        "batches": t.num_training_batches,
         "order": "" if t.train_feed is None else t.train_feed.order or t.train_feed.order_before,
         "drawn": [feed.drawn for feed in _feeds(t)],
         "schedules": [schedule.scheduler.state_dict() for schedule in t.lr_schedulers],
@@ -190,8 +191,9 @@ def take_up(t: Trainer, state: dict[str, Any], *, own: int | None) -> None:
             "random numbers are others than without the interruption. Draw from torch's, numpy's or python's global "
             "generator, which each batch seeds"
         )
-    before = t.state.shared_by
+    before, trained = t.state.shared_by, t.state.batch
     count_again(t)
+    _end_shortened_epoch(t, trained, state.get("batches", 0))
     if own is None or before != t.world.size:
         _say_other_ranks(t, before)
     elif t.train_feed.reads_again:
@@ -266,6 +268,24 @@ def count_again(t: Trainer) -> None:
     found = feed.batches_before(state.samples, t.accumulate_grad_batches)
     if found is not None:
         state.batch = found
+
+
+def _end_shortened_epoch(t: Trainer, trained: int, before: int | float) -> None:
+    """Let an epoch end with its validation, if fewer batches are left of it than the checkpoint has trained.
+
+    Args:
+        t: the trainer.
+        trained: batches of the epoch that the checkpoint has trained, by its own count.
+        before: those that the epoch had there.
+    """
+    state, now = t.state, t.num_training_batches
+    if not (0 < trained < before and 0 < now <= state.batch):
+        return
+    t.print(
+        f"epoch {state.epoch} has {now} batches from here on, where it had {before} before the checkpoint, and "
+        f"{trained} were trained: it ends here"
+    )
+    state.validating = state.validating or validation_due_of_end(t, trained, before)
 
 
 def _say_other_ranks(t: Trainer, before: int) -> None:

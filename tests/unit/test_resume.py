@@ -246,3 +246,38 @@ def test_an_epoch_that_goes_on_in_another_order_is_said(
     shown = capsys.readouterr().out + "".join(str(one.message) for one in caught)
     assert said in shown
     assert ("some of its samples are trained twice" in shown) is bool(said)
+
+
+@pytest.mark.parametrize(
+    ("options", "validations"),
+    [
+        ({"limit_train_batches": 2}, [3, 5]), ({"limit_train_batches": 3}, [3, 6]),
+        ({"limit_train_batches": 4}, [4, 8]),
+        ({"limit_train_batches": 0.5}, [3, 6]), ({"val_check_interval": 1, "limit_train_batches": 2}, [4, 5]),
+        ({"check_val_every_n_epoch": 2, "limit_train_batches": 2}, [5]),
+        ({"val_check_interval": 2, "check_val_every_n_epoch": None, "limit_train_batches": 2}, [5]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_epoch_that_is_shorter_than_what_was_trained_ends_with_its_validation(
+    own_folder: Path, options: dict[str, Any], validations: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Validated(fx.Callback):
+        steps: list[int]
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            self.steps.append(trainer.global_step)
+
+    def train(ckpt: Path | None = None, **limits: Any) -> list[int]:
+        seen = Validated()
+        seen.steps = []
+        trainer = fx.Trainer(callbacks=[seen], **{**QUIET, "num_sanity_val_steps": 0, **limits})
+        trainer.fit(TinyModule(), tiny_loader(24, 4), tiny_loader(4, 4), ckpt_path=ckpt)
+        if ckpt is None:
+            trainer.save_checkpoint(own_folder / "three.ckpt")
+        return seen.steps
+
+    train(max_steps=3)
+    assert train(own_folder / "three.ckpt", max_epochs=2, **options) == validations
+    ends = "it ends here" in capsys.readouterr().out
+    assert ends is (options["limit_train_batches"] in (2, 3, 0.5))
