@@ -94,10 +94,11 @@ def _restore(before: dict[str, dict[str, Any]]) -> None:
     for name, handler in before["signal handlers"].items():
         signal.signal(signal.Signals[name], handler)
     switches = before["torch's switches"]
-    torch.set_grad_enabled(switches["grad mode"])
-    torch.set_default_dtype(switches["default dtype"])
-    torch.use_deterministic_algorithms(switches["deterministic algorithms"])
-    torch.autograd.set_detect_anomaly(switches["anomaly detection"])
+    if switches != _state()["torch's switches"]:  # setting one imports torch's compiler
+        torch.set_grad_enabled(switches["grad mode"])
+        torch.set_default_dtype(switches["default dtype"])
+        torch.use_deterministic_algorithms(switches["deterministic algorithms"])
+        torch.autograd.set_detect_anomaly(switches["anomaly detection"])
 
 
 def _end_process_groups() -> list[str]:

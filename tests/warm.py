@@ -289,6 +289,7 @@ def use_clone_as_fork_server() -> None:
 def _use_clones() -> None:
     """Let the fork server of this command, and what torchrun starts, be clones, too; of a process of its own."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -300,6 +301,8 @@ def _use_clones() -> None:
     _TEMPLATES[:] = [_Template(ours, pid)]
     mp_forkserver.ForkServer.ensure_running = _ensure_running  # type: ignore[method-assign]
     subprocess_handler.Popen = Popen  # type: ignore[misc]
+    # torchrun asks for its callers' names all the time, by looking through all modules: most of its time in a clone
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 _start_fork_server: Final = mp_forkserver.ForkServer.ensure_running
