@@ -77,6 +77,8 @@ def add_up(parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
 def clip(gradient: Tensor, kind: str, spans: Iterable[tuple[int, int]], limit: float) -> None:
     """Limit the elements of some spans of a gradient ("value"), or their common 2-norm ("norm"), in place."""
     pieces = [gradient[start:stop] for start, stop in spans]
+    if not pieces:  # other servers have what an optimizer steps
+        return
     if kind == "value":
         torch._foreach_clamp_min_(pieces, -limit)
         torch._foreach_clamp_max_(pieces, limit)

@@ -29,7 +29,7 @@ from fabricx.execution import execute
 from fabricx.job import Job, check_job
 from fabricx.launch.supervisor import run_workers
 from fabricx.testing import QUIET
-from tests.matrix.cells import LOSSY, UNEQUAL_PACE, WAYS, Cell
+from tests.matrix.cells import BOUNDED, LOSSY, ONE_WORKER, UNEQUAL_PACE, WAYS, Cell
 from tests.matrix.module import CLIP, PRECISIONS, make_loaders, make_module, whole
 
 EACH_BATCH = {
@@ -52,7 +52,7 @@ class Found:
         position: (updates, epochs).
         results: of validate, test and predict after the fit.
         resumed: the same of the run that went on from the checkpoint that was saved on the way; None for none.
-        reference: the same of a run without interruption, where one process is no oracle.
+        reference: the same of a run without interruption, or under ddp, where one process is no oracle.
         state: what the checkpoint at the end holds.
         shared: the checkpoint that other cells go on from.
     """
@@ -249,7 +249,7 @@ def run_cell(cell: Cell, world: World, folder: Path) -> Found:
     if cell.save not in ("none", "to-single") and not found.error and middle.exists():
         found.resumed = _beside(cell, world, folder, "again", resume=middle)
     if needs_own_oracle(cell) and not found.error:
-        found.reference = _beside(cell, world, folder, "reference")
+        found.reference = _beside(reference_of(cell), world, folder, "reference")
     return found
 
 
@@ -267,6 +267,15 @@ def needs_own_oracle(cell: Cell) -> bool:
     if cell.way == "reproducible":
         return cell.model == "dropout"
     return cell.ranks > 1 and cell.model in ("dropout", "batchnorm")
+
+
+def reference_of(cell: Cell) -> Cell:
+    """Return what ranks train instead of one process: the same without interruption, or else what `ddp` does.
+
+    What one rank draws or sees is the same under each strategy in which all ranks make each step together.
+    """
+    alike = cell.way not in {*LOSSY, *BOUNDED, *ONE_WORKER, "local_sgd", "reproducible"}
+    return dataclasses.replace(cell, way="ddp" if alike and cell.save == "none" else cell.way)
 
 
 # -- ranks that run many cells --------------------------------------------------------------------------------------

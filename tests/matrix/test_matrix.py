@@ -120,6 +120,7 @@ AGAIN = (  # that were wrong once
     "ps0 ranks=3 data=weighted log=kinds",
     "ddp ranks=3 data=shuffled log=objects",
     "ddp-fp16 ranks=2 model=scalar",
+    "bounded0-ps2 ranks=2 optimizer=subset update=several clip=value",
 )
 
 

@@ -15,6 +15,7 @@ from fabricx.exchange.fake import simulate
 from fabricx.exchange.layout import divide
 from fabricx.exchange.messages import Ask, Begin, Open, Pull, Push, Settings
 from fabricx.exchange.optimizer_parts import part_of, sliced
+from fabricx.exchange.rules import clip
 from fabricx.exchange.server import Server
 
 SIZE = 5
@@ -271,3 +272,10 @@ def test_updates_whose_parts_have_different_hyperparameters_are_counted(rate: fl
         push = Push(clock=0, parts=2, leases=(worker,), groups=groups)
         server.handle(worker, push, gradient(worker, weights), torch.empty(SIZE))
     assert (server.version, server.counts.conflicts) == (1, conflicts)
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("value", 0.5), ("norm", 0.0)])
+def test_a_server_without_a_parameter_of_an_optimizer_clips_nothing(kind: str, limit: float) -> None:
+    kept = torch.ones(SIZE)
+    clip(kept, kind, [], limit)
+    assert kept.tolist() == [1.0] * SIZE
