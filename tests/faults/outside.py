@@ -49,7 +49,8 @@ def run_outside(cell: Cell, folder: Path) -> list[str]:
     if status is None:
         return [f"the run doesn't end: {said_last}"]
     wrong = [f"process {pid} was left" for pid in left]
-    after = cell.fault == "term" and status == 0 and cell.moment in AFTER  # there is nothing left to stop
+    complete = cell.moment in (*AFTER, "on_train_end")  # there is nothing left to stop
+    after = cell.fault == "term" and status == 0 and complete
     lost = cell.disk == "failing" and status == 1 and "could not be written" in said_last  # while it stops
     if status != STATUS[cell.fault] and not after and not lost:
         wrong.append(f"exit status {status}, and not {STATUS[cell.fault]}: {said_last}")
