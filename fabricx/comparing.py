@@ -30,17 +30,33 @@ OPTIONS: Final = (
     "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "deterministic", "sync_batchnorm",
     "use_distributed_sampler", "reload_dataloaders_every_n_epochs", "enable_telemetry",
 )  # fmt: skip
+LIMITS: Final = (
+    "max_epochs", "max_steps", "min_epochs", "min_steps", "gradient_clip_val", "gradient_clip_algorithm",
+    "check_val_every_n_epoch", "log_every_n_steps",
+)  # fmt: skip
 SHOWN: Final = 12  # differences of an error
 SMALL: Final = 8  # elements of a tensor that is compared by value in words
 NOTHING: Final = "nothing"
+BUILD_ALIKE: Final = (
+    "build the same on all ranks, in __init__, setup, configure_model, configure_optimizers, DataLoaders and the "
+    "Trainer (weights may differ: those of rank 0 are taken; a rank's own data may differ in an IterableDataset or "
+    "another iterable of batches)"
+)
+CHANGE_ALIKE: Final = (
+    "change requires_grad, hooks of gradients, layers, optimizers, DataLoaders, weights and the Trainer's options on "
+    "all ranks in the same hook, without a condition that depends on the rank (such as self.global_rank or a loss of "
+    "this rank; join a value with self.all_gather first)"
+)
 
 
-def compare(world: World, described: Mapping[str, str]) -> None:
+def compare(world: World, described: Mapping[str, str], when: str = "at set-up", remedy: str = BUILD_ALIKE) -> None:
     """Refuse ranks that have built different things; every rank calls it.
 
     Args:
         world: the ranks.
         described: what this rank has built: a description by name, in an order that counts.
+        when: the moment, for the message.
+        remedy: what to do, for the message.
 
     Raises:
         RanksDisagree: on every rank; the message has what differs, by rank.
@@ -54,11 +70,9 @@ def compare(world: World, described: Mapping[str, str]) -> None:
     lines = differences(by_rank)
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     raise RanksDisagree(
-        "ranks differ at set-up, and would not train one model:\n  "
+        f"ranks differ {when}, and would not train one model:\n  "
         + "\n  ".join([*lines[:SHOWN], *more])
-        + "\n  build the same on all ranks, in __init__, setup, configure_model, configure_optimizers, DataLoaders and "
-        "the Trainer (weights may differ: those of rank 0 are taken; a rank's own data may differ in an "
-        "IterableDataset or another iterable of batches)"
+        + f"\n  {remedy}"
     )
 
 
@@ -156,6 +170,17 @@ def _options(one: Any) -> str:
     values = {name: getattr(one, name) for name in names if hasattr(one, name)}
     plain = ", ".join(f"{name}={_plain(value)}" for name, value in values.items())
     return f"{type(one).__qualname__}({plain})"
+
+
+def of_hooks(t: Trainer) -> dict[str, str]:
+    """Return what hooks may have changed since set-up, and have to change on all ranks."""
+    found = {name: _plain(getattr(t, name)) for name in OPTIONS} | of_module(t.module) | of_data(t.train_feed, ())
+    if t.strategy.dealer is not None:  # each rank has the hyperparameters of its newest update
+        return found
+    # What another optimizer keeps in its groups may be measured on this rank alone.
+    known = [o for o in t.optimizers if t.strategy.traits.synchronous or type(o).__module__.startswith("torch.")]
+    # In no order of their own: that of a group's options is another after a state was loaded.
+    return found | dict(sorted(of_optimizers(t.module, known, ()).items()))
 
 
 def of_optimizers(

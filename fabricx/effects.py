@@ -8,6 +8,7 @@ weights and rates than the ranks that called them.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from fabricx.comparing import CHANGE_ALIKE, LIMITS, compare, of_hooks
 from fabricx.errors import RanksDisagree
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ _GUARDED: Final = (
     "on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "train_batch_end_others",
     "train_batch_end_watching", "train_epoch_end_others", "train_epoch_end_watching",
 )  # fmt: skip
+ROUNDING: Final = 1e-3  # of a parameter's largest value, by which weights of ranks may differ
 _ROW: Final = 4093  # 8-byte words. A prime: even strides and even counts of changed signs don't cancel
 
 
@@ -51,6 +54,46 @@ def _digest(tensor: Tensor) -> tuple[Tensor, ...]:
     aligned = flat[:end].clone() if flat.storage_offset() % each else flat[:end]
     table = aligned.view(torch.int64).view(-1, _ROW)
     return table.sum(0).view(torch.uint8), table.sum(1).view(torch.uint8), rest
+
+
+# -- the same on all ranks --------------------------------------------------------------------------------------------
+
+
+def compare_ranks(t: Trainer, when: str) -> None:
+    """Refuse ranks on which hooks have changed different things; every rank calls it.
+
+    Raises:
+        RanksDisagree: on every rank; the message has what differs, by rank.
+    """
+    if t.world.size > 1:
+        compare(t.world, of_hooks(t), when, CHANGE_ALIKE)
+
+
+def compare_weights(t: Trainer) -> None:
+    """Refuse ranks that hold other weights, where all hold the same after each step; every rank calls it.
+
+    Ranks on other hardware may round otherwise, so only what is clearly more than that is an error.
+
+    Raises:
+        RanksDisagree: on every rank; the message names the parameters.
+    """
+    traits = t.strategy.traits
+    if t.world.size == 1 or traits.sharded or not traits.synchronous or t.strategy.weights_brought is not None:
+        return
+    own = hashlib.blake2b(fingerprint(t).cpu().contiguous().numpy().data, digest_size=16).hexdigest()
+    if len(set(t.world.gather_objects(own))) > 1:
+        far = {f"weights of {name}": _distance(t, one) for name, one in t.module.named_parameters()}
+        compare(t.world, far, f"after step {t.state.step}", CHANGE_ALIKE)
+
+
+def _distance(t: Trainer, parameter: Tensor) -> str:
+    """Return how far a parameter is from that of rank 0, in words; every rank calls it."""
+    first = t.world.broadcast(parameter.detach().clone())
+    if not first.numel():
+        return "alike"
+    rounding = max(ROUNDING, 32 * torch.finfo(first.dtype).eps if first.dtype.is_floating_point else 0.0)
+    far = float((parameter.detach() - first).abs().max()) > rounding * float(first.abs().max())
+    return "other values" if far else "alike"
 
 
 # -- weights that servers step ----------------------------------------------------------------------------------------
@@ -107,7 +150,7 @@ def unchanged(t: Trainer, name: str) -> Iterator[None]:
 
 
 class Noted:
-    """Weights, hyperparameters and frozen parameters, before hooks that some ranks don't call."""
+    """Weights, hyperparameters, limits and frozen parameters, before hooks that some ranks don't call."""
 
     def __init__(self, t: Trainer) -> None:
         self._settings, self._weights = _settings(t), fingerprint(t)
@@ -137,6 +180,7 @@ class Noted:
 def _settings(t: Trainer) -> dict[str, Any]:
     return {
         "groups": [[_values(group) for group in optimizer.param_groups] for optimizer in t.optimizers],
+        "limits": {name: getattr(t, name) for name in LIMITS},
         "trained": [name for name, parameter in t.module.named_parameters() if parameter.requires_grad],
     }
 
@@ -190,6 +234,8 @@ def _take_settings(t: Trainer, told: dict[str, Any]) -> None:
                     group[name].fill_(value)
                 else:
                     group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
+    for name, value in told["limits"].items():
+        setattr(t, name, value)
     trained = set(told["trained"])
     for name, parameter in t.module.named_parameters():
         if parameter.requires_grad != (name in trained):

@@ -43,6 +43,7 @@ from fabricx.redaction import masked
 from fabricx.scratch import give_multiprocessing_a_folder
 from fabricx.scribe import Scribe
 from fabricx.seed import seed_everything
+from fabricx.shared_settings import share_settings
 from fabricx.state import Phase
 from fabricx.steps import wrap_steps
 from fabricx.strategy import SPARSE_CLIPPED, sparse_tables
@@ -321,6 +322,7 @@ def _set_up_model(t: Trainer, job: Job) -> None:
     t.optimizer_handles = [OptimizerHandle(optimizer, t) for optimizer in t.optimizers]
     if not module.automatic_optimization:
         manual.watch_gradients(t)
+    share_settings(t)
     if module.example_input_array is not None:
         t.scribe.each(lambda logger: logger.log_graph(module, module.example_input_array))
 
@@ -405,7 +407,7 @@ def _close(t: Trainer, ending: Ending) -> None:
         attempt(functools.partial(t.recorder.close, ending))
         attempt(t.strategy.teardown)
     t.scribe, t.recorder = Scribe(), Quiet()
-    t.agreement = t.writer = None
+    t.agreement = t.writer = t.shared = None
     t.state.phase = Phase.IDLE
     if t.module is not None:
         t.attach_log(None)

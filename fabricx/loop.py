@@ -25,7 +25,7 @@ from fabricx.comm.generations import membership
 from fabricx.copying import come_back
 from fabricx.data import Microbatch
 from fabricx.data.order import epoch_seed
-from fabricx.effects import Noted
+from fabricx.effects import Noted, compare_ranks, compare_weights
 from fabricx.evaluation import sanity_check, validate_in_fit
 from fabricx.hooks import Hook
 from fabricx.manual import check_options, train_manually, train_without_data
@@ -73,6 +73,8 @@ def fit(t: Trainer, job: object = None) -> None:
         try:
             while _goes_on(t):
                 train_epoch(t)
+                compare_ranks(t, f"after step {t.state.step}")
+                compare_weights(t)
             if begun_at == t.state.step > 0 and not t.interrupted:
                 t.print(finished(t))
             t.strategy.finish()  # whoever looks at the weights from now on sees those of all ranks
@@ -156,6 +158,7 @@ def _train_batches(t: Trainer) -> bool:
         check_options(t)  # a callback may have changed the accumulation
     count_again(t)
     say_change(t)
+    compare_ranks(t, f"at the start of epoch {t.state.epoch}")
     accumulate = t.accumulate_grad_batches
     if not _begun_again(t):
         t.buffers = buffers = None
@@ -308,6 +311,8 @@ def train_batch(t: Trainer, micro: Microbatch) -> int | None:
             return _skip_rest(t, micro)
     if noted is not None:
         hooks_done(t, noted.changes(t))
+    if t.shared is not None:
+        t.shared.before_forward(t, micro)
     t.in_step = True
     if not module.automatic_optimization:
         outputs = train_manually(t, micro, batch)
@@ -349,6 +354,8 @@ def _skip_rest(t: Trainer, micro: Microbatch) -> int:
     if micro.idle:
         hooks_done(t, skip=True)
         t.idle_ranks = 0
+    if t.shared is not None:
+        t.shared.check(t, skips=True)
     t.strategy.forget_window()
     t.logbook.end_batch()
     return -1
@@ -395,6 +402,8 @@ def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
         hook(loss)
     if t.slot is not None:
         leave_word_ahead(t, micro)
+    if t.shared is not None:
+        t.shared.before_backward(t, micro)
     t.backward(scaled)
     t.recorder.lap(Span.BACKWARD)
     if t.hooks.on_after_backward:
@@ -411,6 +420,8 @@ def _left_out(t: Trainer, micro: Microbatch, batch: Any, outputs: Any) -> Any:
     """Go on with a batch whose loss is the mean of nothing."""
     t.window.took_part(micro)
     leave_word_ahead(t, micro)
+    if t.shared is not None:
+        t.shared.before_backward(t, micro)
     if micro.closes or t.strategy.traits.sharded:
         with t.logbook.muted():
             t.strategy.backward_nothing(batch, micro.index)
@@ -506,6 +517,8 @@ def _train_nothing(t: Trainer, micro: Microbatch) -> int | None:
     """Take part in a batch of which this rank has no sample; returns -1 if the rest of the epoch is to be skipped."""
     t.idle_ranks = micro.idle
     if micro.idle and follow_hooks(t):
+        if t.shared is not None:
+            t.shared.check(t, skips=True)
         t.idle_ranks = 0
         t.strategy.forget_window()
         return -1

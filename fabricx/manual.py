@@ -64,6 +64,8 @@ def train_without_data(t: Trainer, micro: Microbatch, company: tuple[Any, ...]) 
     Raises:
         ValueError: this rank has had no batch at all.
     """
+    if t.shared is not None:
+        t.shared.before_forward(t, micro)
     t.window.loss_factor = 0.0
     if not company:
         raise ValueError(

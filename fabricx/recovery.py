@@ -27,6 +27,7 @@ from fabricx.copying import go_back
 from fabricx.errors import ServerLost
 from fabricx.restart_point import RestartPoint, of_word
 from fabricx.scribe import Scribe
+from fabricx.shared_settings import share_settings
 from fabricx.standing import NO_SUMS, leave_word, progress, standing, take_over, word_of
 from fabricx.state import Phase
 from fabricx.steps import wrap_steps
@@ -353,6 +354,7 @@ def _go_on(t: Trainer, generation: Generation) -> None:
     t.agreement = Agreement(world)
     if reason is not None:
         t.agreement.request(reason)
+    share_settings(t)
     t.failures = list(generation.failures)
     t.restart_point = t.epoch_end = None
     t.balance.changes.clear()

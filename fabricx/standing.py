@@ -125,6 +125,9 @@ def take_over(t: Trainer, state: dict[str, Any], place: int | None, *, came: boo
     t.torn = False
     for part, training in zip(t.module.modules(), state["modes"], strict=True):
         part.training = training
+    if came:  # hooks may have changed it since this rank was set up
+        for parameter, trained in zip(t.module.parameters(), state["trained"], strict=True):
+            parameter.requires_grad_(trained)
     t.boundary, t.stage, t.meeting = state["boundary"], state["stage"], state["meeting"]
     t.published.step, t.published.open = state["published"]
     if dealer is None:  # a rank whose sums another has now is as if it had had no batch
@@ -151,6 +154,7 @@ def standing(t: Trainer) -> dict[str, Any]:
         "batches": t.logbook.batches,
         "shared": t.train_logbook.metrics.shared,
         "modes": [part.training for part in t.module.modules()],
+        "trained": [parameter.requires_grad for parameter in t.module.parameters()],
         "published": (t.published.step, t.published.open),
         "dealt": None if dealer is None else dealer.position(),
     }

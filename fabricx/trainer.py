@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from fabricx.comm.agree import Agreement
     from fabricx.copying import Copier
     from fabricx.execution import Overridden
+    from fabricx.shared_settings import SharedSettings
     from fabricx.telemetry.logs import LogSettings
     from fabricx.telemetry.watcher import Watcher
 
@@ -67,7 +68,7 @@ _RUNTIME = (
     "steps", "window", "world", "agreement", "precision_plugin", "overridden", "bring", "scribe", "datamodule",
     "recorder", "watcher",
     "module", "writer", "train_dataloader", "val_dataloaders", "slot", "members", "metric_objects",
-    "copier", "buffers",
+    "copier", "buffers", "shared",
 )  # fmt: skip
 
 
@@ -289,6 +290,7 @@ class Trainer(Answers):
         self.members: Membership | None = None  # of this rank's group, where they may change
         self.metric_objects: dict[str, Any] | None = None  # of the module, as they were when the epoch began
         self.buffers: BufferCopies | None = None  # as they were when a window began
+        self.shared: SharedSettings | None = None  # what hooks may change on all ranks together only
         self.slot: Slot | None = None  # for what only this rank knows, where others may go on without it
         self.copier: Copier | None = None  # the same for what only this rank holds
 

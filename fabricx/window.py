@@ -75,6 +75,10 @@ class Window:
             raise ValueError(f"rank {world.rank} {why}, and SyncBatchNorm needs all ranks in each batch")
         if micro.apart:  # it has a lease of its own, which an update without a gradient gives back
             return
+        if t.shared is not None:
+            if why == NO_BATCH:
+                t.shared.before_forward(t, micro)
+            t.shared.before_backward(t, micro)
         if world.size == 1:
             if why == NO_BATCH:  # an empty part of a global batch
                 self.taken += micro.portion

@@ -316,6 +316,8 @@ class FSDP(Strategy):
 
     def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
         self._in_backward = True
+        if self._unused is not None:
+            self._unused.check_hooks()
         try:
             super().backward(loss, compute)
         finally:

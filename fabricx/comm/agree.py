@@ -31,19 +31,30 @@ class Agreement:
     Args:
         world: all ranks.
         name: of what is agreed upon; "stop" is asked for by the supervisor, too.
+        beside: an agreement upon something else of the same world, whose thread looks after this one, too.
     """
 
-    def __init__(self, world: World, name: str = "stop") -> None:
+    def __init__(self, world: World, name: str = "stop", beside: Agreement | None = None) -> None:
         self.reason: str | None = None
         self._world, self._name = world, name
-        self._passed = 0
+        self._passed = self._told = -1
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
+        self._watched = [self]
         if world.size > 1:
             assert world.store is not None
             self._store = world.store
+            if beside is not None:
+                self._watcher = beside._watcher
+                beside._watched.append(self)
+                return
             self._watcher = threading.Thread(target=self._watch, name=f"fabricx-{name}", daemon=True)
             self._watcher.start()
+
+    def forget(self, other: Agreement) -> None:
+        """Look no more after an agreement that was made beside this one."""
+        if other in self._watched:
+            self._watched.remove(other)
 
     def request(self, reason: str) -> None:
         """Ask all ranks; from any thread, also from a signal handler."""
@@ -55,7 +66,7 @@ class Agreement:
     def at_boundary(self, index: int) -> bool:
         """Return whether all ranks do it here; `index` grows by one from boundary to boundary."""
         if self.reason is None:
-            self._passed = index
+            self.pass_by(index)
             return False
         if self._watcher is None:
             return True
@@ -69,6 +80,19 @@ class Agreement:
             time.sleep(0.002)
         return True
 
+    def pass_by(self, index: int) -> None:
+        """Go on from a boundary without having asked there."""
+        self._passed = index
+
+    def passed_by(self, rank: int) -> int:
+        """Return the newest boundary that a rank is known to have passed since somebody has asked; -1 for none."""
+        key = self._key(f"passed/{rank}")
+        return int(self._store.get(key)) if self._store.check([key]) else -1
+
+    def keys_of_mine(self) -> list[str]:
+        """Return the keys of the store that this rank has to delete."""
+        return [self._key(f"passed/{self._world.rank}"), *([self._key("requested")] if self._world.main_rank else [])]
+
     def close(self) -> None:
         """End the thread."""
         self._closed.set()
@@ -80,18 +104,21 @@ class Agreement:
         return self._world.key(f"{self._name}/{self._world.generation}/{name}")
 
     def _watch(self) -> None:
-        store = self._store
-        told = -1
-        keys = [self._key("requested"), *([EVERYBODY] if self._name == "stop" else [])]
         try:
-            while not self._closed.wait(POLL_S if self.reason is None else ANSWER_S):
-                if self.reason is None:
-                    self._look(store, keys)
-                elif self._passed != told:
-                    told = self._passed
-                    store.set(self._key(f"passed/{self._world.rank}"), str(told))
+            while not self._closed.wait(POLL_S if all(one.reason is None for one in self._watched) else ANSWER_S):
+                for one in tuple(self._watched):
+                    one._look_and_answer()
         except Exception:
             return  # the store is gone, and with it everybody who could ask
+
+    def _look_and_answer(self) -> None:
+        if self.reason is None and self._name == "stop":
+            self._look(self._store, [self._key("requested"), EVERYBODY])
+        elif self.reason is None:  # asked for no reason: the key may be deleted meanwhile, and that would be waited for
+            self.reason = self._name if self._store.check([self._key("requested")]) else self.reason
+        elif self._passed != self._told:
+            self._told = self._passed
+            self._store.set(self._key(f"passed/{self._world.rank}"), str(self._told))
 
     def _look(self, store: Store, keys: list[str]) -> None:
         """Take over a request of another process."""

@@ -60,11 +60,16 @@ def check_sharded(module: nn.Module) -> None:
     """
     for name, parameter in module.named_parameters():
         if hasattr(parameter, "full_tensor") and number_of_hooks(parameter, accumulated=False):
-            raise ValueError(
-                f"{name} has a hook of register_hook, which is never called under strategy=fsdp: call "
-                "register_post_accumulate_grad_hook in on_fit_start, where the parameter is this rank's shard, or take "
-                "strategy=ddp"
-            )
+            raise ValueError(no_hook(name))
+
+
+def no_hook(name: str) -> str:
+    """Return the error for a hook of a shard."""
+    return (
+        f"{name} has a hook of register_hook, which is never called under strategy=fsdp: call "
+        "register_post_accumulate_grad_hook in on_fit_start, where the parameter is this rank's shard, or take "
+        "strategy=ddp"
+    )
 
 
 def keep_hooks(before: Mapping[str, nn.Parameter], now: Mapping[str, nn.Parameter]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from fabricx.comm.grad_hooks import no_hook
 from fabricx.comm.world import World
 
 
@@ -55,6 +56,17 @@ class UnusedShards:
             self._reduced = True
             self._complete(number, unit)
         return type(unit).post_backward(unit, *args)
+
+    def check_hooks(self) -> None:
+        """Refuse hooks of shards that are never called; some may be new.
+
+        Raises:
+            ValueError: a shard has one; the message names it.
+        """
+        for unit in self._units:
+            for each in unit.fsdp_params:
+                if each.sharded_param._backward_hooks:
+                    raise ValueError(no_hook(each._param_fqn or "a parameter"))
 
     def _complete(self, number: int, unit: Any) -> None:
         """Give each parameter of a unit a gradient, and tell the other ranks which had none."""

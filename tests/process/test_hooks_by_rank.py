@@ -1,0 +1,170 @@
+"""Hooks that do something on one rank only are an error that says so; none hangs, and no rank drifts away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import fabricx as fx
+from fabricx.comm import world as worlds
+from fabricx.errors import WorkerFailed
+from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
+from fabricx.testing import QUIET, run_ranks
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
+
+def data(samples: int = 8) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(3, generator=generator) for _ in range(samples)]
+
+
+class Changed(fx.Module):
+    """Changes something on rank 1 only, or on all ranks.
+
+    Args:
+        what: name of the change.
+        everywhere: on all ranks.
+    """
+
+    def __init__(self, what: str, *, everywhere: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.what, self.everywhere = what, everywhere
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.first.requires_grad_(not what.startswith("unfreezes"))
+
+    def changes(self, what: str) -> bool:
+        return self.what == what and (self.everywhere or self.global_rank == 1)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(data(6 if self.changes("reloads") and self.current_epoch else 8), 2)
+
+    def on_train_start(self) -> None:
+        if self.changes("steps"):
+            self.trainer.max_steps = 1
+
+    def on_train_epoch_start(self) -> None:
+        optimizer: Any = self.optimizers()
+        if self.current_epoch == 0:
+            return
+        if self.changes("unfreezes"):
+            self.first.requires_grad_(True)
+        if self.changes("rate"):
+            optimizer.param_groups[0]["lr"] = 0.5
+        if self.changes("hook"):
+            self.last.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        if self.changes("accumulates"):
+            self.trainer.accumulate_grad_batches = 2
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
+        if self.changes("unfreezes in a batch") and batch_idx == 1:
+            self.first.requires_grad_(True)
+        if self.changes("freezes in a batch") and batch_idx == 1:
+            self.first.requires_grad_(False)
+        if self.changes("watches in a batch") and batch_idx == 1:
+            self.first.weight.register_hook(lambda gradient: gradient)
+        return -1 if self.changes("skips") and batch_idx == 1 else None
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.changes("gradients"):
+            for parameter in self.last.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(2.0)
+
+    def on_train_epoch_end(self) -> None:
+        if self.changes("epochs"):
+            self.trainer.max_epochs = 1
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.last(torch.tanh(self.first(batch))).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def options(what: str) -> dict[str, Any]:
+    return {"max_epochs": 2, **QUIET, "reload_dataloaders_every_n_epochs": int(what == "reloads")}
+
+
+def fit_here(cases: list[tuple[Any, Changed]]) -> list[str]:
+    """Train each module on the ranks that there are; returns its error, "" for none."""
+    found = []
+    world = worlds.current()
+    assert world is not None
+    for strategy, module in cases:
+        trainer = fx.Trainer(devices=world.size, strategy=strategy, **options(module.what))
+        try:
+            trainer.fit(module)
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            found.append("")
+    return found
+
+
+START = "ranks differ at the start of epoch 1, and would not train one model"
+FROZEN = "first.weight: parameter, shape [4, 3], float32, frozen on rank 0, parameter, shape [4, 3], float32, trained"
+TOLD = {
+    "unfreezes": (START, FROZEN),
+    "rate": (START, "optimizer 0, group 0, lr: 0.1 on rank 0, 0.5 on rank 1"),
+    "hook": (START, "trained on rank 0, parameter, shape [1, 4], float32, trained, 1 gradient hooks on rank 1"),
+    "accumulates": (START, "accumulate_grad_batches: 1 on rank 0, 2 on rank 1"),
+    "reloads": (START, "DataLoader of 8 samples, 2 in a batch, SequentialSampler on rank 0, DataLoader of 6 samples"),
+    "steps": ("ranks differ at the start of epoch 0", "max_steps: -1 on rank 0, 1 on rank 1"),
+    "epochs": ("ranks differ after step 2", "max_epochs: 2 on rank 0, 1 on rank 1"),
+    "gradients": ("ranks differ after step 2", "weights of last.weight: alike on rank 0, other values on rank 1"),
+}
+STRATEGIES: dict[str, Any] = {
+    "ddp": DDP, "fsdp": FSDP, "no server": lambda: ParameterServer(servers=0), "local_sgd": LocalSGD
+}  # fmt: skip
+
+
+def test_what_hooks_change_on_one_rank_is_an_error_on_all_ranks() -> None:
+    apart = [("gradients", "fsdp"), ("gradients", "local_sgd")]  # each rank has weights of its own
+    expected = [(what, kind) for what in TOLD for kind in STRATEGIES if (what, kind) not in apart]
+    for found in run_ranks(fit_here, 2, [(STRATEGIES[kind](), Changed(what)) for what, kind in expected]):
+        for error, (what, kind) in zip(found, expected, strict=True):
+            for text in ("RanksDisagree: ", *TOLD[what]):
+                assert text in error, (what, kind, error)
+
+
+def test_what_hooks_change_on_all_ranks_is_no_error() -> None:
+    every = [*TOLD, "unfreezes in a batch", "freezes in a batch", "skips"]
+    apart = [(what, "local_sgd") for what in every if what.startswith("unfreezes")]  # is refused there
+    cases = [(what, kind) for what in every for kind in STRATEGIES if (what, kind) not in apart]
+    modules = [(STRATEGIES[kind](), Changed(what, everywhere=True)) for what, kind in cases]
+    for found in run_ranks(fit_here, 2, modules):
+        for error, (what, kind) in zip(found, cases, strict=True):
+            assert not error, (what, kind, error)
+
+
+@pytest.mark.parametrize("strategy", [DDP(), FSDP()], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("unfreezes in a batch", "first.weight: frozen on rank 0, trained on rank 1"),
+        ("freezes in a batch", "first.weight: trained on rank 0, frozen on rank 1"),
+        ("skips", "on_train_batch_start: goes on with the epoch on rank 0, skips the rest of the epoch on rank 1"),
+    ],
+)
+def test_what_a_hook_changes_on_one_rank_within_an_epoch_is_an_error(strategy: Any, what: str, told: str) -> None:
+    with pytest.raises(WorkerFailed, match=rf"step 1: hooks have changed on some ranks .*\n  {told}"):
+        fx.Trainer(devices=2, strategy=strategy, **options(what)).fit(Changed(what))
+
+
+def test_a_hook_of_a_shard_is_refused_at_the_step_that_would_not_call_it() -> None:
+    module = Changed("watches in a batch", everywhere=True)
+    with pytest.raises(WorkerFailed, match=r"first\.weight has a hook of register_hook, which is never called"):
+        fx.Trainer(devices=2, strategy=FSDP(), **options(module.what)).fit(module)
+
+
+def test_ranks_at_their_own_pace_are_compared_where_they_meet() -> None:
+    told = r"after step \d+.*\n  first\.weight: .* trained on rank 0, .* frozen on rank 1"
+    with pytest.raises(WorkerFailed, match=told):
+        fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(Changed("freezes in a batch"))
