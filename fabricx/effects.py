@@ -28,6 +28,7 @@ _GUARDED: Final = (
     "on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "train_batch_end_others",
     "train_batch_end_watching", "train_epoch_end_others", "train_epoch_end_watching",
 )  # fmt: skip
+FAR: Final = "other values"
 ROUNDING: Final = 1e-3  # of a parameter's largest value, by which weights of ranks may differ
 _ROW: Final = 4093  # 8-byte words. A prime: even strides and even counts of changed signs don't cancel
 
@@ -83,6 +84,8 @@ def compare_weights(t: Trainer) -> None:
     own = hashlib.blake2b(fingerprint(t).cpu().contiguous().numpy().data, digest_size=16).hexdigest()
     if len(set(t.world.gather_objects(own))) > 1:
         far = {f"weights of {name}": _distance(t, one) for name, one in t.module.named_parameters()}
+        if t.copier is not None and any(t.world.gather_objects([*far.values()].count(FAR))):
+            t.copier.forget()  # nobody goes on from what is wrong
         compare(t.world, far, f"after step {t.state.step}", CHANGE_ALIKE)
 
 
@@ -93,7 +96,7 @@ def _distance(t: Trainer, parameter: Tensor) -> str:
         return "alike"
     rounding = max(ROUNDING, 32 * torch.finfo(first.dtype).eps if first.dtype.is_floating_point else 0.0)
     far = float((parameter.detach() - first).abs().max()) > rounding * float(first.abs().max())
-    return "other values" if far else "alike"
+    return FAR if far else "alike"
 
 
 # -- weights that servers step ----------------------------------------------------------------------------------------
