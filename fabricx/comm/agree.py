@@ -40,7 +40,7 @@ class Agreement:
         self._passed = self._told = -1
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
-        self._watched = [self]
+        self._watched: list[Agreement] = [self]
         if world.size > 1:
             assert world.store is not None
             self._store = world.store
