@@ -42,10 +42,13 @@ BUILD_ALIKE: Final = (
     "Trainer (weights may differ: those of rank 0 are taken; a rank's own data may differ in an IterableDataset or "
     "another iterable of batches)"
 )
+NO_CONDITION: Final = (
+    "without a condition that depends on the rank (such as self.global_rank or a loss of this rank; join a value with "
+    "self.all_gather first)"
+)
 CHANGE_ALIKE: Final = (
     "change requires_grad, hooks of gradients, layers, optimizers, DataLoaders, weights and the Trainer's options on "
-    "all ranks in the same hook, without a condition that depends on the rank (such as self.global_rank or a loss of "
-    "this rank; join a value with self.all_gather first)"
+    f"all ranks in the same hook, {NO_CONDITION}"
 )
 
 

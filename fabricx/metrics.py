@@ -188,8 +188,8 @@ class Metrics:
                 self.series.setdefault(name, Series.of_kind(tuple(kind)))
             own = [name for name, series in self.series.items() if series.on_epoch and series.total is not None]
             return [*own, *(name for name in self.shared if name not in own)]
-        own = [name for name, series in self.series.items() if series.on_step and series.step == step]
-        return [name for name in own if self.series[name].value is not None]  # None where all was taken back
+        made = {name: series for name, series in self.series.items() if series.on_step and series.step == step}
+        return [name for name, series in made.items() if series.value is not None]  # None: its batch was taken back
 
     def joined(
         self, names: Iterable[str], *, epoch: bool, idle: bool = False, alone: bool = False

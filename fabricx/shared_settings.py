@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from fabricx.comm.agree import Agreement
 from fabricx.comm.generations import membership
-from fabricx.comparing import LIMITS, differences
+from fabricx.comparing import LIMITS, NO_CONDITION, differences
 from fabricx.errors import RanksDisagree
 
 if TYPE_CHECKING:
@@ -131,9 +131,8 @@ class SharedSettings:
             what = "the same is changed on all ranks, but not in the same batch"
         return (
             f"step {t.state.step}: hooks have changed on some ranks what all ranks have to do alike:\n  {what}\n"
-            "  change requires_grad, limits and clipping on all ranks in the same hook and batch, without a condition "
-            "that depends on the rank (such as self.global_rank or a loss of this rank; join a value with "
-            "self.all_gather first). trainer.should_stop = True stops all ranks, on whichever it is set"
+            f"  change requires_grad, limits and clipping on all ranks in the same hook and batch, {NO_CONDITION}. "
+            "trainer.should_stop = True stops all ranks, on whichever it is set"
         )
 
     def _in_words(self, settings: Settings) -> dict[str, str]:

@@ -12,11 +12,11 @@ import sys
 import threading
 from multiprocessing import connection, forkserver, get_context
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Final
 
 from fabricx.launch import notices
 
-OTHER_PROTOCOL = (3, 14)  # of fork servers, from this version of Python on
+AUTHENTICATED: Final = (3, 14)  # from this version of Python on, fork servers ask for a key: another protocol
 
 
 def fork_for_children() -> None:
@@ -27,7 +27,7 @@ def fork_for_children() -> None:
     group, so that it ends with it. Without a fork server, or from Python 3.14 on, nothing changes.
     """
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-    if server.get_inherited_fds() is not None and sys.version_info < OTHER_PROTOCOL:
+    if server.get_inherited_fds() is not None and sys.version_info < AUTHENTICATED:
         server.ensure_running = _Forked(server).ensure_running
 
 
@@ -56,6 +56,7 @@ class _Forked:
         server = self._server
         if self._process is not None:  # it was killed
             os.close(server._forkserver_alive_fd)
+            self._process = None
         server._forkserver_address, server._forkserver_alive_fd = self._origin
         alive_here, alive_there = socket.socketpair()  # the server ends when no process has this end any more
         with socket.socket(socket.AF_UNIX) as listener, alive_there:
@@ -64,10 +65,9 @@ class _Forked:
             os.chmod(address, 0o600)
             listener.listen()
             arguments = (listener, alive_there, os.getpgrp(), dict(os.environ), _cores())
-            self._process = get_context("forkserver").Process(
-                target=_serve, args=arguments, name="fork server", daemon=True
-            )
-            self._process.start()
+            process = get_context("forkserver").Process(target=_serve, args=arguments, name="fork server", daemon=True)
+            process.start()
+        self._process = process
         server._forkserver_address, server._forkserver_alive_fd = address, alive_here.detach()
 
 

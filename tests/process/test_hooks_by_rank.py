@@ -14,13 +14,9 @@ from fabricx.comm import world as worlds
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
 from fabricx.testing import QUIET, run_ranks
+from tests.process.test_ranks_differ import data
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
-
-
-def data(samples: int = 8) -> Any:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(3, generator=generator) for _ in range(samples)]
 
 
 class Changed(fx.Module):
