@@ -69,6 +69,7 @@ class SharedSettings:
         return Agreement(t.world, f"settings/{self._changes}", beside=t.agreement)
 
     def _now(self, t: Trainer, *, skips: bool) -> Settings:
+        t.strategy.settle_trained()
         return list(map(_is_trained, self._parameters)), _limits_of(t), skips
 
     def check(self, t: Trainer, *, skips: bool = False) -> None:
@@ -131,7 +132,8 @@ class SharedSettings:
             what = "the same is changed on all ranks, but not in the same batch"
         return (
             f"step {t.state.step}: hooks have changed on some ranks what all ranks have to do alike:\n  {what}\n"
-            f"  change requires_grad, limits and clipping on all ranks in the same hook and batch, {NO_CONDITION}. "
+            f"  change requires_grad, limits and clipping on all ranks in the same hook and batch, {NO_CONDITION}; "
+            "where a rank has no sample, in on_train_batch_start or on_train_batch_end, which that rank follows. "
             "trainer.should_stop = True stops all ranks, on whichever it is set"
         )
 

@@ -177,6 +177,10 @@ class Strategy(NamesChecked, ABC):
         """Take part in the others' forward, of a microbatch after which no gradients travel, without a sample."""
         return
 
+    def settle_trained(self) -> None:
+        """Let parameters that hooks have frozen, or released, be so wherever this rank keeps them."""
+        return
+
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         """Scale gradients down to a 2-norm of at most `max_norm`, over all ranks; returns the norm before."""
         try:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from fabricx.comm.collectives import Collectives
+from fabricx.comm.gathered import Gathered
 from fabricx.comm.grad_hooks import check_before_sharding, check_sharded, keep_hooks
 from fabricx.comm.heap import LARGE, release_freed_memory
 from fabricx.comm.sharding import AsBuilt, Pauses, Waits
@@ -87,6 +88,7 @@ class FSDP(Strategy):
         self._built: AsBuilt | None = None
         self._waits: Waits | None = None
         self._unused: UnusedShards | None = None
+        self._gathered: Gathered | None = None
         self._order: Collectives | None = None  # of collectives, compared over ranks
         self._gathers_much = False  # are freed gathers given back after each update?
         self._optimizers: list[Optimizer] = []
@@ -123,8 +125,12 @@ class FSDP(Strategy):
             self._shard(module, self._built)
             _fill(module, self.world.device)
             self._settle_root(module)
-            self._unused = UnusedShards(self.world, module, unreached=not self._manual)
+        self._watch(module)
         self._look_at_outputs(module)
+
+    def _watch(self, module: nn.Module) -> None:
+        self._unused = UnusedShards(self.world, module, unreached=not self._manual)
+        self._gathered = Gathered(module)
 
     def _look_at_outputs(self, module: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -246,7 +252,7 @@ class FSDP(Strategy):
             self._shard(module, built)
             module._apply(lambda tensor: torch.empty_like(tensor, device=world.device) if tensor.is_meta else tensor)
             self._settle_root(module)
-            self._unused = UnusedShards(world, module, unreached=not self._manual)
+            self._watch(module)
             self._look_at_outputs(module)
         before = {id(parameter): name for name, parameter in self._parameters.items()}
         parameters_before, self._parameters = self._parameters, dict(module.named_parameters())
@@ -259,7 +265,7 @@ class FSDP(Strategy):
 
     def teardown(self) -> None:
         self._forget_step()
-        self._optimizers, self._parameters, self._built, self._order = [], {}, None, None
+        self._optimizers, self._parameters, self._built, self._order, self._gathered = [], {}, None, None, None
         super().teardown()
 
     def _forget_step(self) -> None:
@@ -356,12 +362,19 @@ class FSDP(Strategy):
             self.backward(loss * 0.0)
         return loss is not None
 
+    def settle_trained(self) -> None:
+        if self._gathered is not None:
+            self._gathered.settle()
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        if self._gathered is not None:  # else the next forward has the weights of before this step
+            self._gathered.shard()
+        return super().step(optimizer, closure)
+
     def quiesce(self, copies: Mapping[str, Tensor] | None = None) -> None:
         super().quiesce(copies)
-        for part in self.module.modules() if self.module is not None else ():
-            # What was gathered for a forward without a backward, as in a validation, is still there.
-            if callable(reshard := getattr(part, "reshard", None)):
-                reshard()
+        if self._gathered is not None:
+            self._gathered.shard()
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         self._note("clips gradients by their norm")

@@ -25,6 +25,23 @@ def own_block(tensor: Any) -> tuple[Tensor, tuple[int, ...] | None]:
     return tensor.to_local(), tuple(offsets)
 
 
+def units_of(module: nn.Module) -> list[Any]:
+    """Return FSDP's groups of parameters that are gathered together.
+
+    Args:
+        module: sharded, as are some of its parts.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    found: list[Any] = []
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            state: Any = part._get_fsdp_state()
+            several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
+            found += [state._fsdp_param_group] if several is None else several
+    return [unit for unit in found if unit is not None]
+
+
 @final
 class AsBuilt:
     """What a module is before it is sharded.
@@ -113,21 +130,15 @@ class Pauses:
     """
 
     def __init__(self, module: nn.Module, mark: Callable[[], Any]) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
         self.spans: list[tuple[Any, Any]] = []
         self._mark = mark
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                state: Any = part._get_fsdp_state()
-                several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
-                for group in [state._fsdp_param_group] if several is None else several:
-                    for name in ("wait_for_unshard", "post_backward") if group is not None else ():
-                        method = getattr(group, name)
-                        method = getattr(method, "unmarked", method)  # of an earlier run in this process
-                        marked: Any = functools.partial(self._within, method)
-                        marked.unmarked = method
-                        setattr(group, name, marked)
+        for unit in units_of(module):
+            for name in ("wait_for_unshard", "post_backward"):
+                method = getattr(unit, name)
+                method = getattr(method, "unmarked", method)  # of an earlier run in this process
+                marked: Any = functools.partial(self._within, method)
+                marked.unmarked = method
+                setattr(unit, name, marked)
 
     def _within(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
         began = self._mark()

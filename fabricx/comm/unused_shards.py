@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fabricx.comm.grad_hooks import no_hook
+from fabricx.comm.sharding import units_of
 from fabricx.comm.world import World
 
 
@@ -32,24 +33,16 @@ class UnusedShards:
     """
 
     def __init__(self, world: World, module: nn.Module, *, unreached: bool) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
         self._world = world
         self._skipped = {"POST_BACKWARD"} if unreached else {"POST_BACKWARD", "IDLE"}  # the first is called once more
-        self._units: list[Any] = []  # FSDP's groups of parameters
+        self._units = units_of(module)
         self._missing: dict[int, set[int]] = {}  # by unit, numbers of parameters, in this backward
         self._reductions = 0  # backwards that have reduced, the same on all ranks
         self._reduced = False
         self._written: list[str] = []  # keys of this backward
         self._read: list[str] = []  # keys of the one before, which all ranks have read before they reduce again
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                state: Any = part._get_fsdp_state()
-                several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
-                for group in [state._fsdp_param_group] if several is None else several:
-                    if group is not None:
-                        group.post_backward = functools.partial(self._post_backward, len(self._units), group)
-                        self._units.append(group)
+        for number, unit in enumerate(self._units):
+            unit.post_backward = functools.partial(self._post_backward, number, unit)
 
     def _post_backward(self, number: int, unit: Any, *args: Any) -> Any:
         if unit.reduce_grads and unit._training_state.name not in self._skipped:

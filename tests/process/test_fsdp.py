@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import ModelCheckpoint
+from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, FSDP, Single
-from fabricx.testing import QUIET, Layer, LayeredModule, SavesAtEnd, assert_same_state, layered_data
+from fabricx.testing import QUIET, Layer, LayeredModule, SavesAtEnd, assert_same_state, layered_data, run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -119,3 +120,102 @@ def test_checkpoints_of_shards_are_kept_by_the_callback(tmp_path: Path) -> None:
     weights = checkpoint.load(tmp_path / "last.ckpt")["strategy"]["module"]
     for name, tensor in module.state_dict().items():
         assert torch.equal(weights[name], tensor)
+
+
+class Freezes(LayeredModule):
+    """Freezes the head at update 1, and releases it at update 3.
+
+    Args:
+        where: name of the hook.
+        begins: before the step has computed, in `training_step`.
+        clamps: instead, change its weights each time.
+    """
+
+    def __init__(self, where: str, *, begins: bool = False, clamps: bool = False) -> None:
+        super().__init__()
+        self.where, self.begins, self.clamps = where, begins, clamps
+
+    def at(self, hook: str) -> None:
+        if hook == self.where and self.clamps:
+            self.head.weight.data.clamp_(-0.1, 0.1)
+        elif hook == self.where:
+            self.head.requires_grad_(self.global_step not in (1, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.begins:
+            self.at("training_step")
+        loss = super().training_step(batch, batch_idx)
+        if not self.begins:
+            self.at("training_step")
+        return loss
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.at("on_before_zero_grad")
+
+    def on_before_backward(self, loss: Any) -> None:
+        self.at("on_before_backward")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.at("validation_step")
+
+
+def trained(strategy: Any, cases: list[dict[str, Any]], devices: int) -> list[Any]:
+    """Return the weights of each case."""
+    found = []
+    for case in cases:
+        torch.manual_seed(2)
+        module = Freezes(**case)
+        trainer = fx.Trainer(devices=devices, strategy=strategy, **{"max_epochs": 3, **QUIET})
+        trainer.fit(module, DataLoader(layered_data(12), 6 // devices), DataLoader(layered_data(6), 3))
+        found.append({name: getattr(p, "full_tensor", p.clone)().tolist() for name, p in module.named_parameters()})
+    return found
+
+
+GATHERED = ["training_step", "on_before_zero_grad", "on_before_backward", "validation_step"]
+
+
+def test_what_is_frozen_while_it_is_gathered_stays_frozen() -> None:
+    cases = [{"where": where} for where in GATHERED] + [{"where": "training_step", "begins": True}]
+    alone = trained(Single(), cases, 1)
+    for found in run_ranks(trained, 2, FSDP(), cases, 2):
+        for case, own, expected in zip(cases, found, alone, strict=True):
+            for name, values in expected.items():
+                torch.testing.assert_close(own[name], values, rtol=0, atol=1e-6, msg=f"{case}: {name}")  # of 0.1
+
+
+@pytest.mark.parametrize("where", ["training_step", "validation_step"])
+def test_weights_that_are_changed_while_they_are_gathered_are_an_error(where: str) -> None:
+    with pytest.raises(WorkerFailed, match=r"head\.weight was changed while strategy=fsdp had gathered it"):
+        trained(FSDP(), [{"where": where, "clamps": True}], devices=2)
+
+
+class Looks(fx.Module):
+    """Looks at its predictions before each step, without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 1)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(nn.functional.mse_loss(self.head(batch[0]), batch[1]))
+        with torch.no_grad():
+            self.head(batch[0])
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_forward_without_a_backward_leaves_no_old_weights_behind() -> None:
+    found = []
+    for strategy, devices in ((Single(), 1), (FSDP(reshard_after_forward=False), 2)):
+        torch.manual_seed(2)
+        module = Looks()
+        trainer = fx.Trainer(devices=devices, strategy=strategy, **{"max_epochs": 1, **QUIET})
+        trainer.fit(module, DataLoader(layered_data(12), 6 // devices))
+        found.append(module.head.weight.detach())
+    torch.testing.assert_close(*found, rtol=0, atol=1e-6)  # it was 0.1
