@@ -75,6 +75,8 @@ class Logbook:
             self._check_same(name, series, reduce_fx, on_step, on_epoch, joined)
         if type(value) is not Tensor or value.dim() or value.dtype not in EXACT:
             if hasattr(value, "compute") and hasattr(value, "update"):
+                if name not in self.metrics.objects:
+                    series.step_batch = series.epoch_batch = self._batch
                 self.metrics.objects[name] = (value, series)
                 return
             value = as_value(value, name, self.device)
@@ -88,7 +90,12 @@ class Logbook:
                 value = 0.0
         else:
             weight = self.count() if self.size is None else self.size
-        series.add(value, weight, self.step)
+        series.add(value, weight, self.step, self._batch)
+
+    @property
+    def _batch(self) -> int:
+        """Return the number of this rank's batch in the epoch, from 1; 0 between two batches."""
+        return self.batches if self.in_step else 0
 
     def count(self) -> int:
         """Return the samples of the batch."""
@@ -169,9 +176,8 @@ class Logbook:
     def step_values(self, step: int) -> dict[str, Tensor]:
         """Return the joined values of one step; every rank calls it at the same step, where all go together."""
         metrics = self.metrics
-        idle = self.idle or self.step != step
         names = [] if self.idle else metrics.due(epoch=False, step=step)
-        values = metrics.joined(names, epoch=False, idle=idle, alone=self._alone)
+        values = metrics.joined(names, epoch=False, batches=self.batches, alone=self._alone)
         for name, (metric, series) in metrics.objects.items():
             if series.on_step:
                 latest = getattr(metric, "_forward_cache", None)  # what the metric's own call has returned
@@ -181,7 +187,7 @@ class Logbook:
     def epoch_values(self) -> dict[str, Tensor]:
         """Return the joined values of the epoch so far, and begin a new one; every rank calls it at the same moment."""
         metrics = self.metrics
-        values = metrics.joined(metrics.due(epoch=True), epoch=True, idle=self.batches == 0)
+        values = metrics.joined(metrics.due(epoch=True), epoch=True, batches=self.batches)
         for name, (metric, series) in metrics.objects.items():
             if series.on_epoch:
                 values[name] = torch.as_tensor(metric.compute())  # joins over ranks by itself

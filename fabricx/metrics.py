@@ -29,12 +29,14 @@ class Series:
     __slots__ = (
         "asked",
         "bar",
+        "epoch_batch",
         "inside",
         "local",
         "on_epoch",
         "on_step",
         "reduction",
         "step",
+        "step_batch",
         "to_logger",
         "total",
         "value",
@@ -58,18 +60,22 @@ class Series:
         self.weight: float = 0.0
         self.total: Any = None
         self.weights: float = 0.0
+        # Number of this rank's batch in the epoch, from 1, that gave the first value of the step, and of the epoch;
+        # 0 for between two batches, infinity for none.
+        self.step_batch = self.epoch_batch = math.inf
 
-    def add(self, value: Any, weight: float, step: int) -> None:
+    def add(self, value: Any, weight: float, step: int, batch: int = 0) -> None:
         """Take one value: a number or a detached one-element tensor, with the samples that it stands for."""
         if self.on_step:
             if step != self.step:
-                self.step, self.value, self.weight = step, value, weight
+                self.step, self.value, self.weight, self.step_batch = step, value, weight, batch
             else:
                 self.value = _join(self.reduction, self.value, self.weight, value, weight)
                 self.weight += weight
         if self.on_epoch:
             if self.total is None:
                 self.total = value * weight if self.reduction == "mean" else value + 0
+                self.epoch_batch = batch
             elif self.reduction == "mean":
                 self.total = self.total + value * weight
             else:
@@ -106,7 +112,7 @@ class Series:
 
     def forget_epoch(self) -> None:
         """Begin a new epoch."""
-        self.total, self.weights = None, 0.0
+        self.total, self.weights, self.epoch_batch = None, 0.0, math.inf
 
 
 def _join(reduction: Reduction, old: Any, old_weight: float, new: Any, new_weight: float) -> Any:
@@ -192,7 +198,7 @@ class Metrics:
         return [name for name, series in made.items() if series.value is not None]  # None: its batch was taken back
 
     def joined(
-        self, names: Iterable[str], *, epoch: bool, idle: bool = False, alone: bool = False
+        self, names: Iterable[str], *, epoch: bool, batches: int = 0, alone: bool = False
     ) -> dict[str, Tensor]:  # fmt: skip
         """Return the values of `names` over all ranks, as one-element tensors.
 
@@ -201,18 +207,18 @@ class Metrics:
         Args:
             names: what this rank has logged.
             epoch: the values of the epoch rather than those of the latest step.
-            idle: this rank had no batch, so that others may have logged more.
+            batches: that this rank has had in this epoch. What others logged first in a later batch it may lack.
             alone: join nothing.
 
         Raises:
-            RanksDisagree: ranks that had a batch logged different names.
+            RanksDisagree: ranks logged different names in batches that they all had.
         """
         wanted = sorted(names)
         together = self._size > 1 and not alone
         if together:
             own = [name for name in wanted if self.series[name].local]
             shared = [name for name in wanted if not self.series[name].local]
-            wanted = sorted(own + self._agree(shared, epoch=epoch, idle=idle))
+            wanted = sorted(own + self._agree(shared, epoch=epoch, batches=batches))
         values: dict[str, Tensor] = {}
         for op in ("sum", "max", "min"):
             chosen = [n for n in wanted if _operation(self.series[n].reduction) == op]
@@ -247,31 +253,35 @@ class Metrics:
         _, total, weights = merge_sums(own, {name: self.shared[name]})[name]
         return total, weights
 
-    def _agree(self, names: list[str], *, epoch: bool, idle: bool) -> list[str]:
-        """Return the names to join: this rank's own, unless ranks without a batch have to learn them."""
-        ways = {name: self.series[name].way() for name in names}
-        ways.update({name: series.way() for name, (_, series) in self.objects.items()})
+    def _agree(self, names: list[str], *, epoch: bool, batches: int) -> list[str]:
+        """Return the names to join: this rank's own, unless ranks with fewer batches have to learn them."""
+        found = {name: self.series[name] for name in names}
+        found.update({name: series for name, (_, series) in self.objects.items()})
+        ways = {name: series.way() for name, series in found.items()}
         text = "\n".join([f"{name} {way[:3]} {way[-1]}" for name, way in ways.items()])
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
-        votes = [-(2**62), -(2**62), 1] if idle else [digest, -digest, 0]
-        highest, lowest, somebody_idle = self._reduce(torch.tensor(votes, device=self._device), "max").tolist()
-        if highest == -lowest and not somebody_idle:
+        highest, lowest = self._reduce(torch.tensor([digest, -digest], device=self._device), "max").tolist()
+        if highest == -lowest:
             return names
-        by_rank: list[tuple[bool, dict[str, tuple[Any, ...]]]] = []
+        first = {name: series.epoch_batch if epoch else series.step_batch for name, series in found.items()}
+        by_rank = self._gather((batches, ways, first, self._attributes()))
+        known: dict[str, tuple[Any, ...]] = {}
         attributes: dict[str, tuple[str, bool]] = {}  # of metric objects, by name
-        for was_idle, logged, paths in self._gather((idle, ways, self._attributes())):
-            by_rank.append((was_idle, logged))
+        begins: dict[str, float] = {}  # the number of the batch from which on each rank has to have a name
+        for _, logged, firsts, paths in by_rank:
+            known.update(logged)
             attributes.update(paths)
-        busy = [set(logged) for was_idle, logged in by_rank if not was_idle]
-        known = {name: kind for _, logged in by_rank for name, kind in logged.items()}
-        if any(logged != busy[0] for logged in busy) or (busy and set(known) != busy[0]):
-            lines = "\n".join(f"  rank {r}: {', '.join(map(repr, n)) or 'nothing'}" for r, (_, n) in enumerate(by_rank))
+            begins.update({name: min(number, begins.get(name, math.inf)) for name, number in firsts.items()})
+        if any(name not in logged and begins[name] <= had for had, logged, *_ in by_rank for name in known):
+            lines = "\n".join(
+                f"  rank {r}: {', '.join(map(repr, n)) or 'nothing'}" for r, (_, n, *_) in enumerate(by_rank)
+            )
             raise RanksDisagree(
                 f"ranks logged different names, so their values can't be joined:\n{lines}\n"
                 "  log the same names on every rank, or give sync_dist=False to keep a value on the main rank"
             )
         for name, kind in known.items():
-            _check_alike(name, [logged.get(name) for _, logged in by_rank])
+            _check_alike(name, [logged.get(name) for _, logged, *_ in by_rank])
             if name in attributes:
                 self._take_part(name, *attributes[name], kind)
             elif name not in names:

@@ -342,25 +342,30 @@ class FSDP(Strategy):
         if self.world.size == 1:
             return True
         if self._outputs:  # the step has computed, as on the other ranks, and gave no loss
-            assert self.module is not None
-            own = [p for p in self.module.parameters() if p.requires_grad and not hasattr(p, "full_tensor")]
-            self.backward(torch.stack([*(t.sum() * 0.0 for t in self._outputs), *(p.sum() * 0.0 for p in own)]).sum())
+            self.backward(self._zero())
             return True
-        given = company or self._newest
-        if given is None and self._called:
+        given = [args for args in (company, self._newest) if args]
+        if not given and self._called:
             return False
-        if given is None or self._step is None:
+        if not given or self._step is None:
             raise ValueError(
                 f"rank {self.world.rank} has not had a batch yet, and sharded training needs all ranks to compute; let "
                 "each rank's stream begin with one, or take fewer devices"
             )
         devices = [self.world.device] if self.world.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            outputs = self._step(*given)
-        loss = _loss(outputs)
-        if loss is not None:
-            self.backward(loss * 0.0)
-        return loss is not None
+        for args in given:  # a step may give no loss for this batch either, and may not even have computed
+            with torch.random.fork_rng(devices=devices):
+                loss = _loss(self._step(*args))
+            if loss is not None or self._outputs:
+                self.backward(self._zero() if loss is None else loss * 0.0)
+                return True
+        return False
+
+    def _zero(self) -> Tensor:
+        """Return a loss of zero of what the newest step has computed."""
+        assert self.module is not None
+        own = [p for p in self.module.parameters() if p.requires_grad and not hasattr(p, "full_tensor")]
+        return torch.stack([*(t.sum() * 0.0 for t in self._outputs), *(p.sum() * 0.0 for p in own)]).sum()
 
     def settle_trained(self) -> None:
         if self._gathered is not None:

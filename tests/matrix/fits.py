@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
-import functools
 import itertools
 import pickle
+import queue
 import threading
 import traceback
 import warnings
@@ -376,13 +376,28 @@ _SERVED: list[int] = []  # jobs of this world that servers were told of
 
 
 def _serve(world: World, number: int, folder: str | None = None, **more: Any) -> None:
-    """Be a server of each job that needs one of this number."""
-    assert world.store is not None
-    for told in itertools.count():
-        job, servers, gloo = map(int, world.store.get(f"matrix/serve/{told}").split())
-        if job < 0:
-            return
-        if number < servers:
-            place = dataclasses.replace(world, job=job)
-            serve = functools.partial(dispatch._serve, network=bool(gloo))
-            threading.Thread(target=serve, args=(place, number), daemon=True).start()
+    """Be a server of each job that needs one of this number; an error in a job is raised here, and ends all ranks."""
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def in_job(job: int, gloo: bool) -> None:
+        try:
+            dispatch._serve(dataclasses.replace(world, job=job), number, network=gloo)
+        except BaseException as error:
+            ended.put(error)
+
+    def listen() -> None:
+        assert world.store is not None
+        try:
+            for told in itertools.count():
+                job, servers, gloo = map(int, world.store.get(f"matrix/serve/{told}").split())
+                if job < 0:
+                    break
+                if number < servers:
+                    threading.Thread(target=in_job, args=(job, bool(gloo)), daemon=True).start()
+            ended.put(None)
+        except BaseException as error:
+            ended.put(error)
+
+    threading.Thread(target=listen, daemon=True).start()
+    if (error := ended.get()) is not None:
+        raise error

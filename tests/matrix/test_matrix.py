@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
+from fabricx import dispatch
+from fabricx.comm.world import World
+from tests.matrix import fits
 from tests.matrix.cells import WAYS, Cell, exists, pairwise, single_features, triples
 from tests.matrix.rules import KNOWN_DEFECTS, REFUSALS, known_defect, refusal
 from tests.matrix.running import judge, report
@@ -121,11 +125,27 @@ AGAIN = (  # that were wrong once
     "ddp ranks=3 data=shuffled log=objects",
     "ddp-fp16 ranks=2 model=scalar",
     "bounded0-ps2 ranks=2 optimizer=subset update=several clip=value",
+    "ddp ranks=3 data=few loop=no-loss log=kinds",
+    "fsdp ranks=2 data=ending loop=no-loss",
 )
 
 
 def test_cells_that_were_wrong_once_are_right(tmp_path: Path) -> None:
     check([Cell.parse(text) for text in AGAIN], tmp_path)
+
+
+def test_an_error_in_a_job_of_a_server_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def serve(world: World, number: int, *, network: bool) -> None:
+        raise ValueError(f"server {number} of job {world.job}")
+
+    monkeypatch.setattr(dispatch, "_serve", serve)
+    store = HashStore()
+    store.set("matrix/serve/0", "5 2 0")
+    try:
+        with pytest.raises(ValueError, match="server 1 of job 5"):
+            fits._serve(World(store=store), 1)
+    finally:
+        store.set("matrix/serve/1", "-1 0 0")  # its thread ends
 
 
 def test_a_cell_is_what_it_is_written_as() -> None:

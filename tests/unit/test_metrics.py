@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -68,17 +69,38 @@ def test_names_are_due_only_in_the_step_that_logged_them() -> None:
 def test_ranks_that_logged_different_names_are_listed() -> None:
     metrics = alone()
     metrics.series["loss"] = series()
-    metrics.series["loss"].add(1.0, 1, step=1)
-    metrics = two_ranks(metrics, [torch.tensor([5, -5, 0])], [(False, {"acc": series().way()})])
+    metrics.series["loss"].add(1.0, 1, step=1, batch=1)
+    metrics = two_ranks(metrics, [torch.tensor([5, -5])], [(1, {"acc": series().way()}, {"acc": 1})])
     with pytest.raises(RanksDisagree, match=r"rank 0: 'loss'\n  rank 1: 'acc'"):
-        metrics.joined(["loss"], epoch=True)
+        metrics.joined(["loss"], epoch=True, batches=1)
 
 
-def test_a_rank_without_a_batch_learns_the_names_and_changes_no_value() -> None:
+@pytest.mark.parametrize("batches", [0, 2])
+def test_a_rank_learns_names_that_others_logged_first_in_a_later_batch_and_changes_no_value(batches: int) -> None:
     metrics = alone()
-    gathered = [(False, {"loss": series().way()})]
-    metrics = two_ranks(metrics, [torch.tensor([5, -5, 0]), torch.tensor([[6.0, 3.0]])], gathered)
-    assert metrics.joined([], epoch=True, idle=True)["loss"].item() == 2.0
+    gathered = [(3, {"loss": series().way()}, {"loss": batches + 1})]
+    metrics = two_ranks(metrics, [torch.tensor([5, -5]), torch.tensor([[6.0, 3.0]])], gathered)
+    assert metrics.joined([], epoch=True, batches=batches)["loss"].item() == 2.0
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_rank_that_had_the_batch_or_the_hook_in_which_others_logged_has_to_log_too(first: int) -> None:
+    metrics = two_ranks(alone(), [torch.tensor([5, -5])], [(3, {"loss": series().way()}, {"loss": first})])
+    with pytest.raises(RanksDisagree, match=r"rank 0: nothing\n  rank 1: 'loss'"):
+        metrics.joined([], epoch=True, batches=2)
+
+
+def test_a_series_knows_in_which_batch_its_step_and_its_epoch_began() -> None:
+    book = logbook()
+    for batch, step in ((2, 1), (3, 2)):
+        log(book, 1.0)
+        book.begin_batch(None, 1, step)
+        assert book.series("x").epoch_batch == 1, batch
+    log(book, 1.0)
+    assert book.series("x").step_batch == 3
+    book.end_batch()
+    book.metrics.forget_epoch()
+    assert book.series("x").epoch_batch == math.inf
 
 
 def test_only_one_number_can_be_logged() -> None:
@@ -182,7 +204,7 @@ def test_ranks_that_log_a_name_in_different_ways_are_told_so(
     mine.series["x"].inside = True
     mine.series["x"].add(1.0, 1, step=1)
     values = [votes_of(other.way()), torch.tensor([[3.0, 1.0]])]
-    joined = two_ranks(mine, values, [(False, {"x": other.way()})])
+    joined = two_ranks(mine, values, [(1, {"x": other.way()}, {"x": 1})])
     if not told:
         assert joined.joined(["x"], epoch=True)["x"].item() == 2.0
         return
