@@ -39,6 +39,8 @@ WAYS: dict[str, tuple[Callable[[], fx.Strategy], int]] = {
 }
 SYNCHRONOUS = [name for name, (make, _) in WAYS.items() if make().traits.synchronous]
 
+COMPILED_BACKWARD = ("single", "ddp", "fsdp", "parameter_server")  # elsewhere the forward alone: half of the time
+
 GLOBAL_BATCH = 12
 
 
@@ -48,6 +50,8 @@ def test_the_list_is_complete() -> None:
 
 def train(way: str, *, samples: int = 43, **options: Any) -> tuple[LayeredModule, fx.Trainer]:
     make, devices = WAYS[way]
+    if "compile" in options and way not in COMPILED_BACKWARD:
+        options["compile"] = {"backend": "eager"}
     torch.manual_seed(2)
     module = LayeredModule(options.pop("manual", False))
     trainer = fx.Trainer(devices=devices, strategy=make(), **{"max_epochs": 2, **QUIET, **options})
