@@ -29,7 +29,7 @@ from fabricx.execution import execute
 from fabricx.job import Job, check_job
 from fabricx.launch.supervisor import run_workers
 from fabricx.testing import QUIET
-from tests.matrix.cells import BOUNDED, LOSSY, ONE_WORKER, UNEQUAL_PACE, WAYS, Cell
+from tests.matrix.cells import BOUNDED, JOINED_WAYS, LOSSY, ONE_WORKER, UNEQUAL_PACE, WAYS, Cell
 from tests.matrix.module import CLIP, PRECISIONS, make_loaders, make_module, whole
 
 EACH_BATCH = {
@@ -55,6 +55,7 @@ class Found:
         reference: the same of a run without interruption, or under ddp, where one process is no oracle.
         state: what the checkpoint at the end holds.
         shared: the checkpoint that other cells go on from.
+        random: digest of the random state of this rank before its first training step; "" for no step.
     """
 
     error: str = ""
@@ -67,6 +68,7 @@ class Found:
     reference: Found | None = None
     state: Any = None
     shared: Path | None = None
+    random: str = ""
 
 
 class Watches(fx.Callback):
@@ -211,7 +213,11 @@ def fit(
             elsewhere = "on_train_epoch_end" if cell.way in UNEQUAL_PACE else "on_train_batch_end"
             mine.append(saves_in(cell.save, save, elsewhere=elsewhere))
         trainer = fx.Trainer(
-            devices=world.size, strategy=WAYS[cell.way](), callbacks=mine, default_root_dir=folder, **options(cell)
+            devices=world.size,
+            strategy={**JOINED_WAYS, **WAYS}[cell.way](),
+            callbacks=mine,
+            default_root_dir=folder,
+            **options(cell),
         )
         train, validation = make_loaders(cell, began, world.size)
         if cell.loop == "reload":
@@ -229,7 +235,7 @@ def fit(
             found.results[2] = torch.cat(found.results[2])
     except Exception as error:
         found.error = "".join(traceback.format_exception(error)[-6:])
-    found.trained = module.trained
+    found.trained, found.random = module.trained, module.random
     return found
 
 
@@ -246,8 +252,10 @@ def run_cell(cell: Cell, world: World, folder: Path) -> Found:
         return fit(cell, world, folder, resume=folder / "single.ckpt", began=1)
     middle = folder / "mid.ckpt"
     found = fit(cell, world, folder, save=None if cell.save == "none" else middle)
-    if cell.save not in ("none", "to-single") and not found.error and middle.exists():
-        found.resumed = _beside(cell, world, folder, "again", resume=middle)
+    if cell.save not in ("none", "to-single") and not found.error:
+        world.barrier()  # the main rank may still be writing it
+        if middle.exists():
+            found.resumed = _beside(cell, world, folder, "again", resume=middle)
     if needs_own_oracle(cell) and not found.error:
         found.reference = _beside(reference_of(cell), world, folder, "reference")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -163,6 +164,7 @@ class Net(fx.Module):
 
     Attributes:
         trained: calls of `training_step` on this rank.
+        random: digest of the random state before the first of them.
         seen: of each update: the rate of each group, and the norm of the gradient in `on_before_optimizer_step`.
     """
 
@@ -205,7 +207,7 @@ class Net(fx.Module):
             self.error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
             self.mean = torchmetrics.MeanMetric().set_dtype(torch.float64)
             self.val_error = torchmetrics.MeanSquaredError().set_dtype(torch.float64)
-        self.trained = 0
+        self.trained, self.random = 0, ""
         self.seen: list[Any] = []
         self.losses = 0
 
@@ -260,6 +262,7 @@ class Net(fx.Module):
         return found
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.random = self.random or hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
         self.trained += 1
         loss = self.batch_loss(batch)
         if self.cell.loop == "no-loss" and batch_idx == 1:

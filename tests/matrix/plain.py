@@ -132,3 +132,83 @@ class Plain:
         """Let the module have these weights."""
         for name, weight in self.module.named_parameters():
             weight.copy_(weights[name])
+
+
+class Joined:
+    """The same of workers whose gradients are compressed, or joined by an outer momentum: with a share of each batch.
+
+    What compression loses of a worker's gradient is added to its next one.
+
+    Args:
+        way: of `JOINED_WAYS`.
+        workers: that share each global batch.
+    """
+
+    def __init__(self, way: str, workers: int) -> None:
+        self._plain = Plain(Cell("single", ranks=1))
+        self.module, self._workers = self._plain.module, workers
+        self._parameters = list(self.module.parameters())
+        momentum: dict[str, Any] = {"lr": 0.3 * 0.5, "momentum": 0.9, "nesterov": True}  # of steps with a rate of 0.3
+        outer = way.endswith("nesterov")
+        self._optimizer = torch.optim.SGD(self._parameters, **(momentum if outer else {"lr": 0.3}))
+        self._joins = {"topk": self._largest, "sign": self._signs, "powersgd": self._thin}.get(way.split("-")[1], _sums)
+        self._lost = [[torch.zeros_like(parameter) for parameter in self._parameters] for _ in range(workers)]
+        self._bases = [torch.randn(p.shape[-1], 1, generator=torch.Generator().manual_seed(p.shape[-1])).to(p)
+                       for p in self._parameters]  # fmt: skip
+
+    def train(self) -> Net:
+        """Train, and return the module."""
+        for _ in range(EPOCHS):
+            for batch in self._plain._batches():
+                shares = zip(*(column.chunk(self._workers) for column in batch), strict=True)
+                losses = [self.module.batch_loss(share) / self._workers for share in shares]
+                gradients = [torch.autograd.grad(loss, self._parameters) for loss in losses]
+                given = [
+                    [a + b for a, b in zip(*pair, strict=True)] for pair in zip(gradients, self._lost, strict=True)
+                ]
+                for parameter, gradient in zip(self._parameters, self._joins(given), strict=True):
+                    parameter.grad = gradient
+                self._optimizer.step()
+        return self.module
+
+    def _sent(self, given: list[list[Tensor]], compressed: list[Tensor]) -> list[Tensor]:
+        """Return the sum of what was sent, of each worker flat; the rest is kept."""
+        sizes = [parameter.numel() for parameter in self._parameters]
+        sent = [
+            [part.view_as(p) for part, p in zip(flat.split(sizes), self._parameters, strict=True)]
+            for flat in compressed
+        ]
+        self._lost = [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(given, sent, strict=True)]
+        return _sums(sent)
+
+    def _largest(self, given: list[list[Tensor]]) -> list[Tensor]:
+        compressed = []
+        for flat in map(_flat, given):
+            places = flat.abs().topk(round(0.3 * len(flat))).indices
+            compressed.append(torch.zeros_like(flat).index_copy(0, places, flat[places]))
+        return self._sent(given, compressed)
+
+    def _signs(self, given: list[list[Tensor]]) -> list[Tensor]:
+        return self._sent(given, [flat.abs().mean().expand_as(flat).copysign(flat) for flat in map(_flat, given)])
+
+    def _thin(self, given: list[list[Tensor]]) -> list[Tensor]:
+        found = []
+        for number, several in enumerate(zip(*given, strict=True)):
+            if several[0].dim() == 1:
+                found.append(torch.stack(several).sum(0))
+                continue
+            side = torch.linalg.qr(torch.stack(several).sum(0) @ self._bases[number])[0]
+            factors = [one.T @ side for one in several]
+            self._bases[number] = torch.stack(factors).sum(0)
+            for lost, one, factor in zip(self._lost, several, factors, strict=True):
+                lost[number] = one - side @ factor.T
+            found.append(side @ self._bases[number].T)
+        return found
+
+
+def _flat(gradients: list[Tensor]) -> Tensor:
+    return torch.cat([gradient.reshape(-1) for gradient in gradients])
+
+
+def _sums(given: list[list[Tensor]]) -> list[Tensor]:
+    return [torch.stack(several).sum(0) for several in zip(*given, strict=True)]

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.matrix.cells import FEATURES, Cell, exists, single_features
+from tests.matrix.cells import FEATURES, JOINED_WAYS, Cell, exists, single_features
+from tests.matrix.fits import run_cells
 from tests.matrix.oracle import run_oracle
-from tests.matrix.plain import Plain, covers
+from tests.matrix.plain import Joined, Plain, covers
 from tests.matrix.rules import refusal
 from tests.soak import SEED, rounds
 
@@ -78,6 +79,20 @@ def check(cells: list[Cell], folder: Path) -> None:
 
 def test_each_feature_alone_is_what_plain_torch_trains(tmp_path: Path) -> None:
     check([cell for cell in single_features(1) if cell.way == "single" and known(cell)], tmp_path)
+
+
+def test_outer_momentum_and_what_compression_loses_are_what_plain_torch_computes(tmp_path: Path) -> None:
+    cells = [Cell(way, ranks=1 if way == "rounds-nesterov" else 2) for way in JOINED_WAYS]
+    for ranks in (1, 2):
+        some = [(cell, tmp_path / cell.way) for cell in cells if cell.ranks == ranks]
+        for _, place in some:
+            place.mkdir()
+        for (cell, _), (found, *_) in zip(some, run_cells(some), strict=True):
+            assert not found.error, found.error
+            saved, plain = found.state["strategy"]["module"], Joined(cell.way, ranks).train()
+            for name, weight in plain.named_parameters():
+                # Servers and workers exchange float32 in some places, and sum in another order.
+                assert torch.allclose(saved[name], weight.detach(), rtol=1e-5, atol=1e-5), (cell.way, name)
 
 
 @pytest.mark.soak
