@@ -21,6 +21,7 @@ from fabricx.boundaries import (
     validation_due_at_end,
 )
 from fabricx.checkpointing import count_again, say_change
+from fabricx.comm.apart import NO_SAMPLE, apart
 from fabricx.comm.generations import membership
 from fabricx.copying import come_back
 from fabricx.data import Microbatch
@@ -306,9 +307,10 @@ def train_batch(t: Trainer, micro: Microbatch) -> int | None:
         t.recorder.lap(Span.TRANSFER)
     t.idle_ranks = micro.idle
     noted = Noted(t) if micro.idle else None
-    for hook in hooks.on_train_batch_start:
-        if hook(batch, index) == -1:
-            return _skip_rest(t, micro)
+    with _without_idle(micro):
+        skips = any(hook(batch, index) == -1 for hook in hooks.on_train_batch_start)
+    if skips:
+        return _skip_rest(t, micro)
     if noted is not None:
         hooks_done(t, noted.changes(t))
     if t.shared is not None:
@@ -339,7 +341,8 @@ def train_batch(t: Trainer, micro: Microbatch) -> int | None:
         results = {"loss": outputs.detach()} if isinstance(outputs, Tensor) else detached(outputs)
         t.window.outputs, t.window.batch = results, batch
         for hook in hooks.train_batch_end_others:
-            hook(results, batch, index)
+            with nullcontext() if hook in hooks.train_batch_end_empty else _without_idle(micro):
+                hook(results, batch, index)
     if noted is not None:
         hooks_done(t, noted.changes(t))
         t.idle_ranks = 0
@@ -359,6 +362,11 @@ def _skip_rest(t: Trainer, micro: Microbatch) -> int:
     t.strategy.forget_window()
     t.logbook.end_batch()
     return -1
+
+
+def _without_idle(micro: Microbatch) -> AbstractContextManager[None]:
+    """Return a context for what ranks without a sample of a batch don't call: a collective there is an error."""
+    return apart(NO_SAMPLE) if micro.idle else nullcontext()
 
 
 def _begin_apart(t: Trainer) -> None:
@@ -383,7 +391,8 @@ def _advance(t: Trainer, micro: Microbatch) -> None:
 
 
 def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
-    outputs = t.training_step(batch, micro.index)
+    with nullcontext() if t.strategy.traits.sharded else _without_idle(micro):  # else all ranks call it
+        outputs = t.training_step(batch, micro.index)
     t.recorder.lap(Span.FORWARD)
     if micro.opens:
         _zero_grad(t, micro)
@@ -398,8 +407,8 @@ def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
         return _left_out(t, micro, batch, outputs)
     factor = (micro.factor if t.window.factor is None else t.window.factor) * t.strategy.gradient_factor
     scaled = t.precision_plugin.scale(loss if factor == 1.0 else loss * factor)
-    for hook in t.hooks.on_before_backward:
-        hook(loss)
+    with _without_idle(micro):
+        call(t.hooks.on_before_backward, loss)
     if t.slot is not None:
         leave_word_ahead(t, micro)
     if t.shared is not None:
@@ -408,7 +417,7 @@ def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
     t.recorder.lap(Span.BACKWARD)
     if t.hooks.on_after_backward:
         noted = Noted(t) if micro.idle else None  # not before: fsdp shards the weights again in the backward
-        with t.strategy.hooks_see_gradients() if micro.closes else nullcontext():
+        with t.strategy.hooks_see_gradients() if micro.closes else nullcontext(), _without_idle(micro):
             call(t.hooks.on_after_backward)
         if noted is not None:
             noted.check(t)

@@ -14,6 +14,7 @@ from fabricx import arguments, manual, plugins
 from fabricx.answers import Answers
 from fabricx.callback import Callback
 from fabricx.comm import pulse
+from fabricx.comm.apart import together
 from fabricx.comm.generations import Membership
 from fabricx.comm.slots import Slot
 from fabricx.comm.world import World
@@ -422,9 +423,10 @@ class Trainer(Answers):
         from fabricx.checkpointing import save_checkpoint
 
         where = as_path(path)
-        save_checkpoint(self, where, weights_only=weights_only, wait=wait, after=after, failed=failed)
-        if wait or self.state.phase is Phase.IDLE:
-            self.finish_checkpoint()
+        with together():  # ranks without a sample follow
+            save_checkpoint(self, where, weights_only=weights_only, wait=wait, after=after, failed=failed)
+            if wait or self.state.phase is Phase.IDLE:
+                self.finish_checkpoint()
         return where
 
     def finish_checkpoint(self) -> bool:

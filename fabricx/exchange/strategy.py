@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.averaging import AverageRule
-from fabricx.comm.apart import apart
+from fabricx.comm.apart import OWN_PACE, apart
 from fabricx.comm.generations import membership
 from fabricx.comm.norm import synchronised
 from fabricx.comm.world import World
@@ -236,7 +236,7 @@ class ServedStrategy(Strategy):
                 return step(*args)
             if self._statistics is not None:
                 self._statistics.computed()
-            with pace.computes(), apart() if self._apart is not None else contextlib.nullcontext():
+            with pace.computes(), apart(OWN_PACE) if self._apart is not None else contextlib.nullcontext():
                 return step(*args)
 
         return in_training

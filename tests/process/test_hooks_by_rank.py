@@ -164,3 +164,46 @@ def test_ranks_at_their_own_pace_are_compared_where_they_meet() -> None:
     told = r"after step \d+.*\n  first\.weight: .* trained on rank 0, .* frozen on rank 1"
     with pytest.raises(WorkerFailed, match=told):
         fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(Changed("freezes in a batch"))
+
+
+class Gathers(Changed):
+    """Calls a collective in a hook, at each batch."""
+
+    def gathers(self, where: str) -> None:
+        if self.what == where:
+            self.all_gather(torch.ones(1))
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
+        self.gathers("on_train_batch_start")
+        return None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.gathers("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self) -> None:
+        self.gathers("on_after_backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gathers("on_before_optimizer_step")
+
+    def on_train_batch_end(self, *given: Any) -> None:
+        self.gathers("on_train_batch_end")
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(data(5), 2)  # rank 1 has no sample of the last batch
+
+
+LONELY = ["on_train_batch_start", "training_step", "on_after_backward", "on_train_batch_end"]
+
+
+@pytest.mark.parametrize("where", LONELY)
+def test_a_collective_that_a_rank_without_a_sample_would_not_join_is_an_error(where: str) -> None:
+    with pytest.raises(WorkerFailed, match="RanksApart: a collective at a batch of which some ranks have no sample"):
+        fx.Trainer(devices=2, strategy=DDP(), **options("")).fit(Gathers(where))
+
+
+def test_a_collective_that_all_ranks_join_is_none() -> None:
+    cases = [(DDP(), "on_before_optimizer_step"), (FSDP(), "training_step")]  # ranks of fsdp all compute
+    for found in run_ranks(fit_here, 2, [(strategy, Gathers(where)) for strategy, where in cases]):
+        assert found == ["", ""]
