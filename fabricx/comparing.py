@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -175,11 +175,17 @@ def _options(one: Any) -> str:
     return f"{type(one).__qualname__}({plain})"
 
 
-def of_hooks(t: Trainer) -> dict[str, str]:
-    """Return what hooks may have changed since set-up, and have to change on all ranks."""
+def of_hooks(t: Trainer, changed: Collection[str] = ()) -> dict[str, str]:
+    """Return what hooks may have changed since set-up, and have to change on all ranks.
+
+    Args:
+        t: the trainer.
+        changed: hyperparameters that some rank has changed just now.
+    """
     found = {name: _plain(getattr(t, name)) for name in OPTIONS} | of_module(t.module) | of_data(t.train_feed, ())
     if t.strategy.dealer is not None:  # each rank has the hyperparameters of its newest update
-        return found
+        groups = of_optimizers(t.module, t.optimizers, ()) if changed else {}
+        return found | {name: value for name, value in groups.items() if name in changed}
     # What another optimizer keeps in its groups may be measured on this rank alone.
     known = [o for o in t.optimizers if t.strategy.traits.synchronous or type(o).__module__.startswith("torch.")]
     # In no order of their own: that of a group's options is another after a state was loaded.

@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
-from fabricx.comparing import CHANGE_ALIKE, LIMITS, compare, of_hooks
+from fabricx.comparing import CHANGE_ALIKE, LIMITS, compare, of_hooks, of_optimizers
 from fabricx.errors import RanksDisagree
 
 if TYPE_CHECKING:
@@ -60,14 +60,32 @@ def _digest(tensor: Tensor) -> tuple[Tensor, ...]:
 # -- the same on all ranks --------------------------------------------------------------------------------------------
 
 
-def compare_ranks(t: Trainer, when: str) -> None:
+def own_rates(t: Trainer) -> dict[str, str]:
+    """Return the hyperparameters of a rank that goes at its own pace: they are those of its newest update."""
+    if t.world.size == 1 or t.strategy.dealer is None:
+        return {}
+    return of_optimizers(t.module, t.optimizers, ())
+
+
+def compare_ranks(t: Trainer, when: str, before: Mapping[str, str] | None = None) -> None:
     """Refuse ranks on which hooks have changed different things; every rank calls it.
+
+    Args:
+        t: the trainer.
+        when: for the message.
+        before: `own_rates` before the hooks; None where ranks may have others by now.
 
     Raises:
         RanksDisagree: on every rank; the message has what differs, by rank.
     """
-    if t.world.size > 1:
-        compare(t.world, of_hooks(t), when, CHANGE_ALIKE)
+    if t.world.size == 1:
+        return
+    changed: set[str] = set()
+    if before is not None and t.strategy.dealer is not None:
+        now = own_rates(t)
+        own = [name for name, value in now.items() if before.get(name) != value]
+        changed = {name for names in t.world.gather_objects(own) for name in names}
+    compare(t.world, of_hooks(t, changed), when, CHANGE_ALIKE)
 
 
 def compare_weights(t: Trainer) -> None:

@@ -26,7 +26,7 @@ from fabricx.comm.generations import membership
 from fabricx.copying import come_back
 from fabricx.data import Microbatch
 from fabricx.data.order import epoch_seed
-from fabricx.effects import Noted, compare_ranks, compare_weights
+from fabricx.effects import Noted, compare_ranks, compare_weights, own_rates
 from fabricx.evaluation import sanity_check, validate_in_fit
 from fabricx.hooks import Hook
 from fabricx.manual import check_options, train_manually, train_without_data
@@ -153,13 +153,14 @@ def _train_batches(t: Trainer) -> bool:
     if not t.state.batch:  # should the first batch be begun again, so will the epoch: its hooks come after this point
         t.restart_point = point
     t.begin_epoch()
+    rates = own_rates(t)
     with _again(t.state.batch):
         call(t.hooks.on_train_epoch_start)
     if not t.module.automatic_optimization:
         check_options(t)  # a callback may have changed the accumulation
     count_again(t)
     say_change(t)
-    compare_ranks(t, f"at the start of epoch {t.state.epoch}")
+    compare_ranks(t, f"at the start of epoch {t.state.epoch}", rates)
     accumulate = t.accumulate_grad_batches
     if not _begun_again(t):
         t.buffers = buffers = None

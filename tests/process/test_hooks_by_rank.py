@@ -166,6 +166,12 @@ def test_ranks_at_their_own_pace_are_compared_where_they_meet() -> None:
         fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(Changed("freezes in a batch"))
 
 
+def test_rates_of_an_epochs_start_are_those_of_all_ranks_at_their_own_pace() -> None:
+    with pytest.raises(WorkerFailed, match=r"start of epoch 1.*\n  optimizer 0, group 0, lr: 0\.1 on rank 0, 0\.5 on"):
+        fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(Changed("rate"))
+    fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(Changed("rate", everywhere=True))
+
+
 class Gathers(Changed):
     """Calls a collective in a hook, at each batch."""
 
