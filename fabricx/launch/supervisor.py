@@ -423,12 +423,13 @@ def _start(process: BaseProcess) -> None:
     Raises:
         EOFError, ConnectionError: no fork server answers for `FORK_S`.
     """
-    deadline = time.monotonic() + FORK_S
+    failed = None  # when it first did: a fork server that is killed while it imports torch may have taken longer
     while True:
         try:
             process.start()
         except (EOFError, ConnectionError):  # its socket closes before the system says that it has ended
-            if time.monotonic() > deadline:
+            failed = time.monotonic() if failed is None else failed
+            if time.monotonic() > failed + FORK_S:
                 raise
             time.sleep(0.01)
         else:
