@@ -233,7 +233,8 @@ class Client:
         Where a server that dies is started again, the one that deals is told last, when all others have the gradient,
         so that they have each lease that counts as done. Should this worker die before that, the lease is dealt again,
         and those that have its gradient ignore the second. Otherwise this waits for nothing, unless pushes are
-        `answered`: see `Settings.may_drop`.
+        `answered` (see `Settings.may_drop`) or compressed: a link may have been cut since the lease was dealt, and what
+        is kept for later gradients must not change with one that a server doesn't use.
 
         Args:
             clips: of the sum of all workers: "norm" or "value", parameters, the limit. A norm is that of one server.
@@ -248,10 +249,11 @@ class Client:
         self.finish_pull()
         if self._ordered and not self._turn().content:  # the lease is dealt again
             return False
+        answered = answered or (self._restarts and self._codecs[0][0] is not None)
         for number in (*range(1, len(self._boxes)), 0):
             if not number and self._restarts:
                 for other in self._boxes[1:]:
-                    other.link.recv()
+                    self._used(other, empty=empty)
             boxes = self._boxes[number]
             filled = Filled() if empty else boxes.fill(gradients)
             own = [(kind, pieces[number], limit) for kind, pieces, limit in clipped]
@@ -260,12 +262,17 @@ class Client:
                 Push(clock, parts, leases, empty, filled.missing, filled.rows, groups, hold, filled.scale, share, own,
                      confirm, None if number else logged)
             )  # fmt: skip
-        used: bool = self._boxes[0].link.recv().used if answered else True
-        for boxes in self._boxes if not (used or empty) else ():
-            boxes.take_back()
+        used = self._used(self._boxes[0], empty=empty) if answered else True
         self.pushed_s += time.perf_counter() - begun
         self._count += 1
         self.pushes.append((self._worker, self._count, time.monotonic()))
+        return used
+
+    def _used(self, boxes: Boxes[Channel], *, empty: bool) -> bool:
+        """Wait until a server has handled a push; returns whether it uses the gradient, which is taken back if not."""
+        used: bool = boxes.link.recv().used
+        if not (used or empty):
+            boxes.take_back()
         return used
 
     def pull(

@@ -13,17 +13,18 @@ from fabricx.comm.world import World
 from fabricx.exchange.boxes import Boxes
 from fabricx.exchange.client import Client
 from fabricx.exchange.compression import Codec
-from fabricx.exchange.messages import Pushed
+from fabricx.exchange.messages import Pushed, Settings
 from fabricx.strategies import DDP, ParameterServer
 
 SIZE = 8
 
 
 class Refuses:
-    """A link to a server that uses no gradient."""
+    """A link to a server that uses no gradient, or, with `used`, each."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, used: bool = False) -> None:
         self.inbox, self.outbox = torch.zeros(2 * SIZE), torch.zeros(2 * SIZE)
+        self.used = used
 
     def post(self, start: int, stop: int) -> None:
         pass
@@ -32,19 +33,25 @@ class Refuses:
         pass
 
     def recv(self) -> Pushed:
-        return Pushed(used=False)
+        return Pushed(self.used)
+
+
+def client_of(monkeypatch: pytest.MonkeyPatch, servers: int) -> Client:
+    """Return a client with one parameter; the first server refuses all gradients."""
+
+    def meet(self: Client, number: int) -> Boxes[Any]:
+        link = Refuses(used=number > 0)
+        return Boxes(link, self._shards[number], self._parameters, Codec("topk", keep=0.2), views=False)
+
+    monkeypatch.setattr(Client, "_meet", meet)
+    store: Any = None
+    return Client(store, "run", bytes(32), 0, [nn.Parameter(torch.zeros(SIZE))], servers, compression="topk")
 
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     """Return a client of one server, with one parameter."""
-
-    def meet(self: Client, number: int) -> Boxes[Any]:
-        return Boxes(Refuses(), self._shards[number], self._parameters, Codec("topk", keep=0.2), views=False)
-
-    monkeypatch.setattr(Client, "_meet", meet)
-    store: Any = None
-    return Client(store, "run", bytes(32), 0, [nn.Parameter(torch.zeros(SIZE))], 1, compression="topk")
+    return client_of(monkeypatch, 1)
 
 
 def test_a_gradient_that_is_not_used_changes_nothing_of_what_was_kept(client: Client) -> None:
@@ -55,6 +62,15 @@ def test_a_gradient_that_is_not_used_changes_nothing_of_what_was_kept(client: Cl
     assert torch.equal(client.kept[0], before)
     assert not client.push([None], answered=True)
     assert torch.equal(client.kept[0], before)
+
+
+def test_where_a_link_may_be_cut_each_server_says_whether_it_uses_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = client_of(monkeypatch, 2)
+    client.begin(Settings(2, aggregate=False, snapshot_every=100, compression="topk", keep=0.2), None, 0)
+    before = [lost.clone() for lost in client.kept]
+    assert not client.push([torch.arange(1.0, SIZE + 1)])  # its lease is another worker's since
+    assert torch.equal(client.kept[0], before[0])
+    assert client.kept[1].any()
 
 
 @pytest.mark.filterwarnings("ignore:the number of ranks has changed")
