@@ -48,10 +48,13 @@ def private_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[str
     parent = os.fspath(parent or _temporary())
     _check_that_names_stay(parent)
     sweep(parent)
+    folder = None
     try:
         folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
         lock = _locked(folder)
     except OSError as error:
+        if folder is not None:  # without its lock it would never be swept
+            shutil.rmtree(folder, ignore_errors=True)
         text = f"no temporary folder can be made in {parent}: {error.strerror}; let TMPDIR name a folder with room"
         raise OSError(error.errno, text) from None
     process = os.getpid()
@@ -90,10 +93,14 @@ def _locked(folder: str) -> int:
     """Lock a folder as long as this process lives; the lock has its name only once it is held."""
     passing = os.path.join(folder, f".{LOCK}-{secrets.token_hex(4)}")
     lock = os.open(passing, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    os.write(lock, socket.gethostname().encode())
-    if fcntl is not None:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    os.rename(passing, os.path.join(folder, LOCK))
+    try:
+        os.write(lock, socket.gethostname().encode())
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        os.rename(passing, os.path.join(folder, LOCK))
+    except OSError:
+        os.close(lock)
+        raise
     return lock
 
 

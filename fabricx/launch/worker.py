@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fabricx.comm import authentication, generations, pulse
-from fabricx.errors import brief_traceback
+from fabricx.errors import brief_traceback, is_full
 from fabricx.launch import notices
 from fabricx.launch.fork_server import fork_for_children
 from fabricx.scratch import remove_if_abandoned, sweep
@@ -85,14 +85,31 @@ def main(place: Place, control: Connection) -> None:
     os.chdir(place.cwd)
     try:
         result = _run(place)
-        target = Path(place.folder) / f"result-{place.rank}"
-        with target.open("wb") as file:  # not by way of a copy in memory: it has all weights
-            pickle.dump(result, file)
-        report.send("result", str(target))
+        report.send("result", _leave(result, Path(place.folder) / f"result-{place.rank}"))
     except BaseException as error:
         report.send("failure", _failure(place.rank, error))
         _exit(FAILED)
     _exit(0)
+
+
+def _leave(result: Any, target: Path) -> str:
+    """Write a result for the supervisor; returns where.
+
+    Raises:
+        OSError: there is no room; the message says what to do.
+    """
+    try:
+        with target.open("wb") as file:  # not by way of a copy in memory: it has all weights
+            pickle.dump(result, file)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        target.unlink()
+        text = f"{error.strerror}: what this rank returns doesn't fit into {target.parent}"
+        raise OSError(
+            error.errno, f"{text}; make room there, or let TMPDIR name another folder. Checkpoints have the weights"
+        ) from None
+    return str(target)
 
 
 class _Report:

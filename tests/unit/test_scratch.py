@@ -79,6 +79,11 @@ def test_an_error_names_the_folder_and_what_to_do(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(tempfile, "mkdtemp", full)
     with pytest.raises(OSError, match="No space left on device; let TMPDIR name"), private_folder(tmp_path):
         pass
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "write", lambda *given: full())
+    with pytest.raises(OSError, match="No space left on device; let TMPDIR name"), private_folder(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_sockets_of_multiprocessing_never_have_too_long_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
