@@ -69,6 +69,7 @@ class OrderedFeed(Feed):
         self._sampler: Any
         self._sampler, self._batch, self._drop_last = order_of(loader)
         self._seed = _seed_of(loader, self._sampler, seed)
+        self._placed = False  # has the sampler been put back since the newest order was drawn?
         # A batch sampler of the user's own class: the places of the order are then whole batches.
         self._whole_batches = own_batches = self._sampler is loader.batch_sampler
         self._picked = _Picked()
@@ -152,8 +153,8 @@ class OrderedFeed(Feed):
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         seed = epoch_seed(self._seed, epoch)
-        if self.drawn is not None and self.drawn["epoch"] == epoch:
-            put_back_sampler(sampler, self.drawn["before"])
+        self._put_back(epoch, placed=self._placed)
+        self._placed = False
         before = sampler_values(sampler)
         with random_kept(), _seeded(getattr(sampler, "generator", None), seed):
             seed_everything(seed % 2**32)  # any other sampler, which may draw from python's or numpy's generator
@@ -177,7 +178,18 @@ class OrderedFeed(Feed):
         if self.drawn is None or self.drawn["sampler"] != _form(self._sampler):
             self.drawn = None
             return
-        put_back_sampler(self._sampler, self.drawn["before" if self.drawn["epoch"] == epoch else "after"])
+        self._put_back(epoch, placed=True)
+        self._placed = True  # for this epoch; the order that is drawn next is the next one's if this one is over
+
+    def _put_back(self, epoch: int, *, placed: bool) -> None:
+        """Let a sampler be where it was before the order of an epoch was drawn.
+
+        Args:
+            epoch: whose order will be drawn.
+            placed: the sampler isn't where the newest order has left it.
+        """
+        if self.drawn is not None and (placed or self.drawn["epoch"] == epoch):
+            put_back_sampler(self._sampler, self.drawn["before" if self.drawn["epoch"] == epoch else "after"])
 
     def state_dict(self) -> Any:
         return self.drawn if self._beside > 1 else None

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
 
 import fabricx as fx
+from fabricx.comm.world import World
+from fabricx.data import make_feed
 from fabricx.data.own_state import (
     find_generators,
     generator_kind,
@@ -196,6 +198,38 @@ def test_a_run_that_goes_on_sees_what_an_uninterrupted_run_sees(kind: str, steps
     train(loader, own_folder / "one.ckpt", own_folder / "two.ckpt", max_steps=steps + 1)
     again = train(loader, own_folder / "two.ckpt", max_epochs=4)
     assert again == whole[steps + 1 :]
+
+
+class SavesAfterEpoch(fx.Callback):
+    """Saves when the first epoch ends.
+
+    Args:
+        path: where to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_run_goes_on_where_an_epoch_ended_but_for_its_hooks(own_folder: Path) -> None:
+    kind = LOADERS["list in place"]
+    whole = train(kind(), max_epochs=3, callbacks=[SavesAfterEpoch(own_folder / "one.ckpt")])
+    assert train(kind(), own_folder / "one.ckpt", max_epochs=3) == whole[SAMPLES // 3 :]
+
+
+def test_a_sampler_that_was_put_back_for_an_epoch_that_is_over_draws_the_next_order() -> None:
+    def orders(*, interrupted: bool) -> list[Any]:
+        feed = make_feed(LOADERS["list in place"](), World(), seed=5)
+        found = [[micro.data.tolist() for micro in feed.epoch(0)]]
+        if interrupted:
+            feed.place_sampler(0)
+        return [*found, *([micro.data.tolist() for micro in feed.epoch(epoch)] for epoch in (1, 2))]
+
+    assert orders(interrupted=True) == orders(interrupted=False)
 
 
 def test_generators_in_loader_processes_are_named(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
