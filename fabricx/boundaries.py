@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fabricx.data import Microbatch
-from fabricx.settings import check_count
+from fabricx.duration import check_count
 
 if TYPE_CHECKING:
+    from fabricx.data import Microbatch
     from fabricx.trainer import Trainer
 
 

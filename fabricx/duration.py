@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 Unit = Literal["step", "epoch", "batch", ""]
 
@@ -83,3 +83,20 @@ def parse_count(text: str) -> tuple[int, Unit]:
             '  write a whole number with a unit: st (steps), ep (epochs) or ba (batches), such as "500st"'
         )
     return int(match[1]), _UNITS[match[2]]
+
+
+def check_count(name: str, value: Any, unit: str, least: int = 0) -> int | None:
+    """Return a number of epochs or steps; text such as "3ep" or "500st" is read.
+
+    Raises:
+        ValueError: it can't be read, has another unit, or is too small.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value, found = parse_count(value)
+        if found not in (unit, ""):
+            raise ValueError(f"{name} counts {unit}, not {found}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}: give a whole number, {least} or more")
+    return value

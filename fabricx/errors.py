@@ -168,3 +168,11 @@ def _leave_out(found: traceback.TracebackException, error: BaseException) -> int
 
 def _is_users(module: str) -> bool:
     return module.startswith(_NOT_FRAMEWORK) or module.partition(".")[0] not in _FRAMEWORK
+
+
+def missing_metric(monitor: str, known: Iterable[str], who: str) -> str:
+    """Return what to say when a metric is wanted that was never logged."""
+    return (
+        f"{who} looks at {monitor!r}, which was never logged.{did_you_mean(monitor, known)}\n"
+        f"  logged so far: {', '.join(sorted(known)) or 'nothing'}\n  log it with self.log({monitor!r}, value)"
+    )

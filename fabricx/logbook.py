@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fabricx.data.transfer import batch_size_of
+from fabricx.metric_objects import metric_objects, set_states, states_of
 from fabricx.metrics import EXACT, Metrics, Series, as_value
-from fabricx.module import check_reduction
-from fabricx.restart_point import metric_objects, set_states, states_of
+from fabricx.reductions import check_reduction
 from fabricx.strategy import Strategy
 
 

@@ -30,10 +30,11 @@ from fabricx.effects import Noted, compare_ranks, compare_weights, own_rates
 from fabricx.evaluation import sanity_check, validate_in_fit
 from fabricx.hooks import Hook
 from fabricx.manual import check_options, train_manually, train_without_data
+from fabricx.metric_objects import metric_objects
 from fabricx.optimization import follow_schedules, step_schedules
 from fabricx.publishing import log_measured, log_step, log_step_alone, publish_epoch, publish_step
 from fabricx.recovery import recover, take_part
-from fabricx.restart_point import BufferCopies, LoggedMark, RestartPoint, metric_objects
+from fabricx.restart_point import BufferCopies, LoggedMark, RestartPoint
 from fabricx.savable import follow_hooks, hooks_done
 from fabricx.seed import random_kept, seed_everything
 from fabricx.standing import after_own_update, before_update, leave_word, leave_word_ahead, leave_word_of_epoch

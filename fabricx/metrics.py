@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from fabricx.comm.sums import merge_sums, plain
-from fabricx.errors import RanksDisagree, did_you_mean
+from fabricx.errors import RanksDisagree
+from fabricx.reductions import Reduction
 
-Reduction = Literal["mean", "sum", "max", "min"]
 EXACT: Final = (torch.float32, torch.float64, torch.int64)  # what sums don't overflow or stop growing in
 _VALUES: Final = ("step", "value", "weight", "total", "weights")  # of a series
-REDUCTIONS: Final = ("mean", "sum", "max", "min")
 
 
 class Series:
@@ -427,12 +426,4 @@ def as_value(value: Any, name: str, device: torch.device) -> Any:
     raise ValueError(
         f"self.log({name!r}, ...) was given {type(value).__name__}; it takes a number, a tensor of one element or a "
         "torchmetrics.Metric"
-    )
-
-
-def missing_metric(monitor: str, known: dict[str, Tensor], who: str) -> str:
-    """Return what to say when a metric is wanted that was never logged."""
-    return (
-        f"{who} looks at {monitor!r}, which was never logged.{did_you_mean(monitor, known)}\n"
-        f"  logged so far: {', '.join(sorted(known)) or 'nothing'}\n  log it with self.log({monitor!r}, value)"
     )

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.hparams import HyperParameters
-from fabricx.metrics import REDUCTIONS, Reduction
 from fabricx.module_hooks import ModuleHooks
+from fabricx.reductions import Reduction
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -264,18 +264,6 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
 def _tensors(module: nn.Module) -> Iterable[Tensor]:
     yield from module.parameters()
     yield from module.buffers()
-
-
-def check_reduction(name: str, reduce_fx: Any) -> Reduction:
-    """Return the reduction's name; `torch.mean` and its kin are taken by their names.
-
-    Raises:
-        ValueError: it isn't one of mean, sum, max, min.
-    """
-    word = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", str(reduce_fx))
-    if word not in REDUCTIONS:
-        raise ValueError(f"self.log({name!r}, ..., reduce_fx={reduce_fx!r}): known are {', '.join(REDUCTIONS)}")
-    return word  # type: ignore[return-value]
 
 
 def batch_weight(module: Module, batch: Any) -> float:

@@ -119,7 +119,7 @@ class ModuleHooks:
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Bring a batch to the device; override for types that fabricx doesn't know."""
-        from fabricx.data import to_device
+        from fabricx.data.transfer import to_device
 
         return to_device(batch, device)
 

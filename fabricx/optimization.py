@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fabricx.errors import did_you_mean
-from fabricx.metrics import missing_metric
+from fabricx.errors import did_you_mean, missing_metric
 from fabricx.strategy import OTHER_STATE
 
 if TYPE_CHECKING:

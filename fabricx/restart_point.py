@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fabricx.comm.sums import merge_sums, plain
 from fabricx.data.own_state import states_of_generators
+from fabricx.metric_objects import metric_objects, set_states, states_of
 from fabricx.metrics import Series, join_latest
 from fabricx.seed import RandomState
 
@@ -159,25 +160,11 @@ def go_on_from(t: Trainer, ranks: list[dict[str, Any]], *, own: int | None) -> N
         t.train_feed.load_state_dict(mine[0]["position"])
 
 
-def metric_objects(module: nn.Module) -> dict[str, Any]:
-    """Return the torchmetrics objects that are attributes of a module, by name."""
-    return {name: one for name, one in module.named_modules() if hasattr(one, "_update_count")}  # not collections
-
-
 def _logged_objects(t: Trainer, objects: dict[str, Any]) -> dict[str, Any]:
     """Return under which names metric objects were logged in this epoch: (attribute, kind of the series)."""
     names = {id(one): name for name, one in objects.items()}
     logged = t.train_logbook.metrics.objects.items()
     return {name: [names[id(one)], list(series.kind())] for name, (one, series) in logged if id(one) in names}
-
-
-def states_of(metric: Any) -> dict[str, Any]:
-    """Return copies of the state of a metric object: it adds to its tensors in place."""
-    copies = {
-        name: [item.detach().clone() for item in value] if isinstance(value, list) else value.detach().clone()
-        for name, value in metric.metric_state.items()
-    }
-    return {"updates": int(metric._update_count), "values": copies}
 
 
 def _on_cpu(states: dict[str, Any]) -> dict[str, Any]:
@@ -187,15 +174,6 @@ def _on_cpu(states: dict[str, Any]) -> dict[str, Any]:
         for name, value in states["values"].items()
     }
     return {**states, "values": values}
-
-
-def set_states(metric: Any, saved: dict[str, Any]) -> None:
-    """Let a metric object have the state that `states_of` returned."""
-    metric.reset()
-    for name, value in saved["values"].items():
-        on = metric.device
-        setattr(metric, name, [item.to(on) for item in value] if isinstance(value, list) else value.to(on))
-    metric._update_count = saved["updates"]
 
 
 @final

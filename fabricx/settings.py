@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from fabricx.duration import parse_count, parse_duration
+from fabricx.duration import parse_duration
 from fabricx.errors import did_you_mean
 
 ACCELERATORS: Final = ("auto", "cpu", "gpu", "cuda", "mps")
@@ -97,23 +97,6 @@ def check_limit(name: str, limit: Any) -> int | float:
     if isinstance(limit, float) and 0 <= limit <= 1:
         return limit
     raise ValueError(f"{name}={limit!r}: give a number of batches (10), or a part of them (0.25; 1.0 is all)")
-
-
-def check_count(name: str, value: Any, unit: str, least: int = 0) -> int | None:
-    """Return a number of epochs or steps; text such as "3ep" or "500st" is read.
-
-    Raises:
-        ValueError: it can't be read, has another unit, or is too small.
-    """
-    if value is None:
-        return None
-    if isinstance(value, str):
-        value, found = parse_count(value)
-        if found not in (unit, ""):
-            raise ValueError(f"{name} counts {unit}, not {found}")
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r}: give a whole number, {least} or more")
-    return value
 
 
 def check_batches(name: str, value: Any, least: int) -> int:

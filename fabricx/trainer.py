@@ -21,6 +21,7 @@ from fabricx.comm.world import World
 from fabricx.data import Balance, Feed
 from fabricx.datamodule import DataModule
 from fabricx.dispatch import dispatch
+from fabricx.duration import check_count
 from fabricx.errors import FabricxError
 from fabricx.hooks import Hooks
 from fabricx.job import Job
@@ -37,7 +38,6 @@ from fabricx.settings import (
     check_accelerator,
     check_batches,
     check_clipping,
-    check_count,
     check_deterministic,
     check_devices,
     check_limit,
