@@ -38,7 +38,7 @@ class Callback(NamesChecked):
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of this callback, as plain data and tensors."""
+        """Return what a checkpoint keeps of this callback, as plain data and tensors: that of rank 0."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ class Callback(NamesChecked):
         """Something was raised, in this rank's process."""
 
     def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
-        """Add to a checkpoint that is about to be written."""
+        """Add to a checkpoint that is about to be written: every rank is called, and what rank 0 adds is kept."""
 
     def on_load_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
         """Read from a checkpoint that is being restored."""

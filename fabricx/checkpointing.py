@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,6 +13,7 @@ import torch
 from fabricx import checkpoint
 from fabricx.boundaries import validation_due_of_end, validation_interval
 from fabricx.callback import Callback
+from fabricx.comparing import of_added
 from fabricx.data import Feed
 from fabricx.data.own_state import set_generators
 from fabricx.errors import CheckpointError
@@ -61,12 +63,14 @@ def _begin_checkpoint(
     state["strategy"]["module"].update(point.buffers)
     if not weights_only:
         state |= {**run_state(t), "ranks": t.world.gather_objects(point.state_dict())}
+    known = set(state)
     t.collecting = True
     try:
         for hook in t.hooks.on_save_checkpoint if t.hooks is not None else ():
             hook(state)
     finally:
         t.collecting = False
+    _say_lost(t, {name: value for name, value in state.items() if name not in known})
     own = next(one for one in type(t.module).__mro__ if not hasattr(one, "reshard"))  # fully_shard makes a class
     manifest: dict[str, Any] = {
         "step": t.state.step,
@@ -94,6 +98,19 @@ def _begin_checkpoint(
 
     t.writer = t.writer or checkpoint.Writer(t.world)
     t.writer.begin(path, state, manifest, done, full, repeated=after is not None)
+
+
+def _say_lost(t: Trainer, added: Mapping[str, Any]) -> None:
+    """Say what hooks of other ranks have added: a checkpoint has what rank 0 adds; every rank calls it."""
+    by_rank = t.world.gather_objects(of_added(added)) if t.world.size > 1 else []
+    names = sorted({str(name) for other in by_rank for name in other if other[name] != by_rank[0].get(name)})
+    if names and t.world.main_rank:
+        warnings.warn(
+            f"on_save_checkpoint adds other values on other ranks ({', '.join(names)}), and a checkpoint has those of "
+            "rank 0 only: let each rank add those of all, brought together by self.all_gather or "
+            "torch.distributed.all_gather_object, and take its own in on_load_checkpoint",
+            stacklevel=2,
+        )
 
 
 def run_state(t: Trainer) -> dict[str, Any]:

@@ -36,6 +36,7 @@ LIMITS: Final = (
 )  # fmt: skip
 SHOWN: Final = 12  # differences of an error
 SMALL: Final = 8  # elements of a tensor that is compared by value in words
+COMPARED: Final = 2**20  # bytes of a tensor of a checkpoint that are compared by value
 NOTHING: Final = "nothing"
 BUILD_ALIKE: Final = (
     "build the same on all ranks, in __init__, setup, configure_model, configure_optimizers, DataLoaders and the "
@@ -213,6 +214,22 @@ def of_optimizers(
             if not name.startswith("_") and name != "optimizer":
                 found[f"{where}, {name}"] = _plain(value)
     return found
+
+
+def of_added(added: Mapping[str, Any]) -> dict[str, str]:
+    """Return what hooks add to a checkpoint; of large tensors, and of shards, the shapes only."""
+    return {name: _with_values(value) for name, value in added.items()}
+
+
+def _with_values(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_plain(key)}: {_with_values(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_with_values, value))}]"
+    if not isinstance(value, Tensor) or hasattr(value, "full_tensor") or value.nbytes > COMPARED or not value.numel():
+        return _plain(value)
+    words = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return f"tensor, {_like(value)}, {hashlib.blake2b(words, digest_size=16).hexdigest()}"
 
 
 def _plain(value: Any) -> str:

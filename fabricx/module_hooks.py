@@ -173,7 +173,7 @@ class ModuleHooks:
         """Gradients are the global mean, not yet clipped."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add to a checkpoint that is about to be written."""
+        """Add to a checkpoint that is about to be written: every rank is called, and what rank 0 adds is kept."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Read from a checkpoint that is being restored."""

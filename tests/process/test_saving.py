@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fabricx as fx
-from fabricx import savable
+from fabricx import checkpoint, savable
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import AsyncSGD, ParameterServer
-from fabricx.testing import QUIET, TinyModule, run_ranks, tiny_loader
+from fabricx.testing import QUIET, SavesAtEnd, TinyModule, run_ranks, tiny_loader
 
 
 class Saves(fx.Callback):
@@ -143,3 +145,27 @@ def test_ranks_that_go_at_their_own_pace_save_where_they_meet(strategy: Any, tmp
         fit(SavesAfterBatch)
     fit(SavesAfterEpoch)
     assert (tmp_path / "a.ckpt").is_dir()
+
+
+class Adds(TinyModule):
+    """Adds something of its rank to checkpoints."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        both = self.all_gather(torch.tensor(float(self.global_rank)))
+        checkpoint.update(of_all=both, of_rank=torch.full((20,), float(self.global_rank)), clock={"alike": 1})
+        checkpoint[f"of {self.global_rank}"] = 1
+
+
+def warned(path: Path) -> list[str]:
+    trainer = fx.Trainer(devices=2, strategy="ddp", max_epochs=1, callbacks=[SavesAtEnd(path)], **QUIET)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer.fit(Adds(), tiny_loader(8, 4))
+    return [str(one.message) for one in found if "on_save_checkpoint" in str(one.message)]
+
+
+def test_what_ranks_add_otherwise_than_rank_0_is_said(tmp_path: Path) -> None:
+    [told], none = run_ranks(warned, 2, tmp_path / "a.ckpt")
+    assert told.startswith("on_save_checkpoint adds other values on other ranks (of 1, of_rank), and a checkpoint has")
+    assert not none  # rank 0 says it
+    assert checkpoint.load(tmp_path / "a.ckpt")["of_all"].tolist() == [0.0, 1.0]
