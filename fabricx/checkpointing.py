@@ -187,7 +187,10 @@ def take_up(t: Trainer, state: dict[str, Any], *, own: int | None) -> None:
     t.published.metrics.update(state["metrics"])
     t.precision_plugin.load_state_dict(state["precision"])
     t.state.load_state_dict(state["state"])
+    at_first = [feed.at_first for feed in _feeds(t)]
     rebuild_feeds(t)
+    for feed, first in zip(_feeds(t), at_first, strict=False):
+        feed.at_first = first
     if t.world.size == 1 or t.use_distributed_sampler:  # else each rank has an order of its own
         t.train_feed.order_before = state.get("order", "")
         for feed, drawn in zip(_feeds(t), state.get("drawn", ()), strict=False):

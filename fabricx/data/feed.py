@@ -64,6 +64,7 @@ class Feed(ABC):
     order = ""  # what tells the order of the epoch from others; empty where none is known
     order_before = ""  # that of the checkpoint of this epoch
     drawn: dict[str, Any] | None = None  # what drawing the newest order has changed in a sampler: before and after
+    at_first: dict[str, Any] | None = None  # all that drawing orders has changed in it, as it was before the first
     reads_again = False  # to start within an epoch, does it read what lies before?
     global_batch = 0  # samples of one, without accumulation; 0 where they can't be divided
     ahead = 0  # the most global batches whose shares may be taken already when one is trained

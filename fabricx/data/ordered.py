@@ -161,6 +161,7 @@ class OrderedFeed(Feed):
             torch.manual_seed(seed)
             order = list(sampler)
         was, now = changes(before, sampler_values(sampler))
+        self.at_first = was | (self.at_first or {})
         self.drawn = {"epoch": epoch, "sampler": _form(sampler), "before": was, "after": now} if now else None
         return order
 
@@ -175,7 +176,10 @@ class OrderedFeed(Feed):
         return list(find_generators(dataset, type(dataset).__name__))
 
     def place_sampler(self, epoch: int) -> None:
-        if self.drawn is None or self.drawn["sampler"] != _form(self._sampler):
+        if self.drawn is None:  # it is that of a state in which no order had been drawn
+            put_back_sampler(self._sampler, self.at_first or {})
+            return
+        if self.drawn["sampler"] != _form(self._sampler):
             self.drawn = None
             return
         self._put_back(epoch, placed=True)

@@ -232,6 +232,18 @@ def test_a_sampler_that_was_put_back_for_an_epoch_that_is_over_draws_the_next_or
     assert orders(interrupted=True) == orders(interrupted=False)
 
 
+def test_a_sampler_is_put_back_to_where_no_order_had_been_drawn() -> None:
+    feed = make_feed(LOADERS["list in place"](), World(), seed=5)
+
+    def orders() -> list[Any]:
+        return [[micro.data.tolist() for micro in feed.epoch(epoch)] for epoch in (0, 1)]
+
+    first = orders()
+    feed.drawn = None  # as a copy has it that was made before the first epoch
+    feed.place_sampler(0)
+    assert orders() == first
+
+
 def test_generators_in_loader_processes_are_named(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def loader() -> DataLoader[Any]:
         return numbers([Noise(random.Random(1))], num_workers=1)
