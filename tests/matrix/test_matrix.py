@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tests.matrix.table import PAGE, table
 from tests.soak import SEED, SOAK, rounds, seeds, some
 
 SHORT = 30  # cells in `make test`: the first ones of a pairwise list have most of its pairs
+TRIPLES = 10
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(3600 if SOAK else 600)]
 
@@ -36,6 +37,11 @@ def check(cells: Sequence[Cell], folder: Path) -> None:
 def trained(seed: int) -> list[Cell]:
     """Return a pairwise list without what is refused."""
     return pairwise(seed, lambda cell: refusal(cell) or known_defect(cell))
+
+
+def all_triples() -> Iterator[Cell]:
+    """Yield cells with each triple of values, without what is refused."""
+    return triples(SEED, lambda cell: refusal(cell) or known_defect(cell))
 
 
 def refused() -> list[Cell]:
@@ -62,17 +68,17 @@ def refused() -> list[Cell]:
 @pytest.mark.parametrize("seed", seeds(1, 5))
 def test_combinations_train_what_one_process_trains(seed: int, tmp_path: Path) -> None:
     cells = trained(seed)
-    check(some(cells, SHORT, len(cells)), tmp_path)
+    check([*some(cells, SHORT, len(cells)), *(() if SOAK else islice(all_triples(), TRIPLES))], tmp_path)
 
 
 @pytest.mark.soak
+@pytest.mark.skipif(not SOAK, reason="the test of pairs has some: starting ranks costs as much as several cells")
 def test_triples_of_features_train_what_one_process_trains(tmp_path: Path) -> None:
-    cells = islice(triples(SEED, lambda cell: refusal(cell) or known_defect(cell)), rounds(10, 400))
-    check(list(cells), tmp_path)
+    check(list(islice(all_triples(), rounds(TRIPLES, 400))), tmp_path)
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not SOAK, reason="nearly all of these cells show little: the next test has those that do")
+@pytest.mark.skipif(not SOAK, reason="nearly all of these cells show little: TELLING has those that do")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_each_feature_alone_trains_what_one_process_trains(ranks: int, tmp_path: Path) -> None:
     cells = [cell for cell in single_features(ranks) if not known_defect(cell)]
@@ -102,10 +108,6 @@ TELLING = (  # short cells in which a usual mistake shows, with optimizers whose
     "ddp ranks=2 data=uneven precision=bf16-mixed",
     "fsdp-blocks ranks=3 data=uneven precision=bf16-mixed",
 )
-
-
-def test_cells_in_which_usual_mistakes_show_are_right(tmp_path: Path) -> None:
-    check([Cell.parse(text) for text in TELLING], tmp_path)
 
 
 def test_what_is_not_supported_is_refused_before_the_first_step(tmp_path: Path) -> None:
@@ -158,8 +160,8 @@ AGAIN = (  # that were wrong once
 )
 
 
-def test_cells_that_were_wrong_once_are_right(tmp_path: Path) -> None:
-    check([Cell.parse(text) for text in AGAIN], tmp_path)
+def test_cells_that_were_wrong_once_and_those_in_which_usual_mistakes_show_are_right(tmp_path: Path) -> None:
+    check([Cell.parse(text) for text in (*TELLING, *AGAIN)], tmp_path)
 
 
 def test_an_error_in_a_job_of_a_server_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
