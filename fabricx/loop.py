@@ -21,7 +21,7 @@ from fabricx.boundaries import (
     validation_due_at_end,
 )
 from fabricx.checkpointing import count_again, say_change
-from fabricx.comm.apart import NO_SAMPLE, apart
+from fabricx.comm.apart import ALL_JOIN, NO_SAMPLE, apart
 from fabricx.comm.generations import membership
 from fabricx.copying import come_back
 from fabricx.data import Microbatch
@@ -309,8 +309,11 @@ def train_batch(t: Trainer, micro: Microbatch) -> int | None:
         t.recorder.lap(Span.TRANSFER)
     t.idle_ranks = micro.idle
     noted = Noted(t) if micro.idle else None
-    with _without_idle(micro):
-        skips = any(hook(batch, index) == -1 for hook in hooks.on_train_batch_start)
+    skips = False
+    with apart(NO_SAMPLE) if micro.idle else ALL_JOIN:
+        for hook in hooks.on_train_batch_start:
+            if skips := hook(batch, index) == -1:
+                break
     if skips:
         return _skip_rest(t, micro)
     if noted is not None:
@@ -343,7 +346,7 @@ def train_batch(t: Trainer, micro: Microbatch) -> int | None:
         results = {"loss": outputs.detach()} if isinstance(outputs, Tensor) else detached(outputs)
         t.window.outputs, t.window.batch = results, batch
         for hook in hooks.train_batch_end_others:
-            with nullcontext() if hook in hooks.train_batch_end_empty else _without_idle(micro):
+            with apart(NO_SAMPLE) if micro.idle and hook not in hooks.train_batch_end_empty else ALL_JOIN:
                 hook(results, batch, index)
     if noted is not None:
         hooks_done(t, noted.changes(t))
@@ -364,11 +367,6 @@ def _skip_rest(t: Trainer, micro: Microbatch) -> int:
     t.strategy.forget_window()
     t.logbook.end_batch()
     return -1
-
-
-def _without_idle(micro: Microbatch) -> AbstractContextManager[None]:
-    """Return a context for what ranks without a sample of a batch don't call: a collective there is an error."""
-    return apart(NO_SAMPLE) if micro.idle else nullcontext()
 
 
 def _begin_apart(t: Trainer) -> None:
@@ -393,7 +391,7 @@ def _advance(t: Trainer, micro: Microbatch) -> None:
 
 
 def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
-    with nullcontext() if t.strategy.traits.sharded else _without_idle(micro):  # else all ranks call it
+    with apart(NO_SAMPLE) if micro.idle and not t.strategy.traits.sharded else ALL_JOIN:
         outputs = t.training_step(batch, micro.index)
     t.recorder.lap(Span.FORWARD)
     if micro.opens:
@@ -409,8 +407,9 @@ def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
         return _left_out(t, micro, batch, outputs)
     factor = (micro.factor if t.window.factor is None else t.window.factor) * t.strategy.gradient_factor
     scaled = t.precision_plugin.scale(loss if factor == 1.0 else loss * factor)
-    with _without_idle(micro):
-        call(t.hooks.on_before_backward, loss)
+    with apart(NO_SAMPLE) if micro.idle else ALL_JOIN:
+        for hook in t.hooks.on_before_backward:
+            hook(loss)
     if t.slot is not None:
         leave_word_ahead(t, micro)
     if t.shared is not None:
@@ -419,7 +418,10 @@ def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
     t.recorder.lap(Span.BACKWARD)
     if t.hooks.on_after_backward:
         noted = Noted(t) if micro.idle else None  # not before: fsdp shards the weights again in the backward
-        with t.strategy.hooks_see_gradients() if micro.closes else nullcontext(), _without_idle(micro):
+        with (
+            t.strategy.hooks_see_gradients() if micro.closes else nullcontext(),
+            apart(NO_SAMPLE) if micro.idle else ALL_JOIN,
+        ):
             call(t.hooks.on_after_backward)
         if noted is not None:
             noted.check(t)

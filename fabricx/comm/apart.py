@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any, Final, final
 
@@ -20,6 +21,7 @@ NO_SAMPLE: Final = (
     "batch, so they would not join it. Call it in on_before_optimizer_step or on_train_epoch_end, which all ranks "
     "call, or let each global batch be whole (drop_last=True). self.log needs none"
 )
+ALL_JOIN: Final = threading.RLock()  # a context that allows collectives, and that is entered without a Python call
 _HARMLESS: Final = {"rank", "size", "name", "group_name", "bound_device_id", "_get_backend_name"}
 
 _members: Any = distributed_c10d.GroupMember
