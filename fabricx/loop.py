@@ -341,6 +341,8 @@ def train_batch(t: Trainer, micro: Microbatch) -> int | None:
     t.in_step = False
     if micro.closes and not micro.apart:
         _advance(t, micro)
+    if micro.idle:
+        t.strategy.weights_step(t.state.step)  # weights that come while a hook looks at them are no change of a hook
     noted = Noted(t) if micro.idle else None
     if hooks.on_train_batch_end:
         results = {"loss": outputs.detach()} if isinstance(outputs, Tensor) else detached(outputs)

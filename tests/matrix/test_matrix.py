@@ -157,6 +157,7 @@ AGAIN = (  # that were wrong once
     "bounded0-ps2 ranks=2 optimizer=subset update=several clip=value",
     "ddp ranks=3 data=few loop=no-loss log=kinds",
     "fsdp ranks=2 data=ending loop=no-loss",
+    "ps2-overlap ranks=2 data=few callback=ema",
 )
 
 
