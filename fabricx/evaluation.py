@@ -97,7 +97,7 @@ def validate_in_fit(t: Trainer) -> None:
 
 def sanity_check(t: Trainer) -> None:
     """Run a few validation batches ahead of training, so that mistakes show early; nothing of it stays."""
-    if not t.val_feeds or not t.num_sanity_val_steps or t.state.step:
+    if not t.val_feeds or not t.num_sanity_val_steps:
         return
     with random_kept():
         t.state.phase, t.restart_point = Phase.SANITY, RestartPoint(t, {})  # what a hook saves has nothing of it, too

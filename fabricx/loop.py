@@ -61,12 +61,14 @@ def fit(t: Trainer, job: object = None) -> None:
         if t.copier is None or t.members is not None or not come_back(t):
             t.restore()
         t.strategy.starts(t.state.step, t.state.ranks)
+    begun = bool(t.state.step or t.state.batch or t.state.drained)  # by an earlier run; a batch may be no step
+    if not begun and not t.world.newcomer:
         sanity_check(t)
     t.state.phase = Phase.TRAIN
     t.module.train()
-    with _again(t.state.step or t.world.newcomer):
+    with _again(begun or t.world.newcomer):
         call(t.hooks.on_train_start)
-    if t.state.step and not t.world.newcomer:  # a callback may find that an earlier run has stopped for good
+    if begun and not t.world.newcomer:  # a callback may find that an earlier run has stopped for good
         agree_at_boundary(t)
     begun_at = t.state.step
     take_part(t)
