@@ -87,6 +87,12 @@ def _make_train_feed(t: Trainer) -> None:
         t, t.train_dataloader, limit, t.state.ranks, t.strategy.parts, t.balance, manual=manual
     )  # fmt: skip
     t.own_generators = find_generators(t.module, "module") | t.train_feed.generators()
+    if t.strategy.parts and (names := [*t.own_generators, *t.train_feed.lost_generators(within=True)]):
+        raise ValueError(
+            f"deterministic='elastic' gives the same result on any number of ranks, and {', '.join(names)} would go on "
+            "on each rank by itself: draw from the global generator of torch, numpy or python, which is seeded for "
+            "each part of a global batch"
+        )
     count_batches(t)
     batches = t.num_training_batches
     _check_part("overfit_batches" if t.overfit_batches else "limit_train_batches", limit, t.train_dataloader, batches)

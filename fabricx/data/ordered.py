@@ -78,7 +78,7 @@ class OrderedFeed(Feed):
                 f"a manually optimised module steps once a batch, and the global batches of this run are of "
                 f"{self._began_with} batches that can't be joined: go on with {self._began_with} ranks"
             )
-        self._own = _copy_loader(loader, self._picked, max(1, world.local_size))
+        self._own = _copy_loader(loader, self._picked, max(1, world.local_size), seeded=parts > 0)
 
     def _items(self) -> int:
         """Return the places of the order that an epoch uses."""
@@ -379,8 +379,15 @@ def _seed_of(loader: DataLoader[Any], sampler: Any, seed: int) -> int:
     return seed
 
 
-def _copy_loader(loader: DataLoader[Any], picked: _Picked, ranks: int) -> DataLoader[Any]:
-    """Return a loader like another one that reads what is picked, on one of so many ranks of this machine."""
+def _copy_loader(loader: DataLoader[Any], picked: _Picked, ranks: int, *, seeded: bool) -> DataLoader[Any]:
+    """Return a loader like another one that reads what is picked.
+
+    Args:
+        loader: of the user.
+        picked: what is read.
+        ranks: of this machine.
+        seeded: what is drawn for a batch depends on the batch without loader processes, too.
+    """
     workers, ahead = loader.num_workers, loader.prefetch_factor
     if isinstance(loader, Preprocess):
         workers, ahead = loader.processes(ranks)
@@ -388,7 +395,7 @@ def _copy_loader(loader: DataLoader[Any], picked: _Picked, ranks: int) -> DataLo
         {"prefetch_factor": ahead, "persistent_workers": loader.persistent_workers} if workers > 0 else {}
     )
     alone = loader.batch_sampler is None
-    dataset: Any = Seeded(loader.dataset) if several and not alone else loader.dataset
+    dataset: Any = Seeded(loader.dataset, keeps=not several) if several or seeded else loader.dataset
     return DataLoader(
         dataset,
         **({"sampler": picked, "batch_size": None} if alone else {"batch_sampler": picked}),

@@ -107,11 +107,13 @@ def test_a_process_that_stops_before_its_first_sign_of_life_is_ended(monkeypatch
 def die_at_the_end(world: World) -> bool:
     own = membership()
     own.say("inside")
+    assert world.store is not None
+    world.store.set(world.key(f"inside/{world.rank}"), b"")
+    world.store.wait([world.key("inside/0"), world.key("inside/1")])  # no rank is done before all have begun
     own.say("outside")
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     world.await_departure(3600.0)
-    assert world.store is not None
     return world.store.check([world.key("departure/0/1")])
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import fabricx as fx
 from fabricx.callbacks import FaultRecovery
@@ -129,3 +131,38 @@ def test_what_would_depend_on_the_ranks_is_refused() -> None:
 
 def _sometimes(module: Noisy, batch: Any, batch_idx: int) -> Tensor | None:
     return Noisy.training_step(module, batch, batch_idx) if batch_idx % 2 else None
+
+
+class Augmented(Dataset[Any]):
+    """Adds noise: drawn from the global generators, or from one of its own."""
+
+    def __init__(self, own: bool) -> None:
+        self.samples, self.generator = layered_data(43), torch.Generator() if own else None
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target = self.samples[index]
+        return inputs + torch.rand(6, generator=self.generator) + random.random() + np.random.rand(), target
+
+
+def fit_augmented(folder: Path, devices: int, *, own: bool = False, workers: int = 0) -> list[Tensor]:
+    torch.manual_seed(7)
+    module = Noisy()
+    trainer = fx.Trainer(
+        devices=devices, deterministic="elastic", max_epochs=1, default_root_dir=folder, **QUIET
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(Augmented(own), BATCH // devices, shuffle=True, num_workers=workers))
+    return list(module.parameters())
+
+
+def test_what_a_data_set_draws_is_of_the_batch_and_not_of_the_rank(tmp_path: Path) -> None:
+    alone, *others = [fit_augmented(tmp_path, devices, workers=n) for devices, n in ((1, 0), (2, 0), (3, 0), (1, 1))]
+    assert all(torch.equal(a, b) for other in others for a, b in zip(alone, other, strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_generators_of_its_own_are_refused(workers: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"generator would go on on each rank by itself: draw from the global"):
+        fit_augmented(tmp_path, 1, own=True, workers=workers)
