@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fabricx.checkpoint import is_committed, read_manifest, remove
-from fabricx.checkpoint.places import as_path
+from fabricx.checkpoint.storage import as_path
 
 
 def step_of(path: str) -> int:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from fabricx.callback import Callback
-from fabricx.callbacks.moments import has_validation, looks_at_epoch_end
+from fabricx.callbacks.metric_timing import has_validation, looks_at_epoch_end
+from fabricx.core.callback import Callback
 from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from fabricx.module import Module
-    from fabricx.trainer import Trainer
+    from fabricx.core.module import Module
+    from fabricx.trainer.trainer import Trainer
 
 Mode = Literal["min", "max"]
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from fabricx.averaging import AverageRule
-from fabricx.callback import Callback
+from fabricx.core.averaging import AverageRule
+from fabricx.core.callback import Callback
 
 if TYPE_CHECKING:
-    from fabricx.module import Module
-    from fabricx.trainer import Trainer
+    from fabricx.core.module import Module
+    from fabricx.trainer.trainer import Trainer
 
 
 @final

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabricx.callback import Callback
+from fabricx.core.callback import Callback
 from fabricx.errors import ServerLost, did_you_mean, lost_a_link
 
 if TYPE_CHECKING:
-    from fabricx.module import Module
-    from fabricx.trainer import Trainer
+    from fabricx.core.module import Module
+    from fabricx.trainer.trainer import Trainer
 
 BadGradients = Literal["raise", "roll_back", "skip"]
 _BAD_GRADIENTS = ("raise", "roll_back", "skip")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
-from fabricx.callback import Callback
+from fabricx.core.callback import Callback
 
 if TYPE_CHECKING:
-    from fabricx.module import Module
-    from fabricx.trainer import Trainer
+    from fabricx.core.module import Module
+    from fabricx.trainer.trainer import Trainer
 
 
 @final

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from torch.optim import Optimizer
 
-from fabricx.callback import Callback
+from fabricx.core.callback import Callback
 
 if TYPE_CHECKING:
-    from fabricx.module import Module
-    from fabricx.trainer import Trainer
+    from fabricx.core.module import Module
+    from fabricx.trainer.trainer import Trainer
 
 
 def rate_names(optimizers: Sequence[Optimizer], schedule_names: dict[int, str]) -> list[list[str]]:

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from fabricx.callback import Callback
-from fabricx.callbacks.balance import Law, Seen, share_batch
-from fabricx.comm.agree import Agreement
-from fabricx.comm.norm import has_own_statistics, synchronised
+from fabricx.callbacks.balancing_policy import Law, Seen, share_batch
+from fabricx.core.callback import Callback
+from fabricx.distributed.stop_consensus import Agreement
+from fabricx.distributed.sync_batchnorm import has_own_statistics, synchronised
 from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from fabricx.module import Module
-    from fabricx.trainer import Trainer
+    from fabricx.core.module import Module
+    from fabricx.trainer.trainer import Trainer
 
 _WARM_UP = 2  # steps that say nothing of a speed
 _SLOWER = 1.5  # times as long as before, two steps in a row: then all decide at once

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from fabricx.callback import Callback
 from fabricx.callbacks.checkpoint_files import link_to, may_be_looked_at, remove_own, step_of, versioned
 from fabricx.callbacks.checkpoint_name import DEFAULT_TEMPLATE, format_name
-from fabricx.callbacks.moments import has_validation, looks_at_epoch_end
+from fabricx.callbacks.metric_timing import has_validation, looks_at_epoch_end
 from fabricx.callbacks.time_interval import TimeInterval
 from fabricx.checkpoint import sweep
-from fabricx.checkpoint.places import as_path, is_local
+from fabricx.checkpoint.storage import as_path, is_local
+from fabricx.core.callback import Callback
 from fabricx.duration import parse_duration
 from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from fabricx.module import Module
-    from fabricx.trainer import Trainer
+    from fabricx.core.module import Module
+    from fabricx.trainer.trainer import Trainer
 
 Mode = Literal["min", "max"]
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, final
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fabricx.callback import Callback
+from fabricx.core.callback import Callback
 
 if TYPE_CHECKING:
-    from fabricx.module import Module
-    from fabricx.trainer import Trainer
+    from fabricx.core.module import Module
+    from fabricx.trainer.trainer import Trainer
 
 _COLUMNS = ("", "Name", "Type", "Params", "Size")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, final
 
-from fabricx.callback import Callback
-from fabricx.telemetry.verdict import WORDS
+from fabricx.core.callback import Callback
+from fabricx.telemetry.diagnosis import WORDS
 
 if TYPE_CHECKING:
-    from fabricx.module import Module
-    from fabricx.trainer import Trainer
+    from fabricx.core.module import Module
+    from fabricx.trainer.trainer import Trainer
 
 
 @final

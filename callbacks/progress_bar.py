@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, final
 
-from fabricx.callback import Callback
+from fabricx.core.callback import Callback
 
 if TYPE_CHECKING:
-    from fabricx.module import Module
-    from fabricx.trainer import Trainer
+    from fabricx.core.module import Module
+    from fabricx.trainer.trainer import Trainer
 
 _TERMINAL_S = 0.1
 _LINES_S = 5.0

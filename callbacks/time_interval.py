@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final, final
 
 if TYPE_CHECKING:
-    from fabricx.comm.world import World
+    from fabricx.distributed.world import World
 
 _ASKED_PER_INTERVAL: Final = 10
 

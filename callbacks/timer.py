@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
-from fabricx.callback import Callback
+from fabricx.core.callback import Callback
 from fabricx.duration import parse_duration
 
 if TYPE_CHECKING:
-    from fabricx.module import Module
-    from fabricx.trainer import Trainer
+    from fabricx.core.module import Module
+    from fabricx.trainer.trainer import Trainer
 
 STAGES = ("train", "sanity_check", "validate", "test", "predict")
 

@@ -6,27 +6,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fabricx.app import main
-    from fabricx.callback import Callback
-    from fabricx.datamodule import DataModule
-    from fabricx.logger import Logger
-    from fabricx.module import Module
-    from fabricx.seed import seed_everything
-    from fabricx.strategy import Strategy
-    from fabricx.trainer import Trainer
+    from fabricx.cli.hydra_app import main
+    from fabricx.core.callback import Callback
+    from fabricx.core.datamodule import DataModule
+    from fabricx.core.logger import Logger
+    from fabricx.core.module import Module
+    from fabricx.core.rng import seed_everything
+    from fabricx.core.strategy import Strategy
+    from fabricx.trainer.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = ["Callback", "DataModule", "Logger", "Module", "Strategy", "Trainer", "main", "seed_everything"]
 
 _HOME = {
-    "Callback": "fabricx.callback",
-    "DataModule": "fabricx.datamodule",
-    "Logger": "fabricx.logger",
-    "Module": "fabricx.module",
-    "Strategy": "fabricx.strategy",
-    "Trainer": "fabricx.trainer",
-    "main": "fabricx.app",
-    "seed_everything": "fabricx.seed",
+    "Callback": "fabricx.core.callback",
+    "DataModule": "fabricx.core.datamodule",
+    "Logger": "fabricx.core.logger",
+    "Module": "fabricx.core.module",
+    "Strategy": "fabricx.core.strategy",
+    "Trainer": "fabricx.trainer.trainer",
+    "main": "fabricx.cli.hydra_app",
+    "seed_everything": "fabricx.core.rng",
 }
 
 

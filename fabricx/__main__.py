@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fabricx.cli import main
+from fabricx.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -13,14 +13,14 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from fabricx import provenance
 from fabricx.errors import did_you_mean
 from fabricx.redaction import masked, masked_keys
+from fabricx.trainer import provenance
 
 if TYPE_CHECKING:
-    from fabricx.datamodule import DataModule
-    from fabricx.module import Module
-    from fabricx.trainer import Trainer
+    from fabricx.core.datamodule import DataModule
+    from fabricx.core.module import Module
+    from fabricx.trainer.trainer import Trainer
 
 
 @dataclass
@@ -135,7 +135,7 @@ def build(cfg: DictConfig | Mapping[str, Any]) -> tuple[Trainer, Module, DataMod
     Raises:
         LookupError, ValueError: a name or a key is wrong; the message has the nearest right one.
     """
-    from fabricx.trainer import Trainer
+    from fabricx.trainer.trainer import Trainer
 
     given = plain(cfg) if isinstance(cfg, DictConfig) else {str(key): value for key, value in cfg.items()}
     for group in ("module", "data"):

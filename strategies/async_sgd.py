@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, final
 
-from fabricx.exchange.apart import Apart
-from fabricx.exchange.messages import Settings
-from fabricx.exchange.rounds import Rounds
-from fabricx.exchange.strategy import LinkKind, Overlap, ServedStrategy, ShardBy, check_choice
+from fabricx.parameter_server.strategy import LinkKind, Overlap, ServedStrategy, ShardBy, check_choice
+from fabricx.parameter_server.wire.messages import Settings
+from fabricx.parameter_server.worker.asynchronous import Apart
+from fabricx.parameter_server.worker.local_rounds import Rounds
 
 
 @final

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from fabricx.comm.thin import ThinSums
-from fabricx.comm.unused import Unused, reached, requiring_grad, with_sparse_gradients, zero
-from fabricx.comm.world import World
+from fabricx.core.strategy import Strategy, Traits, check_dense, warn_of_lost_residuals
+from fabricx.distributed.low_rank_buckets import ThinSums
+from fabricx.distributed.unused_parameters import Unused, reached, requiring_grad, with_sparse_gradients, zero
+from fabricx.distributed.world import World
 from fabricx.errors import did_you_mean
-from fabricx.strategy import Strategy, Traits, check_dense, warn_of_lost_residuals
 
 Compression = Literal["fp16", "bf16", "powersgd"]
 _COMPRESSIONS = ("fp16", "bf16", "powersgd")

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from fabricx.comm.collectives import Collectives
-from fabricx.comm.gathered import Gathered
-from fabricx.comm.grad_hooks import check_before_sharding, check_sharded, keep_hooks
-from fabricx.comm.heap import LARGE, release_freed_memory
-from fabricx.comm.sharding import AsBuilt, Pauses, Waits
-from fabricx.comm.unused_shards import UnusedShards
-from fabricx.comm.world import World
+from fabricx.core.strategy import Strategy, Traits, check_dense
+from fabricx.distributed.collective_order import Collectives
+from fabricx.distributed.fsdp_internals import AsBuilt, Pauses, Waits
+from fabricx.distributed.gathered import Gathered
+from fabricx.distributed.grad_hooks import check_before_sharding, check_sharded, keep_hooks
+from fabricx.distributed.heap import LARGE, release_freed_memory
+from fabricx.distributed.unused_shards import UnusedShards
+from fabricx.distributed.world import World
 from fabricx.errors import did_you_mean
-from fabricx.strategy import Strategy, Traits, check_dense
 
 Policy = str | Sequence[str] | float
 Dtype = Literal["bf16", "fp16", "fp32"]

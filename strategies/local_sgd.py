@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.checkpoint import tree
-from fabricx.comm.world import World
+from fabricx.core.strategy import Strategy, Traits, check_frozen
+from fabricx.distributed.world import World
 from fabricx.errors import did_you_mean
-from fabricx.strategy import Strategy, Traits, check_frozen
 
 Outer = Literal["average", "nesterov"]
 _OUTERS = ("average", "nesterov")

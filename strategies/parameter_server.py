@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, final
 
-from fabricx.exchange.apart import Apart
-from fabricx.exchange.compression import KINDS
-from fabricx.exchange.messages import Settings
-from fabricx.exchange.strategy import LinkKind, Overlap, ServedStrategy, ShardBy, check_choice
+from fabricx.parameter_server.strategy import LinkKind, Overlap, ServedStrategy, ShardBy, check_choice
+from fabricx.parameter_server.wire.codecs import KINDS
+from fabricx.parameter_server.wire.messages import Settings
+from fabricx.parameter_server.worker.asynchronous import Apart
 
 
 @final

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricx.comm.world import World
-from fabricx.strategy import Strategy, Traits, check_dense, check_frozen
+from fabricx.core.strategy import Strategy, Traits, check_dense, check_frozen
+from fabricx.distributed.world import World
 
 HEADROOM: Final = 16  # powers of two by which a gradient may be larger than all of the update before
 BITS: Final = 62  # of a sum

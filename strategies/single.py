@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from fabricx.strategy import Strategy, Traits
+from fabricx.core.strategy import Strategy, Traits
 
 
 @final

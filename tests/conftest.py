@@ -113,7 +113,7 @@ def _end_process_groups() -> list[str]:
     if dist.is_initialized():
         dist.destroy_process_group()
         left.append("a process group of torch.distributed")
-    world = sys.modules.get("fabricx.comm.world")
+    world = sys.modules.get("fabricx.distributed.world")
     if world is not None and world.current() is not None:
         world.leave()
         left.append("a world that was joined and not left")

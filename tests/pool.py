@@ -30,14 +30,14 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from fabricx import execution
-from fabricx.comm import pulse
-from fabricx.comm import world as worlds
-from fabricx.comm.store_server import StoreServer
-from fabricx.comm.world import World
+from fabricx.distributed import heartbeat
+from fabricx.distributed import world as worlds
+from fabricx.distributed.store_server import StoreServer
+from fabricx.distributed.world import World
 from fabricx.launch import supervisor, worker
 from fabricx.launch.worker import Place
 from fabricx.scratch import private_folder
+from fabricx.trainer import session
 
 MOST: Final = 6  # pools that are kept
 GRACE_S: Final = 2.0  # in which a thread that is ending may end
@@ -198,9 +198,9 @@ class _Fresh:
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
         torch.set_rng_state(self._random[2])
-        execution._JOBS = itertools.count()
-        pulse.set_reached(0)
-        pulse._JOINED[0] = 0
+        session._JOBS = itertools.count()
+        heartbeat.set_reached(0)
+        heartbeat._JOINED[0] = 0
         worlds.WAITED_S[0] = 0.0
         torch._dynamo.reset()
 

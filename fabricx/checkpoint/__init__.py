@@ -16,13 +16,13 @@ from fabricx.checkpoint.files import (
 )
 
 if TYPE_CHECKING:
-    from fabricx.checkpoint.loading import load as load
-    from fabricx.checkpoint.loading import load_module as load_module
-    from fabricx.checkpoint.writing import Writer as Writer
-    from fabricx.checkpoint.writing import save as save
+    from fabricx.checkpoint.reader import load as load
+    from fabricx.checkpoint.reader import load_module as load_module
+    from fabricx.checkpoint.writer import Writer as Writer
+    from fabricx.checkpoint.writer import save as save
 
 # torch.distributed.checkpoint takes most of a second to import: not before tensors are written or read.
-_LATER = {"load": "loading", "load_module": "loading", "Writer": "writing", "save": "writing"}
+_LATER = {"load": "reader", "load_module": "reader", "Writer": "writer", "save": "writer"}
 __all__ = ["MANIFEST", "MARKER", "is_committed", "list_committed", "read_manifest", "remove", "sweep", "verify"]
 __all__ += ["Writer", "load", "load_module", "save"]
 

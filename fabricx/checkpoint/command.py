@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from fabricx.checkpoint.files import MARKER, is_committed, oldest_first, read_manifest, verify, written
-from fabricx.checkpoint.places import as_path, is_local
+from fabricx.checkpoint.storage import as_path, is_local
 from fabricx.errors import CheckpointError
 from fabricx.redaction import printable
 
@@ -84,7 +84,7 @@ def _export(checkpoints: list[Path], target: Path | None) -> int:
         return 1
     from safetensors.torch import save_file
 
-    from fabricx.checkpoint.loading import load, weights_of
+    from fabricx.checkpoint.reader import load, weights_of
 
     [path] = checkpoints
     # Beside a checkpoint of this machine; into the current folder from behind a URL.

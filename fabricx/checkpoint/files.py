@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import torch
 
-from fabricx.checkpoint.places import Place, as_path, discard, is_local
-from fabricx.comm import plain
+from fabricx.checkpoint.storage import Place, as_path, discard, is_local
+from fabricx.distributed import plain_data
 from fabricx.errors import CheckpointError
 
 FORMAT: Final = 2
@@ -49,7 +49,7 @@ def serialized(rest: Any) -> bytes:
         CheckpointError: something in it is not plain data, so that loading would run code.
     """
     try:
-        return plain.dumps(rest)
+        return plain_data.dumps(rest)
     except TypeError as error:
         raise CheckpointError(
             "the checkpoint holds something that is neither a tensor nor plain data, so reading it would run code: "
@@ -68,7 +68,7 @@ def deserialized(data: bytes, file: Path) -> Any:
         CheckpointError: it holds anything but tensors and plain data, or isn't such a file at all.
     """
     try:
-        return plain.loads(data)
+        return plain_data.loads(data)
     except ValueError as error:
         raise CheckpointError(
             f"{file} was refused, and nothing in it was executed: {error}\n  fabricx writes tensors and "

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from fabricx.core.transfer import batch_size_of, to_device
+from fabricx.data.factory import make_feed
 from fabricx.data.feed import Feed, Microbatch
-from fabricx.data.listed import ListFeed
+from fabricx.data.iterable import ListFeed
 from fabricx.data.order import Balance, Cut, Share, epoch_order
 from fabricx.data.preprocess import Preprocess
 from fabricx.data.samplers import BucketSampler, GroupSampler
-from fabricx.data.source import make_feed
-from fabricx.data.transfer import batch_size_of, to_device
 
 __all__ = [
     "Balance", "BucketSampler", "Cut", "Feed", "GroupSampler", "ListFeed", "Microbatch", "Preprocess", "Share",

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fabricx.comm.world import World
-from fabricx.data.deal import Dealer, Section
+from fabricx.data.leasing import Dealer, Section
+from fabricx.distributed.world import World
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from fabricx.datamodule import DataModule
-from fabricx.module import Module
+from fabricx.core.datamodule import DataModule
+from fabricx.core.module import Module
 
 SYMBOLS = 128  # ASCII; anything else becomes a question mark
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
-from fabricx.datamodule import DataModule
-from fabricx.module import Module
+from fabricx.core.datamodule import DataModule
+from fabricx.core.module import Module
 
 
 class DigitsClassifier(Module):

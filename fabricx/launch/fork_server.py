@@ -14,7 +14,7 @@ from multiprocessing import connection, forkserver, get_context
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
-from fabricx.launch import notices
+from fabricx.launch import signals
 
 AUTHENTICATED: Final = (3, 14)  # from this version of Python on, fork servers ask for a key: another protocol
 
@@ -84,7 +84,7 @@ def _serve(
     os.environ.update(environment)
     if cores is not None:
         os.sched_setaffinity(0, cores)
-    notices.ignore()
+    signals.ignore()
     forkserver.main(listener.detach(), alive.detach(), [])
 
 
@@ -94,8 +94,8 @@ def prepare() -> None:
     A scheduler that ends a job signals each of its processes. A fork server that ended with them would take along what
     becomes of the workers; it ends with the process that started it. Its forks are ended by the signals as ever.
     """
-    notices.ignore()
-    os.register_at_fork(after_in_child=notices.hear)
+    signals.ignore()
+    os.register_at_fork(after_in_child=signals.hear)
     gc.collect()
     gc.freeze()  # the collector of a fork would touch, and so copy, every page
 

@@ -23,13 +23,13 @@ from typing import Any, Final
 
 from torch.distributed import Store, TCPStore
 
-from fabricx.comm import authentication
-from fabricx.comm.authentication import AuthenticationError, sign, tag, verify
-from fabricx.comm.store import PrivateStore
-from fabricx.comm.store_server import SOCKET
-from fabricx.comm.world import World
+from fabricx.distributed import authentication
+from fabricx.distributed.authentication import AuthenticationError, sign, tag, verify
+from fabricx.distributed.store import PrivateStore
+from fabricx.distributed.store_server import SOCKET
+from fabricx.distributed.world import World
 from fabricx.launch import store_host
-from fabricx.launch.environment import address, detect, launch, on_one_machine
+from fabricx.launch.cluster import address, detect, launch, on_one_machine
 from fabricx.launch.store_host import COMPLETE, KEY
 from fabricx.redaction import printable
 

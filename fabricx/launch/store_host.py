@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from fabricx.comm.authentication import write_private
-from fabricx.comm.store_server import StoreServer
+from fabricx.distributed.authentication import write_private
+from fabricx.distributed.store_server import StoreServer
 from fabricx.scratch import private_folder
 
 COMPLETE: Final = "complete"  # key of the store that is set when all ranks have come

@@ -19,22 +19,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from fabricx.checkpoint import memory
-from fabricx.comm import authentication
-from fabricx.comm.agree import EVERYBODY
-from fabricx.comm.generations import SAVING, gone
-from fabricx.comm.links import nameless
-from fabricx.comm.pulse import Diagnosis
-from fabricx.comm.store_server import StoreServer
+from fabricx.distributed import authentication
+from fabricx.distributed.generations import SAVING, gone
+from fabricx.distributed.heartbeat import Diagnosis
+from fabricx.distributed.stop_consensus import EVERYBODY
+from fabricx.distributed.store_server import StoreServer
 from fabricx.errors import WorkerFailed, lost_a_link
-from fabricx.launch.changes import Changes, Elastic
-from fabricx.launch.hang import explain, from_dump
-from fabricx.launch.notices import notices, stop_now
+from fabricx.fault_tolerance import memory_checkpoint
+from fabricx.fault_tolerance.controller import Changes, Elastic
+from fabricx.fault_tolerance.hang_report import explain, from_dump
+from fabricx.fault_tolerance.liveness import Watch
 from fabricx.launch.pickling import check_picklable
-from fabricx.launch.scale import Requests
-from fabricx.launch.watch import Watch
+from fabricx.launch.resize import Requests
+from fabricx.launch.signals import notices, stop_now
 from fabricx.launch.worker import ASKED, Failure, Place
 from fabricx.launch.worker import main as worker_main
+from fabricx.parameter_server.wire.channel import nameless
 from fabricx.scratch import (
     give_multiprocessing_a_folder,
     multiprocessing_folder_of,
@@ -44,7 +44,7 @@ from fabricx.scratch import (
 
 Note = Callable[[str, str], None]
 PRELOAD = [
-    "torch", "torch.distributed", "torch._dynamo", "torch.optim", "fabricx.trainer", "fabricx.strategies",
+    "torch", "torch.distributed", "torch._dynamo", "torch.optim", "fabricx.trainer.trainer", "fabricx.strategies",
     "fabricx.launch.fork_server",
 ]  # fmt: skip
 FROZEN_S = 60.0  # without a sign of life
@@ -186,14 +186,14 @@ class _Workers:
 
     def _open_memory(self, place: Place) -> None:
         """Make room for a worker's copies of what it holds, and give it a name that others find when it is gone."""
-        self._memory[place.rank] = files = [nameless(0) for _ in range(memory.NEWEST)]
+        self._memory[place.rank] = files = [nameless(0) for _ in range(memory_checkpoint.NEWEST)]
         for number, file in enumerate(files):
-            memory.path_of(place.folder, place.rank, number).symlink_to(f"/proc/{os.getpid()}/fd/{file}")
+            memory_checkpoint.path_of(place.folder, place.rank, number).symlink_to(f"/proc/{os.getpid()}/fd/{file}")
 
     def _close_memory(self, workers: Iterable[int]) -> None:
         for worker in workers:
             for number, file in enumerate(self._memory.pop(worker)):
-                memory.path_of(self._places[worker].folder, worker, number).unlink(missing_ok=True)
+                memory_checkpoint.path_of(self._places[worker].folder, worker, number).unlink(missing_ok=True)
                 os.close(file)
 
     def _look(self, timeout: float) -> None:

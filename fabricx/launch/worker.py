@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fabricx.comm import authentication, generations, pulse
+from fabricx.distributed import authentication, generations, heartbeat
 from fabricx.errors import brief_traceback, is_full
-from fabricx.launch import notices
+from fabricx.launch import signals
 from fabricx.launch.fork_server import fork_for_children
 from fabricx.scratch import remove_if_abandoned, sweep
 
@@ -73,7 +73,7 @@ def main(place: Place, control: Connection) -> None:
     fork_for_children()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the supervisor decides
     if place.serve is not None:  # it ends when the workers have
-        notices.ignore()
+        signals.ignore()
     report = _Report(control)
     report.send("beat", (0, False, ""))  # the supervisor notices silence from now on
     say = report.send if place.changes else None
@@ -128,18 +128,18 @@ class _Report:
         reached, since = -1, time.monotonic()
         with contextlib.suppress(OSError):  # the supervisor has gone, and so will this process
             while True:
-                if pulse.reached() != reached:
-                    reached, since = pulse.reached(), time.monotonic()
-                place = pulse.where() if time.monotonic() - since > LONG_S else ""
-                self.send("beat", (reached, pulse.waits(), place))
+                if heartbeat.reached() != reached:
+                    reached, since = heartbeat.reached(), time.monotonic()
+                place = heartbeat.where() if time.monotonic() - since > LONG_S else ""
+                self.send("beat", (reached, heartbeat.waits(), place))
                 time.sleep(BEAT_S)
 
 
 def _run(place: Place) -> Any:
     import torch
 
-    from fabricx.comm import world as worlds
-    from fabricx.comm.store import PrivateStore
+    from fabricx.distributed import world as worlds
+    from fabricx.distributed.store import PrivateStore
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.size))
@@ -184,7 +184,7 @@ def _listen(control: Connection, report: _Report, folder: str) -> None:
             if control.poll(SHUT_S if busy else None):
                 kind, content = control.recv()
                 if kind == ASKED:
-                    report.send(ASKED, pulse.diagnosis())
+                    report.send(ASKED, heartbeat.diagnosis())
                 else:
                     membership.heard(kind, content)
             busy = membership.shut_broken()

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO, final
 
-from fabricx.logger import Ending, Logger, Silent
-from fabricx.loggers.folder import Place, drop_half_line, write_hyperparameters
+from fabricx.core.logger import Ending, Logger, Silent
+from fabricx.loggers.files import Place, drop_half_line, write_hyperparameters
 
 
 @final

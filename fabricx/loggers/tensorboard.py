@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 import torch
 from torch import nn
 
-from fabricx.logger import Ending, Logger, Silent
-from fabricx.loggers.folder import Place
+from fabricx.core.logger import Ending, Logger, Silent
+from fabricx.loggers.files import Place
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from fabricx.redaction import masked_values, records_masked
-from fabricx.telemetry.eventfile import EventFile
+from fabricx.telemetry.events import EventFile
 
 FOLDER: Final = "logs"  # in the run's folder
 MERGED: Final = "all.log"

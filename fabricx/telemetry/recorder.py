@@ -16,10 +16,10 @@ from typing import Any, Final, Protocol, final
 
 import torch
 
-from fabricx.comm import pulse
-from fabricx.comm.generations import membership
-from fabricx.comm.world import WAITED_S, World
-from fabricx.telemetry.eventfile import EventFile, finite
+from fabricx.distributed import heartbeat
+from fabricx.distributed.generations import membership
+from fabricx.distributed.world import WAITED_S, World
+from fabricx.telemetry.events import EventFile, finite
 from fabricx.telemetry.logs import LogSettings, logging_to
 
 _EVERY_S: Final = 1.0  # between two looks at what was recorded
@@ -300,7 +300,7 @@ class Recorder(Quiet):
         if self._device.type == "cuda":
             found["device_mib"] = round(torch.cuda.memory_allocated(self._device) / 2**20, 1)
         if self._last is not None and now - self._last[0] > _STILL_S:
-            found |= {"still_s": round(now - self._last[0], 1), "where": pulse.where(), "waits": pulse.waits()}
+            found |= {"still_s": round(now - self._last[0], 1), "where": heartbeat.where(), "waits": heartbeat.waits()}
         self._file.write("now", **found)
 
 

@@ -15,11 +15,11 @@ import yaml  # type: ignore[import-untyped]
 
 from fabricx.redaction import masked, masked_text
 from fabricx.telemetry.charts import Chart, chart
-from fabricx.telemetry.eventfile import FOLDER
-from fabricx.telemetry.reading import Files, check_run, is_foreign_link, opened
+from fabricx.telemetry.diagnosis import WORDS, straggler_scores, verdict
+from fabricx.telemetry.events import FOLDER
+from fabricx.telemetry.reader import Files, check_run, is_foreign_link, opened
 from fabricx.telemetry.recorder import Span
 from fabricx.telemetry.run import Row, Run, joined
-from fabricx.telemetry.verdict import WORDS, straggler_scores, verdict
 
 SILENT_S: Final = 10.0  # a process that lives says so each second
 _CHARTS: Final = 40  # the most of one kind: a page stays below 1 MB, whatever a run has done

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
-from fabricx.telemetry.reading import Record
+from fabricx.telemetry.reader import Record
 from fabricx.telemetry.recorder import Span
 
 WARM_UP: Final = 2  # steps of each process that say nothing of those to come

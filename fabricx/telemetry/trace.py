@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from fabricx.telemetry.eventfile import FOLDER
-from fabricx.telemetry.reading import Files, Record
+from fabricx.telemetry.diagnosis import WORDS
+from fabricx.telemetry.events import FOLDER
+from fabricx.telemetry.reader import Files, Record
 from fabricx.telemetry.recorder import Span
 from fabricx.telemetry.run import Run
-from fabricx.telemetry.verdict import WORDS
 
 NAME: Final = "trace.json"
 OPERATORS: Final = "operators-rank"  # files of torch's profiler, by rank

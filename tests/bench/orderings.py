@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from fabricx.demo.digits import DigitsData
-from fabricx.exchange.compression import Codec
-from fabricx.exchange.fake import simulate
-from fabricx.exchange.layout import divide
-from fabricx.exchange.messages import Begin, Settings
-from fabricx.exchange.rules import sliced
+from fabricx.parameter_server.server.update_rule import sliced
+from fabricx.parameter_server.wire.codecs import Codec
+from fabricx.parameter_server.wire.messages import Begin, Settings
+from fabricx.parameter_server.wire.partition import divide
+from fabricx.testing.simulated_server import simulate
 
 BATCH, LR = 16, 0.2
 

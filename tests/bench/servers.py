@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fabricx as fx
-from fabricx.exchange.client import Client
-from fabricx.exchange.messages import Settings
-from fabricx.exchange.pace import Summing
-from fabricx.exchange.serving import serve
-from fabricx.exchange.sharing import Sharing
+from fabricx.parameter_server.server.process import serve
+from fabricx.parameter_server.wire.messages import Settings
+from fabricx.parameter_server.worker.client import Client
+from fabricx.parameter_server.worker.protocol import Summing
+from fabricx.parameter_server.worker.shared_memory_weights import Sharing
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer, Single
 from fabricx.testing import QUIET, run_ranks
 

@@ -10,7 +10,6 @@ import pytest
 
 import fabricx.callbacks as package
 from fabricx import checkpoint
-from fabricx.callback import Callback
 from fabricx.callbacks import (
     EMA,
     EarlyStopping,
@@ -25,7 +24,8 @@ from fabricx.callbacks import (
     Timer,
     Tracing,
 )
-from fabricx.hooks import check_hooks
+from fabricx.core.callback import Callback
+from fabricx.core.hooks import check_hooks
 
 CALLBACKS: dict[str, Callable[[], Callback]] = {
     "EMA": EMA,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from fabricx.launch.lock import who_is_here
+from fabricx.launch.run_lock import who_is_here
 from tests import warm
 from tests.faults.cells import AFTER, Cell
 

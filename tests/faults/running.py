@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import FaultRecovery, ModelCheckpoint
-from fabricx.checkpoint import shards
-from fabricx.checkpoint.writing import Writer
+from fabricx.checkpoint import sharded_tensors
+from fabricx.checkpoint.writer import Writer
 from fabricx.errors import WorkerFailed
 from fabricx.testing import QUIET, Ledger, cut_links, layered_data
 from tests.faults.cells import AFTER, ASYNCHRONOUS, EARLY, EXCEPTIONS, NOT_HOOKS, WAYS, Cell
@@ -159,7 +159,7 @@ class Happens(fx.Callback):
         """Prepare the moments that aren't hooks."""
         if self.cell.moment == "reducing":
             module.layer.register_forward_hook(functools.partial(_when_gradients_come, self, trainer))
-        write, finish, waits = shards.write, Writer.finish, threading.Event()
+        write, finish, waits = sharded_tensors.write, Writer.finish, threading.Event()
 
         def slow(file: Path, tensors: Any) -> Any:
             if self.cell.disk == "slow":
@@ -175,7 +175,7 @@ class Happens(fx.Callback):
             waits.set()
             return finish(writer)
 
-        shards.write, Writer.finish = slow, released  # type: ignore[method-assign]
+        sharded_tensors.write, Writer.finish = slow, released  # type: ignore[method-assign]
 
     def now(self, trainer: Any) -> None:
         """Let it happen, if this is the rank and the step."""

@@ -248,7 +248,7 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     yield cell.change != "none" and (cell.save != "none" or cell.accumulate > 1)
     # It computes several gradients an update, and to each of them what was lost is added.
     yield cell.way in LOSSY and cell.optimizer == "lbfgs"
-    # An error on the ranks that call it (tests/unit/test_effects.py).
+    # An error on the ranks that call it (tests/unit/consistency/test_hook_effects.py).
     yield cell.change == "on_after_backward" and cell.data in ("few", "ending", "promised") and cell.ranks > 1
     # Each of its optimizers has its own.
     yield cell.change == "on_before_optimizer_step" and cell.update in ("several", "manual-two")

@@ -20,15 +20,16 @@ from typing import Any
 import torch
 
 import fabricx as fx
-from fabricx import checkpoint, dispatch
+from fabricx import checkpoint
 from fabricx.callbacks import EMA, EarlyStopping, LoadBalancer
-from fabricx.comm.world import World
+from fabricx.distributed.world import World
 from fabricx.errors import WorkerFailed
-from fabricx.exchange.unjoined import GradientElsewhere
-from fabricx.execution import execute
-from fabricx.job import Job, check_job
 from fabricx.launch.supervisor import run_workers
+from fabricx.parameter_server.worker.unreduced_gradients import GradientElsewhere
 from fabricx.testing import QUIET
+from fabricx.trainer import dispatch
+from fabricx.trainer.run_request import Job, check_job
+from fabricx.trainer.session import execute
 from tests.matrix.cells import BOUNDED, JOINED_WAYS, LOSSY, ONE_WORKER, UNEQUAL_PACE, WAYS, Cell
 from tests.matrix.module import CLIP, PRECISIONS, make_loaders, make_module, whole
 

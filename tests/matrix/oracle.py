@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fabricx import checkpoint
-from fabricx.comm.world import World
+from fabricx.distributed.world import World
 from tests.matrix.cells import BOUNDED, SERVERS_STEP, UNEQUAL_PACE, Cell
 from tests.matrix.fits import Found, fit, needs_own_oracle, reference_of
 from tests.matrix.module import make_module

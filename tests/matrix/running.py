@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fabricx import checkpoint
-from fabricx.comm.world import World
+from fabricx.distributed.world import World
 from tests.matrix.cells import FEATURES, Cell, exists
 from tests.matrix.fits import Found, fit, run_cells
 from tests.matrix.oracle import oracle_of, problems, run_oracle

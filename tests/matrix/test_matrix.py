@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from fabricx import dispatch
-from fabricx.comm.world import World
+from fabricx.distributed.world import World
+from fabricx.trainer import dispatch
 from tests.matrix import fits
 from tests.matrix.cells import WAYS, Cell, exists, pairwise, single_features, triples
 from tests.matrix.rules import KNOWN_DEFECTS, REFUSALS, known_defect, refusal

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.utils._pytree import tree_leaves
 
-from fabricx.strategy import Strategy
+from fabricx.core.strategy import Strategy
 
 NAME: Final = "fake_nccl"
 LONG_S: Final = 60.0  # until a group that isn't aborted is given up

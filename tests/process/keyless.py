@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx.callbacks import ModelCheckpoint
-from fabricx.comm import plain
+from fabricx.distributed import plain_data
 from fabricx.testing import QUIET, LayeredModule, layered_data
 from tests.process.attack import Exploit
 
@@ -28,10 +28,10 @@ class Exchanges(fx.Callback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         world, errors = trainer.world, []
-        plain_dumps = plain.dumps
+        plain_dumps = plain_data.dumps
         for poses in (False, True):
             if poses and world.rank == 1:
-                plain.dumps = hostile
+                plain_data.dumps = hostile
             for exchange in (world.gather_objects, lambda obj: world.broadcast_object(obj, 1)):
                 try:
                     exchange(Exploit("marker") if world.rank == 1 else 0)
@@ -40,7 +40,7 @@ class Exchanges(fx.Callback):
                 else:
                     errors.append("no error")
             world.barrier()
-        plain.dumps = plain_dumps
+        plain_data.dumps = plain_dumps
         print(world.rank, errors, flush=True)
 
 

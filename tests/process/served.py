@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import fabricx as fx
-from fabricx import dispatch
 from fabricx.strategies import AsyncSGD, ParameterServer
 from fabricx.testing import QUIET, LayeredModule, layered_data
+from fabricx.trainer import dispatch
 
 SAMPLES = 43
 

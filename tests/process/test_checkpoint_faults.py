@@ -14,8 +14,8 @@ import torch
 import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import FaultRecovery, ModelCheckpoint
-from fabricx.checkpoint import shards
-from fabricx.checkpoint.writing import Writer
+from fabricx.checkpoint import sharded_tensors
+from fabricx.checkpoint.writer import Writer
 from fabricx.strategies import DDP
 
 from .test_recovery import STEPS, exact, train
@@ -36,7 +36,7 @@ class DiesWriting(fx.Callback):
         os.mkfifo(folder / "never")
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        write, finish = shards.write, Writer.finish
+        write, finish = sharded_tensors.write, Writer.finish
 
         def due() -> tuple[int, int] | None:
             number = len(trainer.failures)
@@ -58,7 +58,7 @@ class DiesWriting(fx.Callback):
                 threading.Thread(target=path.write_bytes, args=(b"x",), daemon=True).start()  # waits for the reader
             return finish(writer)
 
-        shards.write, Writer.finish = slow, told  # type: ignore[method-assign]
+        sharded_tensors.write, Writer.finish = slow, told  # type: ignore[method-assign]
 
 
 def test_a_death_while_a_checkpoint_is_written_costs_at_most_that_checkpoint(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ class SavesWithoutWaiting(fx.Callback):
             return
         if trainer.global_step == 3:
             if trainer.world.rank == 1:
-                shards.write = lambda file, tensors: threading.Event().wait()
+                sharded_tensors.write = lambda file, tensors: threading.Event().wait()
             trainer.save_checkpoint(self.path, wait=False)
             if self.error and trainer.world.rank == 1:
                 raise RuntimeError("of the user's code")

@@ -26,8 +26,8 @@ from upath.registry import register_implementation
 import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import ModelCheckpoint
-from fabricx.checkpoint import shards
-from fabricx.comm.world import current
+from fabricx.checkpoint import sharded_tensors
+from fabricx.distributed.world import current
 from fabricx.testing import QUIET, TinyModule, run_ranks, tiny_loader
 from tests import warm
 
@@ -41,7 +41,7 @@ def saved_by_all(path: Path) -> list[str]:
     assert world is not None
     checkpoint.save(path, STATE, {"step": 1}, world)
     world.barrier()
-    return list(shards.plan({"a": torch.zeros(4), "b": torch.zeros(4)}, world).tensors)
+    return list(sharded_tensors.plan({"a": torch.zeros(4), "b": torch.zeros(4)}, world).tensors)
 
 
 def test_what_all_ranks_hold_is_written_once_and_by_all(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def fails_on_the_second_rank(path: Path, number: int) -> Any:
     world = current()
     assert world is not None
     checkpoint.save(path, STATE, {}, world)
-    write, calls = shards.write, []
+    write, calls = sharded_tensors.write, []
 
     def no_room(file: Path, tensors: Any) -> Any:
         if world.rank == 1:
@@ -104,7 +104,7 @@ def fails_on_the_second_rank(path: Path, number: int) -> Any:
 
     writer = checkpoint.Writer(world)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
-        patch.setattr(shards, "write", no_room)
+        patch.setattr(sharded_tensors, "write", no_room)
         writer.begin(path, {**STATE, "big": torch.zeros(1)}, {}, failed=lambda: calls.append("failed"))
         warnings.simplefilter("always")
         try:
@@ -147,14 +147,14 @@ class Slow(TinyModule):
 def test_training_goes_on_while_a_checkpoint_is_written_and_what_it_holds_is_of_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = shards.write
+    write = sharded_tensors.write
 
     def waits(path: Path, tensors: Any) -> Any:
         while not (tmp_path / "go").exists():
             time.sleep(0.005)
         return write(path, tensors)
 
-    monkeypatch.setattr(shards, "write", waits)
+    monkeypatch.setattr(sharded_tensors, "write", waits)
     module = Slow()
     saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     options = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path, "callbacks": [saver]}

@@ -123,7 +123,7 @@ def test_help_and_configuration_are_shown_without_running(own_folder: Path) -> N
 
 
 def test_composing_loads_no_torch() -> None:
-    code = "import sys, fabricx.cli, fabricx.app; sys.exit('torch' in sys.modules)"
+    code = "import sys, fabricx.cli.main, fabricx.cli.hydra_app; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

@@ -20,13 +20,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fabricx as fx
-from fabricx import dispatch
 from fabricx.callbacks import FaultRecovery
-from fabricx.comm import world as worlds
-from fabricx.comm.generations import membership
-from fabricx.launch.scale import ask
+from fabricx.distributed import world as worlds
+from fabricx.distributed.generations import membership
+from fabricx.launch.resize import ask
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
 from fabricx.testing import QUIET, Ledger, cut, kill, run_ranks
+from fabricx.trainer import dispatch
 from tests import warm
 
 from .aborted import silent

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import fabricx as fx
-from fabricx.comm import world as worlds
+from fabricx.distributed import world as worlds
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
 from fabricx.testing import QUIET, run_ranks

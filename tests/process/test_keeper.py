@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fabricx.launch import keeper
+from fabricx.fault_tolerance import memory_holder
 
 NAMES = ["copy-0-0", "copy-0-1"]
 # A process between this one and the keeper, as torchrun's are between it and theirs.
@@ -78,7 +78,7 @@ def test_one_that_was_killed_is_followed_by_another_with_nothing(
         os.kill(int((folder / "keeper").read_text()), signal.SIGKILL)
         assert started(torchrun)
         assert (folder / NAMES[0]).read_bytes() == b""
-        keeper.end(folder)
+        memory_holder.end(folder)
         wait_for_the_end_of(folder)
         torchrun.kill()
 
@@ -87,13 +87,13 @@ def test_a_folder_that_others_could_have_made_is_not_used(torchrun: subprocess.P
     folder = tmp_path / "kept"
     with torchrun:
         assert started(torchrun)
-        assert keeper.is_kept(folder, NAMES)
+        assert memory_holder.is_kept(folder, NAMES)
         folder.chmod(0o755)
-        assert not keeper.is_kept(folder, NAMES)
+        assert not memory_holder.is_kept(folder, NAMES)
         folder.chmod(0o700)
         (tmp_path / "link").symlink_to(folder)
-        assert not keeper.is_kept(tmp_path / "link", NAMES)
-        keeper.end(folder)
+        assert not memory_holder.is_kept(tmp_path / "link", NAMES)
+        memory_holder.end(folder)
         wait_for_the_end_of(folder)
         torchrun.kill()
 
@@ -105,8 +105,8 @@ def test_a_folder_that_another_user_has_made_first_names_no_process_to_be_ended(
         assert own.stdin is not None
         (folder / "keeper").write_text(str(own.pid))
         (folder / NAMES[0]).write_text("theirs")
-        assert not keeper.start(folder, NAMES)
-        keeper.end(folder)
+        assert not memory_holder.start(folder, NAMES)
+        memory_holder.end(folder)
         own.stdin.close()
         assert own.wait(20) == 0  # of its own accord
     assert (folder / NAMES[0]).read_text() == "theirs"
@@ -114,5 +114,5 @@ def test_a_folder_that_another_user_has_made_first_names_no_process_to_be_ended(
 
 def test_where_a_folder_can_t_be_made_nothing_is_kept(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert not keeper.start(tmp_path / "file" / "kept", NAMES)
+    assert not memory_holder.start(tmp_path / "file" / "kept", NAMES)
     assert not (tmp_path / "file" / "kept").exists()

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import fabricx as fx
-from fabricx.comm.agree import Agreement
-from fabricx.comm.generations import membership
-from fabricx.comm.world import World, current
+from fabricx.distributed.generations import membership
+from fabricx.distributed.stop_consensus import Agreement
+from fabricx.distributed.world import World, current
 from fabricx.errors import NotPicklable, WorkerFailed
-from fabricx.launch import watch
-from fabricx.launch.changes import Elastic
+from fabricx.fault_tolerance import liveness
+from fabricx.fault_tolerance.controller import Elastic
 from fabricx.launch.supervisor import run_workers
 from fabricx.strategies import FSDP
 from fabricx.testing import QUIET, TinyModule, run_ranks, tiny_loader
@@ -99,7 +99,7 @@ class StopsOnArrival:
 
 
 def test_a_process_that_stops_before_its_first_sign_of_life_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "START_S", 1.0)
+    monkeypatch.setattr(liveness, "START_S", 1.0)
     with pytest.raises(WorkerFailed, match=r"server 0 failed(?s:.*)no sign of life"):
         run_workers(wait, (), size=1, servers=1, serve=StopsOnArrival(), frozen_after=1.0)
 

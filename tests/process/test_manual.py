@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fabricx as fx
 from fabricx.callbacks import GradientAccumulation
-from fabricx.comm import world as worlds
+from fabricx.distributed import world as worlds
 from fabricx.strategies import DDP, FSDP, LocalSGD, ParameterServer, Reproducible
 from fabricx.testing import QUIET, run_ranks
 

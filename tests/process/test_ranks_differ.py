@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx.callbacks import EMA
-from fabricx.comm import world as worlds
+from fabricx.distributed import world as worlds
 from fabricx.errors import NotPicklable, WorkerFailed
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer, Reproducible
 from fabricx.testing import QUIET, run_ranks

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, Dataset
 import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import FaultRecovery, ModelCheckpoint
-from fabricx.checkpoint import memory
-from fabricx.comm.agree import EVERYBODY
+from fabricx.distributed.stop_consensus import EVERYBODY
 from fabricx.errors import WorkerFailed
+from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.loggers import JSONLogger, TensorBoardLogger
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
 from fabricx.testing import QUIET, Fault, Ledger, cut, fail, freeze, hang, kill, layered_data
@@ -505,7 +505,7 @@ class Cramped(Ledger):
     """Finds little memory left on its machine."""
 
     def on_fit_start(self) -> None:
-        memory.free = lambda: 1000.0
+        memory_checkpoint.free = lambda: 1000.0
 
 
 def test_where_memory_has_no_room_for_copies_it_is_the_snapshot(

@@ -102,7 +102,7 @@ def test_a_killed_worker_loses_only_the_round_that_it_is_in() -> None:
 
 
 def test_a_killed_server_goes_on_from_its_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fabricx import dispatch
+    from fabricx.trainer import dispatch
 
     monkeypatch.setattr(dispatch, "_serve", tells_its_pid)
     module, trainer = train(AsyncSGD(every=3, outer="nesterov", snapshot_every=2), 2, module=KillsServer(), batch=1)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import fabricx as fx
-from fabricx import checkpoint, savable
+from fabricx import checkpoint
+from fabricx.checkpoint import save_points
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import AsyncSGD, ParameterServer
 from fabricx.testing import QUIET, SavesAtEnd, TinyModule, run_ranks, tiny_loader
@@ -47,7 +48,7 @@ def saves_in(hook: str, path: Path, *, alone: bool = False) -> fx.Callback:
 
 def errors_of(cases: list[tuple[str, bool]], folder: Path) -> list[str]:
     """Train with a checkpoint in each hook, one after the other; returns the errors, "" where there was none."""
-    savable.ALL_CALL_S = 0.5  # type: ignore[misc]
+    save_points.ALL_CALL_S = 0.5  # type: ignore[misc]
     found = []
     for number, (hook, alone) in enumerate(cases):
         callback = saves_in(hook, folder / f"{number}.ckpt", alone=alone)

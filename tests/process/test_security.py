@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import fabricx as fx
-from fabricx.callback import Callback
+from fabricx.core.callback import Callback
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
 from fabricx.testing import QUIET, LayeredModule, layered_data
 from tests import warm

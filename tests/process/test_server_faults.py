@@ -16,11 +16,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fabricx as fx
-from fabricx import checkpoint, dispatch
+from fabricx import checkpoint
 from fabricx.callbacks import ModelCheckpoint
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import AsyncSGD, ParameterServer
 from fabricx.testing import QUIET
+from fabricx.trainer import dispatch
 from tests.process.served import SAMPLES, Dies, KillsServer, tells_its_pid, train
 
 

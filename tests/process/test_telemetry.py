@@ -19,13 +19,13 @@ from torch.utils.data import DataLoader, Dataset
 
 import fabricx as fx
 from fabricx.callbacks import FaultRecovery, Profiler, Tracing
-from fabricx.comm.world import WAITED_S
-from fabricx.launch.hang import explain
+from fabricx.distributed.world import WAITED_S
+from fabricx.fault_tolerance.hang_report import explain
 from fabricx.loggers import TensorBoardLogger
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer
 from fabricx.telemetry import recorder
+from fabricx.telemetry.diagnosis import verdict
 from fabricx.telemetry.report import look_at, rank_lines, recovery, warnings_of
-from fabricx.telemetry.verdict import verdict
 from fabricx.testing import QUIET, TinyModule, kill, tiny_data, tiny_loader
 from tests import warm
 from tests.unit.telemetry.test_trace import check_trace

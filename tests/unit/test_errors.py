@@ -28,14 +28,14 @@ def test_a_traceback_shows_the_users_frames_and_how_to_see_the_rest(error):
     text = brief_traceback(error)
     assert "batch[7]" in text
     assert "KeyError: 'no seventh part'" in text
-    assert "loop.py" not in text
+    assert "fit.py" not in text
     assert f"{ALL_FRAMES}=1 shows them" in text
 
 
 def test_the_environment_asks_for_all_frames(error, monkeypatch):
     monkeypatch.setenv(ALL_FRAMES, "1")
     text = brief_traceback(error)
-    assert "loop.py" in text
+    assert "fit.py" in text
     assert "left out" not in text
 
 
@@ -44,4 +44,4 @@ def test_nothing_is_left_out_of_an_error_that_has_no_frame_of_the_users():
         fx.Trainer(profiler="simpel")
     error = caught.value
     error.__traceback__ = error.__traceback__.tb_next  # without this test's own
-    assert "settings.py" in brief_traceback(error)
+    assert "options.py" in brief_traceback(error)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fabricx import plugins
+from fabricx.core.strategy import Strategy
 from fabricx.strategies import DDP
-from fabricx.strategy import Strategy
 
 
 @pytest.mark.parametrize("kind", ["strategies", "callbacks", "loggers"])

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from fabricx import checkpoint
-from fabricx.callback import Callback
-from fabricx.scribe import Scribe
+from fabricx.core.callback import Callback
+from fabricx.core.strategy import Strategy
+from fabricx.metrics.logger_dispatcher import Scribe
 from fabricx.strategies import Single
-from fabricx.strategy import Strategy
 
 
 class FakeWorld:

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from fabricx import loop
 from fabricx.callbacks import FaultRecovery, fault_recovery
-from fabricx.comm.world import World
-from fabricx.data.ordered import OrderedFeed
-from fabricx.exchange.apart import Apart
-from fabricx.exchange.leases import Brought
-from fabricx.exchange.messages import Ask, Open, Push
-from fabricx.exchange.server import Server
-from fabricx.state import RunState
+from fabricx.core.state import RunState
+from fabricx.data.map_style import OrderedFeed
+from fabricx.distributed.world import World
+from fabricx.loop import fit
+from fabricx.parameter_server.server.leases import Brought
+from fabricx.parameter_server.server.server import Server
+from fabricx.parameter_server.wire.messages import Ask, Open, Push
+from fabricx.parameter_server.worker.asynchronous import Apart
 from fabricx.strategies import DDP, LocalSGD
-from tests.unit.exchange.test_server import begin
+from tests.unit.parameter_server.server.test_server import begin
 
 
 class Trainer:
@@ -115,7 +115,7 @@ def test_a_feed_that_goes_on_from_another_place_than_training_is_noticed(
     trainer: Any = SimpleNamespace(state=RunState(), val_every=float("inf"), slot=None)
     state = trainer.state
     for micro in itertools.chain(itertools.islice(feed.epoch(0), 2), feed.epoch(0, position=position, first=2)):
-        loop._advance(trainer, micro)
+        fit._advance(trainer, micro)
     assert (state.left_out, state.again) == expected
     assert state.samples == 12
 

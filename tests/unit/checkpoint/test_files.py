@@ -16,7 +16,7 @@ from fabricx import checkpoint
 from fabricx.callbacks import ModelCheckpoint
 from fabricx.checkpoint.command import main
 from fabricx.checkpoint.files import oldest_first
-from fabricx.checkpoint.places import as_path, discard
+from fabricx.checkpoint.storage import as_path, discard
 from fabricx.errors import CheckpointError
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SequentialSampler
 
-from fabricx.comm.world import World
 from fabricx.data import make_feed
-from fabricx.data.ordered import OrderedFeed
+from fabricx.data.map_style import OrderedFeed
+from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
 
 DATA: Any = range(20)

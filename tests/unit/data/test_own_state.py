@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
 
 import fabricx as fx
-from fabricx.comm.world import World
 from fabricx.data import make_feed
 from fabricx.data.own_state import (
     find_generators,
@@ -24,6 +23,7 @@ from fabricx.data.own_state import (
     sampler_values,
     set_generator,
 )
+from fabricx.distributed.world import World
 from fabricx.testing import QUIET
 
 SAMPLES = 12

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
-from fabricx.comm.world import World
 from fabricx.data import BucketSampler, GroupSampler, make_feed
+from fabricx.distributed.world import World
 
 LENGTHS = [(7 * place) % 31 for place in range(50)]
 GROUPS = [place % 6 for place in range(50)]

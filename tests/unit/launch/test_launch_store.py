@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fabricx.comm.authentication import AuthenticationError, new_key
+from fabricx.distributed.authentication import AuthenticationError, new_key
 from fabricx.launch import launch_store, store_host
 from fabricx.launch.launch_store import ATTEMPTS, PLACE, RESTARTS, Launch, meet, user_key
 

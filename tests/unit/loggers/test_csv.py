@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fabricx.logger import Silent
+from fabricx.core.logger import Silent
 from fabricx.loggers import CSVLogger
 
 

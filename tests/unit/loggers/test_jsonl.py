@@ -6,7 +6,7 @@ import pickle
 import time
 from pathlib import Path
 
-from fabricx.logger import Silent
+from fabricx.core.logger import Silent
 from fabricx.loggers import JSONLogger
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fabricx.logger import Logger
+from fabricx.core.logger import Logger
 from fabricx.loggers import CSVLogger, JSONLogger, TensorBoardLogger
 
 

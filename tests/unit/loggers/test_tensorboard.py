@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fabricx.logger import Ending, Silent
+from fabricx.core.logger import Ending, Silent
 from fabricx.loggers import TensorBoardLogger
 from fabricx.loggers.tensorboard import flatten
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fabricx.comm.world import World
+from fabricx.distributed.world import World
 from fabricx.strategies import LocalSGD
 
 

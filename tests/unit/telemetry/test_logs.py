@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fabricx.telemetry.eventfile import EventFile
+from fabricx.telemetry.aggregator import Watcher
+from fabricx.telemetry.events import EventFile
 from fabricx.telemetry.logs import LogSettings, logging_to, merge
-from fabricx.telemetry.reading import Files
-from fabricx.telemetry.watcher import Watcher
+from fabricx.telemetry.reader import Files
 
 FORMAT = logging.Formatter("<%(message)s>")
 

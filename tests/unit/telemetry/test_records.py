@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from fabricx.telemetry import eventfile, recorder
-from fabricx.telemetry.eventfile import EventFile, run_id
-from fabricx.telemetry.reading import Files, NotARun, check_run
+from fabricx.telemetry import events, recorder
+from fabricx.telemetry.events import EventFile, run_id
+from fabricx.telemetry.reader import Files, NotARun, check_run
 from fabricx.telemetry.recorder import Recorder, Span
 
 
@@ -188,9 +188,9 @@ def test_a_full_disk_costs_records_and_says_how_many(tmp_path: Path, monkeypatch
     def full(number: int, data: bytes) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(eventfile.os, "write", lambda number, data: write(number, data[:10]))
+    monkeypatch.setattr(events.os, "write", lambda number, data: write(number, data[:10]))
     file.write("event", name="torn", text="", step=1)
-    monkeypatch.setattr(eventfile.os, "write", full)
+    monkeypatch.setattr(events.os, "write", full)
     file.write("event", name="lost", text="", step=2)
     monkeypatch.undo()
     file.write("event", name="kept", text="", step=3)
@@ -246,7 +246,7 @@ def test_a_folder_without_records_is_named_with_what_to_give_instead(tmp_path: P
 FORKS = """
 import os, sys
 from pathlib import Path
-from fabricx.telemetry.eventfile import EventFile
+from fabricx.telemetry.events import EventFile
 file = EventFile(Path(sys.argv[1]), "worker 0", 0)
 file._lock.acquire()  # as a thread does that is writing when another one forks
 child = os.fork()

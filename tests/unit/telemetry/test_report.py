@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fabricx.telemetry.charts import POINTS, chart, thinned
+from fabricx.telemetry.command import main
 from fabricx.telemetry.report import comparison, look_at, runs_in, write_comparison, write_page
-from fabricx.telemetry.terminal import main
 
 EVIL = "<script>alert('here')</script>"
 

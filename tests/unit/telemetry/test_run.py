@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from fabricx.telemetry import run as runs
+from fabricx.telemetry.diagnosis import judge, straggler_scores
 from fabricx.telemetry.report import look_at, recovery, warnings_of
 from fabricx.telemetry.run import Rank, Row, Run, joined
-from fabricx.telemetry.verdict import judge, straggler_scores
 
 MS = 1e-3
 

@@ -1,0 +1,259 @@
+"""Tensors on disk: each rank writes a part, planned by torch.distributed.checkpoint, and reads what it needs.
+
+A file is in the safetensors format (https://github.com/huggingface/safetensors): a header in JSON, then bytes. Unlike
+torch's own `.metadata` and `.distcp` files, nothing in it is a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    SavePlan,
+    StorageReader,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from fabricx.checkpoint.direct_io import DirectFile
+from fabricx.checkpoint.files import BLOCK, member
+from fabricx.checkpoint.index import DTYPES, Chunk, Index
+from fabricx.checkpoint.storage import at_hand, is_local
+from fabricx.distributed.world import World
+from fabricx.errors import CheckpointError
+
+
+@dataclass
+class Part:
+    """What one rank writes of a checkpoint.
+
+    Attributes:
+        file: the name of its file.
+        tensors: by name in the file; copies in main memory, which training doesn't change any more.
+        index: where every tensor of all ranks will be.
+    """
+
+    file: str
+    tensors: dict[str, Tensor]
+    index: Index
+
+
+def plan(tensors: Mapping[str, Tensor], world: World, room: Mapping[str, Tensor] | None = None) -> Part:
+    """Decide which rank writes what, and copy this rank's part; every rank calls it.
+
+    What all ranks hold is divided among them; of a DTensor each writes its own shard.
+
+    Args:
+        tensors: by name.
+        world: the ranks.
+        room: tensors of an earlier part that are needed no more: to copy into memory that is there already takes a
+            fraction of the time.
+    """
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(dict(tensors), is_coordinator=world.main_rank)
+    # Each rank works out the whole plan from the same local ones, so that none has to be sent back.
+    told = world.gather_objects([_entry(item) for item in planner.create_local_plan().items])
+    plans, _ = planner.create_global_plan([SavePlan([_item(*entry) for entry in entries]) for entries in told])
+    index: Index = {}
+    for rank, one in enumerate(plans):
+        for item in one.items:
+            _enter(index, item, _file(rank))
+    mine = planner.finish_plan(plans[world.rank])
+    copies = {_name(item): _copy(planner.resolve_data(item), (room or {}).get(_name(item))) for item in mine.items}
+    return Part(_file(world.rank), copies, index)
+
+
+def _entry(item: WriteItem) -> tuple[Any, ...]:
+    """Return an item of a plan as plain data, the arguments of `_item`."""
+    data, index = item.tensor_data, item.index
+    assert data is not None
+    return (
+        index.fqn,
+        index.offset,
+        index.index,
+        item.type.name,
+        data.chunk.offsets,
+        data.chunk.sizes,
+        data.size,
+        data.properties.dtype,
+    )
+
+
+def _item(
+    name: str, offset: torch.Size | None, index: int | None, kind: str, offsets: torch.Size, sizes: torch.Size,
+    size: torch.Size, dtype: torch.dtype,
+) -> WriteItem:  # fmt: skip
+    data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype), size)
+    return WriteItem(MetadataIndex(name, offset, index), WriteItemType[kind], tensor_data=data)
+
+
+def _file(rank: int) -> str:
+    return f"rank-{rank:05}.safetensors"
+
+
+def _name(item: WriteItem) -> str:
+    """Return the name of a chunk in its file: the tensor's, with the offset behind it if it isn't all of it."""
+    data = item.tensor_data
+    assert data is not None
+    if data.chunk.sizes == data.size:
+        return item.index.fqn
+    return f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
+
+
+def _enter(index: Index, item: WriteItem, file: str) -> None:
+    data = item.tensor_data
+    assert data is not None
+    dtype = str(data.properties.dtype).removeprefix("torch.")
+    entry = index.setdefault(item.index.fqn, {"dtype": dtype, "size": list(data.size), "chunks": []})
+    chunk = data.chunk
+    entry["chunks"].append(
+        {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": file, "name": _name(item)}
+    )
+
+
+def _copy(tensor: Any, room: Tensor | None) -> Tensor:
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"a checkpoint can't hold a tensor with layout {tensor.layout}; make it dense first")
+    if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
+        room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return room.copy_(tensor, non_blocking=True)
+
+
+def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Write a safetensors file, to the disk itself; returns its size and checksum.
+
+    Written here rather than by the library so that no second copy is made of the tensors, and the checksum is that of
+    what was given to the disk, not of what can be read back.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, tensor in tensors.items():
+        end = position + tensor.nbytes
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    checksum = 0
+    with DirectFile(path) if is_local(path) else path.open("wb") as file:
+        for block in _blocks(len(text).to_bytes(8, "little") + text, tensors):
+            checksum = zlib.crc32(block, checksum)
+            file.write(block)
+    return {"bytes": 8 + len(text) + position, "crc32": checksum}
+
+
+def _blocks(head: bytes, tensors: Mapping[str, Tensor]) -> Any:
+    yield memoryview(head)
+    for tensor in tensors.values():
+        raw = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
+        for start in range(0, len(raw), BLOCK):
+            yield raw[start : start + BLOCK]
+
+
+def read(folder: Path, index: Index, target: Callable[[str, torch.Size, torch.dtype], Tensor]) -> dict[str, Tensor]:
+    """Read all tensors, each into what `target(name, size, dtype)` returns; of a DTensor, this rank's shard."""
+    metadata = _metadata(index)
+    tensors = {
+        name: target(name, entry.size, entry.properties.dtype) for name, entry in metadata.state_dict_metadata.items()
+    }
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    reader = _Reader(folder, index)
+    planner.set_up_planner(tensors, metadata, is_coordinator=True)
+    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+    return tensors
+
+
+def _metadata(index: Index) -> Any:
+    return Metadata({
+        name: TensorStorageMetadata(
+            TensorProperties(dtype=getattr(torch, entry["dtype"])),
+            torch.Size(entry["size"]),
+            [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in entry["chunks"]],
+        )
+        for name, entry in index.items()
+    })  # fmt: skip
+
+
+class _Reader(StorageReader):
+    """Reads the chunks that a plan asks for."""
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        self._folder = folder
+        self._metadata = _metadata(index)
+        self._chunks = {(n, tuple(c["offsets"])): c for n, entry in index.items() for c in entry["chunks"]}
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        by_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            chunk = self._chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+            by_file.setdefault(chunk["file"], []).append((item, chunk))
+        for file, items in by_file.items():
+            path = member(self._folder, file)
+            try:
+                with at_hand(path) as here, safe_open(here, framework="pt") as opened:
+                    for item, chunk in items:
+                        target = planner.resolve_tensor(item).detach()
+                        target.copy_(_slice(opened, chunk, target.dtype, item))
+                        planner.commit_tensor(item, target)
+            except SafetensorError as error:
+                raise CheckpointError(f"{path} is damaged: it isn't a safetensors file as expected: {error}") from None
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept from one read to the next."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata: Metadata = self._metadata
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Everything is known from the index."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def _slice(opened: Any, chunk: Chunk, dtype: torch.dtype, item: Any) -> Tensor:
+    part = opened.get_slice(chunk["name"])
+    if list(part.get_shape()) != chunk["sizes"] or part.get_dtype() != DTYPES[dtype]:  # copying would broadcast
+        raise SafetensorError(
+            f"{chunk['name']} is {part.get_dtype()} {part.get_shape()} there, and {DTYPES[dtype]} {chunk['sizes']} in "
+            "the index"
+        )
+    if not item.lengths:
+        whole: Tensor = opened.get_tensor(chunk["name"])
+        return whole
+    begin_end = zip(item.storage_offsets, item.lengths, strict=True)
+    found: Tensor = part[tuple(slice(begin, begin + length) for begin, length in begin_end)]
+    return found

@@ -1,0 +1,1 @@
+"""The command `fabricx` and Hydra."""

@@ -1,0 +1,1 @@
+"""Contracts that users subclass, and what they are made of."""

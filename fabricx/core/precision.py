@@ -1,0 +1,180 @@
+"""In what type numbers are computed and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabricx.core.transfer import to_dtype
+from fabricx.errors import did_you_mean
+
+_ALIASES: Final = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+KNOWN: Final = ("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
+_KEPT: Final = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+
+
+class Precision:
+    """Numbers are kept and computed as 32-bit floats; the other kinds change one thing each."""
+
+    def __init__(self, name: str = "32-true") -> None:
+        self.name = name
+
+    def convert(self, module: nn.Module) -> None:
+        """Bring weights and buffers to the type that they are kept in."""
+
+    def convert_batch(self) -> Callable[[Any], Any] | None:
+        """Return what brings a batch to the type of the weights, or None where nothing has to be done."""
+        return None
+
+    def wrap_step(self, step: Callable[..., Any], *, updates_weights: bool = False) -> Callable[..., Any]:
+        """Return a step that computes in this precision.
+
+        Args:
+            step: of the module.
+            updates_weights: the step may change weights between two forwards, as a manually optimised one does.
+        """
+        return step
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Scale a loss, so that its gradients don't vanish."""
+        return loss
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Undo `scale` on the gradients."""
+
+    def step(self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None = None) -> bool:
+        """Update the weights by calling `step(optimizer, closure)`; returns whether it was done."""
+        step(optimizer, closure)
+        return True
+
+    def updated(self) -> None:
+        """Adapt to what the step of all optimizers met."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+
+
+@final
+class TruePrecision(Precision):
+    """Weights, batches and computation all have one type."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.dtype = _KEPT[name]
+
+    def convert(self, module: nn.Module) -> None:
+        module._apply(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor)  # no complex ones
+
+    def convert_batch(self) -> Callable[[Any], Any]:
+        return lambda batch: to_dtype(batch, self.dtype)
+
+    def wrap_step(self, step: Callable[..., Any], *, updates_weights: bool = False) -> Callable[..., Any]:
+        def with_default_dtype(*args: Any) -> Any:
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(self.dtype)  # tensors made in the step have it too
+            try:
+                return step(*args)
+            finally:
+                torch.set_default_dtype(before)
+
+        return with_default_dtype
+
+
+@final
+class MixedPrecision(Precision):
+    """Weights stay 32-bit; matrix products and convolutions run in 16 bits (Micikevicius et al., ICLR 2018).
+
+    With 16-bit floats ("16-mixed", CUDA) the loss is scaled so that small gradients survive; a step whose gradients
+    overflow is skipped and the scale lowered. "bf16-mixed" needs none of this.
+    """
+
+    def __init__(self, name: str, device_type: str) -> None:
+        super().__init__(name)
+        self.dtype = torch.float16 if name == "16-mixed" else torch.bfloat16
+        self._device_type = device_type
+        self._scaler = torch.amp.GradScaler(device_type) if name == "16-mixed" else None
+        self._unscaled: set[int] = set()
+
+    def wrap_step(self, step: Callable[..., Any], *, updates_weights: bool = False) -> Callable[..., Any]:
+        def under_autocast(*args: Any) -> Any:
+            # Autocast keeps each weight's 16-bit copy for the whole context: a forward after an update would see the
+            # weights from before it, and one after FSDP's backward would give no gradient.
+            with torch.autocast(self._device_type, dtype=self.dtype, cache_enabled=not updates_weights):
+                return step(*args)
+
+        return under_autocast
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        if self._scaler is not None and id(optimizer) not in self._unscaled:
+            self._scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
+
+    def step(self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None = None) -> bool:
+        if self._scaler is None:
+            return super().step(optimizer, step, closure)
+        self.unscale(optimizer)
+        done: list[bool] = []
+
+        class Stepper:  # what GradScaler calls when the gradients are finite
+            param_groups = optimizer.param_groups
+
+            def step(self) -> None:
+                step(optimizer, None)
+                done.append(True)
+
+        stepper = Stepper()
+        states = self._scaler._per_optimizer_states  # GradScaler knows its optimizers by id
+        states[id(stepper)] = states[id(optimizer)]
+        self._scaler.step(stepper)  # type: ignore[arg-type]
+        states.pop(id(stepper), None)
+        return bool(done)
+
+    def updated(self) -> None:
+        if self._scaler is not None:
+            self._scaler.update()
+            self._unscaled.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._scaler is None else self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._scaler is not None and state:
+            self._scaler.load_state_dict(state)
+
+
+def check_precision(precision: str | int) -> str:
+    """Return the full name of a precision; "32", "64", "16", "bf16" are taken as users of Lightning mean them.
+
+    Raises:
+        ValueError: there is no such precision.
+    """
+    name = _ALIASES.get(str(precision), str(precision))
+    if name not in KNOWN:
+        raise ValueError(
+            f"precision={precision!r} isn't known.{did_you_mean(name, KNOWN)}\n  known: {', '.join(KNOWN)}"
+        )
+    return name
+
+
+def make_precision(name: str, device: torch.device) -> Precision:
+    """Return the precision of a name on a device.
+
+    Raises:
+        ValueError: "16-mixed" without CUDA: 16-bit floats are too slow and too narrow on a CPU.
+    """
+    if name == "16-mixed" and device.type != "cuda":
+        raise ValueError(f"precision='16-mixed' needs a CUDA device and this is {device.type}; take 'bf16-mixed'")
+    if name in _KEPT:
+        return TruePrecision(name)
+    return MixedPrecision(name, device.type) if name.endswith("mixed") else Precision(name)

@@ -1,0 +1,329 @@
+"""Message authentication between the processes of a run, under a key that no other process has."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import pickle
+import secrets
+import socket
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, BinaryIO, Final, final
+
+KEY_BYTES: Final = 32
+TAG_BYTES: Final = hashlib.sha256().digest_size
+ANSWER_S: Final = 20.0  # how long a connecting process may take to prove that it has the key
+LARGEST: Final = 1 << 30  # bytes of a message over a network
+ALIVE_S: Final = (15, 5, 3)  # silence of a machine before it is asked for a sign of life; pause; times
+
+
+class AuthenticationError(Exception):
+    """Data came from a process that does not have the run's key, or was altered on its way."""
+
+
+def new_key() -> bytes:
+    """Return a random key of `KEY_BYTES` bytes."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def tag(key: bytes, context: Sequence[object], data: bytes) -> bytes:
+    """Return the HMAC-SHA256 of data and of its context, `TAG_BYTES` bytes.
+
+    Args:
+        key: of the run.
+        context: where and when the data is valid, such as a name and a generation. Data signed in one context is
+            refused in any other, so that a recorded message can't be replayed.
+        data: any bytes.
+    """
+    code = hmac.new(key, digestmod=hashlib.sha256)
+    for part in (*(str(part).encode() for part in context), data):
+        code.update(len(part).to_bytes(8, "little"))  # else ("ab", "c") would equal ("a", "bc")
+        code.update(part)
+    return code.digest()
+
+
+def sign(key: bytes, context: Sequence[object], data: bytes) -> bytes:
+    """Return the data behind its tag; see `tag` for the arguments."""
+    return tag(key, context, data) + data
+
+
+def verify(key: bytes, context: Sequence[object], signed: bytes) -> bytes:
+    """Return the data that was signed with the same key in the same context.
+
+    Raises:
+        AuthenticationError: it was not.
+    """
+    found, data = signed[:TAG_BYTES], signed[TAG_BYTES:]
+    if not hmac.compare_digest(found, tag(key, context, data)):
+        what = " ".join(map(str, context))
+        raise AuthenticationError(
+            f"{what!r} was not signed with this run's key: another program has written it, or processes of the run "
+            "have different keys (set the same FABRICX_KEY_FILE on all machines)"
+        )
+    return data
+
+
+def dumps(key: bytes, context: Sequence[object], message: Any) -> bytes:
+    """Return a message with its tag: pickled, or as plain data where there is no key that would prove its origin.
+
+    Raises:
+        TypeError: there is no key, and the message is not plain data and tensors.
+    """
+    if key:
+        return sign(key, context, pickle.dumps(message))
+    from fabricx.distributed import plain_data  # here, since the process that hosts a launch's store does without torch
+
+    return sign(key, context, plain_data.dumps(message))
+
+
+def loads(key: bytes, context: Sequence[object], signed: bytes) -> Any:
+    """Return a message of `dumps`, once its tag has been verified; without a key reading it can't run code.
+
+    Raises:
+        AuthenticationError: it was not signed with the same key in the same context; nothing was unpickled.
+        ValueError: there is no key, and the message is not plain data and tensors.
+    """
+    data = verify(key, context, signed)
+    if key:
+        return pickle.loads(data)
+    from fabricx.distributed import plain_data
+
+    return plain_data.loads(data)
+
+
+# -- connections --------------------------------------------------------------------------------------------------
+
+
+def listen(folder: str | os.PathLike[str], name: str, backlog: int = 64) -> socket.socket:
+    """Return a listening Unix socket in a folder; the folder's mode decides who reaches it.
+
+    The path is given relative to the open folder, because a socket's address holds 107 bytes only.
+    """
+    check_private(folder)
+    listener = socket.socket(socket.AF_UNIX)
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        listener.bind(f"/proc/self/fd/{number}/{name}" if _is_long(folder, name) else os.path.join(folder, name))
+    finally:
+        os.close(number)
+    listener.listen(backlog)
+    return listener
+
+
+def listen_on_network(backlog: int = 128) -> socket.socket:
+    """Return a socket that listens at a free port of all interfaces; use `admit` on what connects."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=both)
+
+
+def accept(listener: socket.socket, key: bytes) -> Connection | None:
+    """Wait for the next process; returns None if that has not proved within `ANSWER_S` that it has the key.
+
+    Raises:
+        OSError: the listener was closed.
+    """
+    peer, _ = listener.accept()
+    return None if _proof_of(peer, key) is None else Connection(peer.detach())
+
+
+def admit(peer: socket.socket, key: bytes) -> Connection | SignedConnection | None:
+    """Return the connection to a process that has connected; None if it has not proved that it has the key."""
+    if (numbers := _proof_of(peer, key)) is None:
+        return None
+    if peer.family == socket.AF_UNIX:
+        return Connection(peer.detach())
+    return SignedConnection(peer, tag(key, ["session"], numbers), "server", "client")
+
+
+def _proof_of(peer: socket.socket, key: bytes) -> bytes | None:
+    """Return the random numbers of both sides once a connecting process has proved that it has the key.
+
+    Else the connection is closed, and the result is None.
+    """
+    try:
+        peer.settimeout(ANSWER_S)
+        ours = secrets.token_bytes(KEY_BYTES)
+        peer.sendall(ours)
+        theirs, proof = _read(peer, KEY_BYTES), _read(peer, TAG_BYTES)
+        if hmac.compare_digest(proof, tag(key, ["client"], ours + theirs)):
+            peer.sendall(tag(key, ["server"], ours + theirs))
+            peer.settimeout(None)
+            return ours + theirs
+    except OSError:  # the process has ended, or is too slow
+        pass
+    peer.close()
+    return None
+
+
+def connect(path: str, key: bytes) -> Connection:
+    """Return a connection to a process that listens at a path and has the same key.
+
+    Raises:
+        AuthenticationError: it does not have the key.
+        OSError: nothing listens there, or not any longer.
+    """
+    folder, name = os.path.split(path)
+    peer = socket.socket(socket.AF_UNIX)
+    try:
+        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            peer.connect(f"/proc/self/fd/{number}/{name}" if _is_long(folder, name) else path)
+        finally:
+            os.close(number)
+        _prove(peer, key, path)
+    except BaseException:
+        peer.close()
+        raise
+    return Connection(peer.detach())
+
+
+def connect_to(address: tuple[str, int], key: bytes) -> SignedConnection:
+    """Return a connection to a process of another machine, of which each message is signed.
+
+    Args:
+        address: host name and port at which the other process listens.
+        key: that both processes have.
+
+    Raises:
+        AuthenticationError: what listens there does not have the key.
+        OSError: nothing listens there, or it can't be reached within `ANSWER_S`.
+    """
+    peer = socket.create_connection(address, ANSWER_S)
+    try:
+        numbers = _prove(peer, key, f"{address[0]}:{address[1]}")
+        peer.settimeout(None)
+    except BaseException:
+        peer.close()
+        raise
+    return SignedConnection(peer, tag(key, ["session"], numbers), "client", "server")
+
+
+def _prove(peer: socket.socket, key: bytes, place: str) -> bytes:
+    """Prove to a listening process that this one has the key, and have it do the same; returns the random numbers."""
+    theirs, ours = _read(peer, KEY_BYTES), secrets.token_bytes(KEY_BYTES)
+    peer.sendall(ours + tag(key, ["client"], theirs + ours))
+    if not hmac.compare_digest(_read(peer, TAG_BYTES), tag(key, ["server"], theirs + ours)):
+        raise AuthenticationError(f"the process that listens at {place} does not have this run's key")
+    return theirs + ours
+
+
+@final
+class SignedConnection:
+    """A connection over a network, whose messages can be read on their way, but not altered, omitted or repeated.
+
+    Args:
+        peer: socket of the connection.
+        key: of this connection alone.
+        ours, theirs: names of both sides, part of what is signed.
+    """
+
+    def __init__(self, peer: socket.socket, key: bytes, ours: str, theirs: str) -> None:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # else a machine that vanishes is waited for
+        for name, value in zip(("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"), ALIVE_S, strict=True):
+            if hasattr(socket, name):
+                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._connection = Connection(peer.detach())
+        self._key, self._ours, self._theirs = key, ours, theirs
+        self._sent = self._received = 0
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send a message."""
+        self._connection.send_bytes(sign(self._key, [self._ours, self._sent], data))
+        self._sent += 1
+
+    def recv_bytes(self) -> bytes:
+        """Wait for the next message.
+
+        Raises:
+            AuthenticationError: it is not the one that the other side has sent next.
+            OSError: the connection was lost, or a message is larger than `LARGEST`.
+            EOFError: the other side has closed it.
+        """
+        data = verify(self._key, [self._theirs, self._received], self._connection.recv_bytes(LARGEST))
+        self._received += 1
+        return data
+
+    def poll(self) -> bool:
+        """Return whether a message, or the end, has come."""
+        return self._connection.poll()
+
+    def fileno(self) -> int:
+        """Return the number of its file."""
+        return self._connection.fileno()
+
+    def close(self) -> None:
+        """Close it."""
+        self._connection.close()
+
+
+def _is_long(folder: str | os.PathLike[str], name: str) -> bool:
+    return len(os.fsencode(os.path.join(folder, name))) > 100
+
+
+def _read(peer: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = peer.recv(size - len(data))
+        if not part:
+            raise ConnectionError("the other process has closed the connection")
+        data += part
+    return data
+
+
+# -- folders and files --------------------------------------------------------------------------------------------
+
+
+def check_private(folder: str | os.PathLike[str]) -> None:
+    """Refuse a folder that another user could have made, or could write to.
+
+    Raises:
+        PermissionError: it is a link, belongs to another user, or its mode admits others.
+        OSError: it is not there.
+    """
+    _check(Path(folder), os.lstat(folder), 0o040000, 0o700)
+
+
+def read_private(path: Path) -> bytes:
+    """Return the content of a file that only this user can read and write; errors are those of `open_private`."""
+    with open_private(path) as file:
+        return file.read()
+
+
+def open_private(path: Path) -> BinaryIO:
+    """Open a file that only this user can read and write.
+
+    Raises:
+        PermissionError: it is a link, belongs to another user, or its mode admits others.
+        OSError: it can't be read.
+    """
+    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        _check(path, os.fstat(number), 0o100000, 0o600)
+    except BaseException:
+        os.close(number)
+        raise
+    return os.fdopen(number, "rb")
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a new file that only this user can read and write.
+
+    Raises:
+        FileExistsError: there is one already.
+    """
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+
+
+def _check(path: Path, status: os.stat_result, kind: int, mode: int) -> None:
+    if status.st_mode & 0o170000 != kind:
+        raise PermissionError(f"{path} is a link or not of the expected kind: remove it")
+    if status.st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}: choose another place")
+    if status.st_mode & 0o077:
+        raise PermissionError(f"{path} admits other users: chmod {mode:o} {path}")

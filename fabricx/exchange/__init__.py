@@ -1,1 +1,0 @@
-"""Workers and servers that train one model: what travels between them, and what a server does with it."""

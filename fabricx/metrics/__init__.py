@@ -1,0 +1,1 @@
+"""Values of `self.log`: accumulated, reduced over ranks, and published."""

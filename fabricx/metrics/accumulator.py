@@ -1,0 +1,429 @@
+"""What `self.log` keeps: (sum, weight) on the device, joined over ranks by one packed reduction."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from fabricx.core.reductions import Reduction
+from fabricx.distributed.metric_sums import merge_sums, plain
+from fabricx.errors import RanksDisagree
+
+EXACT: Final = (torch.float32, torch.float64, torch.int64)  # what sums don't overflow or stop growing in
+_VALUES: Final = ("step", "value", "weight", "total", "weights")  # of a series
+
+
+class Series:
+    """One logged name: the value of the latest step, and what the epoch has added up.
+
+    A step's value is the weighted mean (or sum, maximum, minimum) over the microbatches of that weight update. Adding
+    touches no more than a few attributes as long as a step has one value: arithmetic waits until somebody reads.
+    """
+
+    __slots__ = (
+        "asked",
+        "bar",
+        "epoch_batch",
+        "inside",
+        "local",
+        "on_epoch",
+        "on_step",
+        "reduction",
+        "step",
+        "step_batch",
+        "to_logger",
+        "total",
+        "value",
+        "weight",
+        "weights",
+    )
+
+    def __init__(
+        self, reduction: Reduction, *, on_step: bool, on_epoch: bool, bar: bool, to_logger: bool, local: bool
+    ) -> None:
+        self.reduction: Reduction = reduction
+        self.on_step = on_step
+        self.on_epoch = on_epoch
+        self.bar = bar
+        self.to_logger = to_logger
+        self.local = local
+        self.asked: Any = None  # arguments of the newest `log`, which have been compared with these options
+        self.inside: bool | None = None  # logged within a batch, or between two; None if unknown
+        self.step = -1
+        self.value: Any = None  # weighted already if it comes from several microbatches
+        self.weight: float = 0.0
+        self.total: Any = None
+        self.weights: float = 0.0
+        # Number of this rank's batch in the epoch, from 1, that gave the first value of the step, and of the epoch;
+        # 0 for between two batches, infinity for none.
+        self.step_batch = self.epoch_batch = math.inf
+
+    def add(self, value: Any, weight: float, step: int, batch: int = 0) -> None:
+        """Take one value: a number or a detached one-element tensor, with the samples that it stands for."""
+        if self.on_step:
+            if step != self.step:
+                self.step, self.value, self.weight, self.step_batch = step, value, weight, batch
+            else:
+                self.value = _join(self.reduction, self.value, self.weight, value, weight)
+                self.weight += weight
+        if self.on_epoch:
+            if self.total is None:
+                self.total = value * weight if self.reduction == "mean" else value + 0
+                self.epoch_batch = batch
+            elif self.reduction == "mean":
+                self.total = self.total + value * weight
+            else:
+                self.total = _join(self.reduction, self.total, 1.0, value, 1.0)
+            self.weights += weight
+
+    def packed(self, *, epoch: bool) -> tuple[Any, float]:
+        """Return (sum, weight) for a mean, (value, 1) for the others: what ranks add up."""
+        if epoch:
+            return self.total, self.weights
+        return (self.value * self.weight if self.reduction == "mean" else self.value), self.weight
+
+    def kind(self) -> tuple[Any, ...]:
+        """Return what another rank needs to make a series like this one."""
+        return self.reduction, self.on_step, self.on_epoch, self.bar, self.to_logger, self.local
+
+    def way(self) -> tuple[Any, ...]:
+        """Return `kind`, and for a mean whether its weights are those of batches."""
+        return *self.kind(), self.inside if self.reduction == "mean" else None
+
+    @classmethod
+    def of_kind(cls, kind: tuple[Any, ...]) -> Series:
+        """Make an empty series of a `kind`."""
+        reduction, on_step, on_epoch, bar, to_logger, local = kind
+        return cls(reduction, on_step=on_step, on_epoch=on_epoch, bar=bar, to_logger=to_logger, local=local)
+
+    def contribute_nothing(self, *, epoch: bool) -> None:
+        """Hold what changes no other rank's value: this rank had no batch."""
+        neutral = {"max": -math.inf, "min": math.inf}.get(self.reduction, 0.0)
+        if epoch:
+            self.total, self.weights = neutral, 0.0
+        else:
+            self.value, self.weight = neutral, 0.0
+
+    def forget_epoch(self) -> None:
+        """Begin a new epoch."""
+        self.total, self.weights, self.epoch_batch = None, 0.0, math.inf
+
+
+def _join(reduction: Reduction, old: Any, old_weight: float, new: Any, new_weight: float) -> Any:
+    if reduction == "mean":
+        whole = old_weight + new_weight
+        return (old * old_weight + new * new_weight) / whole if whole else new
+    if reduction == "sum":
+        return old + new
+    pick: Callable[[Tensor, Tensor], Tensor] = torch.maximum if reduction == "max" else torch.minimum
+    return pick(torch.as_tensor(old), torch.as_tensor(new))
+
+
+def join_latest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Join what `Metrics.latest` returned on several ranks: one rank goes on with the values of the newest step."""
+    newest = max((step for latest in ranks for _, step, *_ in latest.values()), default=-1)
+    found: dict[str, Any] = {}
+    for latest in ranks:
+        for name, (kind, step, value, weight) in latest.items():
+            if step != newest:
+                continue
+            if name in found and not kind[-1]:  # a local value is the first rank's
+                _, _, before, weight_before = found[name]
+                found[name] = [kind, step, _join(kind[0], before, weight_before, value, weight), weight_before + weight]
+            found.setdefault(name, [kind, step, value, weight])
+    return found
+
+
+class Metrics:
+    """All series of one phase. `Module.log` adds; the trainer joins over ranks when values are due.
+
+    Args:
+        reduce: joins a packed tensor over ranks in place, given "sum", "max" or "min".
+        gather: brings one object of each rank together; only used to say who logged what.
+        size: ranks.
+        device: where sums are kept.
+        module: whose attributes metric objects are.
+
+    Attributes:
+        shared: sums of the epoch that all ranks have, beside their own; see `merge_sums`.
+        counts_shared: this rank counts them; one does.
+    """
+
+    def __init__(
+        self,
+        reduce: Callable[[Tensor, Any], Tensor],
+        gather: Callable[[Any], list[Any]],
+        size: int,
+        device: torch.device,
+        module: nn.Module | None = None,
+    ) -> None:
+        self.module = module
+        self._reduce = reduce
+        self._gather = gather
+        self._size = size
+        self._device = device
+        self.series: dict[str, Series] = {}
+        self.objects: dict[str, tuple[Any, Series]] = {}  # torchmetrics.Metric by name
+        self.shared: dict[str, Any] = {}
+        self.counts_shared = True
+
+    def mark(self) -> dict[str, tuple[Any, ...]]:
+        """Return what all series have, for `rewind`."""
+        return {name: tuple(getattr(s, slot) for slot in _VALUES) for name, s in self.series.items()}
+
+    def rewind(self, mark: dict[str, tuple[Any, ...]]) -> None:
+        """Forget what was added since a `mark`."""
+        for name, series in self.series.items():
+            for slot, value in zip(_VALUES, mark.get(name, (-1, None, 0.0, None, 0.0)), strict=True):
+                setattr(series, slot, value)
+
+    def world_changed(self, gather: Callable[[Any], list[Any]], size: int) -> None:
+        """Join over other ranks from now on."""
+        self._gather, self._size = gather, size
+
+    def due(self, *, epoch: bool, step: int | None = None) -> list[str]:
+        """Return the names that have something to tell: at a step, those logged in that step."""
+        if epoch:
+            for name, (kind, *_) in self.shared.items():
+                self.series.setdefault(name, Series.of_kind(tuple(kind)))
+            own = [name for name, series in self.series.items() if series.on_epoch and series.total is not None]
+            return [*own, *(name for name in self.shared if name not in own)]
+        made = {name: series for name, series in self.series.items() if series.on_step and series.step == step}
+        return [name for name, series in made.items() if series.value is not None]  # None: its batch was taken back
+
+    def joined(
+        self, names: Iterable[str], *, epoch: bool, batches: int = 0, alone: bool = False
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Return the values of `names` over all ranks, as one-element tensors.
+
+        Every rank has to call this at the same moment, whatever it has logged, unless it wants its own values `alone`.
+
+        Args:
+            names: what this rank has logged.
+            epoch: the values of the epoch rather than those of the latest step.
+            batches: that this rank has had in this epoch. What others logged first in a later batch it may lack.
+            alone: join nothing.
+
+        Raises:
+            RanksDisagree: ranks logged different names in batches that they all had.
+        """
+        wanted = sorted(names)
+        together = self._size > 1 and not alone
+        if together:
+            own = [name for name in wanted if self.series[name].local]
+            shared = [name for name in wanted if not self.series[name].local]
+            wanted = sorted(own + self._agree(shared, epoch=epoch, batches=batches))
+        values: dict[str, Tensor] = {}
+        for op in ("sum", "max", "min"):
+            chosen = [n for n in wanted if _operation(self.series[n].reduction) == op]
+            if not chosen:
+                continue
+            packed = self._pack(chosen, epoch=epoch)
+            rows = [row for row, name in enumerate(chosen) if not self.series[name].local]
+            if together and rows:
+                packed[rows] = self._reduce(packed[rows].contiguous(), op)
+            for row, name in enumerate(chosen):
+                mean = self.series[name].reduction == "mean"
+                values[name] = (packed[row, 0] / packed[row, 1] if mean else packed[row, 0]).to(
+                    torch.get_default_dtype()
+                )
+        return {name: values[name] for name in wanted}
+
+    def _pack(self, names: list[str], *, epoch: bool) -> Tensor:
+        pairs = [self._epoch_pair(name) if epoch else self.series[name].packed(epoch=False) for name in names]
+        kind = torch.float32 if self._device.type == "mps" else torch.float64
+        sums = torch.stack([torch.as_tensor(total).to(self._device, kind).reshape(()) for total, _ in pairs])
+        weights = torch.tensor([weight for _, weight in pairs], dtype=kind, device=self._device)
+        return torch.stack([sums, weights], dim=1)
+
+    def _epoch_pair(self, name: str) -> tuple[Any, float]:
+        """Return (sum, weight) of an epoch, with what all ranks share if this one counts it."""
+        series = self.series[name]
+        if series.total is None:
+            series.contribute_nothing(epoch=True)
+        if name not in self.shared or not self.counts_shared:
+            return series.packed(epoch=True)
+        own = {name: [list(series.kind()), plain(series.total), series.weights]}
+        _, total, weights = merge_sums(own, {name: self.shared[name]})[name]
+        return total, weights
+
+    def _agree(self, names: list[str], *, epoch: bool, batches: int) -> list[str]:
+        """Return the names to join: this rank's own, unless ranks with fewer batches have to learn them."""
+        found = {name: self.series[name] for name in names}
+        found.update({name: series for name, (_, series) in self.objects.items()})
+        ways = {name: series.way() for name, series in found.items()}
+        text = "\n".join([f"{name} {way[:3]} {way[-1]}" for name, way in ways.items()])
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
+        highest, lowest = self._reduce(torch.tensor([digest, -digest], device=self._device), "max").tolist()
+        if highest == -lowest:
+            return names
+        first = {name: series.epoch_batch if epoch else series.step_batch for name, series in found.items()}
+        by_rank = self._gather((batches, ways, first, self._attributes()))
+        known: dict[str, tuple[Any, ...]] = {}
+        attributes: dict[str, tuple[str, bool]] = {}  # of metric objects, by name
+        begins: dict[str, float] = {}  # the number of the batch from which on each rank has to have a name
+        for _, logged, firsts, paths in by_rank:
+            known.update(logged)
+            attributes.update(paths)
+            begins.update({name: min(number, begins.get(name, math.inf)) for name, number in firsts.items()})
+        if any(name not in logged and begins[name] <= had for had, logged, *_ in by_rank for name in known):
+            lines = "\n".join(
+                f"  rank {r}: {', '.join(map(repr, n)) or 'nothing'}" for r, (_, n, *_) in enumerate(by_rank)
+            )
+            raise RanksDisagree(
+                f"ranks logged different names, so their values can't be joined:\n{lines}\n"
+                "  log the same names on every rank, or give sync_dist=False to keep a value on the main rank"
+            )
+        for name, kind in known.items():
+            _check_alike(name, [logged.get(name) for _, logged, *_ in by_rank])
+            if name in attributes:
+                self._take_part(name, *attributes[name], kind)
+            elif name not in names:
+                self.series.setdefault(name, Series.of_kind(kind[:-1])).contribute_nothing(epoch=epoch)
+        return sorted(known.keys() - attributes.keys())
+
+    def _attributes(self) -> dict[str, tuple[str, bool]]:
+        """Return which attribute of the module each metric object is ("" for none), and if it has a step's value."""
+        parts = self.module.named_modules() if self.module is not None and self.objects else ()
+        paths = {id(part): path for path, part in parts}
+        return {
+            name: (paths.get(id(metric), ""), getattr(metric, "_forward_cache", None) is not None)
+            for name, (metric, _) in self.objects.items()
+        }
+
+    def _take_part(self, name: str, path: str, cached: bool, kind: tuple[Any, ...]) -> None:
+        """Let this rank join a metric object that only others have updated: its `compute` is a collective.
+
+        Raises:
+            ValueError: it isn't an attribute of the module.
+        """
+        if name in self.objects:
+            return
+        if not path or self.module is None:
+            raise ValueError(
+                f"self.log({name!r}, metric): a rank without a batch has to join this metric, too, and can't find it: "
+                "make it an attribute of the module"
+            )
+        metric: Any = self.module.get_submodule(path)
+        if cached:  # then a step's value is no collective
+            metric._forward_cache = torch.zeros((), device=self._device)
+        self.objects[name] = (metric, self.series.setdefault(name, Series.of_kind(kind[:-1])))
+
+    def sums(self) -> dict[str, Any]:
+        """Return what this rank has added up in the epoch so far; later values don't change it."""
+        return {
+            name: [list(series.kind()), series.total, series.weights]
+            for name, series in self.series.items()
+            if series.on_epoch and series.total is not None
+        }
+
+    def take_sums(self) -> dict[str, Any]:
+        """Return what this rank has added up since the last call, as plain numbers, and begin at nothing.
+
+        Values that are not joined over ranks stay.
+        """
+        taken = {}
+        for name, series in self.series.items():
+            if series.on_epoch and series.total is not None and not series.local:
+                taken[name] = [list(series.kind()), plain(series.total), series.weights]
+                series.forget_epoch()
+        return taken
+
+    def share(self, sums: dict[str, Any]) -> None:
+        """Add sums that all ranks have; each rank calls it with the same."""
+        self.shared = merge_sums(self.shared, sums)
+
+    @property
+    def newest_step(self) -> int:
+        """Return the newest step of which this rank has values; -1 for none."""
+        return max((series.step for series in self.series.values() if series.on_step), default=-1)
+
+    def latest(self) -> dict[str, Any]:
+        """Return this rank's values of the newest step."""
+        return {
+            name: [list(series.kind()), series.step, series.value, series.weight]
+            for name, series in self.series.items()
+            if series.on_step
+        }
+
+    def set_latest(self, latest: dict[str, Any]) -> None:
+        """Take over what `latest` returned, here or on another rank, or what `join_latest` has made of several."""
+        for series in self.series.values():
+            series.step, series.value, series.weight = -1, None, 0.0
+        for name, (kind, step, value, weight) in latest.items():
+            series = self.series.setdefault(name, Series.of_kind(tuple(kind)))
+            series.step, series.value, series.weight = step, value, weight
+
+    def add_sums(self, sums: dict[str, Any]) -> None:
+        """Add what `sums` returned, here or on another rank."""
+        for name, (kind, added, weights) in sums.items():
+            series = self.series.setdefault(name, Series.of_kind(tuple(kind)))
+            total = added.to(self._device) if isinstance(added, Tensor) else added
+            joins = "sum" if series.reduction == "mean" else series.reduction
+            series.total = total if series.total is None else _join(joins, series.total, 1.0, total, 1.0)
+            series.weights += weights
+
+    def forget_epoch(self) -> None:
+        """Begin a new epoch: sums start at nothing."""
+        for series in self.series.values():
+            series.forget_epoch()
+        self.objects.clear()
+        self.shared = {}
+
+
+def _check_alike(name: str, ways: list[tuple[Any, ...] | None]) -> None:
+    """Refuse values of one name that ranks have logged in different ways; None for a rank that has logged none.
+
+    Raises:
+        RanksDisagree: the message has the options of each rank.
+    """
+    found = [way for way in ways if way is not None]
+    if len({way[:3] for way in found}) == 1 and len({way[-1] for way in found} - {None}) <= 1:
+        return
+    where = {True: ", within batches", False: ", between batches", None: ""}
+    told = [
+        f"  rank {rank}: "
+        + (f"reduce_fx={way[0]}, on_step={way[1]}, on_epoch={way[2]}{where[way[-1]]}" if way else "-")
+        for rank, way in enumerate(ways)
+    ]
+    raise RanksDisagree(
+        f"ranks logged {name!r} in different ways, so its values can't be joined:\n"
+        + "\n".join(told)
+        + "\n  log it in the same hook with the same reduce_fx, on_step and on_epoch on every rank"
+    )
+
+
+def _operation(reduction: Reduction) -> str:
+    return reduction if reduction in ("max", "min") else "sum"
+
+
+def as_value(value: Any, name: str, device: torch.device) -> Any:
+    """Return what can be added up: a number, or a detached tensor of one element.
+
+    Raises:
+        ValueError: the value is not a number and not a tensor of one element.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"self.log({name!r}, ...) was given a tensor of shape {tuple(value.shape)}; log one number, "
+                "such as its mean()"
+            )
+        detached = value.detach()
+        if detached.dtype not in EXACT:
+            detached = detached.float() if detached.is_floating_point() else detached.long()
+        # A view may be changed later by whoever owns it (a loss that is reused, a running sum): keep the value.
+        return detached if detached.dim() == 0 else detached.reshape(())
+    if isinstance(value, (bool, int, float)):
+        return float(value)
+    if hasattr(value, "__float__"):
+        return float(value)
+    raise ValueError(
+        f"self.log({name!r}, ...) was given {type(value).__name__}; it takes a number, a tensor of one element or a "
+        "torchmetrics.Metric"
+    )

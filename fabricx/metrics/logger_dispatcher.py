@@ -1,0 +1,109 @@
+"""What writes to a run's loggers; where the disk is full that costs rows, not the run."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import final
+
+from fabricx.core.logger import Ending, Logger
+from fabricx.errors import is_full
+from fabricx.redaction import masked_values
+from fabricx.telemetry.recorder import Quiet
+
+Event = tuple[str, str, int]  # name, text, step
+
+
+@final
+class Scribe:
+    """Hands rows and texts to loggers. A rank that doesn't write has one without loggers.
+
+    Args:
+        loggers: where to.
+        run_dir: the run's folder.
+        recorder: is told the same.
+    """
+
+    def __init__(
+        self, loggers: Sequence[Logger] = (), run_dir: Path | None = None, recorder: Quiet | None = None
+    ) -> None:  # fmt: skip
+        self._recorder = recorder or Quiet()
+        self._loggers = list(loggers)
+        self._run_dir = run_dir
+        self._lost: dict[int, list[Event]] = {}  # loggers without room, with the events that they still have to get
+        for logger in self._loggers:
+            logger.open(self._folder)
+
+    @property
+    def _folder(self) -> Path:
+        assert self._run_dir is not None
+        return self._run_dir
+
+    def __bool__(self) -> bool:
+        return bool(self._loggers) or self._recorder.on
+
+    def each(self, write: Callable[[Logger], None]) -> None:
+        """Let each logger write; one that has no room is tried again the next time."""
+        for number in range(len(self._loggers)):
+            self._attempt(number, write)
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        """Write what the module has logged."""
+        self.each(lambda logger: logger.log_metrics(values, step))
+        self._recorder.metrics(values, step)
+
+    def measured(self, values: Mapping[str, float], step: int) -> None:
+        """Write what was measured of the training itself."""
+        self.each(lambda logger: logger.log_metrics(values, step))
+        self._recorder.gauges(values, step)
+
+    def rewind(self, step: int) -> None:
+        """Forget what was written of later steps: the run goes on from there."""
+        self.each(lambda logger: logger.rewind(step))
+        self._recorder.rewind(step)
+
+    def event(self, name: str, text: str, step: int, **numbers: float) -> None:
+        """Write down that something has happened; where there is no room now, as soon as there is."""
+        text = masked_values(text)
+        self._recorder.event(name, text, step, **numbers)
+        for number in range(len(self._loggers)):
+            if not self._attempt(number, lambda logger: logger.log_text(f"events/{name}", text, step)):
+                self._lost[number].append((f"events/{name}", text, step))
+
+    def _attempt(self, number: int, write: Callable[[Logger], None]) -> bool:
+        logger = self._loggers[number]
+        try:
+            if number in self._lost:
+                logger.open(self._folder)
+            write(logger)
+            for event in self._lost.get(number, ()):
+                logger.log_text(*event)
+            if number in self._lost:
+                logger.flush()
+        except OSError as error:
+            if not is_full(error):
+                raise
+            if number not in self._lost:
+                warnings.warn(
+                    f"{logger.name} can't write: the disk is full. Training goes on without its rows", stacklevel=4
+                )
+                self._lost[number] = []
+            with contextlib.suppress(OSError):
+                logger.close("failed")
+            return False
+        self._lost.pop(number, None)
+        return True
+
+    def close(self, ending: Ending) -> None:
+        """Finish."""
+        loggers, self._loggers = self._loggers, []
+        errors = []
+        for logger in loggers:
+            try:
+                logger.close(ending)
+            except Exception as error:
+                errors.append(error)
+        if unexpected := [error for error in errors if not is_full(error)]:
+            raise unexpected[0]

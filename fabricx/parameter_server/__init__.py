@@ -1,0 +1,1 @@
+"""Strategies with parameter servers: workers, servers, and the messages between them."""

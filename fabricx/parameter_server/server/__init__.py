@@ -1,0 +1,1 @@
+"""A parameter server: state machine, update rules, process."""

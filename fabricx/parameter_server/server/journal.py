@@ -1,0 +1,189 @@
+"""What a server was told since its newest snapshot, in memory that outlives it: a server that dies loses nothing."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from fabricx.parameter_server.server.server import Server
+from fabricx.parameter_server.wire.codecs import Codec
+from fabricx.parameter_server.wire.messages import Begin, Norm, Pull, Push, Tell
+from fabricx.parameter_server.wire.partition import together
+
+HEADER: Final = struct.Struct("<QQQ")  # of a record: number of its snapshot, bytes of the event, bytes of the vector
+ROOM: Final = 1 << 20  # bytes of records after which there is a new snapshot, at least
+COPIES: Final = 4  # of the weights: the same, for large models
+
+
+@final
+class Journal:
+    """Two files, one with a snapshot and the records since, the other for the next snapshot.
+
+    A record is written before a server changes, and counts once its header is there. So a server that is told the
+    same again has at least everything that it had answered; a worker sends the rest again (`Channel`).
+
+    Args:
+        paths: of the files; they are made if they don't exist.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._files = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for path in paths]
+        self._number = 0  # of the newest snapshot; 0 while there is none
+        self._begin = self._end = 0  # of the records after it
+        self._version = 0  # of the server at that time
+
+    def close(self) -> None:
+        """Close the files; they stay what they are."""
+        for file in self._files:
+            os.close(file)
+        self._files = []
+
+    # -- while a server serves ----------------------------------------------------------------------------------------
+
+    def said(self, server: Server, worker: int, number: int, message: Any, inbox: Tensor) -> None:
+        """Note a message that is handled now, and the part of the vector that came with it."""
+        if self._number and not isinstance(message, (Begin, Norm, Tell)) and (not _rows_only(message)):
+            spans = _carried(server.begun, message)
+            raw = inbox.view(torch.uint8).numpy().data
+            self._write(("said", worker, number, message, spans), [raw[start:stop] for start, stop in spans])
+
+    def joined(self, worker: int, *, resumes: bool) -> None:
+        """Note that a worker comes now."""
+        if self._number:
+            self._write(("joined", worker, resumes), [])
+
+    def left(self, worker: int) -> None:
+        """Note that a worker leaves now."""
+        if self._number:
+            self._write(("left", worker), [])
+
+    def keep(self, server: Server, message: Any) -> None:
+        """Take a snapshot if it is time: at first, and when it would take long to be told everything again."""
+        every = server.snapshot_every
+        if not every:
+            return
+        room = max(ROOM, COPIES * server.values.nbytes)
+        late = server.version >= self._version + every or self._end - self._begin > room
+        if isinstance(message, Begin) or not self._number or late:
+            self._take(server)
+
+    def _take(self, server: Server) -> None:
+        file = self._files[(self._number + 1) % 2]
+        os.ftruncate(file, 0)
+        target: Any = _At(file, HEADER.size)
+        torch.save(server.snapshot(), target)
+        os.pwrite(file, HEADER.pack(self._number + 1, target.end - HEADER.size, 0), 0)
+        before, self._number = self._number, self._number + 1
+        self._begin = self._end = target.end
+        self._version = server.version
+        if before:
+            os.ftruncate(self._files[before % 2], 0)
+
+    def _write(self, event: tuple[Any, ...], vector: Sequence[memoryview]) -> None:
+        target = _At(self._files[self._number % 2], self._end + HEADER.size)
+        size = target.write(pickle.dumps(event, pickle.HIGHEST_PROTOCOL))
+        carried = sum(target.write(part) for part in vector)
+        os.pwrite(target.file, HEADER.pack(self._number, size, carried), self._end)
+        self._end = target.end
+
+    # -- when it starts again -----------------------------------------------------------------------------------------
+
+    def bring_back(self, server: Server) -> bool:
+        """Tell a new server all that one before it was told; returns whether there was one."""
+        numbers = [self._header(file, 0)[0] for file in self._files]
+        self._number = max(numbers)
+        if not self._number:
+            return False
+        file = self._files[self._number % 2]
+        _, size, _ = self._header(file, 0)
+        self._begin = self._end = HEADER.size + size
+        # Written by this server's predecessor, in memory that only this run's processes have.
+        server.restore(torch.load(io.BytesIO(_read(file, HEADER.size, size)), weights_only=False))
+        self._version = server.version
+        shard, dtype = server.begun.shard, server.begun.dtype
+        inbox, outbox = torch.zeros(shard.room, dtype=dtype), torch.zeros(shard.room, dtype=dtype)
+        while (header := self._header(file, self._end))[0] == self._number:
+            _, size, carried = header
+            begin = self._end + HEADER.size
+            event = pickle.loads(_read(file, begin, size))
+            _tell(server, event, _read(file, begin + size, carried), inbox, outbox)
+            self._end = begin + size + carried
+        return True
+
+    @staticmethod
+    def _header(file: int, offset: int) -> tuple[int, int, int]:
+        found = os.pread(file, HEADER.size, offset)
+        number, size, carried = HEADER.unpack(found.ljust(HEADER.size, b"\0"))
+        return number, size, carried
+
+
+def _tell(server: Server, event: tuple[Any, ...], carried: bytes, inbox: Tensor, outbox: Tensor) -> None:
+    kind, worker, *rest = event
+    if kind == "joined":
+        server.joined(worker, resumes=rest[0])
+    elif kind == "left":
+        server.left(worker)
+    else:
+        number, message, spans = rest
+        raw, place = inbox.view(torch.uint8).numpy(), 0
+        for start, stop in spans:
+            raw[start:stop] = memoryview(carried)[place : place + stop - start]
+            place += stop - start
+        server.handle_once(worker, number, message, inbox, outbox)
+
+
+def _carried(begun: Begin, message: Any) -> list[tuple[int, int]]:
+    """Return the bytes of a worker's vector that come with a message."""
+    if not isinstance(message, Push) or message.empty:
+        return []
+    shard, size, settings = begun.shard, begun.dtype.itemsize, begun.settings
+    dense = len(shard.pieces)
+    if settings.compression is not None:
+        spans = [(0, Codec(settings.compression, keep=settings.keep).bytes(shard.dense))]
+    else:
+        rooms = [room for number, room in enumerate(shard.rooms[:dense]) if number not in message.missing]
+        spans = [(start * size, stop * size) for start, stop in together(rooms)]
+    for number, count in message.rows.items():
+        start = shard.rooms[dense + number][0]
+        spans.append((start * size, (start + count * (1 + shard.rows[number].width)) * size))
+    return spans
+
+
+def _rows_only(message: Any) -> bool:
+    return isinstance(message, Pull) and not message.dense
+
+
+class _At:
+    """A place in a file, to write from there on."""
+
+    def __init__(self, file: int, begin: int) -> None:
+        self.file, self.end = file, begin
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write all bytes; returns how many."""
+        left = memoryview(data).cast("B")
+        size = left.nbytes
+        while left:
+            written = os.pwrite(self.file, left, self.end)
+            self.end += written
+            left = left[written:]
+        return size
+
+    def flush(self) -> None:
+        """Everything is written at once."""
+
+
+def _read(file: int, begin: int, size: int) -> bytes:
+    parts = []
+    while size and (part := os.pread(file, size, begin)):
+        parts.append(part)
+        begin, size = begin + len(part), size - len(part)
+    return b"".join(parts)

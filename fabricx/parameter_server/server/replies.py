@@ -1,0 +1,132 @@
+"""What a server sends back: its weights, what they are more than those of a worker, or a sum of gradients."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from fabricx.parameter_server.server.changed_rows import BEGUN, ChangedRows
+from fabricx.parameter_server.server.update_rule import Gradient
+from fabricx.parameter_server.wire.codecs import Codec
+from fabricx.parameter_server.wire.messages import Begin, Pull, Reply
+from fabricx.parameter_server.wire.partition import together
+
+
+@final
+class Replies:
+    """Answers to `Pull`, without the counts of updates: writes what was asked for into the worker's vector.
+
+    Args:
+        begin: what the server was given.
+
+    Attributes:
+        changed: which rows of tables have changed, and when.
+        seen: the weights that a worker has, by worker, where differences from them, or a correction, need them.
+    """
+
+    def __init__(self, begin: Begin) -> None:
+        self._begun = begin
+        self.seen: dict[int, Tensor] = {}
+        self.changed = ChangedRows([rows.height for rows in begin.shard.rows], begin.version, BEGUN)
+        self._codec: Codec | None = None
+        self._scale: float | None = None  # of the newest sum
+        if (kind := begin.settings.pull_compression) is not None:
+            sums = begin.optimizers is None and begin.settings.outer is None
+            self._codec = Codec(kind, keep=begin.settings.keep, feedback=sums)  # differences hold what is lost
+            self._codec.lost = torch.empty(0) if begin.lost is None else begin.lost
+
+    @property
+    def lost(self) -> Tensor | None:
+        """Return what compressing sums has lost, to be added to the next sum; None where sums are not compressed."""
+        return None if self._codec is None else self._codec.lost
+
+    def weights(self, worker: int, pull: Pull, values: Tensor, inbox: Tensor, outbox: Tensor) -> Reply:
+        """Send weights.
+
+        Args:
+            worker: that asks.
+            pull: what it asks for.
+            values: the weights, flat.
+            inbox: the worker's vector, with the numbers of rows.
+            outbox: where the answer is put.
+        """
+        shard = self._begun.shard
+        if pull.rows is None:
+            if self._codec is not None:
+                self.seen[worker] = values[: shard.dense].clone()
+            if pull.since is not None and shard.rows and self.changed.known(pull.since):
+                return self._changed_rows(pull.since[1], values, outbox)
+            outbox[: len(values)].copy_(values)
+            return self._reply([(0, len(values))], (self.changed.life, None))
+        if pull.dense and self._codec is not None and worker in self.seen and not pull.whole:
+            return self._difference(self._codec, self.seen[worker], values, outbox)
+        spans = []
+        if pull.dense:
+            outbox[: shard.dense].copy_(values[: shard.dense])
+            spans.append((0, shard.dense))
+            if self._begun.settings.compensation is not None or (self._codec is not None and worker in self.seen):
+                self.seen[worker] = values[: shard.dense].clone()
+        for number, count in pull.rows.items():
+            start, stop = shard.spans[len(shard.pieces) + number]
+            width = shard.rows[number].width
+            table, (ids, _) = values[start:stop].view(-1, width), shard.rows_in(inbox, number, count)
+            end = start + count * width
+            torch.index_select(table, 0, ids, out=outbox[start:end].view(count, width))
+            spans.append((start, end))
+        return self._reply(spans)
+
+    def _changed_rows(self, since: int, values: Tensor, outbox: Tensor) -> Reply:
+        """Send what is dense, and the rows of tables that have changed, with their numbers."""
+        shard, counts = self._begun.shard, {}
+        outbox[: shard.dense].copy_(values[: shard.dense])
+        spans = [(0, shard.dense)]
+        for number, rows in enumerate(shard.rows):
+            (start, stop), ids = shard.spans[len(shard.pieces) + number], self.changed.since(number, since)
+            numbers, room = shard.rows_in(outbox, number, len(ids))
+            numbers.copy_(ids)
+            room.copy_(values[start:stop].view(-1, rows.width)[ids])
+            begin = shard.rooms[len(shard.pieces) + number][0]
+            spans.append((begin, begin + len(ids) * (1 + rows.width)))
+            counts[number] = len(ids)
+        return self._reply(together(spans), (self.changed.life, counts))
+
+    def _difference(self, codec: Codec, seen: Tensor, values: Tensor, outbox: Tensor) -> Reply:
+        """Send what the weights are more than what the worker has; what that loses is in the next difference."""
+        size = len(seen)
+        scale = codec.encode(values[:size] - seen, outbox.view(torch.uint8))
+        seen.add_(codec.decode(outbox.view(torch.uint8), size, scale, seen.dtype))
+        return Reply(spans=[(0, codec.bytes(size))], scale=scale)
+
+    def sum(self, newest: Gradient, outbox: Tensor) -> Reply:
+        """Send a sum in the vector in which the worker's own gradient came; what is dense is there already."""
+        shard = self._begun.shard
+        spans = [room for number, room in enumerate(shard.rooms[: len(shard.pieces)]) if number not in newest.missing]
+        for number, (ids, values) in newest.rows.items():
+            own_ids, own_values = shard.rows_in(outbox, number, len(ids))
+            own_ids.copy_(ids)
+            own_values.copy_(values)
+            start = shard.rooms[len(shard.pieces) + number][0]
+            spans.append((start, start + own_ids.numel() + own_values.numel()))
+        rows = {number: len(ids) for number, (ids, _) in newest.rows.items()}
+        if self._scale is None:
+            return self._reply(together(spans), (newest.missing, rows))
+        reply = self._reply(spans[len(shard.pieces) - len(newest.missing) :], (newest.missing, rows))
+        assert self._codec is not None
+        reply.spans.insert(0, (0, self._codec.bytes(shard.dense)))
+        reply.scale = self._scale
+        return reply
+
+    def compress_sum(self, boxes: list[Tensor]) -> None:
+        """Put a sum into few bytes, the same for all workers, where that is asked for."""
+        if self._codec is None:
+            return
+        self._scale = self._codec.encode(boxes[0].clone(), boxes[0].view(torch.uint8))
+        size = self._codec.bytes(len(boxes[0]))
+        for box in boxes[1:]:
+            box.view(torch.uint8)[:size].copy_(boxes[0].view(torch.uint8)[:size])
+
+    def _reply(self, spans: list[tuple[int, int]], content: Any = None) -> Reply:
+        size = self._begun.dtype.itemsize
+        return Reply(content=content, spans=[(start * size, stop * size) for start, stop in spans])

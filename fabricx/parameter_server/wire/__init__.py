@@ -1,0 +1,1 @@
+"""Messages, partitions, codecs and channels between workers and servers."""

@@ -1,0 +1,1 @@
+"""A worker's side of the exchange with parameter servers."""

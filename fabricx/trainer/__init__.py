@@ -1,0 +1,1 @@
+"""The Trainer: its options, the run that it starts, and the results."""

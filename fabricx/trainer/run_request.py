@@ -1,0 +1,81 @@
+"""What a trainer was asked to do, and what is wrong with it that can be seen before any process starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabricx.core.callback import Callback
+from fabricx.core.datamodule import DataModule
+from fabricx.core.hooks import check_hooks
+from fabricx.core.module import Module
+from fabricx.data import make_feed
+from fabricx.distributed.world import World
+from fabricx.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from fabricx.trainer.trainer import Trainer
+
+
+@dataclass
+class Job:
+    """What a method of the Trainer was asked to do.
+
+    Attributes:
+        stage: "fit", "validate", "test" or "predict".
+        module: the user's module.
+        train, evaluate: loaders, as given.
+        datamodule: the data module, as given.
+        ckpt_path: the checkpoint to start from, as given.
+        flag: print the results; for predict, keep the outputs.
+    """
+
+    stage: str
+    module: Module
+    train: Any
+    evaluate: Any
+    datamodule: DataModule | None
+    ckpt_path: str | Path | None
+    flag: bool = True
+
+
+def check_job(trainer: Trainer, job: Job) -> None:
+    """Find what is wrong before any process starts."""
+    module, stage = job.module, job.stage
+    if not isinstance(module, Module):
+        raise ValueError(f"trainer.{stage}({type(module).__name__}): give an instance of a subclass of fabricx.Module")
+    check_hooks(module)
+    data = job.datamodule
+    needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
+    if needed and not callable(getattr(module, needed, None)):
+        near = did_you_mean(needed, [name for name in dir(type(module)) if not name.startswith("_")])
+        raise ValueError(f"{type(module).__name__} has no {needed}, which trainer.{stage} calls.{near}")
+    source = "train_dataloader" if stage == "fit" else f"{'val' if stage == 'validate' else stage}_dataloader"
+    given = job.train if stage == "fit" else job.evaluate
+    if given is None and not any(_has(owner, source) for owner in (data, module)):
+        argument = "train_dataloaders" if stage == "fit" else "dataloaders"
+        raise ValueError(
+            f"trainer.{stage} has no data: give {argument}=..., datamodule=..., or write "
+            f"{type(module).__name__}.{source}"
+        )
+    checks = [one.check_fit for one in trainer.callbacks if type(one).check_fit is not Callback.check_fit]
+    if stage == "fit" and checks:
+        ranks = World(size=max(1, len(trainer.device_ids) * trainer.num_nodes))
+        shard, given = trainer.use_distributed_sampler, job.train is not None
+        feed = make_feed(job.train, ranks, seed=0, shard=shard, balance=trainer.balance) if given else None
+        for check in checks:
+            check(trainer, module, None if feed is None else feed.global_batch)
+    if (
+        stage == "fit"
+        and type(module).configure_optimizers is Module.configure_optimizers
+        and module.automatic_optimization
+    ):
+        import warnings
+
+        warnings.warn(f"{type(module).__name__} has no configure_optimizers: nothing will be trained", stacklevel=4)
+
+
+def _has(owner: Any, name: str) -> bool:
+    contract = DataModule if isinstance(owner, DataModule) else Module
+    return owner is not None and (name in vars(owner) or getattr(type(owner), name) is not getattr(contract, name))

@@ -1,0 +1,114 @@
+"""Weights that hooks change: what servers have is guarded, and what some ranks have not called is told to them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fabricx as fx
+from fabricx.callbacks import EMA
+from fabricx.consistency.hook_effects import Noted, fingerprint, take
+from fabricx.core.strategy import Strategy, Traits
+from fabricx.errors import RanksDisagree
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+
+class Served(Strategy):
+    """One rank whose weights would be a server's."""
+
+    traits = Traits(max_ranks=1)
+    weights_brought = 0
+
+
+def changes(hook: str, *, restores: bool = False) -> fx.Callback:
+    def change(self: Any, trainer: Any, module: Any, *rest: Any) -> None:
+        for weight in module.parameters():
+            before = weight.detach().clone()
+            weight.data.mul_(0.5)  # which torch's counters of versions don't notice
+            if restores:
+                weight.data.copy_(before)
+
+    made: fx.Callback = type("Changes", (fx.Callback,), {hook: change})()
+    return made
+
+
+def fit(*callbacks: fx.Callback) -> None:
+    trainer = fx.Trainer(max_epochs=1, strategy=Served(), callbacks=list(callbacks), **QUIET)
+    trainer.fit(TinyModule(), tiny_loader(), tiny_loader())
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_after_backward",
+        "on_before_optimizer_step", "on_train_batch_end", "on_validation_end", "on_train_epoch_end",
+    ],
+)  # fmt: skip
+def test_a_hook_that_changes_weights_which_servers_have_is_refused(hook: str) -> None:
+    name = "a hook of the validation" if "validation" in hook else "change"
+    with pytest.raises(ValueError, match=rf"{name} changes weights, and here the servers have them"):
+        fit(changes(hook))
+
+
+def test_one_that_restores_them_and_an_average_of_weights_are_not() -> None:
+    fit(changes("on_train_batch_end", restores=True), EMA(0.5))
+    fit(changes("on_train_end"))
+
+
+def trained() -> tuple[Any, list[torch.Tensor]]:
+    trainer = fx.Trainer(max_epochs=1, **QUIET)
+    module = TinyModule()
+    trainer.fit(module, tiny_loader())
+    trainer.optimizers = [torch.optim.Adam(module.parameters(), lr=0.1, betas=(0.5, 0.6))]
+    return trainer, list(module.parameters())
+
+
+def test_rates_and_frozen_parameters_are_told_to_ranks_that_called_no_hook() -> None:
+    trainer, parameters = trained()
+    noted, group = Noted(trainer), trainer.optimizers[0].param_groups[0]
+    assert noted.changes(trainer) == ""
+    group["lr"], group["betas"] = 0.025, (0.1, 0.2)
+    parameters[0].requires_grad_(False)
+    told = noted.changes(trainer)
+    group["lr"], group["betas"] = 0.1, (0.5, 0.6)
+    parameters[0].requires_grad_(True)
+    take(trainer, told, idle=True)
+    assert (group["lr"], group["betas"], parameters[0].requires_grad) == (0.025, (0.1, 0.2), False)
+    assert noted.changes(trainer) == told
+    with pytest.raises(RanksDisagree, match="in a batch of which some ranks have no sample"):
+        noted.check(trainer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("rows", [4, 9000])
+def test_a_fingerprint_shows_changes_that_leave_norms_as_they_are(dtype: torch.dtype, rows: int) -> None:
+    module = torch.nn.ParameterList([torch.randn(1 + rows * 4).to(dtype)])
+    trainer: Any = SimpleNamespace(module=module)
+    weight = module[0].data[1:].view(rows, 4)  # not aligned to whole words
+    module[0].data[0] = float("nan")
+    for change in (
+        weight.neg_,
+        weight[1].neg_,
+        weight[:, 2].neg_,
+        lambda: weight.copy_(weight.roll(1, 0)),
+        lambda: weight.copy_(weight.roll(1, 1)),
+        lambda: weight[2].copy_(weight[2].flip(0)),
+        lambda: weight[:3].copy_(weight[:3].flip(0)),
+        lambda: weight[3, 3].mul_(1.01),
+    ):
+        before, same = fingerprint(trainer), fingerprint(trainer)
+        change()
+        assert torch.equal(before, same)
+        assert not torch.equal(before, fingerprint(trainer))
+
+
+def test_changed_weights_are_an_error_where_each_rank_has_a_part_of_them() -> None:
+    trainer, parameters = trained()
+    noted = Noted(trainer)
+    parameters[0].data.mul_(2.0)
+    trainer.strategy.traits = Traits(sharded=True)
+    with pytest.raises(RanksDisagree, match="changed weights at a batch of which some ranks have no sample"):
+        take(trainer, noted.changes(trainer), idle=True)

@@ -1,0 +1,164 @@
+"""What hooks change on some ranks is noticed by all, at the first batch; what they change on all ranks is no error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed import HashStore
+
+from fabricx.consistency.comparison import LIMITS
+from fabricx.consistency.shared_settings import SharedSettings
+from fabricx.core.strategy import Traits
+from fabricx.distributed.stop_consensus import Agreement
+from fabricx.distributed.world import World
+from fabricx.errors import RanksDisagree
+
+Act = Callable[[Any, int, int], bool | None]
+
+
+class Asked(HashStore):  # type: ignore[misc]
+    """Counts how often the main threads ask it."""
+
+    requests = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.requests += threading.current_thread().name.startswith("rank")
+        return bool(super().check(keys))
+
+
+@contextmanager
+def trainers(store: HashStore, size: int) -> Iterator[list[Any]]:
+    """Yield so many ranks, as far as their settings are compared."""
+    found = []
+    for rank in range(size):
+        world = World(rank=rank, size=size, store=store)
+        t: Any = SimpleNamespace(
+            world=world, agreement=Agreement(world), module=nn.Linear(2, 1), state=SimpleNamespace(step=7),
+            strategy=SimpleNamespace(traits=Traits(), settle_trained=lambda: None), **dict.fromkeys(LIMITS, 1),
+        )  # fmt: skip
+        t.module.automatic_optimization = True
+        t.shared = SharedSettings(t)
+        found.append(t)
+    try:
+        yield found
+    finally:
+        for t in found:
+            t.agreement.close()
+
+
+def train(act: Act, *, size: int = 2, checks: int = 6, in_lockstep: bool = True) -> list[str]:
+    """Let ranks check again and again; returns the error of each, "" for none.
+
+    A rank that meets no error waits after each check until all have passed it, as in a collective.
+    """
+    errors, store = [""] * size, Asked()
+    passed = threading.Barrier(size)
+
+    def work(t: Any) -> None:
+        try:
+            for number in range(checks):
+                t.shared.check(t, skips=bool(act(t, t.world.rank, number)))
+                if in_lockstep:
+                    passed.wait(60)
+        except RanksDisagree as error:
+            errors[t.world.rank] = str(error)
+            passed.abort()
+        except threading.BrokenBarrierError:
+            errors[t.world.rank] = "waits"
+
+    with trainers(store, size) as ranks:
+        threads = [threading.Thread(target=work, args=(t,), name=f"rank {t.world.rank}") for t in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return [*errors, str(store.requests)]
+
+
+def test_nothing_is_asked_for_while_nothing_changes() -> None:
+    assert train(lambda t, rank, number: None) == ["", "", "0"]
+
+
+def freeze(t: Any) -> None:
+    t.module.weight.requires_grad_(False)
+
+
+def change_limit(t: Any) -> None:
+    t.max_steps = 3
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "weight: trained on rank {others}, frozen on rank {rank}": freeze,
+    "max_steps: 1 on rank {others}, 3 on rank {rank}": change_limit,
+    "on_train_batch_start: goes on with the epoch on rank {others}, skips the rest of the epoch on rank {rank}": bool,
+}
+
+
+@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize("told", CHANGES)
+def test_a_change_on_one_rank_is_an_error_that_names_it_and_the_rank(told: str, number: int) -> None:
+    change = CHANGES[told]
+
+    def act(t: Any, rank: int, now: int) -> bool:
+        if rank == 1 and now == number:
+            change(t)
+            return change is bool
+        return False
+
+    first, second, _ = train(act)
+    assert told.format(others=0, rank=1) in second
+    assert first in ("waits", second)  # it may have gone on by then, to a collective in which it waits
+    assert "step 7: " in second
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("in_lockstep", [True, False])
+def test_a_change_on_all_ranks_in_one_batch_is_none(size: int, in_lockstep: bool) -> None:
+    def act(t: Any, rank: int, now: int) -> bool:
+        t.module.bias.requires_grad_(now % 2 == 0)
+        t.max_epochs = now // 3
+        return now == 4
+
+    assert train(act, size=size, in_lockstep=in_lockstep)[:-1] == [""] * size
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_same_change_in_another_batch_is_an_error(ahead: int) -> None:
+    def act(t: Any, rank: int, now: int) -> None:
+        if now == (2 if rank == ahead else 3):
+            freeze(t)
+
+    found = train(act)
+    assert "weight: " in found[ahead] or "not in the same batch" in found[ahead]
+
+
+def test_a_rank_that_is_behind_goes_on_until_it_has_come_to_the_change() -> None:
+    go_on = threading.Event()
+
+    def act(t: Any, rank: int, now: int) -> None:
+        if now == 4:
+            freeze(t)
+        if rank == 1 and now == 0:  # asked before its first check
+            go_on.wait(60)
+            t.shared._topic.reason = "changed"
+        elif rank == 0 and now == 4:
+            go_on.set()
+
+    assert train(act, in_lockstep=False)[:-1] == ["", ""]
+
+
+def test_changes_leave_few_keys_behind() -> None:
+    keys = []
+
+    def act(t: Any, rank: int, now: int) -> None:
+        t.module.bias.requires_grad_(now % 2 == 1)
+        keys.append(t.world.store.num_keys())
+
+    assert train(act, checks=30)[:-1] == ["", ""]
+    assert max(keys) <= 12  # of two comparisons, for two ranks

@@ -1,0 +1,68 @@
+"""Loss scaling, on the CPU: GradScaler works there as it does on CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fabricx.core.precision import MixedPrecision, make_precision
+
+
+def stepped(gradient: float, *, clip: float | None = None) -> tuple[Tensor, float, bool]:
+    """Make one step of 1.0 * gradient in 16-mixed; returns the weight, the scale, and whether it was done."""
+    precision = MixedPrecision("16-mixed", "cpu")
+    weight = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaled = precision.scale(weight * gradient)
+    scaled.backward()
+    if clip is not None:
+        precision.unscale(optimizer)
+        torch.nn.utils.clip_grad_norm_([weight], clip)
+    done = precision.step(optimizer, lambda optimizer, closure: optimizer.step(closure))
+    precision.updated()
+    return weight.detach(), precision.state_dict()["scale"], done
+
+
+def test_a_step_is_made_with_the_gradient_of_the_unscaled_loss() -> None:
+    weight, scale, done = stepped(0.25)
+    assert done
+    assert weight.item() == -0.25  # a power of two: scaling it is exact
+    assert scale == 65536.0
+
+
+def test_clipping_sees_unscaled_gradients() -> None:
+    assert stepped(8.0, clip=2.0)[0].item() == pytest.approx(-2.0)
+
+
+def test_a_step_with_infinite_gradients_is_skipped_and_the_scale_halved() -> None:
+    weight, scale, done = stepped(float("inf"))
+    assert not done
+    assert weight.item() == 0.0
+    assert scale == 32768.0
+
+
+def test_several_optimizers_are_skipped_each_by_its_own_gradients() -> None:
+    precision = MixedPrecision("16-mixed", "cpu")
+    weights = [torch.nn.Parameter(torch.zeros(())) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
+    precision.scale(weights[0] * 1.0 + weights[1] * float("inf")).backward()
+    plain: Any = lambda optimizer, closure: optimizer.step(closure)  # noqa: E731
+    assert [precision.step(optimizer, plain) for optimizer in optimizers] == [True, False]
+    assert [weight.item() for weight in weights] == [-1.0, 0.0]
+
+
+def test_16_mixed_asks_for_cuda() -> None:
+    with pytest.raises(ValueError, match="bf16-mixed"):
+        make_precision("16-mixed", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["64-true", "bf16-true"])
+def test_complex_numbers_stay_complex(name: str) -> None:
+    module = torch.nn.Linear(2, 1)
+    module.register_buffer("turn", torch.tensor([1.0 + 2.0j]))
+    make_precision(name, torch.device("cpu")).convert(module)
+    assert torch.equal(module.turn, torch.tensor([1.0 + 2.0j]))
+    assert module.weight.dtype == {"64-true": torch.float64, "bf16-true": torch.bfloat16}[name]

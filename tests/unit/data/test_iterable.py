@@ -1,0 +1,136 @@
+"""Sources that are taken as they are: each batch of an update counts the same, whichever rank has it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fabricx.data.iterable import ListFeed
+from fabricx.distributed.world import World
+
+
+class Together:
+    """Sums a number over ranks that are threads."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier = threading.Barrier(ranks, timeout=20.0)
+        self.given: dict[int, int] = {}
+
+
+class Rank(World):
+    """A rank of a world of threads."""
+
+    def __init__(self, rank: int, size: int, others: Together) -> None:
+        super().__init__(rank=rank, size=size)
+        object.__setattr__(self, "others", others)
+
+    def all_reduce(self, tensor: Any, op: Any = "sum") -> Any:
+        others: Any = vars(self)["others"]
+        others.given[self.rank] = int(tensor)
+        others.barrier.wait()
+        total = sum(others.given.values())
+        others.barrier.wait()
+        return torch.tensor(total)
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        return [obj] * self.size
+
+
+class Source:
+    """Numbers of which only their end tells how many there are."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.batches))
+
+
+def microbatches(lengths: list[int], accumulate: int, first: int = 0) -> list[list[Any]]:
+    """Return what each rank is given of an epoch."""
+    others, found = Together(len(lengths)), [[] for _ in lengths]
+
+    def read(rank: int) -> None:
+        feed = ListFeed(Source(lengths[rank]), Rank(rank, len(lengths), others), float("inf"))
+        found[rank] += feed.epoch(0, accumulate=accumulate, first=first)
+
+    threads = [threading.Thread(target=read, args=(rank,)) for rank in range(len(lengths))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    return found
+
+
+def test_each_batch_of_an_update_counts_the_same_wherever_streams_end() -> None:
+    for lengths in ([5], [5, 5], [5, 2], [1, 4, 7], [0, 3], [0, 0]):
+        for accumulate in (1, 2, 3):
+            by_rank = microbatches(lengths, accumulate)
+            assert [sum(not micro.empty for micro in one) for one in by_rank] == lengths
+            assert {len(one) for one in by_rank} == {max(lengths)}
+            window: list[Any] = []
+            for row in zip(*by_rank, strict=True):
+                assert {(m.opens, m.closes, m.last, m.idle) for m in row} == {
+                    (row[0].opens, row[0].closes, row[0].last, sum(m.empty for m in row))
+                }
+                window.append(row)
+                if row[0].closes:
+                    scale = row[0].planned / sum(one[0].portion for one in window)  # as `Window.ready` does
+                    counts = [scale * m.factor for one in window for m in one if not m.empty]
+                    assert all(abs(count - 1 / len(counts)) < 1e-12 for count in counts)
+                    window = []
+            assert not window
+
+
+def test_a_stream_goes_on_after_the_batches_that_were_trained() -> None:
+    assert [[m.data for m in one] for one in microbatches([5, 3], 1, first=2)] == [[2, 3, 4], [2, None, None]]
+
+
+class Continued(Source):
+    """A source that can say where it is, and was saved at its end."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__(batches)
+        self.done = batches
+
+    def __iter__(self) -> Iterator[int]:
+        begin, self.done = self.done % self.batches, 0
+        for number in range(begin, self.batches):
+            self.done = number + 1
+            yield number
+
+    def state_dict(self) -> int:
+        return self.done
+
+    def load_state_dict(self, state: int) -> None:
+        self.done = state
+
+
+def test_a_rank_whose_stream_has_ended_computes_along_with_its_newest_batch_also_after_a_resume() -> None:
+    class Ended(Rank):
+        def gather_objects(self, obj: Any) -> list[Any]:
+            return [3, 4]
+
+    def along(source: Any, state: Any = None) -> list[Any]:
+        feed = ListFeed(source, Ended(0, 2, Together(2)), 3, company=True)
+        feed.load_state_dict(state)
+        [micro] = feed.epoch(0, first=3)
+        assert micro.empty
+        return [micro.data, source.state_dict() if state else None]
+
+    assert along(Source(3)) == [2, None]  # read once more
+    assert along(Continued(3), {"over": True, "source": 3}) == [0, 3]  # of the next epoch, which isn't begun by that
+
+
+def test_a_length_that_promises_too_much_costs_no_batch() -> None:
+    class Promising(Source):
+        def __len__(self) -> int:
+            return self.batches + 2
+
+    found = list(ListFeed(Promising(3), World(), float("inf")).epoch(0, accumulate=2))
+    assert [(m.data, m.closes) for m in found] == [(0, False), (1, True), (2, False), (None, True)]
+    assert {m.planned for m in found} == {2}
+    assert sum(m.portion for m in found[2:]) == 1.0

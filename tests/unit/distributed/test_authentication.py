@@ -1,0 +1,268 @@
+"""Nothing is accepted, and nothing unpickled, from a process without the run's key."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import socket
+import threading
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fabricx.distributed import authentication
+from fabricx.distributed.authentication import AuthenticationError, accept, connect, listen, new_key
+from fabricx.distributed.store import PrivateStore
+from fabricx.distributed.store_server import StoreServer
+from fabricx.distributed.world import World
+from fabricx.parameter_server.wire.channel import Hello
+
+KEY = b"k" * 32
+
+
+class Exploit:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Path:
+    folder = tmp_path / ("long" * 40)  # longer than the address of a Unix socket may be
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+# -- signatures ---------------------------------------------------------------------------------------------------
+
+
+def test_a_message_comes_back_in_its_own_context_only() -> None:
+    signed = authentication.dumps(KEY, ["gather", 3, 1], {"step": 7})
+    assert authentication.loads(KEY, ["gather", 3, 1], signed) == {"step": 7}
+    for context in (["gather", 4, 1], ["gather", 3, 0], ["broadcast", 3, 1], ["gather", 31], ["gather", "3 1"]):
+        with pytest.raises(AuthenticationError, match="was not signed with this run's key"):
+            authentication.loads(KEY, context, signed)
+
+
+def test_nothing_is_unpickled_that_was_altered_or_signed_with_another_key(tmp_path: Path) -> None:
+    marker, context = tmp_path / "marker", ["broadcast", 0, 0]
+    genuine = authentication.dumps(KEY, context, [1, 2])
+    forged = pickle.dumps(Exploit(marker))
+    attempts = [authentication.dumps(new_key(), context, Exploit(marker)), authentication.dumps(b"", context, 1)]
+    attempts += [forged, b"", genuine[:31], genuine[:-1], genuine + b"0", genuine[:32] + forged]
+    attempts += [bytes([*genuine[:at], genuine[at] ^ 1, *genuine[at + 1 :]]) for at in range(len(genuine))]
+    for attempt in attempts:
+        with pytest.raises(AuthenticationError):
+            authentication.loads(KEY, context, attempt)
+    assert not marker.exists()
+    pickle.loads(forged)
+    assert marker.exists()  # it would have worked
+
+
+def test_a_greeting_of_a_worker_is_valid_where_it_was_left() -> None:
+    import torch
+
+    hello = Hello(2, torch.bfloat16, 10, None, 4)
+    assert Hello.loads(KEY, "server/0/from/1", hello.dumps(KEY, "server/0/from/1")) == hello
+    with pytest.raises(AuthenticationError):
+        Hello.loads(KEY, "server/0/from/2", hello.dumps(KEY, "server/0/from/1"))
+
+
+# -- connections --------------------------------------------------------------------------------------------------
+
+
+def test_only_a_process_with_the_key_is_let_in(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(authentication, "ANSWER_S", 0.2)
+    listener = listen(private, "door")
+    path = str(private / "door")
+    admitted: list[Connection | None] = []
+    thread = threading.Thread(target=lambda: admitted.extend(accept(listener, KEY) for _ in range(4)))
+    thread.start()
+    with pytest.raises(OSError, match="closed"):
+        connect(path, new_key())
+    number = os.open(private, os.O_RDONLY)
+    strangers = [socket.socket(socket.AF_UNIX) for _ in range(2)]
+    for stranger, words in zip(strangers, (b"", b"\0" * 64), strict=True):
+        stranger.connect(f"/proc/self/fd/{number}/door")
+        stranger.sendall(words)  # and the first says nothing at all
+    ours = connect(path, KEY)
+    thread.join()
+    assert [connection is None for connection in admitted] == [True, True, True, False]
+    ours.send_bytes(b"hello")
+    assert admitted[3] is not None
+    assert admitted[3].recv_bytes() == b"hello"
+    for connection in (ours, admitted[3], listener, *strangers):
+        connection.close()
+    os.close(number)
+
+
+def test_a_listener_without_the_key_is_refused(private: Path) -> None:
+    listener = listen(private, "door")
+    thread = threading.Thread(target=accept, args=(listener, new_key()))
+    thread.start()
+    with pytest.raises((AuthenticationError, OSError)):
+        connect(str(private / "door"), KEY)
+    thread.join()
+
+    def pretend() -> None:  # it can't give the proof, whatever it sends
+        peer, _ = listener.accept()
+        with peer:
+            peer.sendall(b"\0" * 64)
+            peer.recv(1024)
+
+    thread = threading.Thread(target=pretend)
+    thread.start()
+    with pytest.raises(AuthenticationError, match="does not have this run's key"):
+        connect(str(private / "door"), KEY)
+    thread.join()
+    listener.close()
+
+
+def test_folders_and_files_of_others_are_refused(private: Path, tmp_path: Path) -> None:
+    authentication.write_private(private / "key", b"secret")
+    assert authentication.read_private(private / "key") == b"secret"
+    with pytest.raises(FileExistsError):
+        authentication.write_private(private / "key", b"other")
+    link = tmp_path / "link"
+    link.symlink_to(private)
+    with pytest.raises(PermissionError, match="is a link"):
+        authentication.check_private(link)
+    (tmp_path / "key").symlink_to(private / "key")
+    with pytest.raises(OSError, match="symbolic links"):
+        authentication.read_private(tmp_path / "key")
+    (private / "key").chmod(0o640)
+    with pytest.raises(PermissionError, match="chmod 600"):
+        authentication.read_private(private / "key")
+    private.chmod(0o750)
+    with pytest.raises(PermissionError, match="chmod 700"):
+        listen(private, "door")
+
+
+def test_a_folder_of_another_user_is_refused(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    with pytest.raises(PermissionError, match=f"belongs to user {mine}"):
+        authentication.check_private(private)
+
+
+# -- stores -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["on one machine", "over a network"])
+def server(private: Path, request: pytest.FixtureRequest) -> Any:
+    server = StoreServer(str(private) if request.param == "on one machine" else None, KEY)
+    yield server
+    server.close()
+
+
+def address(server: StoreServer) -> Any:
+    return server.path or ("127.0.0.1", server.port)
+
+
+def test_the_private_store_does_what_torch_asks_of_a_store(server: StoreServer) -> None:
+    store = PrivateStore(address(server), KEY)
+    prefixed = dist.PrefixStore("run", store)
+    prefixed.set("binary", b"\0\xff".decode("latin1"))
+    assert store.get("run/binary") == "\0\xff".encode()
+    store.set("bytes", b"\0\xff")
+    assert store.get("bytes") == b"\0\xff"
+    assert [prefixed.add("count", 2), prefixed.add("count", -3)] == [2, -1]
+    assert prefixed.check(["binary", "count"])
+    assert not prefixed.check(["binary", "missing"])
+    assert store.compare_set("run/once", "", "1") == b"1"
+    assert store.compare_set("run/once", "0", "2") == b"1"
+    assert prefixed.delete_key("once")
+    assert not prefixed.delete_key("once")
+    with pytest.raises(RuntimeError, match=r"wait timeout after 0\.01 s, keys: run/missing"):
+        prefixed.wait(["missing"], timedelta(seconds=0.01))
+
+
+def test_a_thread_that_waits_in_the_private_store_holds_up_no_other(server: StoreServer) -> None:
+    store = PrivateStore(address(server), KEY)
+    found: list[bytes] = []
+    thread = threading.Thread(target=lambda: found.append(store.get("later")))
+    thread.start()
+    assert store.add("steps", 1) == 1
+    server.set("later", b"now")
+    thread.join()
+    assert found == [b"now"]
+
+
+def test_the_private_store_admits_nobody_without_the_key(server: StoreServer) -> None:
+    with pytest.raises(RuntimeError, match="can't be reached"):
+        PrivateStore(address(server), new_key())
+    assert not PrivateStore(address(server), KEY).check(["stop/requested"])  # it goes on for others
+
+
+def test_a_closed_private_store_ends_what_waits_in_it(private: Path) -> None:
+    server = StoreServer(str(private), KEY)
+    store = PrivateStore(server.path, KEY)
+    errors: list[RuntimeError] = []
+
+    def wait() -> None:
+        try:
+            store.wait(["never"], timedelta(minutes=5))
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    store.set("seen", "")
+    server.close()
+    thread.join(10)
+    assert len(errors) == 1
+
+
+# -- without a key ------------------------------------------------------------------------------------------------
+
+
+def test_without_a_key_ranks_exchange_plain_data_and_tensors(tmp_path: Path) -> None:
+    plain = {
+        "a": [1, 2.5, float("inf"), None, True, b"\0", "text"], (0, "b"): {torch.float16, 3},
+        "size": torch.Size([2, 3]), "tensor": torch.arange(3), "shared": "s",
+    }  # fmt: skip
+    first, second = World(rank=0, size=2), World(rank=1, size=2)
+    for kind in ("gather", "broadcast"):
+        message, refused = second._packed(kind, plain)
+        found = first._unpacked(kind, 1, message)
+        assert refused == ""
+        assert torch.equal(found.pop("tensor"), plain["tensor"])  # type: ignore[arg-type]
+        assert found == {name: value for name, value in plain.items() if name != "tensor"}
+
+
+@pytest.mark.parametrize("secret", [b"", KEY], ids=["keyless", "key"])
+def test_what_cannot_be_sent_is_an_error_of_all_ranks(secret: bytes, tmp_path: Path) -> None:
+    first, second = (World(rank=rank, size=2, secret=secret) for rank in (0, 1))
+    message, refused = second._packed("gather", [lambda: None])
+    assert refused
+    assert ("FABRICX_KEY_FILE" in refused) is (not secret)
+    for world in (first, second):
+        with pytest.raises(TypeError, match="an object of rank 1 can't be sent to other ranks"):
+            world._unpacked("gather", 1, message)
+
+
+def test_without_a_key_a_pickle_of_a_program_that_poses_as_a_rank_runs_no_code(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    stream = io.BytesIO()
+    torch.save(("", [Exploit(marker)]), stream)
+    legacy = io.BytesIO()
+    torch.save(("", [Exploit(marker)]), legacy, _use_new_zipfile_serialization=False)
+    exploit = pickle.dumps(("", Exploit(marker)))
+    context = ["gather", 0, 1]
+    for content in (exploit, stream.getvalue(), legacy.getvalue(), b"", b"\x80\x02."):
+        forged = torch.frombuffer(bytearray(authentication.sign(b"", context, content)), dtype=torch.uint8)
+        with pytest.raises(ValueError, match=r"would run code|can't be read|more than making plain data"):
+            World(size=2)._unpacked("gather", 1, forged)
+    assert not marker.exists()
+    pickle.loads(exploit)
+    assert marker.exists()

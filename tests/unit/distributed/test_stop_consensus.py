@@ -1,0 +1,27 @@
+"""Ranks agree to stop at one boundary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fabricx.distributed.stop_consensus import Agreement
+from fabricx.distributed.world import World
+
+
+class AnswersLate:
+    """A store in which nobody asks; while it is asked, this rank asks."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self.agreement = agreement
+
+    def check(self, keys: list[str]) -> bool:
+        self.agreement.request("should_stop")
+        return False
+
+
+def test_a_request_of_this_rank_outlives_a_look_at_the_store_that_began_before() -> None:
+    agreement = Agreement(World())
+    store: Any = AnswersLate(agreement)
+    agreement._look(store, ["requested"])
+    assert agreement.reason == "should_stop"
+    assert agreement.at_boundary(1)

@@ -1,0 +1,335 @@
+"""Ranks as threads of one process: a group that can lose members at any moment, and a supervisor that sees it.
+
+What trains is what trains in real processes: the loop, recovery, the data order, slots. Collectives, and the pipes to
+the supervisor, are stand-ins here, so that a schedule of deaths takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import gc
+import queue
+import random
+import threading
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fabricx as fx
+from fabricx.core.strategy import Strategy, Traits
+from fabricx.distributed import generations, stop_consensus
+from fabricx.distributed.generations import Membership
+from fabricx.distributed.world import World
+from fabricx.fault_tolerance.controller import Changes, Elastic
+from fabricx.trainer.run_request import Job
+from fabricx.trainer.session import execute
+
+TIMEOUT_S = 30.0  # for anything that has to happen
+
+
+class Killed(BaseException):
+    """What stands for a kill: nothing of fabricx catches it."""
+
+
+class Left(BaseException):
+    """What stands for the end of a process that isn't needed any more."""
+
+
+NOBODY = generations.Generation(10**6, ())  # of which no worker is a member
+
+
+def _leave() -> None:
+    raise Left
+
+
+class Group:
+    """The collectives of one generation: the n-th of each member belong together."""
+
+    def __init__(self, size: int, rng: random.Random) -> None:
+        self.size, self.rng = size, rng
+        self.changed = threading.Condition()
+        self.broken = False
+        self.given: dict[int, dict[int, Any]] = {}
+        self.done = [0] * size
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        """Give a value, and wait for those of all others; one that is broken off may be complete on some members."""
+        with self.changed:
+            number = self.done[rank]
+            self.done[rank] += 1
+            given = self.given.setdefault(number, {})
+            given[rank] = value
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: self.broken or len(given) == self.size, TIMEOUT_S), (
+                "a rank waits for ever"
+            )
+            if self.broken and (len(given) < self.size or self.rng.random() < 0.5):
+                raise RuntimeError("Connection closed by peer")
+            return [given[one] for one in range(self.size)]
+
+    def break_off(self) -> None:
+        with self.changed:
+            self.broken = True
+            self.changed.notify_all()
+
+
+@dataclass
+class Machine:
+    """What all ranks share.
+
+    Attributes:
+        rng: decides who dies when.
+        kills: how many may still die.
+        folder: for what workers leave behind.
+    """
+
+    rng: random.Random
+    kills: int
+    folder: Path
+    store: Any = field(default_factory=dist.HashStore)
+    groups: dict[int, Group] = field(default_factory=dict)
+    broken: set[int] = field(default_factory=set)
+    messages: queue.Queue[tuple[int, str, Any]] = field(default_factory=queue.Queue)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    building: threading.Lock = field(
+        default_factory=threading.Lock
+    )  # of random weights: all threads draw from one stream
+    safe: Callable[[int], bool] = lambda worker: True
+    often: float = 0.02
+    log: list[str] = field(default_factory=list)
+
+    def group(self, generation: int, size: int) -> Group:
+        """Return the group of a generation, for a member of it."""
+        with self.lock:
+            group = self.groups.setdefault(generation, Group(size, self.rng))
+            group.broken = group.broken or generation in self.broken
+            return group
+
+    def break_off(self, generation: int) -> None:
+        """Let all that wait in a generation's group fail, now or when they come."""
+        with self.lock:
+            self.broken.add(generation)
+            group = self.groups.get(generation)
+        if group is not None:
+            group.break_off()
+
+    def point(self, where: str) -> None:
+        """Let the worker that comes here die, if it is its turn."""
+        worker = generations.membership().worker
+        with self.lock:
+            if not self.kills or self.rng.random() >= self.often or not self.safe(worker):
+                return
+            self.kills -= 1
+            self.log.append(f"worker {worker} dies {where}")
+        raise Killed
+
+
+@dataclass(frozen=True)
+class Threads(World):
+    """A world whose other ranks are threads."""
+
+    machine: Any = None
+
+    def _exchange(self, value: Any, what: str) -> list[Any]:
+        if self.newcomer:
+            return [value]
+        self.machine.point(f"before {what}")
+        found: list[Any] = self.machine.group(self.generation, self.size).exchange(self.rank, value)
+        self.machine.point(f"after {what}")
+        return found
+
+    def follow(self) -> None:
+        generations.membership().joined = self.generation  # type: ignore[attr-defined]
+        self._exchange(None, "joining")
+
+    def barrier(self) -> None:  # behind the last one nobody is left who would notice
+        if not self.newcomer:
+            self.machine.group(self.generation, self.size).exchange(self.rank, None)
+
+    def all_reduce(self, tensor: Tensor, op: Any = "sum") -> Tensor:
+        stacked = torch.stack(self._exchange(tensor.detach().clone(), "a reduction"))
+        kinds: dict[str, Callable[[Tensor], Tensor]] = {
+            "sum": lambda t: t.sum(0), "max": lambda t: t.amax(0), "min": lambda t: t.amin(0)
+        }  # fmt: skip
+        tensor.detach().copy_(kinds[op](stacked))
+        return tensor
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        tensor.detach().copy_(self._exchange(tensor.detach().clone(), "a broadcast")[src])
+        return tensor
+
+    def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
+        return torch.stack(self._exchange(tensor.detach().clone(), "a gathering"))
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        return self._exchange(obj, "a gathering")
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        return self._exchange(obj, "a broadcast")[src]
+
+
+class Summed(Strategy):
+    """What ddp promises, by one reduction after each backward."""
+
+    traits = Traits(elastic=True)
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        self._sum()
+
+    def backward_nothing(self, *company: Any) -> bool:
+        self._sum()
+        return True
+
+    def _sum(self) -> None:
+        if not self.closes:
+            return
+        assert self.module is not None
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in parameters])
+        self.world.all_reduce(flat)
+        for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter).clone()
+
+    def world_changed(self, world: World) -> None:
+        self.world = world
+
+
+class _ByThread(threading.local):
+    """What `generations` keeps for a process, for each thread."""
+
+    def __init__(self) -> None:
+        self.own = Membership()
+
+    def __getitem__(self, index: int) -> Membership:
+        return self.own
+
+
+class Simulation:
+    """Trains with several threads while some of them die; what a supervisor does is done here.
+
+    Args:
+        machine: what they share.
+        make: a trainer, a module, and loaders to train and to validate on, for each worker.
+        size: how many.
+        waits: seconds for which survivors wait for who takes a dead one's place.
+    """
+
+    def __init__(
+        self, machine: Machine, make: Callable[[Machine], tuple[fx.Trainer, fx.Module, Any]], size: int, waits: float
+    ) -> None:
+        self.machine, self.make, self.size = machine, make, size
+        self.failures: list[str] = []
+        self.dying: set[int] = set()  # also those of whom nothing was heard yet
+        self.changes = Changes(Elastic(waits=waits, tries=100), size, self.failures)
+        self.members: dict[int, Membership] = {}
+        self.results: dict[int, Any] = {}
+        self.threads: dict[int, threading.Thread] = {}
+        machine.safe = self._safe
+
+    def _safe(self, worker: int) -> bool:
+        """Return whether others know how far the run is, so that a worker may die."""
+        left = set(self.changes.workers) - self.dying
+        holding = self.changes._holding & left
+        if not holding - {worker} or not self.changes._inside >= left or self.changes._ended:
+            return False
+        self.dying.add(worker)
+        return True
+
+    def run(self) -> list[Any]:
+        """Train; returns what was left by each member at the end, by rank."""
+        for worker in range(self.size):
+            self._start(worker, worker, newcomer=False)
+        while not (self.changes.workers and all(worker in self.results for worker in self.changes.workers)):
+            try:
+                worker, kind, content = self.machine.messages.get(timeout=min(TIMEOUT_S, self.changes.due()))
+            except queue.Empty:
+                worker, kind, content = -1, "", None
+                assert any(thread.is_alive() for thread in self.threads.values()), "all workers are gone"
+            self._take(worker, kind, content)
+            while (seat := self.changes.wanted()) is not None:
+                worker = len(self.threads)
+                self.changes.started(worker)
+                self._start(worker, seat, newcomer=True)
+            for workers, what, content in self.changes.news():
+                self._tell(workers, what, content)
+        for worker, thread in self.threads.items():
+            self._send_away(worker)  # who has come too late
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive(), f"worker {worker} doesn't end"
+        gc.collect()
+        return [self.results[worker] for worker in self.changes.workers]
+
+    def _take(self, worker: int, kind: str, content: Any) -> None:
+        if kind == "result":
+            self.results[worker] = content
+        elif kind == "failed":
+            raise AssertionError(f"worker {worker} failed:\n{content}")
+        elif kind == "dead":
+            self.machine.break_off(self.members[worker].joined)  # type: ignore[attr-defined]  # its sockets close
+            assert self.changes.died(worker, "killed"), "the others can't go on"
+        elif kind:
+            self.changes.told(worker, kind, content)
+
+    def _send_away(self, worker: int) -> None:
+        """End a worker wherever it waits; a process would just end."""
+        member: Any = self.members[worker]
+        member.heard("generation", NOBODY)
+        member.heard("broken", NOBODY.number - 1)
+        self.machine.break_off(member.joined)
+
+    def _tell(self, workers: Iterable[int], what: str, content: Any) -> None:
+        for worker in workers:
+            member: Any = self.members[worker]
+            if what == "leave":
+                self._send_away(worker)
+            else:
+                member.heard(what, content)
+            if what == "broken" and member.joined <= content:  # the thread that hears this shuts the links
+                self.machine.break_off(member.joined)
+
+    def _start(self, worker: int, seat: int, *, newcomer: bool) -> None:
+        thread = threading.Thread(
+            target=self._work, args=(worker, seat, newcomer), name=f"worker-{worker}", daemon=True
+        )
+        self.threads[worker] = thread
+        own = self.members[worker] = Membership(
+            worker, str(self.machine.folder), lambda kind, content: self.machine.messages.put((worker, kind, content)),
+            leave=_leave,
+        )  # fmt: skip
+        own.shut = lambda: self.machine.break_off(own.joined)  # type: ignore[method-assign, attr-defined]
+        own.joined = 0  # type: ignore[attr-defined]  # the generation whose links it has
+        thread.start()
+
+    def _work(self, worker: int, seat: int, newcomer: bool) -> None:
+        generations._CURRENT.own = self.members[worker]  # type: ignore[attr-defined]
+        store = self.machine.store
+        world = Threads(
+            rank=worker, size=1 if newcomer else self.size, local_rank=seat, local_size=self.size, store=store,
+            newcomer=newcomer, machine=self.machine,
+        )  # fmt: skip
+        try:
+            with self.machine.building:
+                trainer, module, loaders = self.make(self.machine)
+            execute(trainer, Job("fit", module, *loaders, None, None), replace(world))
+            self.machine.messages.put((worker, "result", (trainer, module)))
+        except Left:
+            pass
+        except Killed:
+            self.machine.messages.put((worker, "dead", None))
+        except BaseException:
+            self.machine.messages.put((worker, "failed", traceback.format_exc()))
+        finally:
+            trainer.slot = None  # the memory of a process that has ended
+
+
+def install(monkeypatch: Any) -> None:
+    """Let threads be workers for the length of a test."""
+    monkeypatch.setattr(generations, "_CURRENT", _ByThread())
+    monkeypatch.setattr(stop_consensus, "POLL_S", 0.002)
+    monkeypatch.setattr("fabricx.trainer.session.next_job", lambda: 0)

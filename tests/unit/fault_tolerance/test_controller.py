@@ -1,0 +1,252 @@
+"""Who trains together when workers die, come and are asked to leave: the supervisor's reckoning, without processes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fabricx.distributed.generations import Generation
+from fabricx.fault_tolerance.controller import Changes, Elastic
+from tests.soak import rounds
+
+SCHEDULES = rounds(short=200, full=800)  # of each kind
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Workers:
+    """Processes as the reckoning sees them: they start, join, train, die, and end when they aren't named."""
+
+    def __init__(self, elastic: Elastic, size: int) -> None:
+        self.outlived = elastic.outlived
+        self.clock = Clock()
+        self.failures: list[str] = []
+        self.changes = Changes(elastic, size, self.failures, self.clock)
+        self.starting: set[int] = set()
+        self.alive = set(range(size))
+        self.holding = set(range(size))
+        self.joined = dict.fromkeys(range(size), 0)  # in which generation each trains
+        self.told: dict[int, Generation] = {}
+        self.generations: list[Generation] = []
+        self.number = size
+        self.failed = False
+        first = (0, tuple(range(size)))
+        self.copies = {worker: [first, first] for worker in range(size)}  # of generations, with their members
+        for worker in range(size):
+            self.changes.told(worker, "inside", None)
+
+    def supervise(self) -> None:
+        while (seat := self.changes.wanted()) is not None:
+            assert seat >= 0
+            self.changes.started(self.number)
+            self.starting.add(self.number)
+            self.alive.add(self.number)
+            self.number += 1
+        for workers, kind, content in self.changes.news():
+            if kind == "generation":
+                self.generations.append(content)
+            for worker in set(workers) & self.alive:
+                if kind == "leave":
+                    self.end(worker)
+                elif kind == "generation":
+                    self.told[worker] = content
+        if self.changes.settled:
+            self.copies = {worker: copies for worker, copies in self.copies.items() if worker in self.alive}
+
+    def end(self, worker: int) -> None:
+        self.alive.discard(worker)
+        self.starting.discard(worker)
+        self.holding.discard(worker)
+        self.told.pop(worker, None)
+        if not self.changes.died(worker, "killed"):
+            self.failed = True
+
+    def act(self, worker: int) -> None:
+        """Let a worker do what comes next."""
+        if worker in self.starting:
+            self.starting.discard(worker)
+            self.changes.told(worker, "ready", None)
+        elif (generation := self.told.pop(worker, None)) is not None:
+            if worker not in generation.workers:
+                self.end(worker)
+            elif self.outlived or any(other in self.holding for other in generation.workers):
+                self.joined[worker] = generation.number
+                self.holding.add(worker)
+                self.copy(worker, generation)
+                self.changes.told(worker, "step", (generation.number, generation.number))
+
+    def copy(self, worker: int, generation: Generation) -> None:
+        """Let a worker go back to the newest copies of which all are there, and make one of its own."""
+        own = self.copies.get(worker, [])
+        whole = {
+            copy for copies in self.copies.values() for copy in copies
+            if all(copy in self.copies.get(member, []) for member in copy[1])
+        }  # fmt: skip
+        assert whole or not self.outlived
+        kept = [copy for copy in own if copy == max(whole, default=None)] or own[-1:]
+        self.copies[worker] = [*kept[-1:], (generation.number, generation.workers)]
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["act"] * 6 + ["die", "die", "cut", "resize"]), st.integers(0, 7), st.integers(0, 1000)
+    ), max_size=50
+)  # fmt: skip
+
+
+def happens(run: Workers, event: str, number: int) -> None:
+    alive = sorted(run.alive)
+    if event == "die":
+        if len(run.holding) > 1 or (run.outlived and alive):
+            run.end(alive[number % len(alive)])
+    elif event == "cut":
+        run.changes.told(0, "cut", len(run.generations))
+    elif event == "resize":
+        run.changes.resize(1 + number % 4)
+    elif alive:
+        run.act(alive[number % len(alive)])
+
+
+@pytest.mark.soak
+@given(events=EVENTS, size=st.integers(1, 4))
+@settings(max_examples=SCHEDULES, deadline=None, derandomize=True)
+@pytest.mark.parametrize("waits", [0.0, 1.0, 1e9])
+@pytest.mark.parametrize("outlived", [False, True])
+def test_whatever_happens_those_that_are_left_come_together_again(
+    waits: float, outlived: bool, events: list[tuple[str, int, int]], size: int
+) -> None:
+    run = Workers(Elastic(waits, tries=10**6, outlived=outlived), size)
+    for event, number, milliseconds in events:
+        run.clock.now += milliseconds / 1000
+        happens(run, event, number)
+        run.supervise()
+        if run.failed:  # only because all that know how far the run is were gone
+            assert not run.holding & set(run.changes.workers)
+            return
+    for _ in range(200):
+        run.clock.now += 1.0
+        for worker in sorted(run.alive):
+            run.act(worker)
+        run.supervise()
+    assert run.alive == set(run.changes.workers)
+    assert len(run.alive) == run.changes._size
+    newest = len(run.generations)
+    assert all(run.joined[worker] == newest for worker in run.alive), run.joined
+    assert [generation.number for generation in run.generations] == list(range(1, newest + 1))
+
+
+def test_who_comes_when_training_has_ended_is_sent_away() -> None:
+    run = Workers(Elastic(), 2)
+    run.end(1)
+    run.supervise()
+    run.act(0)
+    run.act(2)  # ready
+    run.supervise()
+    assert run.told[2].workers == (0, 2)
+    run.changes.told(0, "outside", None)
+    run.supervise()
+    assert run.changes.workers == (0,)
+    assert run.alive == {0}
+    assert run.changes.wanted() is None
+
+
+def test_links_that_break_at_the_same_step_again_and_again_are_an_error() -> None:
+    run = Workers(Elastic(tries=2), 2)
+    for number in range(5):
+        run.changes.told(1, "cut", number)
+        run.clock.now += 1.0
+        run.supervise()
+        for worker in (0, 1):
+            if (generation := run.told.pop(worker, None)) is not None:
+                assert generation.workers == (0, 1)
+                run.changes.told(worker, "step", (generation.number, 7))
+    assert len(run.generations) == 3  # the first of them made a step
+    assert len(run.failures) == 3
+
+
+def ready(changes: Changes, worker: int) -> None:
+    """Let a worker come that was wanted."""
+    assert changes.wanted() is not None
+    changes.started(worker)
+    changes.told(worker, "ready", None)
+
+
+def named(changes: Changes) -> Generation:
+    """Return the generation that is named now."""
+    [generation] = [content for _, kind, content in changes.news() if kind == "generation"]
+    return generation
+
+
+def test_who_dies_before_it_has_taken_anything_over_leaves_what_the_one_before_it_left() -> None:
+    changes = Changes(Elastic(waits=10.0), 3, [])
+    for worker in range(3):
+        changes.told(worker, "inside", None)
+    assert changes.died(0, "killed")
+    ready(changes, 3)
+    assert named(changes).heirs == {3: (0,)}
+    assert changes.died(3, "killed")  # before it has said that it trains
+    ready(changes, 4)
+    assert named(changes).heirs == {4: (3, 0)}
+    assert changes.died(1, "killed")
+    ready(changes, 5)
+    assert named(changes).heirs == {4: (3, 0), 5: (1,)}  # the fourth has still not taken anything over
+    for worker in (2, 4, 5):
+        changes.told(worker, "step", (3, 7))
+    assert changes.died(4, "killed")
+    ready(changes, 6)
+    assert named(changes).heirs == {6: (4,)}
+
+
+def test_what_somebody_left_whose_place_nobody_takes_is_told_by_who_has_left_it() -> None:
+    clock = Clock()
+    changes = Changes(Elastic(waits=1.0), 3, [], clock)
+    for worker in range(3):
+        changes.told(worker, "inside", None)
+    assert changes.died(0, "killed")
+    ready(changes, 3)
+    assert named(changes).heirs == {3: (0,)}
+    assert changes.died(3, "killed")
+    clock.now += 2.0
+    generation = named(changes)
+    assert (generation.workers, generation.heirs, generation.gone) == ((1, 2), {}, ((2, (3, 0)),))
+
+
+def test_what_was_left_is_told_until_a_worker_has_gone_on() -> None:
+    clock = Clock()
+    changes = Changes(Elastic(), 4, [], clock)
+    for worker in range(4):
+        changes.told(worker, "inside", None)
+    assert changes.died(0, "killed")
+    assert named(changes).gone == ((1, (0,)),)
+    assert changes.died(1, "killed")  # while the others take over what worker 0 has left
+    generation = named(changes)
+    assert (generation.gone, generation.settled) == (((1, (0,)), (2, (1,))), 0)
+    changes.told(2, "step", (2, 7))
+    assert changes.died(3, "killed")
+    generation = named(changes)
+    assert (generation.gone, generation.settled) == (((3, (3,)),), 2)
+
+
+def test_a_worker_that_came_is_named_by_its_rank_as_long_as_it_has_one_and_after() -> None:
+    changes = Changes(Elastic(waits=60.0), 2, [])
+    for worker in (0, 1):
+        changes.told(worker, "inside", None)
+    assert [changes.rank_of(worker) for worker in (0, 1, 2)] == [0, 1, None]
+    for dying, coming in ((1, 2), (2, 3), (3, 4)):  # always rank 1, with the numbers 2, 3, 4
+        assert changes.died(dying, "killed")
+        assert changes.wanted() == 1
+        changes.started(coming)
+        changes.told(coming, "ready", None)
+        assert list(changes.news())
+        assert changes.workers == (0, coming)
+        assert [changes.rank_of(worker) for worker in (0, dying, coming)] == [0, 1, 1]
+        for worker in (0, coming):
+            changes.told(worker, "inside", None)
+            changes.told(worker, "step", (coming - 1, coming))

@@ -1,0 +1,121 @@
+"""The protocol of recovery under random schedules of deaths, all ranks in one process."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import fabricx as fx
+from fabricx.distributed.generations import Membership
+from fabricx.fault_tolerance.recovery import recover
+from fabricx.parameter_server.wire.messages import Granted
+from fabricx.testing import QUIET, Ledger
+from tests.process.test_recovery import Numbered
+from tests.soak import seeds
+
+from .simulated import Killed, Machine, Simulation, Summed, install
+
+SAMPLES, BATCH, EPOCHS, RANKS = 24, 6, 2, 3
+SCHEDULES = seeds(short=5, full=20)
+
+
+class Mortal(fx.Callback):
+    """Dies between any two hooks."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.machine.point("at the start of an epoch")
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.machine.point("before a forward")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.machine.point("after an update")
+
+    def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, number: int = 0) -> None:
+        self.machine.point("in a validation")
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.machine.point("at the end of an epoch")
+
+
+class Logged(Ledger):
+    """Logs the mean over an epoch, in which each sample has to count once, whoever has trained it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("epoch", torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1]), on_step=False, on_epoch=True)
+        return loss
+
+
+def parts(machine: Machine, samples: int, accumulate: int) -> tuple[fx.Trainer, fx.Module, Any]:
+    module = Logged(samples, BATCH)
+    trainer = fx.Trainer(
+        strategy=Summed(), max_epochs=EPOCHS, default_root_dir=machine.folder, callbacks=[Mortal(machine)],
+        accumulate_grad_batches=accumulate, num_sanity_val_steps=0, **QUIET,
+    )  # fmt: skip
+    trainer.run_dir = machine.folder
+    data, validation = Numbered(samples), DataLoader(Numbered(samples), 4)
+    loader = DataLoader(data, BATCH // RANKS, shuffle=True)
+    return trainer, module, (loader, validation)
+
+
+def train(folder: Path, seed: int, kills: int, waits: float, variant: tuple[int, int]) -> tuple[list[Any], Machine]:
+    folder.mkdir()
+    machine = Machine(random.Random(seed), kills, folder)
+    return Simulation(machine, lambda machine: parts(machine, *variant), RANKS, waits).run(), machine
+
+
+VARIANTS = [(24, 1), (23, 1), (22, 2)]  # samples, accumulated batches: with a last batch that is shorter, too
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("waits", [10.0, 0.0], ids=["replaced", "without"])
+def test_under_any_schedule_of_deaths_each_sample_is_trained_once_an_epoch(
+    waits: float, variant: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch)
+    [(reference, quiet), *_], _ = train(tmp_path / "quiet", 0, 0, waits, variant)
+    deaths = 0
+    for seed in SCHEDULES:
+        found, machine = train(tmp_path / str(seed), seed, 4, waits, variant)
+        deaths += len(machine.log)
+        for trainer, module in found:
+            assert trainer.global_step == reference.global_step
+            for mine, wanted in zip(module.parameters(), quiet.parameters(), strict=True):
+                assert torch.allclose(mine, wanted, atol=1e-5), (seed, machine.log)
+            # A step's loss is that of a rank's last piece of it, and fewer ranks cut it into other pieces.
+            for name in ("loss", "val", "epoch") if waits else ("val", "epoch"):
+                assert float(trainer.callback_metrics[name]) == pytest.approx(
+                    float(reference.callback_metrics[name]), rel=1e-4
+                ), (seed, name, machine.log)
+    assert deaths >= len(SCHEDULES)  # else nothing was tried
+
+
+def test_an_error_in_a_batch_that_was_dealt_to_a_rank_is_never_taken_for_a_cut_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(
+        "fabricx.fault_tolerance.recovery.membership", lambda: Membership(say=lambda *what: said.append(what))
+    )
+    monkeypatch.setattr("fabricx.fault_tolerance.recovery.ANSWER_S", 0.0)
+    monkeypatch.setattr("fabricx.fault_tolerance.recovery.NOTICE_S", 0.0)
+    trainer: Any = fx.Trainer(strategy="async_sgd", **QUIET)
+    trainer.strategy.dealer.lease = Granted(3)
+    with pytest.raises(ConnectionResetError):  # of a user's tracking server, for example
+        recover(trainer, ConnectionResetError("Connection reset by peer"))
+    assert not said
+
+
+def test_a_kill_is_nothing_that_fabricx_catches() -> None:
+    assert not issubclass(Killed, Exception)

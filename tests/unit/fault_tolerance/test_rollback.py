@@ -1,0 +1,159 @@
+"""Where the parts of a state come from, when machines are lost: from memory of the same one, or of another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fabricx.distributed.world import World
+from fabricx.fault_tolerance import memory_checkpoint, rollback
+from fabricx.strategies import FSDP
+
+
+class Meeting:
+    """What ranks tell each other, when all of them are threads."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=20)
+        self.told: list[Any] = [None] * size
+
+
+@dataclass(frozen=True)
+class Threads(World):
+    meeting: Any = None
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        self.meeting.told[self.rank] = obj
+        self.meeting.barrier.wait()
+        found = list(self.meeting.told)
+        self.meeting.barrier.wait()
+        return found
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        return self.gather_objects(obj)[src]
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        return tensor.copy_(self.gather_objects(tensor.clone())[src])
+
+    def shift(self, sent: Tensor, received: Tensor, by: int) -> None:
+        received.copy_(self.gather_objects(sent.clone())[self.rank - by])
+
+
+def together(root: Path, nodes: list[str], work: Callable[[Threads], Any], monkeypatch: Any) -> list[Any]:
+    """Let ranks do something, each on its machine, of which all have as many; returns what each returned."""
+    meeting, each = Meeting(len(nodes)), nodes.count(nodes[0])
+    own = threading.local()
+    monkeypatch.setattr(rollback, "membership", lambda: own.membership)
+
+    def run(rank: int) -> Any:
+        node = nodes[rank]
+        folder = root / node
+        folder.mkdir(exist_ok=True)
+        for slot in (rank % each, each + rank % each):
+            for place in range(memory_checkpoint.NEWEST):
+                memory_checkpoint.path_of(str(folder), slot, place).touch()
+        own.membership = SimpleNamespace(folder=str(folder), worker=rank, slot=rank % each, changes=False)
+        place = Threads(rank, len(nodes), rank % each, each, ord(node), meeting=meeting)
+        return work(place)
+
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        return list(pool.map(run, range(len(nodes))))
+
+
+def in_groups(groups: int) -> Callable[[int, int], list[int]]:
+    return FSDP(replicas=groups).replicas_of
+
+
+def state_of(step: int, shard: int) -> dict[str, Any]:
+    weights = torch.full((1000,), 10.0 * step + shard)
+    return {"strategy": weights, "word": f"{step} of {shard}", "state": {"step": step}}
+
+
+def copy_steps(*steps: int, groups: int = 1) -> Callable[[Threads], None]:
+    def work(world: Threads) -> None:
+        copier = rollback.Copier(world, in_groups(groups))
+        for step in steps:
+            state = state_of(step, world.rank % (world.size // groups))
+            copier.copies.make((step,), range(world.size), state)
+            assert copier._buddy is not None
+            copier._buddy.exchange(copier.copies, {"word": f"{step} of rank {world.rank}", "state": state["state"]})
+
+    return work
+
+
+def found(world: Threads, groups: int = 1) -> tuple[int, list[float]] | None:
+    """Return from which step this rank goes on, and what it gets."""
+    source = rollback._newest(world, in_groups(groups))
+    if source is None:
+        return None
+    assert all(source.words)
+    return source.step, [float(copy.tensor("strategy").unique()) for copy in source.parts(world)]
+
+
+@pytest.mark.parametrize("chunk", [1 << 26, 999])
+def test_a_lost_machine_s_part_comes_from_another(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(rollback, "CHUNK", chunk)
+    together(tmp_path, ["a", "a", "b", "b", "c", "c"], copy_steps(3, 4, 5), monkeypatch)
+    same = together(tmp_path, ["a", "a", "b", "b", "c", "c"], found, monkeypatch)
+    assert same == [(5, [50.0 + rank]) for rank in range(6)]
+    # b is lost; d comes, and torchrun gives the machines other numbers.
+    assert together(tmp_path, ["d", "d", "c", "c", "a", "a"], found, monkeypatch) == same
+    # Without d, four ranks have all six parts to divide.
+    fewer = together(tmp_path, ["c", "c", "a", "a"], found, monkeypatch)
+    assert fewer == [(5, [50.0, 51.0, 52.0, 53.0, 54.0, 55.0])] * 4
+    # A machine and its buddy are lost: some parts are nowhere.
+    assert together(tmp_path, ["d", "d", "e", "e", "a", "a"], found, monkeypatch) == [None] * 6
+
+
+def test_a_part_that_has_changed_is_taken_from_the_other_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together(tmp_path, ["a", "b"], copy_steps(1, 2), monkeypatch)
+    for path in (tmp_path / "a").glob("copy-0-*"):
+        content = bytearray(path.read_bytes())
+        content[memory_checkpoint.ALIGN + 100] ^= 1
+        path.write_bytes(content)
+    assert together(tmp_path, ["a", "b"], found, monkeypatch) == [(2, [20.0]), (2, [21.0])]
+    for path in (tmp_path / "b").glob("copy-1-*"):  # and the other one is half written
+        path.write_bytes(bytes(len(path.read_bytes())))
+    assert together(tmp_path, ["a", "b"], found, monkeypatch) == [None, None]
+
+
+def test_a_copy_that_its_buddy_hasn_t_yet_doesn_t_count_once_the_machine_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together(tmp_path, ["a", "b"], copy_steps(1, 2), monkeypatch)
+
+    def die_while_copying(world: Threads) -> None:
+        copier = rollback.Copier(world, in_groups(1))
+        copier.keep((2,))
+        copier.copies.make((3,), range(2), state_of(3, 0))
+
+    together(tmp_path, ["a", "b"], die_while_copying, monkeypatch)
+    assert together(tmp_path, ["a", "b"], found, monkeypatch) == [(3, [30.0]), (3, [30.0])]
+    assert together(tmp_path, ["a", "c"], found, monkeypatch) == [(2, [20.0]), (2, [21.0])]
+
+
+def test_a_replica_has_the_tensors_and_the_buddy_what_is_a_rank_s_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(world: Threads) -> tuple[int, list[float]] | None:
+        return found(world, groups=2)
+
+    together(tmp_path, ["a", "a", "b", "b"], copy_steps(1, 2, groups=2), monkeypatch)
+    sizes = {path.name[5]: path.stat().st_size for path in (tmp_path / "a").glob("copy-*-1")}
+    assert max(sizes["2"], sizes["3"]) < 1000 < 4000 < min(sizes["0"], sizes["1"])
+    same = [(2, [20.0]), (2, [21.0])] * 2
+    assert together(tmp_path, ["a", "a", "b", "b"], look, monkeypatch) == same
+    assert together(tmp_path, ["a", "a", "c", "c"], look, monkeypatch) == same  # b is lost, whose tensors a has
+    assert together(tmp_path, ["b", "b"], look, monkeypatch) == [(2, [20.0, 21.0])] * 2  # without c
+    assert together(tmp_path, ["c", "c", "d", "d"], look, monkeypatch) == [None] * 4

@@ -1,0 +1,83 @@
+"""torchrun and SLURM are recognised by their variables, and nothing else is."""
+
+from __future__ import annotations
+
+import os
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from fabricx.distributed.world import World
+from fabricx.launch import launch_store
+from fabricx.launch.cluster import address, detect, on_one_machine
+from fabricx.launch.launch_store import connect
+from fabricx.strategies import DDP, ParameterServer
+from fabricx.trainer import dispatch
+
+
+def test_nothing_is_detected_where_a_person_has_started_the_script() -> None:
+    assert detect({}) is None
+    assert detect({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+    assert detect({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_NAME": "interactive"}) is None
+
+
+def test_torchrun() -> None:
+    env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+    found = detect({**env, "MASTER_ADDR": "node0", "MASTER_PORT": "1234"})
+    assert found is not None
+    assert (found.rank, found.size, found.local_rank, found.local_size, found.node_rank) == (5, 8, 1, 4, 1)
+    assert address({"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}) == ("node0", 1234)
+
+
+def test_slurm() -> None:
+    env = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_NNODES": "2"}
+    found = detect(env)
+    assert found is not None
+    assert (found.rank, found.size, found.local_rank, found.local_size, found.node_rank) == (3, 4, 1, 2, 1)
+    for nodes, first in [("a1,a2", "a1"), ("gpu[07-09,12]", "gpu07"), ("n[3]", "n3"), ("host", "host")]:
+        assert address({"SLURM_JOB_NODELIST": nodes, "SLURM_JOB_ID": "77"}) == (first, 15077)
+
+
+def test_on_one_machine_the_store_of_the_first_rank_listens_on_the_loopback_interface(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "gpu07", "MASTER_PORT": str(port)}
+    listening: set[tuple[str, int]] = set()
+
+    def meet(store: Any, own: Any) -> tuple[Any, bytes]:
+        listening.update(
+            tuple(one.laddr) for one in psutil.Process(os.getpid()).net_connections("inet") if one.status == "LISTEN"
+        )
+        return store, b"k" * 32
+
+    monkeypatch.setattr(launch_store, "meet", meet)
+    world = connect(World(), env)
+    assert ("127.0.0.1", port) in listening
+    assert {address for address, where in listening if where == port} == {"127.0.0.1"}
+    assert len(world.secret) == 32
+    launch_store._CONNECTED.clear()
+
+
+def test_where_it_is_not_said_how_many_ranks_a_machine_has_there_may_be_others() -> None:
+    assert not on_one_machine({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.1.1"})
+    assert on_one_machine({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"})
+    assert on_one_machine({"SLURM_PROCID": "0", "SLURM_NNODES": "1"})
+    assert not on_one_machine({"SLURM_PROCID": "0", "SLURM_NNODES": "2"})
+
+
+def test_servers_on_several_machines_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_store, "connect", lambda place: place)
+    for servers in (1, 0):  # without servers workers exchange packed optimizers
+        served: Any = SimpleNamespace(strategy=ParameterServer(servers=servers))
+        with pytest.raises(ValueError, match="set FABRICX_KEY_FILE"):
+            dispatch._connected(served, World(size=2))
+    assert dispatch._connected(served, World(size=2, secret=b"k" * 32)).size == 2
+    collective: Any = SimpleNamespace(strategy=DDP())
+    assert dispatch._connected(collective, World(size=2)).size == 2

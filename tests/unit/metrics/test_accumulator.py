@@ -1,0 +1,226 @@
+"""Logged values are joined by weight; ranks that disagree are told so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from fabricx.distributed.world import World
+from fabricx.errors import RanksDisagree
+from fabricx.metrics.accumulator import Metrics, Series, as_value
+from fabricx.metrics.collector import Logbook
+
+CPU = torch.device("cpu")
+
+
+def series(reduction: Any = "mean", **flags: bool) -> Series:
+    given = {"on_step": True, "on_epoch": True, "bar": False, "to_logger": True, "local": False, **flags}
+    return Series(reduction, **given)
+
+
+def alone() -> Metrics:
+    return Metrics(lambda values, op: values, lambda obj: [obj], 1, CPU)
+
+
+def two_ranks(mine: Metrics, others: Sequence[Tensor], gathered: list[Any]) -> Metrics:
+    """A metrics object whose reductions meet the given tensors of one other rank."""
+    queue = list(others)
+
+    def reduce(values: Tensor, op: str) -> Tensor:
+        other = queue.pop(0).to(values.dtype)
+        return {"sum": values + other, "max": torch.maximum(values, other), "min": torch.minimum(values, other)}[op]
+
+    mine._reduce, mine._gather, mine._size = reduce, lambda obj: [obj, *((*one, {}) for one in gathered)], 2
+    return mine
+
+
+@pytest.mark.parametrize(("reduction", "expected"), [("mean", 2.5), ("sum", 4.0), ("max", 3.0), ("min", 1.0)])
+def test_an_epoch_adds_up_by_its_reduction(reduction: str, expected: float) -> None:
+    metrics = alone()
+    metrics.series["x"] = series(reduction)
+    metrics.series["x"].add(torch.tensor(1.0), 1, step=1)
+    metrics.series["x"].add(torch.tensor(3.0), 3, step=2)
+    assert metrics.joined(["x"], epoch=True)["x"].item() == expected
+
+
+def test_a_step_is_the_weighted_mean_of_its_microbatches() -> None:
+    metrics = alone()
+    metrics.series["x"] = series()
+    metrics.series["x"].add(7.0, 4, step=1)
+    metrics.series["x"].add(1.0, 1, step=2)
+    metrics.series["x"].add(2.0, 3, step=2)
+    assert metrics.joined(["x"], epoch=False)["x"].item() == 1.75
+
+
+def test_names_are_due_only_in_the_step_that_logged_them() -> None:
+    metrics = alone()
+    metrics.series["x"] = series()
+    metrics.series["x"].add(1.0, 1, step=3)
+    assert metrics.due(epoch=False, step=3) == ["x"]
+    assert metrics.due(epoch=False, step=4) == []
+
+
+def test_ranks_that_logged_different_names_are_listed() -> None:
+    metrics = alone()
+    metrics.series["loss"] = series()
+    metrics.series["loss"].add(1.0, 1, step=1, batch=1)
+    metrics = two_ranks(metrics, [torch.tensor([5, -5])], [(1, {"acc": series().way()}, {"acc": 1})])
+    with pytest.raises(RanksDisagree, match=r"rank 0: 'loss'\n  rank 1: 'acc'"):
+        metrics.joined(["loss"], epoch=True, batches=1)
+
+
+@pytest.mark.parametrize("batches", [0, 2])
+def test_a_rank_learns_names_that_others_logged_first_in_a_later_batch_and_changes_no_value(batches: int) -> None:
+    metrics = alone()
+    gathered = [(3, {"loss": series().way()}, {"loss": batches + 1})]
+    metrics = two_ranks(metrics, [torch.tensor([5, -5]), torch.tensor([[6.0, 3.0]])], gathered)
+    assert metrics.joined([], epoch=True, batches=batches)["loss"].item() == 2.0
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_rank_that_had_the_batch_or_the_hook_in_which_others_logged_has_to_log_too(first: int) -> None:
+    metrics = two_ranks(alone(), [torch.tensor([5, -5])], [(3, {"loss": series().way()}, {"loss": first})])
+    with pytest.raises(RanksDisagree, match=r"rank 0: nothing\n  rank 1: 'loss'"):
+        metrics.joined([], epoch=True, batches=2)
+
+
+def test_a_series_knows_in_which_batch_its_step_and_its_epoch_began() -> None:
+    book = logbook()
+    for batch, step in ((2, 1), (3, 2)):
+        log(book, 1.0)
+        book.begin_batch(None, 1, step)
+        assert book.series("x").epoch_batch == 1, batch
+    log(book, 1.0)
+    assert book.series("x").step_batch == 3
+    book.end_batch()
+    book.metrics.forget_epoch()
+    assert book.series("x").epoch_batch == math.inf
+
+
+def test_only_one_number_can_be_logged() -> None:
+    with pytest.raises(ValueError, match=r"shape \(2,\)"):
+        as_value(torch.zeros(2), "x", CPU)
+    with pytest.raises(ValueError, match="str"):
+        as_value("high", "x", CPU)
+    assert as_value(torch.ones(1), "x", CPU).dim() == 0
+
+
+def logbook() -> Logbook:
+    """Return a logbook in the middle of a training batch of 1024 samples."""
+    found = Logbook(cast(Any, SimpleNamespace(reduce=None, world=World(), dealer=None, module=None)), training=True)
+    found.begin_batch(None, 1024, step=1)
+    return found
+
+
+def log(to: Logbook, value: Any, **options: Any) -> None:
+    given = {"on_step": None, "on_epoch": True, "reduce_fx": "mean", "joined": True, **options}
+    to.log(
+        "x", value, False, True, given["on_step"], given["on_epoch"], given["reduce_fx"], None, True, given["joined"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (torch.tensor(100.0, dtype=torch.float16), 100.0),  # 100 x 1024 is more than float16 holds
+        (torch.tensor(1.0, dtype=torch.bfloat16), 1.0),  # its sums stop growing at 256 times what is added
+        (torch.tensor(100, dtype=torch.uint8), 100.0),
+        (torch.tensor(True), 1.0),
+    ],
+    ids=["float16", "bfloat16", "uint8", "bool"],
+)
+def test_sums_do_not_depend_on_the_precision_of_what_is_logged(value: Tensor, expected: float) -> None:
+    book = logbook()
+    for _ in range(600):
+        log(book, value)
+    assert book.step_values(1)["x"].item() == expected
+    assert book.epoch_values()["x"].item() == expected
+
+
+def test_whole_numbers_are_added_up_exactly() -> None:
+    book = logbook()
+    for value in (2**24, 1, 1, 1):  # float32 has no 2**24 + 1
+        log(book, torch.tensor(value), reduce_fx="sum")
+    assert book.metrics.series["x"].total.item() == 2**24 + 3
+
+
+@pytest.mark.parametrize(
+    "options", [{"reduce_fx": "max"}, {"on_epoch": False}, {"joined": False}, {"on_step": False}], ids=str
+)
+def test_one_name_is_not_logged_in_two_ways(options: dict[str, Any]) -> None:
+    book = logbook()
+    log(book, 1.0)
+    log(book, 2.0)
+    with pytest.raises(ValueError, match=r"self.log\('x', ...\) is called twice in different ways.*another name"):
+        log(book, 3.0, **options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_mean_over_batches_takes_no_value_from_between_them(reduction: str) -> None:
+    book = logbook()
+    log(book, 1.0, on_step=False, reduce_fx=reduction)
+    book.end_batch()
+    if reduction == "sum":
+        log(book, 2.0, on_step=False, reduce_fx=reduction)
+        assert book.epoch_values()["x"].item() == 3.0
+        return
+    with pytest.raises(ValueError, match="within a batch and between batches"):
+        log(book, 2.0, on_step=False, reduce_fx=reduction)
+
+
+def votes_of(way: tuple[Any, ...]) -> Tensor:
+    """What a rank gives before it joins a value that it has logged in some way."""
+    votes: list[Tensor] = []
+    other = alone()
+    other.series["x"] = Series.of_kind(way[:6])
+    other.series["x"].inside = way[6]
+    other.series["x"].add(1.0, 1, step=1)
+    other._reduce, other._size = lambda values, op: (votes.append(values.clone()), values)[1], 2  # type: ignore
+    other.joined(["x"], epoch=True)
+    return votes[0]
+
+
+@pytest.mark.parametrize(
+    ("reduction", "flags", "inside", "told"),
+    [
+        ("max", {}, True, "rank 1: reduce_fx=max, on_step=True, on_epoch=True"),
+        ("mean", {"on_step": False}, True, "rank 1: reduce_fx=mean, on_step=False, on_epoch=True"),
+        ("mean", {}, False, "rank 1: reduce_fx=mean, on_step=True, on_epoch=True, between batches"),
+        ("mean", {}, None, ""),
+        ("mean", {"bar": True}, True, ""),
+    ],
+)
+def test_ranks_that_log_a_name_in_different_ways_are_told_so(
+    reduction: str, flags: dict[str, bool], inside: bool | None, told: str
+) -> None:
+    mine, other = alone(), series(reduction, **flags)
+    mine.series["x"], other.inside = series("mean"), inside
+    mine.series["x"].inside = True
+    mine.series["x"].add(1.0, 1, step=1)
+    values = [votes_of(other.way()), torch.tensor([[3.0, 1.0]])]
+    joined = two_ranks(mine, values, [(1, {"x": other.way()}, {"x": 1})])
+    if not told:
+        assert joined.joined(["x"], epoch=True)["x"].item() == 2.0
+        return
+    with pytest.raises(RanksDisagree, match=f"'x' in different ways.*\n  rank 0: reduce_fx=mean.*\n  {told}"):
+        joined.joined(["x"], epoch=True)
+
+
+def test_a_value_of_the_main_rank_alone_needs_no_other_rank_to_log_it() -> None:
+    mine = alone()
+    mine.series["x"], mine.series["y"] = series(local=True), series()
+    for name in ("x", "y"):
+        mine.series[name].add(3.0, 1, step=1)
+    other = alone()
+    other.series["y"] = mine.series["y"]
+    votes: list[Tensor] = []
+    other._reduce, other._size = lambda values, op: (votes.append(values.clone()), values)[1], 2  # type: ignore
+    other.joined(["y"], epoch=True)
+    values = two_ranks(mine, votes, []).joined(["x", "y"], epoch=True)
+    assert (values["x"].item(), values["y"].item()) == (3.0, 3.0)

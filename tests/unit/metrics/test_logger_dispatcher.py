@@ -1,0 +1,113 @@
+"""A full disk costs rows, not the run; what has happened meanwhile is written when there is room."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fabricx as fx
+from fabricx import checkpoint
+from fabricx.callbacks import ModelCheckpoint
+from fabricx.checkpoint import sharded_tensors
+from fabricx.core.logger import Ending, Logger
+from fabricx.loggers import CSVLogger, JSONLogger
+from fabricx.metrics.logger_dispatcher import Scribe
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+
+class Tight(Logger):
+    """Has no room between two steps."""
+
+    def __init__(self, full: range, number: int = errno.ENOSPC) -> None:
+        self.full, self.number = full, number
+        self.rows: list[int] = []
+        self.texts: list[tuple[str, int]] = []
+        self.opened = self.closed = self.step = 0
+
+    def open(self, run_dir: Path) -> None:
+        self.opened += 1
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.step = step
+        self._write()
+        self.rows.append(step)
+
+    def log_text(self, name: str, text: str, step: int = 0) -> None:
+        self._write()
+        self.texts.append((name, step))
+
+    def _write(self) -> None:
+        if self.step in self.full:
+            raise OSError(self.number, os.strerror(self.number))
+
+    def close(self, status: Ending = "success") -> None:
+        self.closed += 1
+
+
+def test_rows_without_room_are_lost_and_events_are_kept(tmp_path: Path) -> None:
+    tight, wide = Tight(range(2, 4)), Tight(range(0))
+    scribe = Scribe([tight, wide], tmp_path)
+
+    def log(step: int) -> None:
+        scribe.each(lambda logger: logger.log_metrics({}, step))
+
+    log(0)
+    log(1)
+    with pytest.warns(UserWarning, match="disk is full"):
+        log(2)
+    scribe.event("restart", "rank 1", 9)
+    for step in (3, 4, 5):
+        log(step)  # without another warning
+    assert (tight.rows, wide.rows) == ([0, 1, 4, 5], list(range(6)))
+    assert tight.texts == wide.texts == [("events/restart", 9)]
+    assert tight.opened == tight.closed + 1
+
+
+def test_another_error_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="Input/output"):
+        Scribe([Tight(range(1), errno.EIO)], tmp_path).each(lambda logger: logger.log_metrics({}, 0))
+
+
+@pytest.mark.parametrize(("kind", "name"), [(CSVLogger, "metrics.csv"), (JSONLogger, "metrics.jsonl")])
+def test_a_row_that_was_cut_off_is_dropped(tmp_path: Path, kind: Any, name: str) -> None:
+    for step in (1, 2):
+        logger = kind()
+        logger.open(tmp_path)
+        logger.log_metrics({"loss": 0.5}, step)
+        logger.close()
+        whole = (tmp_path / name).read_bytes()
+        with (tmp_path / name).open("ab") as file:
+            file.write(b'3,0.2,"{')
+    logger.open(tmp_path)
+    logger.close()
+    assert (tmp_path / name).read_bytes() == whole
+
+
+def test_training_goes_on_with_a_full_disk_and_saves_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = sharded_tensors.write
+    calls: list[Path] = []
+
+    def twice_without_room(path: Path, tensors: Any) -> Any:
+        calls.append(path)
+        if len(calls) in (2, 3):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, tensors)
+
+    monkeypatch.setattr(sharded_tensors, "write", twice_without_room)
+    saver, logger = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=1), Tight(range(0))
+    options = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path, "callbacks": [saver]}
+    trainer = fx.Trainer(max_steps=8, **{**options, "logger": logger})
+    with pytest.warns(UserWarning, match="the disk is full") as warned:
+        trainer.fit(TinyModule(), tiny_loader())
+    assert trainer.global_step == 8
+    assert len([one for one in warned if "step=4.ckpt" in str(one.message)]) == 1
+    assert logger.texts[-2:] == [("events/checkpoint", 4), ("events/checkpoint", 6)]
+    assert [path.name for path in checkpoint.list_committed(tmp_path)] == ["step=8.ckpt"]
+    assert saver.best_model_path == str(tmp_path / "step=8.ckpt")

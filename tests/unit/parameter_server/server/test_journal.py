@@ -1,0 +1,50 @@
+"""Each lease is used once by each server, whoever dies and whenever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.soak import seeds
+from tests.unit.parameter_server.faulty import Faulty
+
+SCHEDULES = seeds(short=12, full=96)
+
+MODES: dict[str, dict[str, Any]] = {
+    "arrival": {"aggregate": False},
+    "a bound by version": {"aggregate": False, "max_staleness": 1, "bound": "version"},
+    "a bound by clock": {"aggregate": False, "max_staleness": 1, "bound": "clock"},
+    "whole batches": {"aggregate": True, "max_staleness": 1},
+    "one server": {"aggregate": False, "servers": 1},
+    "too old ones are dropped": {"aggregate": False, "servers": 1, "max_staleness": 1, "bound": "version",
+                                 "on_stale": "drop"},
+    "backup workers": {"backup": 1, "servers": 1},
+    "three servers": {"aggregate": False, "servers": 3},
+    "compressed weights": {"aggregate": False, "pull_compression": "bf16"},
+    "rounds": {"aggregate": False, "every": 3},
+    "rounds with compressed weights": {"aggregate": False, "every": 2, "pull_compression": "bf16"},
+}  # fmt: skip
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", MODES)
+def test_each_lease_is_in_the_weights_once(mode: str, tmp_path: Path) -> None:
+    for seed in SCHEDULES:
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        run = Faulty(seed, folder, **MODES[mode])
+        for values in run.run():
+            times = (values > 0).float() if run.settings.backup else values  # those updates are means
+            assert torch.equal(times, torch.ones_like(times)), (seed, run.log, values)
+        server = run.servers[0]
+        assert server.trained == 2 * run.leases
+        if run.settings.orders_updates:
+            assert max(server.counts.staleness) <= (run.settings.max_staleness or 0), (seed, run.log)
+
+
+def test_a_worker_that_was_away_does_not_hold_the_turn_for_ever(tmp_path: Path) -> None:
+    """Its link ended while it computed, so that its lease went to another worker, and others had begun since."""
+    assert Faulty(42, tmp_path, **MODES["a bound by version"]).run()

@@ -1,0 +1,51 @@
+"""What a server tells of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fabricx.parameter_server.server.records import Told
+from fabricx.parameter_server.wire.messages import Counts
+from fabricx.telemetry import events
+from fabricx.telemetry.reader import Files
+
+
+def test_a_server_tells_what_has_come_since_the_last_time(tmp_path: Path) -> None:
+    told = Told(tmp_path, 2, traces=True)
+    told.tell(Counts(1, 0, {0: 3, 1: 1}, 0, 8, 4))
+    told.applied(0, 1.0)
+    told.applied(1, 1.5)
+    told.applied(0, 2.0)
+    told.tell(Counts(3, 0, {0: 3, 1: 1, 4: 2}, 0, 10, 7))
+    told.tell(Counts(3, 0, {0: 3, 1: 1, 4: 2}, 0, 10, 7))  # nothing has come
+    told.end()
+    first, second, applied = Files(tmp_path).new()
+    assert (first["queue"], first["staleness"]) == (0.5, 0.25)
+    assert (second["queue"], second["staleness"], second["messages"]) == (1.5, 4.0, 2)
+    assert [one[:3] for one in applied["applied"]] == [[0, 1, 1.0], [1, 1, 1.5], [0, 2, 2.0]]
+    assert {first["who"], second["who"], applied["who"]} == {"server2"}
+
+
+def test_a_worker_that_comes_again_counts_from_one(tmp_path: Path) -> None:
+    told = Told(tmp_path, 0, traces=True)
+    told.applied(0, 1.0)
+    told.joined(0)
+    told.applied(0, 2.0)
+    told.tell(Counts(messages=1))
+    told.end()
+    [applied] = [record for record in Files(tmp_path).new() if record["kind"] == "applied"]
+    assert [one[1] for one in applied["applied"]] == [1, 1]
+
+
+def test_a_server_without_room_for_records_serves_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*anything: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(events.os, "open", full)
+    with pytest.warns(UserWarning, match="the records of a server will be missing"):
+        told = Told(tmp_path, 0, traces=True)
+    told.applied(0, 1.0)
+    told.tell(Counts(messages=1))
+    told.end()

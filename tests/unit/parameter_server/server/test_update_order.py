@@ -1,0 +1,58 @@
+"""No gradient becomes staler than the bound, and no worker waits for its turn for ever."""
+
+from __future__ import annotations
+
+from fabricx.parameter_server.server.update_order import UpdateOrder
+
+
+def ordered(bases: dict[int, int], bound: int = 1) -> UpdateOrder:
+    order = UpdateOrder(ordered=True, bound=bound)
+    for worker, version in bases.items():
+        order.begins(worker, version)
+    return order
+
+
+def test_no_more_workers_compute_than_the_bound_has_room_for() -> None:
+    order = ordered({0: 0, 1: 0})
+    assert not order.may_begin(2)
+    assert order.may_begin(1)  # it asks again, after its server was started again
+
+
+def test_an_early_update_waits_for_the_gradient_that_it_would_make_too_old() -> None:
+    order = ordered({0: 0, 1: 1})
+    assert not order.may_push(1, 1)
+    assert order.may_push(0, 1)
+    assert order.pushed(0) == 0
+    assert order.may_push(1, 2)
+
+
+def test_a_turn_is_one_workers_until_its_gradient_has_come() -> None:
+    order = ordered({0: 0, 1: 0})
+    order.take_turn(1)
+    assert order.may_take_turn(1, 0)
+    assert not order.may_take_turn(0, 0)
+    order.pushed(1)
+    assert order.may_take_turn(0, 1)
+
+
+def test_the_turn_of_a_worker_that_has_left_is_free() -> None:
+    order = ordered({0: 0, 1: 0})
+    order.take_turn(1)
+    order.left(1)
+    assert order.may_take_turn(0, 0)
+
+
+def test_a_worker_that_was_away_has_no_place_and_waits_for_none() -> None:
+    order = ordered({0: 1, 1: 1})  # two compute, so that a third gradient would make one of theirs too old
+    order.left(2)
+    assert not order.has_place(2)
+    assert order.may_push(2, 1)
+
+
+def test_without_a_bound_none_waits() -> None:
+    order = UpdateOrder()
+    assert order.has_place(0)
+    for worker in range(9):
+        assert order.may_begin(worker)
+        order.begins(worker, 0)
+    assert order.may_push(8, 100)

@@ -1,0 +1,126 @@
+"""Who sits between two machines can read what they tell a run's store, and change, repeat or add nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch.distributed as dist
+
+from fabricx.distributed.authentication import KEY_BYTES, TAG_BYTES
+from fabricx.distributed.store import PrivateStore
+from fabricx.distributed.store_server import StoreServer
+
+KEY = b"k" * 32
+TO_SERVER, TO_CLIENT = "to server", "to client"
+Change = Callable[[str, int, bytes], list[bytes]]  # of the n-th message in a direction: what goes on in its place
+
+
+def exactly(peer: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = peer.recv(size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data
+
+
+def passes_on(direction: str, source: socket.socket, target: socket.socket, change: Change) -> None:
+    """Pass on what a side says; its proof, which comes first, as it is."""
+    with contextlib.suppress(OSError, EOFError):
+        for size in (KEY_BYTES, TAG_BYTES):
+            target.sendall(exactly(source, size))
+        number = 0
+        while True:
+            message = exactly(source, int.from_bytes(exactly(source, 4), "big"))
+            for changed in change(direction, number, message):
+                target.sendall(len(changed).to_bytes(4, "big") + changed)
+            number += 1
+    for end in (source, target):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def man_in_the_middle(port: int, change: Change) -> Iterator[int]:
+    """Listen, and pass on to a port; yields where."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        threads: list[threading.Thread] = []
+        sockets: list[socket.socket] = [listener]
+
+        def run() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    client = stack.enter_context(listener.accept()[0])
+                    server = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                    sockets.extend([client, server])
+                    for ends in ((TO_SERVER, client, server), (TO_CLIENT, server, client)):
+                        threads.append(threading.Thread(target=passes_on, args=(*ends, change)))
+                        threads[-1].start()
+
+        threads.append(threading.Thread(target=run))
+        threads[0].start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            for one in sockets:
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join()
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+CHANGES: dict[str, Change] = {
+    "a byte of a request": lambda way, n, data: [flipped(data, -1) if (way, n) == (TO_SERVER, 1) else data],
+    "a byte of its tag": lambda way, n, data: [flipped(data, 0) if (way, n) == (TO_SERVER, 1) else data],
+    "a byte of an answer": lambda way, n, data: [flipped(data, -1) if (way, n) == (TO_CLIENT, 1) else data],
+    "repeated": lambda way, n, data: [data] * (2 if (way, n) == (TO_SERVER, 0) else 1),
+}
+
+
+def add_thrice(store: PrivateStore) -> None:
+    for _ in range(3):
+        store.add("a", 1)
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_change_on_the_way_ends_the_connection_and_changes_no_value(kind: str) -> None:
+    server = StoreServer(None, KEY)
+    try:
+        with man_in_the_middle(server.port, CHANGES[kind]) as port:
+            store = PrivateStore(("127.0.0.1", port), KEY)
+            with pytest.raises(dist.DistNetworkError, match="connection to the run's store was lost"):
+                add_thrice(store)
+    finally:
+        server.close()
+    assert server._values == {"a": b"2" if kind == "a byte of an answer" else b"1"}
+
+
+def test_what_was_recorded_of_one_connection_is_refused_in_another() -> None:
+    server, recorded = StoreServer(None, KEY), []
+
+    def record(direction: str, number: int, message: bytes) -> list[bytes]:
+        if direction == TO_SERVER:
+            recorded.append(message)
+        return [message]
+
+    def replay(direction: str, number: int, message: bytes) -> list[bytes]:
+        return [recorded[0]] if direction == TO_SERVER else [message]
+
+    try:
+        with man_in_the_middle(server.port, record) as port:
+            PrivateStore(("127.0.0.1", port), KEY).add("a", 1)
+        with man_in_the_middle(server.port, replay) as port, pytest.raises(dist.DistNetworkError):
+            PrivateStore(("127.0.0.1", port), KEY).add("b", 1)
+    finally:
+        server.close()
+    assert server._values == {"a": b"1"}

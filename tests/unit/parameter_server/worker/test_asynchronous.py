@@ -1,0 +1,38 @@
+"""What workers at their own pace have in common where they meet."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fabricx.parameter_server.optimizer_parts import groups_of
+from fabricx.parameter_server.wire.messages import Counts, Settings
+from fabricx.parameter_server.worker.asynchronous import Apart
+
+
+def worker(rate: float) -> tuple[Apart, torch.optim.Optimizer]:
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))]
+    groups: list[Any] = [{"params": [parameters[0]]}, {"params": [parameters[1]], "lr": 7.0}]
+    optimizer = torch.optim.SGD(groups, lr=rate)
+    pace = Apart(Settings(2))
+    client: Any = SimpleNamespace(counts=lambda: [Counts(), Counts(conflicts=1)])
+    pace.begin(SimpleNamespace(size=2), client, parameters, [optimizer])  # type: ignore[arg-type]
+    return pace, optimizer
+
+
+def test_hyperparameters_are_those_of_the_newest_update() -> None:
+    (behind, own), (_, ahead) = worker(0.1), worker(0.2)
+    told = [(4, groups_of([own])), (5, groups_of([ahead])), (-1, groups_of([own]))]
+    behind.world.gather_objects = lambda value: told  # type: ignore[method-assign]
+    behind.join_hyperparameters()
+    assert [group["lr"] for group in own.param_groups] == [0.2, 7.0]
+    assert [len(group["params"]) for group in own.param_groups] == [1, 1]
+
+
+def test_workers_that_disagree_are_an_error_when_they_meet() -> None:
+    with pytest.raises(RuntimeError, match=r"self\.global_step alone.*scheduler"):
+        worker(0.1)[0].meet()

@@ -1,0 +1,41 @@
+"""What was logged counts exactly when the gradient that it came with is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fabricx.distributed.metric_sums import merge_sums
+from fabricx.parameter_server.worker.logged_sums import Logged
+
+
+def sums(value: float, how: str = "mean") -> dict[str, Any]:
+    return {"a": [[how], value, 2]}
+
+
+def test_values_of_a_gradient_that_is_dropped_do_not_count() -> None:
+    logged = Logged()
+    logged.open(0)
+    logged.add(0, (sums(1.0), {}), used=True)
+    logged.add(0, (sums(10.0), sums(2.0)), used=False)  # 2.0 is of the first gradient
+    logged.add(0, (sums(100.0), sums(20.0)), used=True)  # 20.0 of the second
+    logged.add(1, (sums(1000.0), {}), used=True)
+    assert logged.of(0)["a"][1:] == [1103.0, 8]
+
+
+def test_a_section_can_be_asked_for_until_the_one_after_the_next_begins() -> None:
+    logged = Logged()
+    for section in (0, 1):
+        logged.open(section)
+        logged.add(0, (sums(float(section)), {}), used=True)
+    assert [logged.of(section)["a"][1] for section in (0, 1)] == [0.0, 1.0]
+    logged.open(2)
+    assert [logged.of(section) for section in (0, 2)] == [{}, {}]
+
+
+@pytest.mark.parametrize(("how", "expected"), [("mean", 5.0), ("sum", 5.0), ("max", 3.0), ("min", 2.0)])
+def test_sums_are_merged_as_their_kind_says(how: str, expected: float) -> None:
+    first = sums(2.0, how)
+    assert merge_sums(first, sums(3.0, how))["a"][1:] == [expected, 4]
+    assert first == sums(2.0, how)
