@@ -206,6 +206,7 @@ class _Workers:
         for sentinel, rank in sentinels.items():
             if sentinel in ready:
                 self._receive(rank, self._controls.get(rank))  # its last words, said just before
+                self._receive_from_others(rank)
                 process = self._processes.pop(rank)
                 process.join()
                 _end_children(process)
@@ -311,7 +312,7 @@ class _Workers:
         for worker in self._dead:
             self._controls[rank].send(("died", worker))
 
-    def _receive(self, rank: int, control: Connection | None) -> None:
+    def _receive(self, rank: int, control: Connection | None, *, ends: bool = True) -> None:
         if control is None:
             return
         try:
@@ -326,11 +327,19 @@ class _Workers:
                     self._watch.over(rank)
                 elif kind != "failure":
                     assert self._changes is not None
+                    if kind == "outside" and ends:
+                        self._receive_from_others(rank)
                     self._changes.told(rank, kind, content)
                 elif self._changes is None or not self._changes.could_not_join(rank, content.traceback):
                     self._failures.append(content)
         except (EOFError, OSError):
             self._controls.pop(rank).close()
+
+    def _receive_from_others(self, rank: int) -> None:
+        """Read what other ranks sent before the end of a rank: it has ended because they have begun."""
+        for other, control in list(self._controls.items()):
+            if other != rank:
+                self._receive(other, control, ends=False)
 
     def _gather(self) -> None:
         """Wait a moment for the reports of other ranks: the first to report need not be the first that failed."""

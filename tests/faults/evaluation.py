@@ -51,7 +51,7 @@ class Evaluates(Drawing):
     """Notes samples, and lets the fault happen in the second batch, once."""
 
     def __init__(self, cell: Evaluation, mark: Path) -> None:
-        super().__init__(norm=cell.way != "reproducible")
+        super().__init__(of_rank=cell.way != "reproducible")
         self.cell, self.mark = cell, mark
 
     def _batch(self, batch: Any, batch_idx: int) -> torch.Tensor:

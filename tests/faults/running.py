@@ -88,13 +88,13 @@ class Drawing(Ledger):
     """A ledger whose layer sees dropout and noise, so that other random numbers are other weights.
 
     Args:
-        norm: with batch normalisation.
+        of_rank: with state that depends on the rank: batch normalisation, a generator of the module's own.
     """
 
-    def __init__(self, norm: bool) -> None:
+    def __init__(self, of_rank: bool) -> None:
         super().__init__(SAMPLES, BATCH)
-        self.norm: nn.Module = nn.BatchNorm1d(6) if norm else nn.Identity()
-        self.generator_of_its_own = torch.Generator().manual_seed(5)
+        self.norm: nn.Module = nn.BatchNorm1d(6) if of_rank else nn.Identity()
+        self.generator_of_its_own = torch.Generator().manual_seed(5) if of_rank else None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         noisy = nn.functional.dropout(self.norm(batch[0]), 0.3) + 0.1 * draw()
@@ -263,7 +263,7 @@ def fit(cell: Cell, folder: Path, *, calm: bool, resume: bool = False) -> tuple[
     folder.mkdir(exist_ok=True)
     (folder / "supervisor").write_text(str(os.getpid()))
     torch.manual_seed(3)
-    module = Drawing(norm=cell.way != "reproducible")  # which refuses it
+    module = Drawing(of_rank=cell.way != "reproducible")  # which refuses it
     saver = ModelCheckpoint(folder / "saved", every_n_train_steps=3, save_last=True)
     faults: list[Any] = [] if calm or resume else [Happens(cell, folder)]
     if faults and cell.fault == "again":

@@ -244,8 +244,7 @@ def test_a_process_that_loads_data_may_die(tmp_path: Path) -> None:
     data = DiesOnce(tmp_path / "died")
     module, trainer = train(DDP(), [], tmp_path, recovery=recovery, data=data, num_workers=1)
     assert exact(module)
-    assert "DataLoader worker" in trainer.failures[0]
-    assert len(trainer.failures) == 1
+    assert any("DataLoader worker" in failure for failure in trainer.failures)  # the other rank may report first
 
 
 class Pauses(Ledger):

@@ -1,0 +1,35 @@
+"""The order in which the supervisor takes the messages of ranks."""
+
+from __future__ import annotations
+
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+
+from fabricx.launch.supervisor import _Workers
+
+
+class Notes:
+    """Notes the messages that membership changes take."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[int, str]] = []
+
+    def told(self, worker: int, kind: str, content: Any) -> None:
+        self.messages.append((worker, kind))
+
+
+@pytest.mark.parametrize("ended", [0, 1])
+def test_the_end_of_a_rank_is_taken_after_what_others_sent_before(ended: int) -> None:
+    workers: Any = object.__new__(_Workers)
+    pipes = [Pipe() for _ in range(2)]
+    workers._changes, workers._controls = Notes(), {rank: end for rank, (end, _) in enumerate(pipes)}
+    begun = 1 - ended
+    pipes[begun][1].send(("inside", None))
+    pipes[ended][1].send(("outside", None))
+    workers._receive(ended, workers._controls[ended])
+    assert workers._changes.messages == [(begun, "inside"), (ended, "outside")]
+    for ends in pipes:
+        for end in ends:
+            end.close()
