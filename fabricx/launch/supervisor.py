@@ -332,8 +332,8 @@ class _Workers:
                     self._changes.told(rank, kind, content)
                 elif self._changes is None or not self._changes.could_not_join(rank, content.traceback):
                     self._failures.append(content)
-        except (EOFError, OSError):
-            self._controls.pop(rank).close()
+        except (EOFError, OSError):  # it may have been closed while others were read
+            self._controls.pop(rank, control).close()
 
     def _receive_from_others(self, rank: int) -> None:
         """Read what other ranks sent before the end of a rank: it has ended because they have begun."""

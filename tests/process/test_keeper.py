@@ -18,7 +18,7 @@ NAMES = ["copy-0-0", "copy-0-1"]
 WORKER = """
 import os, sys
 from pathlib import Path
-from fabricx.launch import keeper
+from fabricx.fault_tolerance import memory_holder as keeper
 print(keeper.start(Path(sys.argv[1]), sys.argv[2:]))
 """
 

@@ -466,7 +466,7 @@ import os, signal, sys, torch
 import fabricx as fx
 from torch.utils.data import DataLoader
 from fabricx.callbacks import FaultRecovery
-from fabricx.launch import keeper
+from fabricx.fault_tolerance import memory_holder as keeper
 from fabricx.strategies import FSDP
 from fabricx.testing import QUIET, Ledger, kill
 from tests.process.test_recovery import BATCH, EPOCHS, SAMPLES, Numbered
