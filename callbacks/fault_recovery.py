@@ -185,11 +185,11 @@ class FaultRecovery(Callback):
         step = self._step_saved = trainer.global_step  # it can be begun from there
         self._looked, self._next, self._measured = (step, time.monotonic()), step + _FIRST, False
         if trainer.failures:
-            trainer.scribe.rewind(step)
+            trainer.logger_dispatcher.rewind(step)
             text = f"started again from step {step}: {trainer.failures[-1]}"
             seconds = time.time() - trainer.failed_at if trainer.failed_at else 0.0
             again = max(0, trainer.step_reached - step)
-            trainer.scribe.event("recovery", text, step, steps_again=again, seconds=seconds)
+            trainer.logger_dispatcher.event("recovery", text, step, steps_again=again, seconds=seconds)
 
     def _look_at_gradients(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
         optimizers = [optimizer]
@@ -209,7 +209,7 @@ class FaultRecovery(Callback):
             where = ", ".join(names) or "another rank"
             _forget_copies(trainer)
             raise FloatingPointError(f"step {trainer.global_step}: the gradient isn't finite in {where}")
-        trainer.scribe.event("bad gradient", "not finite: the update was skipped", trainer.global_step)
+        trainer.logger_dispatcher.event("bad gradient", "not finite: the update was skipped", trainer.global_step)
         trainer.strategy.drop_gradients(parameters)
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -234,7 +234,7 @@ class FaultRecovery(Callback):
                 lost = ["what they had added to torchmetrics objects in an epoch", *lost]
             if lost:
                 text += f"; of workers that died may be lost: {', '.join(lost)}"
-            trainer.scribe.event("recovery", text, trainer.global_step)
+            trainer.logger_dispatcher.event("recovery", text, trainer.global_step)
             trainer.print(text)
 
     def _due(self, trainer: Trainer) -> bool:
@@ -325,8 +325,8 @@ def _compare(trainer: Trainer, module: Module) -> None:
 
 def _forget_copies(trainer: Trainer) -> None:
     """Let nobody go on from what is wrong; all ranks do."""
-    if trainer.copier is not None:
-        trainer.copier.forget()
+    if trainer.memory_checkpointer is not None:
+        trainer.memory_checkpointer.forget()
 
 
 def _bits(tensors: Iterable[Tensor]) -> int:

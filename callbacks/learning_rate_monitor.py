@@ -116,4 +116,4 @@ class LearningRateMonitor(Callback):
             self.lrs.setdefault(name, []).append(value)
         if values:
             row = {**values, "epoch": float(trainer.current_epoch)}
-            trainer.scribe.each(lambda logger: logger.log_metrics(row, step))
+            trainer.logger_dispatcher.each(lambda logger: logger.log_metrics(row, step))

@@ -171,7 +171,7 @@ class LoadBalancer(Callback):
 
     @staticmethod
     def _tell(trainer: Trainer, shares: list[int]) -> None:
-        trainer.scribe.event("rebalance", f"shares of the ranks: {shares}", trainer.global_step)
+        trainer.logger_dispatcher.event("rebalance", f"shares of the ranks: {shares}", trainer.global_step)
 
     def _fixed(self, ranks: int) -> Sequence[float]:
         """Return the shares that were asked for; equal ones if they were for other ranks."""
@@ -261,10 +261,10 @@ class LoadBalancer(Callback):
             self._forget(ahead + 1)
             self._tell(trainer, shares)
         due = trainer.global_step - self._logged >= (trainer.log_every_n_steps or 1)
-        if trainer.scribe and (due or shares is not None):
+        if trainer.logger_dispatcher and (due or shares is not None):
             self._logged = trainer.global_step
             found = _for_loggers(law, before, seen)
-            trainer.scribe.measured(found, trainer.global_step)
+            trainer.logger_dispatcher.measured(found, trainer.global_step)
 
     def _seen(self, trainer: Trainer) -> Tensor:
         speeds, speed, spread = self._speeds, 0.0, 0.0
@@ -287,7 +287,7 @@ class LoadBalancer(Callback):
             text = (
                 f"shares {law.shares}: by the ranks' speeds steps are {law.gain:.2f} times as fast as with equal ones"
             )
-            trainer.scribe.event("rebalance", text, trainer.global_step)
+            trainer.logger_dispatcher.event("rebalance", text, trainer.global_step)
             trainer.print(text)
 
     # -- memory, and what outlives a process ------------------------------------------------------------------------

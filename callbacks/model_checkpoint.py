@@ -417,7 +417,7 @@ class ModelCheckpoint(Callback):
             return False
         path, step, superseded = (self._pending[name] for name in ("path", "step", "superseded"))
         if not trainer.world.broadcast_object(step_of(path) == step):
-            trainer.scribe.event("checkpoint", f"{path} was lost: a worker died while it was written", step)
+            trainer.logger_dispatcher.event("checkpoint", f"{path} was lost: a worker died while it was written", step)
             self._undo()
             return True
         self._pending = None

@@ -6,7 +6,7 @@ from typing import Literal, final
 
 from fabricx.parameter_server.strategy import LinkKind, Overlap, ServedStrategy, ShardBy, check_choice
 from fabricx.parameter_server.wire.messages import Settings
-from fabricx.parameter_server.worker.asynchronous import Apart
+from fabricx.parameter_server.worker.asynchronous import Asynchronous
 from fabricx.parameter_server.worker.local_rounds import Rounds
 
 
@@ -108,7 +108,7 @@ class AsyncSGD(ServedStrategy):
             snapshot_every=snapshot_every,
             outer=outer, outer_lr=outer_lr, outer_momentum=outer_momentum,
         )  # fmt: skip
-        pace = Apart(settings) if outer is None else Rounds(settings, every, elastic_rate)
+        pace = Asynchronous(settings) if outer is None else Rounds(settings, every, elastic_rate)
         super().__init__(
             pace,
             servers=servers,

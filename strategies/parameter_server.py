@@ -7,7 +7,7 @@ from typing import Literal, final
 from fabricx.parameter_server.strategy import LinkKind, Overlap, ServedStrategy, ShardBy, check_choice
 from fabricx.parameter_server.wire.codecs import KINDS
 from fabricx.parameter_server.wire.messages import Settings
-from fabricx.parameter_server.worker.asynchronous import Apart
+from fabricx.parameter_server.worker.asynchronous import Asynchronous
 
 
 @final
@@ -110,7 +110,7 @@ class ParameterServer(ServedStrategy):
             damp=mode != "sync" and not (mode == "bounded" and apply == "aggregate"),
         )
         super().__init__(
-            Apart(settings) if apart else None, servers=servers,
+            Asynchronous(settings) if apart else None, servers=servers,
             servers_step=apart or optimizer == "server", settings=settings, link=link, shard_by=shard_by,
             overlap=overlap, rank=powersgd_rank if thin else None,
         )  # fmt: skip

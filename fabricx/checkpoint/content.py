@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from fabricx import checkpoint
-from fabricx.checkpoint.rank_state import RestartPoint, go_on_from
+from fabricx.checkpoint.rank_state import RankState, go_on_from
 from fabricx.checkpoint.save_points import check_savable, meet_to_save
 from fabricx.consistency.comparison import of_added
 from fabricx.core.callback import Callback
@@ -53,7 +53,7 @@ def _begin_checkpoint(
     t: Trainer, path: Path, weights_only: bool, after: Callable[[], None] | None, failed: Callable[[], None] | None
 ) -> None:  # fmt: skip
     began = time.monotonic()
-    point = t.restart_point or RestartPoint(t)
+    point = t.rank_state or RankState(t)
     t.strategy.quiesce(point.buffers)
     state: dict[str, Any] = {
         "strategy": t.strategy.state_dict(t.module, [] if weights_only else t.optimizers),
@@ -87,7 +87,7 @@ def _begin_checkpoint(
     }
 
     def full() -> None:
-        t.scribe.event("checkpoint", f"{path} could not be written: the disk is full", manifest["step"])
+        t.logger_dispatcher.event("checkpoint", f"{path} could not be written: the disk is full", manifest["step"])
         if failed is not None:
             failed()
 
@@ -170,7 +170,7 @@ def restore(t: Trainer, path: Path, *, weights_only: bool) -> None:
     t.strategy.load_state_dict(state["strategy"], t.module, t.optimizers)
     state["state"]["attempt"] = state["state"].get("attempt", 0) + 1
     take_up(t, state, own=t.world.rank if len(state["ranks"]) == t.world.size else None)
-    t.scribe.rewind(t.state.step)
+    t.logger_dispatcher.rewind(t.state.step)
 
 
 def take_up(t: Trainer, state: dict[str, Any], *, own: int | None) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @final
-class RestartPoint:
+class RankState:
     """One rank's random numbers, logged sums and place in a stream of its own, as they are when it is made.
 
     An accumulation window, and a validation, begin again in a run that goes on from a checkpoint written in the middle
@@ -202,7 +202,7 @@ class BufferCopies:
         }
         self._copies: dict[str, Tensor] = {}
 
-    def packed(self, point: RestartPoint | None = None) -> tuple[tuple[str, ...], bytes] | None:
+    def packed(self, point: RankState | None = None) -> tuple[tuple[str, ...], bytes] | None:
         """Return the buffers that batches have changed on this rank, in a form that is pickled quickly.
 
         Args:

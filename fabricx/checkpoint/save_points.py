@@ -99,7 +99,7 @@ def hooks_done(t: Trainer, changes: str = "", *, skip: bool = False) -> None:
 
     Args:
         t: the trainer.
-        changes: what they have changed; see `Noted`.
+        changes: what they have changed; see `HookEffects`.
         skip: the hooks want the rest of the epoch to be skipped.
     """
     store, key = t.world.store, _next_hooks(t)

@@ -102,8 +102,8 @@ def compare_weights(t: Trainer) -> None:
     own = hashlib.blake2b(fingerprint(t).cpu().contiguous().numpy().data, digest_size=16).hexdigest()
     if len(set(t.world.gather_objects(own))) > 1:
         far = {f"weights of {name}": _distance(t, one) for name, one in t.module.named_parameters()}
-        if t.copier is not None and any(t.world.gather_objects([*far.values()].count(FAR))):
-            t.copier.forget()  # nobody goes on from what is wrong
+        if t.memory_checkpointer is not None and any(t.world.gather_objects([*far.values()].count(FAR))):
+            t.memory_checkpointer.forget()  # nobody goes on from what is wrong
         compare(t.world, far, f"after step {t.state.step}", CHANGE_ALIKE)
 
 
@@ -170,7 +170,7 @@ def unchanged(t: Trainer, name: str) -> Iterator[None]:
 # -- hooks of some ranks only -----------------------------------------------------------------------------------------
 
 
-class Noted:
+class HookEffects:
     """Weights, hyperparameters, limits and frozen parameters, before hooks that some ranks don't call."""
 
     def __init__(self, t: Trainer) -> None:
@@ -222,7 +222,7 @@ def take(t: Trainer, changes: str, *, idle: bool) -> None:
 
     Args:
         t: the trainer.
-        changes: see `Noted`; the same on all ranks that called them.
+        changes: see `HookEffects`; the same on all ranks that called them.
         idle: this rank called none.
 
     Raises:

@@ -43,7 +43,7 @@ class Generation:
     settled: int = 0
 
 
-class Broken(RuntimeError):
+class PeerLost(RuntimeError):
     """A worker of the process group has died."""
 
 
@@ -204,12 +204,12 @@ class Membership:
     def check(self, number: int) -> None:
         """Raise an error if a generation has lost somebody."""
         if self._broken >= number:
-            raise Broken("another worker is gone")
+            raise PeerLost("another worker is gone")
 
     def stay(self, number: int) -> None:
         """Raise an error if a generation is, or will be, followed by another one."""
         if self.outdated(number):
-            raise Broken("others are gone, or have come")
+            raise PeerLost("others are gone, or have come")
 
     def becomes_outdated(self, number: int, timeout: float) -> bool:
         """Wait so many seconds for the news that there is a newer generation, or will be; returns whether it came."""
@@ -225,7 +225,7 @@ class Membership:
         with self._news:
             self._news.wait_for(lambda: self._newest is not None and self._newest.number > number, timeout)
             if self._newest is None or self._newest.number <= number:
-                raise Broken(f"no new generation after {timeout:g} s")
+                raise PeerLost(f"no new generation after {timeout:g} s")
             return self._newest
 
     # -- what the listening thread does -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ SETTLE_S: Final = 0.05  # wait for a notice of a death after connections broke
 
 
 @dataclass(frozen=True)
-class Elastic:
+class ElasticPolicy:
     """Rules of recovery in place.
 
     Attributes:
@@ -32,7 +32,7 @@ class Elastic:
 
 
 @final
-class Changes:
+class ElasticController:
     """State machine of membership, without processes or pipes: events in, messages to workers out.
 
     Args:
@@ -43,7 +43,7 @@ class Changes:
     """
 
     def __init__(
-        self, elastic: Elastic, size: int, failures: list[str], clock: Callable[[], float] = time.monotonic
+        self, elastic: ElasticPolicy, size: int, failures: list[str], clock: Callable[[], float] = time.monotonic
     ) -> None:  # fmt: skip
         self._seats = list(range(size))  # members of this generation, by rank
         self._ranks = {worker: worker for worker in range(size)}  # newest rank of each worker

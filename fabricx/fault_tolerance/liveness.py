@@ -28,7 +28,7 @@ class _Life:
 
 
 @final
-class Watch:
+class HeartbeatMonitor:
     """Keeps the signs of life of several processes.
 
     Args:

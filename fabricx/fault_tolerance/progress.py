@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from fabricx.checkpoint.content import run_state, take_up
-from fabricx.checkpoint.rank_state import RestartPoint
+from fabricx.checkpoint.rank_state import RankState
 from fabricx.core.rng import seed_everything
 from fabricx.core.state import Stage
 from fabricx.data import Microbatch
@@ -30,8 +30,8 @@ def progress(t: Trainer) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def leave_word(
-    t: Trainer, after: Microbatch | None = None, point: RestartPoint | None = None, *, validated: bool = False
+def record_progress(
+    t: Trainer, after: Microbatch | None = None, point: RankState | None = None, *, validated: bool = False
 ) -> None:
     """Leave what only this rank knows where it outlives the process.
 
@@ -49,31 +49,31 @@ def leave_word(
     if after is not None:
         stage, generation = int(Stage.BATCH_TOLD), t.world.generation
         key = (t.state.epoch, after.index + 1, after.position, False, False, stage, False, False, generation)
-    t.slot.write(key, word_of(t, point or RestartPoint(t, objects=t.metric_objects)))
+    t.slot.write(key, word_of(t, point or RankState(t, objects=t.metric_objects)))
 
 
-def leave_word_of_epoch(t: Trainer) -> None:
+def record_epoch_end(t: Trainer) -> None:
     """Leave word that the epoch's values are published, before the others may count that: its sums are no more."""
     if t.slot is None:
         return
     key = progress(t)
     key = (*key[:5], int(Stage.EPOCH_TOLD), key[6], t.state.drained, *key[8:])
-    t.slot.write(key, {**word_of(t, RestartPoint(t)), **NO_SUMS})
+    t.slot.write(key, {**word_of(t, RankState(t)), **NO_SUMS})
 
 
-def word_of(t: Trainer, point: RestartPoint) -> dict[str, Any]:
+def word_of(t: Trainer, point: RankState) -> dict[str, Any]:
     """Return what only this rank knows at a point: also what its batches have made of buffers."""
     return {**point.word(), "buffers": None if t.buffers is None else t.buffers.packed(point)}
 
 
-def leave_word_ahead(t: Trainer, after: Microbatch) -> None:
+def record_progress_ahead(t: Trainer, after: Microbatch) -> None:
     """Leave word of a batch before its gradients leave this rank: with them, others may complete it without this one.
 
     Where the device isn't a CPU, what was logged would have to be waited for: there it is left before the update.
     """
     if t.slot is None or not after.closes or t.world.device.type != "cpu":
         return
-    leave_word(t, after)
+    record_progress(t, after)
     t.told_ahead = not (t.hooks.on_after_backward or _hooks_before_update(t) or _step_is_own(t))
 
 
@@ -85,7 +85,7 @@ def before_update(t: Trainer, after: Microbatch) -> None:
     """
     if t.told_ahead:
         return
-    leave_word(t, after)
+    record_progress(t, after)
     if t.hooks.on_after_backward or _hooks_before_update(t):
         t.world.barrier()
     t.told_ahead = not _step_is_own(t)
@@ -94,7 +94,7 @@ def before_update(t: Trainer, after: Microbatch) -> None:
 def after_own_update(t: Trainer, after: Microbatch) -> None:
     """Leave word of a batch whose update the module, or a closure, made: nobody counts it before all have."""
     t.world.settle()
-    leave_word(t, after)
+    record_progress(t, after)
     t.world.barrier()
     t.told_ahead = True
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fabricx.checkpoint import tree
-from fabricx.checkpoint.rank_state import RestartPoint, of_word
+from fabricx.checkpoint.rank_state import RankState, of_word
 from fabricx.consistency.shared_settings import share_settings
 from fabricx.core.state import Phase
 from fabricx.core.steps import wrap_steps
@@ -28,9 +28,9 @@ from fabricx.distributed.stop_consensus import Agreement
 from fabricx.distributed.world import World
 from fabricx.errors import ServerLost
 from fabricx.fault_tolerance import rank_record
-from fabricx.fault_tolerance.progress import NO_SUMS, leave_word, progress, standing, take_over, word_of
+from fabricx.fault_tolerance.progress import NO_SUMS, progress, record_progress, standing, take_over, word_of
 from fabricx.fault_tolerance.rollback import go_back
-from fabricx.metrics.logger_dispatcher import Scribe
+from fabricx.metrics.logger_dispatcher import LoggerDispatcher
 
 if TYPE_CHECKING:
     from fabricx.checkpoint import Writer
@@ -86,7 +86,7 @@ def recover(t: Trainer, error: Exception) -> None:
     Raises:
         Exception: `error`, if no worker has died, or if recovery in place is impossible.
     """
-    torn = t.torn and t.copier is None  # a copier restores the state before that update
+    torn = t.torn and t.memory_checkpointer is None  # in-memory checkpoints restore the state before that update
     if t.strategy.dealer is not None and t.strategy.dealer.holds_leases:
         raise error  # of a batch of this rank: only the end of its process gives its leases to another
     if not membership().changes or torn or t.world.newcomer:
@@ -105,11 +105,11 @@ def take_part(t: Trainer) -> None:
         membership().say("ready")
         _join_others(t, holds=False)
         return
-    if t.copier is not None:
-        t.copier.begin(t, range(t.world.size))
+    if t.memory_checkpointer is not None:
+        t.memory_checkpointer.begin(t, range(t.world.size))
     if t.strategy.dealer is not None:  # until the servers have the main rank's weights, it can't be replaced
         t.world.barrier()
-    leave_word(t)
+    record_progress(t)
     membership().say("inside")  # recovery in place is possible from this point
 
 
@@ -147,14 +147,14 @@ def _join_others(t: Trainer, *, holds: bool) -> None:
     writer, given_up = _let_go(t) if holds else None, None
     began, step = time.monotonic(), t.state.step
     number, unchanged, taken_over = t.world.generation, holds, -1
-    point = (t.epoch_end or t.restart_point or RestartPoint(t)) if holds and t.copier is None else None
+    point = (t.epoch_end or t.rank_state or RankState(t)) if holds and t.memory_checkpointer is None else None
     member, state = (_MemberState() if point is None else _current_state(t, point)), None
     while True:
         generation = own.newer_than(number, NEWCOMER_S)
-        if t.copier is not None and unchanged and generation.whole:
-            t.copier.before_change(t)
+        if t.memory_checkpointer is not None and unchanged and generation.whole:
+            t.memory_checkpointer.before_change(t)
         if 0 <= taken_over <= generation.settled:
-            member, state = _current_state(t, RestartPoint(t)), None
+            member, state = _current_state(t, RankState(t)), None
         number, unchanged, taken_over = generation.number, False, -1
         try:
             _join(t, generation)
@@ -162,7 +162,7 @@ def _join_others(t: Trainer, *, holds: bool) -> None:
                 given_up = writer.given_up
                 writer.sweep()
                 writer = None
-            if t.copier is not None:
+            if t.memory_checkpointer is not None:
                 failures = go_back(t, came=not holds)
             else:
                 member, state = _agree(t, generation, member, point, state)
@@ -170,8 +170,8 @@ def _join_others(t: Trainer, *, holds: bool) -> None:
             _go_on(t, generation)
             if member.records and t.slot is not None:  # both records are needed until the generation is settled
                 t.slot.write(*member.records[0])
-            leave_word(t)  # before the others continue: a replacement of this rank starts from this record
-            member.records.append((progress(t), word_of(t, RestartPoint(t))))
+            record_progress(t)  # before the others continue: a replacement of this rank starts from this record
+            member.records.append((progress(t), word_of(t, RankState(t))))
             lost = t.world.gather_objects(given_up)
             break
         except Exception as error:
@@ -190,7 +190,7 @@ def _report(t: Trainer, before: int, reached: int, seconds: float) -> None:
     again = reached - t.state.step
     lost = f", train {again} step{'s' if again > 1 else ''} again" if again > 0 else ""
     text = f"{what}; {workers} from step {t.state.step}{lost}, after {seconds:.2f} s"
-    t.scribe.event("recovery", text, t.state.step, steps_again=max(0, again), seconds=seconds)
+    t.logger_dispatcher.event("recovery", text, t.state.step, steps_again=max(0, again), seconds=seconds)
     t.print(text)
 
 
@@ -201,7 +201,7 @@ def _report_lost_checkpoint(t: Trainer, abandoned: list[Path | None]) -> None:
             f"the checkpoint {path} was lost: it was being written when the workers changed, and is not there unless a "
             "hook saves it again"
         )
-        t.scribe.event("checkpoint", text, t.state.step)
+        t.logger_dispatcher.event("checkpoint", text, t.state.step)
         t.print(text)
 
 
@@ -254,16 +254,16 @@ def _wait_for_all(world: World, generation: Generation) -> None:
         time.sleep(0.002)
 
 
-def _current_state(t: Trainer, point: RestartPoint) -> _MemberState:
+def _current_state(t: Trainer, point: RankState) -> _MemberState:
     """Return the contribution of a rank that was a member before."""
-    now = word_of(t, RestartPoint(t))
+    now = word_of(t, RankState(t))
     if t.epoch_end is not None:  # other ranks may have finished this epoch
         now |= NO_SUMS
     return _MemberState(progress(t), [(progress(t), word_of(t, point))], now)
 
 
 def _agree(
-    t: Trainer, generation: Generation, member: _MemberState, point: RestartPoint | None,
+    t: Trainer, generation: Generation, member: _MemberState, point: RankState | None,
     before: dict[str, Any] | None,
 ) -> tuple[_MemberState, dict[str, Any]]:  # fmt: skip
     """Bring all members to the state of the most advanced member. Nothing changes before all data is received.
@@ -325,7 +325,7 @@ def _records_of_all(members: list[_MemberState], furthest: tuple[Any, ...]) -> t
     return [record for record in (*present, *absent) if record is not None], whole
 
 
-def _broadcast_weights(t: Trainer, point: RestartPoint | None, holder: int) -> Any:
+def _broadcast_weights(t: Trainer, point: RankState | None, holder: int) -> Any:
     """Return the weights and the optimizer states of rank `holder`, on all ranks."""
     world = t.world
     mine: tuple[Any, dict[str, Tensor]] = (None, {})
@@ -356,13 +356,13 @@ def _go_on(t: Trainer, generation: Generation) -> None:
         t.agreement.request(reason)
     share_settings(t)
     t.failures = list(generation.failures)
-    t.restart_point = t.epoch_end = None
+    t.rank_state = t.epoch_end = None
     t.balance.changes.clear()
     t.recorder.became(world.rank, world.size, generation.number)
     t.recorder.begin()
-    if world.main_rank and not t.scribe and t.writes:
-        t.scribe = Scribe(t.loggers, t.run_dir, t.recorder)
-        t.scribe.rewind(t.state.step)
-    if t.copier is not None:
-        t.scribe.rewind(t.state.step)
-        t.copier.begin(t, generation.workers)
+    if world.main_rank and not t.logger_dispatcher and t.writes:
+        t.logger_dispatcher = LoggerDispatcher(t.loggers, t.run_dir, t.recorder)
+        t.logger_dispatcher.rewind(t.state.step)
+    if t.memory_checkpointer is not None:
+        t.logger_dispatcher.rewind(t.state.step)
+        t.memory_checkpointer.begin(t, generation.workers)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import torch
 
 from fabricx.checkpoint import read_manifest, tree
-from fabricx.checkpoint.rank_state import RestartPoint, of_word
+from fabricx.checkpoint.rank_state import RankState, of_word
 from fabricx.distributed.authentication import TAG_BYTES, sign, tag, verify
 from fabricx.distributed.generations import membership
 from fabricx.distributed.world import World
@@ -43,7 +43,7 @@ _OWN: Final = ("word", "state")  # of a copy, what no replica has, and how far t
 
 
 @final
-class Copier:
+class MemoryCheckpointer:
     """Copies what this rank holds, when it is time to.
 
     Args:
@@ -110,7 +110,7 @@ class Copier:
             return
         if self.copies.newest != (progress(t), t.world.generation):
             with contextlib.suppress(RuntimeError):  # of a collective that was under way when the links were shut
-                self._copy(t, t.restart_point)
+                self._copy(t, t.rank_state)
 
     def keep(self, key: Any) -> None:
         """Let the next copies not take the places of these."""
@@ -124,11 +124,11 @@ class Copier:
         if self._buddy is not None:
             self._buddy.copies.forget()
 
-    def _copy(self, t: Trainer, point: RestartPoint | None = None) -> float:
+    def _copy(self, t: Trainer, point: RankState | None = None) -> float:
         began = time.monotonic()
         if point is None:
             t.world.settle()
-        point = point or RestartPoint(t)
+        point = point or RankState(t)
         state = {**_tensors(t), "word": pickle.dumps(point.word()), **standing(t)}
         if "strategy" in state:
             state["strategy"]["module"].update(point.buffers)
@@ -322,9 +322,9 @@ def come_back(t: Trainer) -> bool:
     Returns:
         whether there were such; the same on all ranks.
     """
-    assert t.copier is not None
-    assert t.copier.reached is not None
-    t.step_reached, t.failed_at = max(t.world.gather_objects(t.copier.reached.newest()))
+    assert t.memory_checkpointer is not None
+    assert t.memory_checkpointer.reached is not None
+    t.step_reached, t.failed_at = max(t.world.gather_objects(t.memory_checkpointer.reached.newest()))
     source, path = _newest(t.world, t.strategy.replicas_of), t.overridden.ckpt_path
     if source is None:
         return False
@@ -333,12 +333,12 @@ def come_back(t: Trainer) -> bool:
         return False
     _take(t, source, came=True)
     t.state.attempt += 1
-    t.scribe.rewind(t.state.step)
+    t.logger_dispatcher.rewind(t.state.step)
     return True
 
 
 def _take(t: Trainer, source: _Source, *, came: bool) -> int:
-    assert t.copier is not None
+    assert t.memory_checkpointer is not None
     world, sharded, size = t.world, t.strategy.traits.sharded, len(source.holders)
     place = world.rank if size == world.size else None
     room = tree.like(t.strategy.sharded_parameters(), world.device)
@@ -353,7 +353,7 @@ def _take(t: Trainer, source: _Source, *, came: bool) -> int:
     state = states[0]
     state["ranks"] = [of_word(pickle.loads(words[part])) for part in range(size)]
     take_over(t, state, place, came=came)
-    t.copier.keep(source.key)
+    t.memory_checkpointer.keep(source.key)
     known: int = state["failures"]
     return known
 

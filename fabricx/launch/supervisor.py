@@ -26,9 +26,9 @@ from fabricx.distributed.stop_consensus import EVERYBODY
 from fabricx.distributed.store_server import StoreServer
 from fabricx.errors import WorkerFailed, lost_a_link
 from fabricx.fault_tolerance import memory_checkpoint
-from fabricx.fault_tolerance.controller import Changes, Elastic
+from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from fabricx.fault_tolerance.hang_report import explain, from_dump
-from fabricx.fault_tolerance.liveness import Watch
+from fabricx.fault_tolerance.liveness import HeartbeatMonitor
 from fabricx.launch.pickling import check_picklable
 from fabricx.launch.resize import Requests
 from fabricx.launch.signals import notices, stop_now
@@ -58,7 +58,7 @@ TERMINATE_S = 3.0  # how long a process may take to end when asked to
 
 def run_workers(
     function: Callable[..., Any], arguments: tuple[Any, ...], *, size: int, named: Mapping[str, object] | None = None,
-    servers: int = 0, serve: Callable[..., Any] | None = None, elastic: Elastic | None = None,
+    servers: int = 0, serve: Callable[..., Any] | None = None, elastic: ElasticPolicy | None = None,
     frozen_after: float = FROZEN_S, stuck_after: float | Literal["learned"] | None = None,
     failures: list[str] | None = None, run_dir: Path | None = None, note: Note | None = None,
     stops_at_step: bool = True,
@@ -96,7 +96,7 @@ def run_workers(
     give_multiprocessing_a_folder()
     with private_folder() as folder:
         _write_job(Path(folder), function, arguments, named or {})
-        watch = Watch(frozen_after, stuck_after)
+        watch = HeartbeatMonitor(frozen_after, stuck_after)
         failures = [] if failures is None else failures
         workers = _Workers(folder, size, servers, serve, watch, elastic, failures, run_dir, note)
         with workers.signals() if stops_at_step else _stopped_at_once():
@@ -116,8 +116,8 @@ class _Workers:
     """The processes of one run, and what is known of them."""
 
     def __init__(
-        self, folder: str, size: int, servers: int, serve: Callable[..., Any] | None, watch: Watch,
-        elastic: Elastic | None, failures: list[str], run_dir: Path | None, note: Note | None,
+        self, folder: str, size: int, servers: int, serve: Callable[..., Any] | None, watch: HeartbeatMonitor,
+        elastic: ElasticPolicy | None, failures: list[str], run_dir: Path | None, note: Note | None,
     ) -> None:  # fmt: skip
         self._watch = watch
         self._requests = None if run_dir is None else Requests(run_dir)
@@ -127,7 +127,7 @@ class _Workers:
         key = authentication.new_key()
         self._store = StoreServer(folder, key)
         self._size = size
-        self._changes = None if elastic is None else Changes(elastic, size, failures)
+        self._changes = None if elastic is None else ElasticController(elastic, size, failures)
         self._results: dict[int, str] = {}
         self._failures: list[Failure] = []
         self._told: dict[int, Diagnosis] = {}  # what workers are at that were asked

@@ -21,7 +21,7 @@ NO_LOSS: Final = "gave no loss"
 ALL_SKIP_S: Final = 120.0  # until all ranks say that they skip a batch, where no collective waits
 
 
-class Window:
+class AccumulationWindow:
     """What has happened in the accumulation window so far."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fabricx.checkpoint.rank_state import RestartPoint
+from fabricx.checkpoint.rank_state import RankState
 from fabricx.consistency.hook_effects import unchanged
 from fabricx.core.hooks import Hook
 from fabricx.core.rng import random_kept
@@ -17,7 +17,7 @@ from fabricx.core.state import Phase
 from fabricx.core.transfer import cpu
 from fabricx.data import Feed, Microbatch
 from fabricx.data.setup import sanity_feeds
-from fabricx.fault_tolerance.progress import leave_word
+from fabricx.fault_tolerance.progress import record_progress
 from fabricx.metrics.collector import Logbook
 from fabricx.metrics.publish import publish_evaluation, publish_step
 from fabricx.telemetry.recorder import Span
@@ -50,13 +50,13 @@ def evaluate(t: Trainer, phase: Phase, feeds: Sequence[Feed]) -> list[dict[str, 
         t.strategy.quiesce()
         _call(t, f"on_{word}_epoch_end")
         if phase is Phase.VALIDATE and t.slot is not None:
-            leave_word(t, validated=True)  # its steps may have drawn random numbers
+            record_progress(t, validated=True)  # its steps may have drawn random numbers
         results = publish_evaluation(t, len(feeds))
         t.state.validating = False
-        if t.restart_point is not None and not t.restart_point.of_window:
-            t.restart_point = None
+        if t.rank_state is not None and not t.rank_state.of_window:
+            t.rank_state = None
         if phase is Phase.VALIDATE:
-            t.state.judging = t.restart_point is None  # else a window begins again, and with it the validation
+            t.state.judging = t.rank_state is None  # else a window begins again, and with it the validation
             _call(t, "validation_end_others")
             judge(t)
         else:
@@ -84,8 +84,8 @@ def validate_in_fit(t: Trainer) -> None:
         judge(t)
         return
     publish_step(t)
-    if t.restart_point is None:
-        t.restart_point = RestartPoint(t)
+    if t.rank_state is None:
+        t.rank_state = RankState(t)
     with t.recorder.within(Span.VALIDATION):
         t.strategy.quiesce()
         if t.strategy.weights_brought is None:
@@ -100,11 +100,11 @@ def sanity_check(t: Trainer) -> None:
     if not t.val_feeds or not t.num_sanity_val_steps:
         return
     with random_kept():
-        t.state.phase, t.restart_point = Phase.SANITY, RestartPoint(t, {})  # what a hook saves has nothing of it, too
+        t.state.phase, t.rank_state = Phase.SANITY, RankState(t, {})  # what a hook saves has nothing of it, too
         _call(t, "on_sanity_check_start")
         evaluate(t, Phase.SANITY, sanity_feeds(t))
         _call(t, "on_sanity_check_end")
-    t.restart_point = None
+    t.rank_state = None
     t.published.clear()
 
 

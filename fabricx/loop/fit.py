@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fabricx.checkpoint.content import count_again, say_change
-from fabricx.checkpoint.rank_state import BufferCopies, LoggedMark, RestartPoint
+from fabricx.checkpoint.rank_state import BufferCopies, LoggedMark, RankState
 from fabricx.checkpoint.save_points import follow_hooks, hooks_done
-from fabricx.consistency.hook_effects import Noted, compare_ranks, compare_weights, own_rates
+from fabricx.consistency.hook_effects import HookEffects, compare_ranks, compare_weights, own_rates
 from fabricx.core.hooks import Hook
 from fabricx.core.manual_optimization import check_options, train_manually, train_without_data
 from fabricx.core.optimizers import follow_schedules, step_schedules
@@ -37,9 +37,9 @@ from fabricx.distributed.generations import membership
 from fabricx.fault_tolerance.progress import (
     after_own_update,
     before_update,
-    leave_word,
-    leave_word_ahead,
-    leave_word_of_epoch,
+    record_epoch_end,
+    record_progress,
+    record_progress_ahead,
 )
 from fabricx.fault_tolerance.recovery import recover, take_part
 from fabricx.fault_tolerance.rollback import come_back
@@ -62,9 +62,9 @@ def call(hook: Hook, *args: Any) -> None:
 def fit(t: Trainer, job: object = None) -> None:
     """Train from where `t.state` is until a limit is reached or somebody asks to stop."""
     call(t.hooks.on_fit_start)
-    t.restart_point, t.epoch_end, t.stage, t.meeting = None, None, Stage.BETWEEN, None
+    t.rank_state, t.epoch_end, t.stage, t.meeting = None, None, Stage.BETWEEN, None
     if not t.world.newcomer:
-        if t.copier is None or t.members is not None or not come_back(t):
+        if t.memory_checkpointer is None or t.members is not None or not come_back(t):
             t.restore()
         t.strategy.starts(t.state.step, t.state.ranks)
     begun = bool(t.state.step or t.state.batch or t.state.drained)  # by an earlier run; a batch may be no step
@@ -90,7 +90,9 @@ def fit(t: Trainer, job: object = None) -> None:
             t.strategy.finish()  # whoever looks at the weights from now on sees those of all ranks
             call(t.hooks.on_train_end)
             t.finish_checkpoint()
-            if t.members is not None or t.copier is not None:  # none leaves while another may need it for going on
+            if (
+                t.members is not None or t.memory_checkpointer is not None
+            ):  # none leaves while another may need it for going on
                 t.world.barrier()
             break
         except Exception as error:
@@ -117,17 +119,17 @@ def train_epoch(t: Trainer) -> None:
         state.drained = _train_batches(t)
         state.validating = validation_due_at_end(t, state.drained)
         # Where the epoch isn't complete, what the end of this run does to its sums isn't part of it.
-        t.restart_point = None if state.drained else RestartPoint(t)
+        t.rank_state = None if state.drained else RankState(t)
     if t.interrupted and not state.drained:  # another run will complete the epoch
         publish_step(t)
         return
     if not state.closing and t.stage < Stage.EPOCH_TOLD:
         t.stage = Stage.EPOCH_ENDS
-        leave_word(t)
+        record_progress(t)
         _end_epoch(t)
         t.state.closing = t.state.drained
         t.stage, t.epoch_end = Stage.EPOCH_TOLD, None
-        leave_word(t)
+        record_progress(t)
     if t.stage is Stage.EPOCH_TOLD:
         call(t.hooks.train_epoch_end_watching)
         t.stage = Stage.EPOCH_OVER
@@ -138,7 +140,7 @@ def train_epoch(t: Trainer) -> None:
     state.batch = state.samples = 0
     state.drained = state.closing = False
     t.stage = Stage.BETWEEN
-    leave_word(t)
+    record_progress(t)
     agree_at_boundary(t)
 
 
@@ -147,20 +149,20 @@ def _end_epoch(t: Trainer) -> None:
     if t.state.validating or t.state.judging:
         validate_in_fit(t)
     if t.slot is not None:  # a reduction of the sums may end on some ranks, which then have none, and not on others
-        t.epoch_end = RestartPoint(t)
+        t.epoch_end = RankState(t)
     publish_epoch(t)
     log_measured(t)
     call(t.hooks.train_epoch_end_others)
-    leave_word_of_epoch(t)
+    record_epoch_end(t)
     publish_epoch(t)  # what the hooks have logged
 
 
 def _train_batches(t: Trainer) -> bool:
     """Train batch after batch; returns whether the epoch was completed."""
     t.buffers = buffers = BufferCopies(t.module, t.buffers) if t.strategy.dealer is None else None
-    point = None if buffers is None else RestartPoint(t, buffers.take())
+    point = None if buffers is None else RankState(t, buffers.take())
     if not t.state.batch:  # should the first batch be begun again, so will the epoch: its hooks come after this point
-        t.restart_point = point
+        t.rank_state = point
     t.begin_epoch()
     rates = own_rates(t)
     with _again(t.state.batch):
@@ -182,8 +184,8 @@ def _train_batches(t: Trainer) -> bool:
     t.metric_objects = metric_objects(t.module) if t.slot is not None else None
     feed = _feed(t)
     if buffers is not None:
-        t.restart_point = point = RestartPoint(t, buffers.take()) if t.state.batch else point
-        leave_word(t, point=point)
+        t.rank_state = point = RankState(t, buffers.take()) if t.state.batch else point
+        record_progress(t, point=point)
     for micro in feed:
         t.recorder.lap(Span.DATA)
         if t.accumulate_grad_batches != accumulate:
@@ -215,11 +217,11 @@ def _train_batches(t: Trainer) -> bool:
             return micro.last
         if micro.closes and t.members is not None:
             t.check_members()
-        if micro.closes and t.copier is not None:
-            t.copier.after_step(t)
+        if micro.closes and t.memory_checkpointer is not None:
+            t.memory_checkpointer.after_step(t)
         if micro.closes and buffers is not None:
-            t.restart_point = RestartPoint(t, buffers.take(), t.metric_objects)
-            leave_word(t, point=t.restart_point)  # hooks, and a validation, may have logged, or drawn random numbers
+            t.rank_state = RankState(t, buffers.take(), t.metric_objects)
+            record_progress(t, point=t.rank_state)  # hooks, and a validation, may have logged, or drawn random numbers
     check_any_batch(t)
     return True
 
@@ -316,7 +318,7 @@ def train_batch(t: Trainer, micro: Microbatch) -> int | None:
     if t.bring is not None:
         t.recorder.lap(Span.TRANSFER)
     t.idle_ranks = micro.idle
-    noted = Noted(t) if micro.idle else None
+    noted = HookEffects(t) if micro.idle else None
     skips = False
     with apart(NO_SAMPLE) if micro.idle else ALL_JOIN:
         for hook in hooks.on_train_batch_start:
@@ -351,7 +353,7 @@ def train_batch(t: Trainer, micro: Microbatch) -> int | None:
         _advance(t, micro)
     if micro.idle:
         t.strategy.weights_step(t.state.step)  # weights that come while a hook looks at them are no change of a hook
-    noted = Noted(t) if micro.idle else None
+    noted = HookEffects(t) if micro.idle else None
     if hooks.on_train_batch_end:
         results = {"loss": outputs.detach()} if isinstance(outputs, Tensor) else detached(outputs)
         t.window.outputs, t.window.batch = results, batch
@@ -394,9 +396,9 @@ def _advance(t: Trainer, micro: Microbatch) -> None:
     t.state.batch, t.state.samples = micro.index + 1, micro.position
     t.state.passed += 1
     t.state.validating = validation_due(t, micro)
-    t.restart_point, t.torn, t.in_step, t.stage = None, False, False, Stage.BATCH_TOLD
+    t.rank_state, t.torn, t.in_step, t.stage = None, False, False, Stage.BATCH_TOLD
     if t.slot is not None and not t.told_ahead:
-        leave_word(t)
+        record_progress(t)
     t.told_ahead = False
 
 
@@ -408,7 +410,7 @@ def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
         _zero_grad(t, micro)
     loss = outputs["loss"] if isinstance(outputs, Mapping) and "loss" in outputs else outputs
     if loss is None:
-        leave_word_ahead(t, micro)
+        record_progress_ahead(t, micro)
         t.window.sit_out(t, micro, NO_LOSS)
         return None
     if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
@@ -421,13 +423,13 @@ def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
         for hook in t.hooks.on_before_backward:
             hook(loss)
     if t.slot is not None:
-        leave_word_ahead(t, micro)
+        record_progress_ahead(t, micro)
     if t.shared is not None:
         t.shared.before_backward(t, micro)
     t.backward(scaled)
     t.recorder.lap(Span.BACKWARD)
     if t.hooks.on_after_backward:
-        noted = Noted(t) if micro.idle else None  # not before: fsdp shards the weights again in the backward
+        noted = HookEffects(t) if micro.idle else None  # not before: fsdp shards the weights again in the backward
         with (
             t.strategy.hooks_see_gradients() if micro.closes else nullcontext(),
             apart(NO_SAMPLE) if micro.idle else ALL_JOIN,
@@ -442,7 +444,7 @@ def _forward_backward(t: Trainer, micro: Microbatch, batch: Any) -> Any:
 def _left_out(t: Trainer, micro: Microbatch, batch: Any, outputs: Any) -> Any:
     """Go on with a batch whose loss is the mean of nothing."""
     t.window.took_part(micro)
-    leave_word_ahead(t, micro)
+    record_progress_ahead(t, micro)
     if t.shared is not None:
         t.shared.before_backward(t, micro)
     if micro.closes or t.strategy.traits.sharded:

@@ -11,13 +11,13 @@ from typing import final
 from fabricx.core.logger import Ending, Logger
 from fabricx.errors import is_full
 from fabricx.redaction import masked_values
-from fabricx.telemetry.recorder import Quiet
+from fabricx.telemetry.recorder import NoopRecorder
 
 Event = tuple[str, str, int]  # name, text, step
 
 
 @final
-class Scribe:
+class LoggerDispatcher:
     """Hands rows and texts to loggers. A rank that doesn't write has one without loggers.
 
     Args:
@@ -27,9 +27,9 @@ class Scribe:
     """
 
     def __init__(
-        self, loggers: Sequence[Logger] = (), run_dir: Path | None = None, recorder: Quiet | None = None
+        self, loggers: Sequence[Logger] = (), run_dir: Path | None = None, recorder: NoopRecorder | None = None
     ) -> None:  # fmt: skip
-        self._recorder = recorder or Quiet()
+        self._recorder = recorder or NoopRecorder()
         self._loggers = list(loggers)
         self._run_dir = run_dir
         self._lost: dict[int, list[Event]] = {}  # loggers without room, with the events that they still have to get

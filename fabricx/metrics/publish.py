@@ -100,8 +100,8 @@ def publish_epoch(t: Trainer) -> None:
 def log_measured(t: Trainer) -> None:
     """Give what the strategy has measured of itself to the loggers; every rank calls it at the same moment."""
     found = t.strategy.measured()
-    if found and t.scribe:
-        t.scribe.measured({**found, "epoch": float(t.state.epoch)}, t.state.step)
+    if found and t.logger_dispatcher:
+        t.logger_dispatcher.measured({**found, "epoch": float(t.state.epoch)}, t.state.step)
 
 
 def publish_evaluation(t: Trainer, loaders: int) -> list[dict[str, float]]:
@@ -148,6 +148,6 @@ def _to_loggers(t: Trainer, values: dict[str, Tensor], *, epoch: bool) -> None:
     if not wanted:
         return
     t.published.logged.update(wanted)
-    if t.scribe:
+    if t.logger_dispatcher:
         row = {**{name: float(value) for name, value in wanted.items()}, "epoch": float(t.state.epoch)}
-        t.scribe.metrics(row, t.state.step)
+        t.logger_dispatcher.metrics(row, t.state.step)

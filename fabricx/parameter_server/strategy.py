@@ -24,13 +24,13 @@ from fabricx.parameter_server.totals import Totals
 from fabricx.parameter_server.wire.codecs import KINDS
 from fabricx.parameter_server.wire.messages import Counts, Settings
 from fabricx.parameter_server.wire.powersgd import LowRank
-from fabricx.parameter_server.worker.asynchronous import Apart
+from fabricx.parameter_server.worker.asynchronous import Asynchronous
 from fabricx.parameter_server.worker.client import Client
 from fabricx.parameter_server.worker.local_rounds import Rounds
-from fabricx.parameter_server.worker.prefetch import Lookout
-from fabricx.parameter_server.worker.protocol import Holding, Pace, Summing
+from fabricx.parameter_server.worker.prefetch import PrefetchHooks
+from fabricx.parameter_server.worker.protocol import ServerStep, WorkerProtocol, WorkerStep
 from fabricx.parameter_server.worker.running_statistics import RunningStatistics
-from fabricx.parameter_server.worker.shared_memory_sum import Neighbours
+from fabricx.parameter_server.worker.shared_memory_sum import SharedMemorySum
 from fabricx.parameter_server.worker.shared_memory_weights import Sharing
 
 LinkKind = Literal["auto", "gloo"]
@@ -64,7 +64,7 @@ class ServedStrategy(Strategy):
     """
 
     def __init__(
-        self, pace: Apart | None, *, servers: int, servers_step: bool, settings: Settings, link: LinkKind,
+        self, pace: Asynchronous | None, *, servers: int, servers_step: bool, settings: Settings, link: LinkKind,
         shard_by: ShardBy, overlap: Overlap = "backward", rank: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -96,7 +96,7 @@ class ServedStrategy(Strategy):
         self._settings = settings
         self._servers_step = servers_step
         self._apart = pace
-        self._pace: Pace | None = self._apart
+        self._pace: WorkerProtocol | None = self._apart
         self._client: Client | None = None
         self._optimizers: list[Optimizer] = []
         self._several_backwards = False
@@ -166,7 +166,7 @@ class ServedStrategy(Strategy):
         if self._settings.outer is None:
             self._undo.append(self._client.watch())
         if self._overlap == "forward" and self.module is not None:
-            pace.lookout = Lookout(self.module, self._parameters, self._client.bring)
+            pace.lookout = PrefetchHooks(self.module, self._parameters, self._client.bring)
             self._undo.append(pace.lookout.end)
         if self._servers_step:
             self._undo += [self._look_up_before(part, number, pace) for part, number in tables.items()]
@@ -177,7 +177,7 @@ class ServedStrategy(Strategy):
         if not self.servers:
             if self._servers_step and tables:
                 raise ValueError("servers=0 with optimizer='server' knows no sparse gradients: say servers=1")
-            neighbours = Neighbours(world, key, parameters, views=views, tables=tables, weights=self._servers_step)
+            neighbours = SharedMemorySum(world, key, parameters, views=views, tables=tables, weights=self._servers_step)
             return cast(Client, neighbours)  # it does what is asked of a client where all go together
         if world.store is None:
             raise ValueError(f"{type(self).__name__} needs servers, which are started with the workers")
@@ -188,7 +188,7 @@ class ServedStrategy(Strategy):
             generation=world.generation if self._apart is None else None,
         )  # fmt: skip
 
-    def _look_up_before(self, part: nn.Module, number: int, pace: Pace) -> Callable[[], None]:
+    def _look_up_before(self, part: nn.Module, number: int, pace: WorkerProtocol) -> Callable[[], None]:
         """Bring the rows that a table is asked for, before each forward in training; returns what ends that."""
 
         def bring(part: nn.Module, args: tuple[Any, ...]) -> None:
@@ -197,10 +197,10 @@ class ServedStrategy(Strategy):
 
         return part.register_forward_pre_hook(bring).remove
 
-    def _together(self, low_rank: LowRank | None, whole: bool) -> Pace:
+    def _together(self, low_rank: LowRank | None, whole: bool) -> WorkerProtocol:
         if self._servers_step:
-            return Holding(self._settings) if self.servers else Sharing(self._settings, whole=whole)
-        return Summing(self._settings, several=self._several_backwards, low_rank=low_rank)
+            return ServerStep(self._settings) if self.servers else Sharing(self._settings, whole=whole)
+        return WorkerStep(self._settings, several=self._several_backwards, low_rank=low_rank)
 
     def starts(self, step: int, ranks: int) -> None:
         assert self._pace is not None
@@ -403,7 +403,7 @@ class ServedStrategy(Strategy):
     # -- between the ranks --------------------------------------------------------------------------------------
 
     @property
-    def dealer(self) -> Apart | None:
+    def dealer(self) -> Asynchronous | None:
         return self._apart
 
     def world_changed(self, world: World) -> None:
@@ -484,7 +484,7 @@ class ServedStrategy(Strategy):
         if isinstance(self._apart, Rounds):
             self._apart.velocity = self._velocity(module, state.get("outer", {}).get("0"))
 
-    def _take_up_kept(self, pace: Pace) -> None:
+    def _take_up_kept(self, pace: WorkerProtocol) -> None:
         """Go on with what compression has kept, if as many have kept it as there are now."""
         kept, self._kept, pace.owed = self._kept, None, ()
         if kept is None:

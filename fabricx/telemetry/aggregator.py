@@ -28,7 +28,7 @@ _MANY: Final = 100  # steps, before which nothing is said of how long they take
 
 
 @final
-class Watcher:
+class Aggregator:
     """Reads a run's records in a thread, until it is closed.
 
     Args:

@@ -65,7 +65,7 @@ class _Never:
     pushes: deque[tuple[int, int, float]] = deque(maxlen=0)  # noqa: RUF012  # nothing is ever in it
 
 
-class Quiet:
+class NoopRecorder:
     """Records nothing.
 
     Attributes:
@@ -128,7 +128,7 @@ class Quiet:
 
 
 @final
-class Results(Quiet):
+class Results(NoopRecorder):
     """Writes down what an evaluation after a run has given, beside that run's records."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -142,7 +142,7 @@ class Results(Quiet):
 
 
 @final
-class Recorder(Quiet):
+class Recorder(NoopRecorder):
     """Writes a rank's records. A lap costs the training thread one tuple; all else is done once a second by another.
 
     Args:

@@ -29,13 +29,13 @@ from fabricx.distributed.grad_hooks import check_before_pickling
 from fabricx.distributed.world import OPERATION, World
 from fabricx.errors import CheckpointError, WorkerFailed, full_disk_costs
 from fabricx.fault_tolerance import memory_checkpoint, memory_holder
-from fabricx.fault_tolerance.controller import Elastic
+from fabricx.fault_tolerance.controller import ElasticPolicy
 from fabricx.launch import cluster, launch_store
 from fabricx.launch.pickling import check_script
 from fabricx.launch.resize import ELASTIC
 from fabricx.launch.run_lock import only_here
 from fabricx.launch.signals import TERMINATED, notices, stop_now
-from fabricx.telemetry.aggregator import Watcher
+from fabricx.telemetry.aggregator import Aggregator
 from fabricx.telemetry.logs import LogSettings
 from fabricx.trainer import provenance
 from fabricx.trainer.result import Outcome
@@ -134,7 +134,9 @@ def _watch(trainer: Trainer, job: Job, here: World | None, stack: contextlib.Exi
         trainer.run_dir.mkdir(parents=True, exist_ok=True)
         board = any(logger.shows_telemetry for logger in trainer.loggers)
         with full_disk_costs("the records of this run"):
-            trainer.watcher = Watcher(trainer.run_dir, board=board, apart=here is None and _has_workers(trainer, job))
+            trainer.watcher = Aggregator(
+                trainer.run_dir, board=board, apart=here is None and _has_workers(trainer, job)
+            )
             stack.push(functools.partial(_stop_watching, trainer))
     _agreed(here, lambda: None)  # the others come when the run has its id
 
@@ -358,21 +360,21 @@ def _say_lost(trainer: Trainer, error: WorkerFailed) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _elastic(trainer: Trainer, job: Job) -> Elastic | None:
+def _elastic(trainer: Trainer, job: Job) -> ElasticPolicy | None:
     """Return how workers go on when some die; None where they can't, or where nobody wants it."""
     if job.stage != "fit" or not trainer.strategy.traits.elastic:
         return None
     if not _has_workers(trainer, job):
         return None
     if trainer.strategy.dealer is not None:  # nobody waits for anybody
-        return Elastic()
+        return ElasticPolicy()
     for one in trainer.callbacks:
         if one.patience is not None:
-            return Elastic(one.patience, one.min_ranks, one.max_restarts, not trainer.strategy.traits.alike)
+            return ElasticPolicy(one.patience, one.min_ranks, one.max_restarts, not trainer.strategy.traits.alike)
     return None
 
 
-def _limits(trainer: Trainer, elastic: Elastic | None) -> dict[str, Any]:
+def _limits(trainer: Trainer, elastic: ElasticPolicy | None) -> dict[str, Any]:
     """Return how long the supervisor is to wait for workers that may be replaced, where callbacks say so."""
     found = {}
     for name in ("frozen_after", "stuck_after"):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fabricx.trainer.trainer import Trainer
 
 
-class Answers(NamesChecked):
+class TrainerProperties(NamesChecked):
     """The part of a trainer that is only asked."""
 
     state: RunState

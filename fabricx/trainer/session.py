@@ -41,15 +41,15 @@ from fabricx.distributed.sync_batchnorm import synchronise, synchronised
 from fabricx.distributed.world import World
 from fabricx.errors import full_disk_costs
 from fabricx.fault_tolerance.rank_record import Slot
-from fabricx.fault_tolerance.rollback import Copier
+from fabricx.fault_tolerance.rollback import MemoryCheckpointer
 from fabricx.loop import evaluation
 from fabricx.loop import fit as loop
 from fabricx.metrics.collector import Logbook
-from fabricx.metrics.logger_dispatcher import Scribe
+from fabricx.metrics.logger_dispatcher import LoggerDispatcher
 from fabricx.redaction import masked
 from fabricx.scratch import give_multiprocessing_a_folder
 from fabricx.telemetry import events as telemetry
-from fabricx.telemetry.recorder import Quiet, Results, open_recorder
+from fabricx.telemetry.recorder import NoopRecorder, Results, open_recorder
 from fabricx.trainer import provenance
 from fabricx.trainer.arguments import described
 from fabricx.trainer.result import Outcome
@@ -244,7 +244,7 @@ def _open_loggers(t: Trainer, job: Job) -> None:
     assert t.run_dir is not None
     if t.loggers or job.stage == "fit":
         t.run_dir.mkdir(parents=True, exist_ok=True)
-    t.scribe = Scribe(t.loggers, t.run_dir, t.recorder)
+    t.logger_dispatcher = LoggerDispatcher(t.loggers, t.run_dir, t.recorder)
     if job.stage != "fit":
         return
     provenance.write(t.run_dir, None)
@@ -256,7 +256,7 @@ def _open_loggers(t: Trainer, job: Job) -> None:
     for name in ("config.yaml", "arguments.yaml", "command.txt"):
         if (file := t.run_dir / name).is_file():
             text = (file.stem, file.read_text())
-            t.scribe.each(lambda logger, text=text: logger.log_text(*text))  # type: ignore[misc]
+            t.logger_dispatcher.each(lambda logger, text=text: logger.log_text(*text))  # type: ignore[misc]
     given = [
         owner.hparams
         for owner in (t.module, t.datamodule)
@@ -264,7 +264,7 @@ def _open_loggers(t: Trainer, job: Job) -> None:
     ]
     params = {name: value for hparams in given for name, value in plain(hparams).items()}
     if params:
-        t.scribe.each(lambda logger: logger.log_hyperparams(masked(params)))
+        t.logger_dispatcher.each(lambda logger: logger.log_hyperparams(masked(params)))
 
 
 def _set_up_model(t: Trainer, job: Job) -> None:
@@ -295,7 +295,7 @@ def _set_up_model(t: Trainer, job: Job) -> None:
     t.members = mine if mine.changes else None
     if mine.folder and t.strategy.dealer is None and not (t.members is not None and t.strategy.traits.alike):
         every = next((c.copy_every_n_steps for c in t.callbacks if c.copy_every_n_steps), None)
-        t.copier = Copier(t.world, t.strategy.replicas_of, every)
+        t.memory_checkpointer = MemoryCheckpointer(t.world, t.strategy.replicas_of, every)
     elif t.members is not None and t.strategy.dealer is None:
         t.slot = Slot(mine.folder, mine.worker)
     _check_options(t)
@@ -328,7 +328,7 @@ def _set_up_model(t: Trainer, job: Job) -> None:
         manual_optimization.watch_gradients(t)
     share_settings(t)
     if module.example_input_array is not None:
-        t.scribe.each(lambda logger: logger.log_graph(module, module.example_input_array))
+        t.logger_dispatcher.each(lambda logger: logger.log_graph(module, module.example_input_array))
 
 
 def _check_options(t: Trainer) -> None:
@@ -407,10 +407,10 @@ def _close(t: Trainer, ending: Ending) -> None:
             attempt(t.writer.close)
         for undo in t.overridden.undo if t.overridden is not None else ():
             attempt(undo)
-        attempt(functools.partial(t.scribe.close, ending))
+        attempt(functools.partial(t.logger_dispatcher.close, ending))
         attempt(functools.partial(t.recorder.close, ending))
         attempt(t.strategy.teardown)
-    t.scribe, t.recorder = Scribe(), Quiet()
+    t.logger_dispatcher, t.recorder = LoggerDispatcher(), NoopRecorder()
     t.agreement = t.writer = t.shared = None
     t.state.phase = Phase.IDLE
     if t.module is not None:

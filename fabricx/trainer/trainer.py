@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricx import plugins
-from fabricx.checkpoint.rank_state import BufferCopies, LoggedMark, RestartPoint
+from fabricx.checkpoint.rank_state import BufferCopies, LoggedMark, RankState
 from fabricx.core import manual_optimization
 from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
@@ -30,11 +30,11 @@ from fabricx.distributed.world import World
 from fabricx.duration import check_count
 from fabricx.errors import FabricxError
 from fabricx.fault_tolerance.rank_record import Slot
-from fabricx.loop.accumulation import Window
+from fabricx.loop.accumulation import AccumulationWindow
 from fabricx.metrics.collector import Logbook
-from fabricx.metrics.logger_dispatcher import Scribe
+from fabricx.metrics.logger_dispatcher import LoggerDispatcher
 from fabricx.metrics.publish import Published
-from fabricx.telemetry.recorder import Quiet, Span
+from fabricx.telemetry.recorder import NoopRecorder, Span
 from fabricx.trainer import arguments
 from fabricx.trainer.dispatch import dispatch
 from fabricx.trainer.factory import choose_callbacks, choose_loggers, choose_strategy, several_ranks
@@ -50,7 +50,7 @@ from fabricx.trainer.options import (
     check_root,
     check_validation_interval,
 )
-from fabricx.trainer.properties import Answers
+from fabricx.trainer.properties import TrainerProperties
 from fabricx.trainer.run_request import Job
 
 if TYPE_CHECKING:
@@ -59,23 +59,23 @@ if TYPE_CHECKING:
     from fabricx.checkpoint import Writer
     from fabricx.consistency.shared_settings import SharedSettings
     from fabricx.distributed.stop_consensus import Agreement
-    from fabricx.fault_tolerance.rollback import Copier
-    from fabricx.telemetry.aggregator import Watcher
+    from fabricx.fault_tolerance.rollback import MemoryCheckpointer
+    from fabricx.telemetry.aggregator import Aggregator
     from fabricx.telemetry.logs import LogSettings
     from fabricx.trainer.session import Overridden
 
 # What exists only while a run is going on, in the process that trains.
 _RUNTIME = (
-    "hooks", "logbook", "train_logbook", "restart_point", "epoch_end", "mark", "train_feed", "val_feeds",
+    "hooks", "logbook", "train_logbook", "rank_state", "epoch_end", "mark", "train_feed", "val_feeds",
     "optimizers", "lr_schedulers", "optimizer_handles", "training_step",
-    "steps", "window", "world", "agreement", "precision_plugin", "overridden", "bring", "scribe", "datamodule",
-    "recorder", "watcher",
+    "steps", "window", "world", "agreement", "precision_plugin", "overridden", "bring", "datamodule",
+    "logger_dispatcher", "recorder", "watcher",
     "module", "writer", "train_dataloader", "val_dataloaders", "slot", "members", "metric_objects",
-    "copier", "buffers", "shared",
+    "memory_checkpointer", "buffers", "shared",
 )  # fmt: skip
 
 
-class Trainer(Answers):
+class Trainer(TrainerProperties):
     """Runs a `Module` through a strategy.
 
     Args:
@@ -269,8 +269,8 @@ class Trainer(Answers):
         self.train_logbook: Logbook = None  # type: ignore[assignment]  # the same, but while a validation has its own
         self.mark: LoggedMark | None = None  # before a batch whose gradient may be dropped
         self.own_generators: dict[str, Any] = {}  # of the module and of the data, by path; not the global ones
-        self.epoch_end: RestartPoint | None = None  # where making an epoch's end known began, for going on with others
-        self.restart_point: RestartPoint | None = None  # where what isn't done yet began; None between two steps
+        self.epoch_end: RankState | None = None  # where making an epoch's end known began, for going on with others
+        self.rank_state: RankState | None = None  # where what isn't done yet began; None between two steps
         self.overridden: Overridden = None  # type: ignore[assignment]
         self.train_dataloader: Any = None
         self.val_dataloaders: Any = None
@@ -281,21 +281,21 @@ class Trainer(Answers):
         self.lr_schedulers: list[Schedule] = []
         self.training_step: Callable[..., Any] = None  # type: ignore[assignment]
         self.steps: dict[str, Callable[..., Any]] = {}
-        self.window = Window()
+        self.window = AccumulationWindow()
         self.agreement: Agreement | None = None
         self.writer: Writer | None = None  # of checkpoints
         self.precision_plugin = Precision()
         self.closures = False
         self.bring: Callable[[Any, int], Any] | None = None
-        self.scribe = Scribe()  # writes to the loggers, on the main rank
-        self.recorder = Quiet()  # of where this rank's time goes
-        self.watcher: Watcher | None = None  # who reads what all ranks record, in the process that launches them
+        self.logger_dispatcher = LoggerDispatcher()  # writes to the loggers, on the main rank
+        self.recorder = NoopRecorder()  # of where this rank's time goes
+        self.watcher: Aggregator | None = None  # who reads what all ranks record, in the process that launches them
         self.members: Membership | None = None  # of this rank's group, where they may change
         self.metric_objects: dict[str, Any] | None = None  # of the module, as they were when the epoch began
         self.buffers: BufferCopies | None = None  # as they were when a window began
         self.shared: SharedSettings | None = None  # what hooks may change on all ranks together only
         self.slot: Slot | None = None  # for what only this rank knows, where others may go on without it
-        self.copier: Copier | None = None  # the same for what only this rank holds
+        self.memory_checkpointer: MemoryCheckpointer | None = None  # the same for what only this rank holds
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _RUNTIME}

@@ -28,8 +28,8 @@ class Timed(Large):
         self.seconds, self.copying, self.begun = 0.0, 0.0, (0.0, 0.0)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        copier = self.trainer.copier
-        now = (time.monotonic(), 0.0 if copier is None else copier.seconds)
+        memory_checkpointer = self.trainer.memory_checkpointer
+        now = (time.monotonic(), 0.0 if memory_checkpointer is None else memory_checkpointer.seconds)
         if self.trainer.global_step == WARM:
             self.begun = now
         self.seconds, self.copying = now[0] - self.begun[0], now[1] - self.begun[1]

@@ -20,7 +20,7 @@ from fabricx.distributed.stop_consensus import Agreement
 from fabricx.distributed.world import World, current
 from fabricx.errors import NotPicklable, WorkerFailed
 from fabricx.fault_tolerance import liveness
-from fabricx.fault_tolerance.controller import Elastic
+from fabricx.fault_tolerance.controller import ElasticPolicy
 from fabricx.launch.supervisor import run_workers
 from fabricx.strategies import FSDP
 from fabricx.testing import QUIET, TinyModule, run_ranks, tiny_loader
@@ -118,7 +118,7 @@ def die_at_the_end(world: World) -> bool:
 
 
 def test_a_worker_that_dies_when_all_is_done_is_waited_for_by_nobody() -> None:
-    assert run_workers(die_at_the_end, (), size=2, elastic=Elastic(waits=10.0)) == [False]
+    assert run_workers(die_at_the_end, (), size=2, elastic=ElasticPolicy(waits=10.0)) == [False]
 
 
 def fit_and_look(folder: Path) -> bool:

@@ -12,9 +12,18 @@ from fabricx.distributed.authentication import AuthenticationError
 from fabricx.distributed.generations import membership
 from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.parameter_server.server.journal import Journal
-from fabricx.parameter_server.server.records import Told
+from fabricx.parameter_server.server.records import ServerRecords
 from fabricx.parameter_server.server.server import Server
-from fabricx.parameter_server.wire.channel import LOST, NETWORK, READY, Entrance, Hello, Link, Store, meet_over_gloo
+from fabricx.parameter_server.wire.channel import (
+    LOST,
+    NETWORK,
+    READY,
+    Handshake,
+    Link,
+    LinkListener,
+    Store,
+    meet_over_gloo,
+)
 from fabricx.parameter_server.wire.messages import Push, Reply
 
 POLL_S: Final = 0.05  # how often a server looks for workers of other machines, until all are there
@@ -48,7 +57,7 @@ def serve(
         if folder is None
         else [memory_checkpoint.path_of(folder, slot, place) for place in range(memory_checkpoint.NEWEST)]
     )
-    told = Told(run_dir, number, traces=traces)
+    told = ServerRecords(run_dir, number, traces=traces)
     serving = _Serving(store, f"{prefix}/server/{number}", secret, workers, number == 0, files, told)
     serving.run(generation, network=network)
 
@@ -56,7 +65,7 @@ def serve(
 @final
 class _Serving:
     def __init__(
-        self, store: Store, key: str, secret: bytes, workers: int, deals: bool, files: list[Path], told: Told
+        self, store: Store, key: str, secret: bytes, workers: int, deals: bool, files: list[Path], told: ServerRecords
     ) -> None:  # fmt: skip
         self._store, self._key, self._secret, self._told = store, key, secret, told
         self._workers, self._deals = workers, deals
@@ -76,7 +85,7 @@ class _Serving:
         if self._journal is not None:
             self._journal.bring_back(self._server)
             membership().watch_deaths(self._forget)
-        entrance = Entrance(self._secret, self._folder)
+        entrance = LinkListener(self._secret, self._folder)
         if network:
             self._in_thread(self._watch_for_others, f"{self._key}/{generation}/from")
         self._in_thread(self._let_in, entrance)
@@ -106,7 +115,7 @@ class _Serving:
         while self._told.tell_on(self._server.counts):
             pass
 
-    def _let_in(self, entrance: Entrance) -> None:
+    def _let_in(self, entrance: LinkListener) -> None:
         while True:
             try:
                 link = entrance.accept()
@@ -123,14 +132,14 @@ class _Serving:
             while self._store.check([key := f"{place}/{number}"]):
                 number += 1
                 try:
-                    hello = Hello.loads(self._secret, key, bytes.fromhex(self._store.get(key).decode()))
+                    hello = Handshake.loads(self._secret, key, bytes.fromhex(self._store.get(key).decode()))
                 except (AuthenticationError, ValueError) as error:
                     print(f"server {self._key} has refused a worker: {error}", file=sys.stderr, flush=True)
                 else:
                     self._store.set(f"{key}/{READY}", "")
                     self._in_thread(self._meet, f"{key}/link", hello)
 
-    def _meet(self, name: str, hello: Hello) -> None:
+    def _meet(self, name: str, hello: Handshake) -> None:
         try:
             link = meet_over_gloo(self._store, name, hello, self._secret, server=True)
         except LOST:

@@ -42,7 +42,7 @@ _LISTENING: Final = threading.Lock()  # one link at a time begins to listen, so 
 
 
 @dataclass(slots=True)
-class Hello:
+class Handshake:
     """Who a worker is, and which vectors travel.
 
     Attributes:
@@ -67,14 +67,14 @@ class Hello:
         return authentication.sign(key, ["hello", place], json.dumps(text).encode())
 
     @staticmethod
-    def loads(key: bytes, place: str, signed: bytes) -> Hello:
+    def loads(key: bytes, place: str, signed: bytes) -> Handshake:
         """Return what `dumps` has written to a place.
 
         Raises:
             AuthenticationError: a process without the run's key has written it.
         """
         text = json.loads(authentication.verify(key, ["hello", place], signed))
-        return Hello(**{**text, "dtype": getattr(torch, text["dtype"])})
+        return Handshake(**{**text, "dtype": getattr(torch, text["dtype"])})
 
 
 class Link(ABC):
@@ -88,7 +88,7 @@ class Link(ABC):
         arrived: called with the last byte of each part that has come, if that comes before its message.
     """
 
-    def __init__(self, hello: Hello, inbox: Tensor, outbox: Tensor) -> None:
+    def __init__(self, hello: Handshake, inbox: Tensor, outbox: Tensor) -> None:
         self.hello = hello
         self.inbox, self.outbox = inbox, outbox
         self.sent = self.received = 0
@@ -137,7 +137,7 @@ class SharedMemory(Link):
     """
 
     def __init__(
-        self, connection: Connection, hello: Hello, inbox: Tensor, outbox: Tensor, files: Sequence[int] = ()
+        self, connection: Connection, hello: Handshake, inbox: Tensor, outbox: Tensor, files: Sequence[int] = ()
     ) -> None:  # fmt: skip
         super().__init__(hello, inbox, outbox)
         self._connection = connection
@@ -183,7 +183,7 @@ class Gloo(Link):
     """
 
     def __init__(
-        self, group: Any, hello: Hello, key: bytes, name: str, *, server: bool, before: Link | None = None
+        self, group: Any, hello: Handshake, key: bytes, name: str, *, server: bool, before: Link | None = None
     ) -> None:  # fmt: skip
         if before is None:
             forth = torch.zeros(hello.forth, dtype=hello.dtype)
@@ -250,7 +250,7 @@ class Gloo(Link):
 
 
 @final
-class Entrance:
+class LinkListener:
     """Where a server lets workers of its machine in; its address is for them to read from the store.
 
     Args:
@@ -277,7 +277,7 @@ class Entrance:
             connection = authentication.accept(self._listener, self._key)
             if self._closed:
                 raise OSError("the server accepts no more workers")
-        hello: Hello = connection.recv()
+        hello: Handshake = connection.recv()
         inbox = mapped(reduction.recv_handle(connection), hello.dtype, hello.forth)
         outbox = inbox
         if hello.back is not None:
@@ -293,7 +293,7 @@ class Entrance:
         self._folder.close()
 
 
-def connect(address: str, hello: Hello, key: bytes, before: Link | None = None) -> Link | None:
+def connect(address: str, hello: Handshake, key: bytes, before: Link | None = None) -> Link | None:
     """Return this worker's link to a server of its own machine.
 
     Args:
@@ -350,7 +350,7 @@ def mapped(file: int, dtype: torch.dtype, elements: int) -> Tensor:
 
 
 def meet_over_gloo(
-    store: dist.Store, name: str, hello: Hello, key: bytes, *, server: bool, before: Link | None = None,
+    store: dist.Store, name: str, hello: Handshake, key: bytes, *, server: bool, before: Link | None = None,
     timeout: timedelta = MEET,
 ) -> Link:  # fmt: skip
     """Return one end of a link between machines; waits for the other end, which gives the same name and key.

@@ -23,7 +23,7 @@ from fabricx.scratch import private_folder
 
 
 @final
-class Mesh:
+class SharedMemoryGroup:
     """One vector of each rank, which all can read and write, and messages from each to each.
 
     A rank that dies is noticed by all others at once, when they next wait for it.
@@ -120,7 +120,7 @@ class Mesh:
 
 
 @final
-class OneMemory:
+class RemappableBuffer:
     """A vector that is one for all ranks, or each rank's own: at the same address, so that views of it stay views.
 
     It is each rank's own at first.
@@ -133,7 +133,7 @@ class OneMemory:
         vector: see above.
     """
 
-    def __init__(self, mesh: Mesh, dtype: torch.dtype, elements: int) -> None:
+    def __init__(self, mesh: SharedMemoryGroup, dtype: torch.dtype, elements: int) -> None:
         self._mesh = mesh
         self._size = max(1, elements * dtype.itemsize)
         self._file = mesh.give(nameless(self._size))

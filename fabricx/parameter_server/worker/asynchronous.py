@@ -15,7 +15,7 @@ from fabricx.distributed.world import World
 from fabricx.parameter_server.optimizer_parts import groups_of
 from fabricx.parameter_server.wire.messages import Granted, Groups, Reply, Settings
 from fabricx.parameter_server.worker.client import Client
-from fabricx.parameter_server.worker.protocol import Pace
+from fabricx.parameter_server.worker.protocol import WorkerProtocol
 
 EARLIER: Final = 256  # changes of hyperparameters that are kept for gradients that come late
 
@@ -26,7 +26,7 @@ CONFLICT: Final = (
 )
 
 
-class Apart(Pace):
+class Asynchronous(WorkerProtocol):
     """A worker takes a lease, brings the newest weights, computes, and pushes. It is also who deals the leases.
 
     Attributes:

@@ -42,7 +42,7 @@ L = TypeVar("L", bound=Vectors)
 
 
 @final
-class Boxes(Generic[L]):
+class ExchangeBuffers(Generic[L]):
     """What one worker and one server have in common.
 
     Args:
@@ -313,7 +313,7 @@ def pieces_by_parameter(shards: Sequence[Shard]) -> dict[int, list[tuple[int, in
 
 
 def settle_sums(
-    parameters: Sequence[Tensor], boxes: Sequence[Boxes[Any]], missing: Sequence[frozenset[int]],
+    parameters: Sequence[Tensor], boxes: Sequence[ExchangeBuffers[Any]], missing: Sequence[frozenset[int]],
     rows: Sequence[dict[int, tuple[Tensor, Tensor]]],
 ) -> None:  # fmt: skip
     """Let the gradients of parameters be the sums that have come; None where nobody had one.

@@ -26,7 +26,7 @@ from fabricx.parameter_server.wire.channel import (
     NETWORK,
     READY,
     Gloo,
-    Hello,
+    Handshake,
     Link,
     SharedMemory,
     Store,
@@ -55,8 +55,15 @@ from fabricx.parameter_server.wire.messages import (
 )
 from fabricx.parameter_server.wire.partition import divide
 from fabricx.parameter_server.wire.request_channel import Channel
-from fabricx.parameter_server.worker.buffers import Boxes, Filled, dtype_of, pieces_by_parameter, settle_sums, watch
-from fabricx.parameter_server.worker.prefetch import Arrival
+from fabricx.parameter_server.worker.buffers import (
+    ExchangeBuffers,
+    Filled,
+    dtype_of,
+    pieces_by_parameter,
+    settle_sums,
+    watch,
+)
+from fabricx.parameter_server.worker.prefetch import PrefetchTask
 
 START: Final = timedelta(minutes=5)  # how long a server may take to start
 RESTART_S: Final = 60.0  # and to be started again
@@ -76,7 +83,7 @@ class Client:
         whole: a parameter is with one server.
         over_gloo: even where a server is on this machine.
         sums: the servers send sums of gradients, and workers step.
-        views: gradients may stay in the links' vectors; see `Boxes[Channel]`.
+        views: gradients may stay in the links' vectors; see `ExchangeBuffers`.
         tables: numbers of the parameters of whose gradients only some rows are there.
         compression, back, keep: of gradients, and of what comes back; see `Codec`.
         generation: of workers that go together; None where each goes by itself.
@@ -107,7 +114,7 @@ class Client:
         self._ordered = False  # do updates come to all servers in one order?
         self.hears = True  # is the gradient that comes next complete?
         self._threads: ThreadPoolExecutor | None = None
-        self._arrivals: list[Arrival] = []
+        self._arrivals: list[PrefetchTask] = []
         self._coming: set[int] = set()  # parameters that are on their way
         self._pull = Pull()
         self._where = pieces_by_parameter(self._shards)
@@ -119,11 +126,11 @@ class Client:
     def _links(self) -> list[Channel]:
         return [boxes.link for boxes in self._boxes]
 
-    def _meet(self, number: int) -> Boxes[Channel]:
+    def _meet(self, number: int) -> ExchangeBuffers[Channel]:
         """Return what this worker and a server have in common."""
         shard = self._shards[number]
         back = None if self._sums else shard.room
-        hello = Hello(self._worker, self.dtype, shard.room, back, self._generation)
+        hello = Handshake(self._worker, self.dtype, shard.room, back, self._generation)
         link = self._linked(number, hello)
         if any(parameter.is_cuda for parameter in self._parameters):
             self._unpin.append(link.pin())
@@ -134,9 +141,9 @@ class Client:
         channel = Channel(link, lambda before: self._linked(number, again, before))
         # What gloo is sending must not change; in shared memory it is read when the push is complete.
         views = self._views and not isinstance(link, Gloo)
-        return Boxes(channel, shard, self._parameters, codec, views=views, back=decoder)
+        return ExchangeBuffers(channel, shard, self._parameters, codec, views=views, back=decoder)
 
-    def _linked(self, number: int, hello: Hello, before: Link | None = None) -> Link:
+    def _linked(self, number: int, hello: Handshake, before: Link | None = None) -> Link:
         """Return a link to a server, as soon as it can be reached; after `before` only if what it keeps outlives it.
 
         Raises:
@@ -155,7 +162,7 @@ class Client:
             time.sleep(0.02)
         raise ServerLost(f"server {number} has gone, and was not started again in {RESTART_S:.0f} s")
 
-    def _link_at(self, told: str, number: int, hello: Hello, before: Link | None) -> Link | None:
+    def _link_at(self, told: str, number: int, hello: Handshake, before: Link | None) -> Link | None:
         """Return a link to a server that has told the store where it is; None if it isn't there any more."""
         generation, reach, address = told.split(" ", 2)
         link = None if self._over_gloo else connect(address, hello, self._secret, before)
@@ -194,7 +201,7 @@ class Client:
         return True
 
     def _check_generation(self) -> None:
-        """Raise `Broken` where workers go together and their generation has ended."""
+        """Raise `PeerLost` where workers go together and their generation has ended."""
         if self._generation is not None:
             membership().check(self._generation)
 
@@ -279,7 +286,7 @@ class Client:
         self.pushes.append((self._worker, self._count, time.monotonic()))
         return used
 
-    def _used(self, boxes: Boxes[Channel], *, empty: bool) -> bool:
+    def _used(self, boxes: ExchangeBuffers[Channel], *, empty: bool) -> bool:
         """Wait until a server has handled a push; returns whether it uses the gradient, which is taken back if not."""
         used: bool = boxes.link.recv().used
         if not (used or empty):
@@ -296,10 +303,10 @@ class Client:
         server would wait for ever.
         """
 
-        def message(boxes: Boxes[Channel]) -> Pull:
+        def message(boxes: ExchangeBuffers[Channel]) -> Pull:
             return Pull(version, to_train, rows={}) if to_train else Pull(version, since=boxes.tables)
 
-        def give(boxes: Boxes[Channel], reply: Reply) -> None:
+        def give(boxes: ExchangeBuffers[Channel], reply: Reply) -> None:
             if to_train:
                 boxes.give_weights(targets, tables=False)
                 return
@@ -322,7 +329,7 @@ class Client:
             self._threads = ThreadPoolExecutor(len(self._boxes), thread_name_prefix="fabricx-pull")
         self._pull = Pull(version, to_train=True, rows={})
         self._coming = set(range(len(self._parameters)))
-        self._arrivals = [Arrival(boxes, replace(self._pull), self._threads) for boxes in self._boxes]
+        self._arrivals = [PrefetchTask(boxes, replace(self._pull), self._threads) for boxes in self._boxes]
 
     def bring(self, numbers: set[int]) -> None:
         """Wait for some parameters, by number, and bring them, if they are on their way."""
@@ -351,9 +358,9 @@ class Client:
     def pull_rows(self, ids: dict[int, Tensor]) -> None:
         """Bring rows of tables into the parameters: their numbers, shape [k], each once, by parameter."""
         self.bring(set(self._coming))
-        counts: dict[Boxes[Channel], dict[int, int]] = {}
+        counts: dict[ExchangeBuffers[Channel], dict[int, int]] = {}
 
-        def wanted(boxes: Boxes[Channel]) -> Pull:
+        def wanted(boxes: ExchangeBuffers[Channel]) -> Pull:
             counts[boxes] = boxes.want_rows(ids)
             return Pull(dense=False, rows=counts[boxes])
 
@@ -367,8 +374,8 @@ class Client:
         settle_sums(self._parameters, self._boxes, missing, rows)
 
     def _pulled(
-        self, message: Callable[[Boxes[Channel]], Pull], give: Callable[[Boxes[Channel], Reply], None],
-        *, one_by_one: bool = False,
+        self, message: Callable[[ExchangeBuffers[Channel]], Pull],
+        give: Callable[[ExchangeBuffers[Channel], Reply], None], *, one_by_one: bool = False,
     ) -> list[Reply]:  # fmt: skip
         """Ask all servers, and do something with each answer; returns those."""
         begun = time.perf_counter()

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from fabricx.distributed.world import World
 from fabricx.parameter_server.wire.messages import Granted, Settings
-from fabricx.parameter_server.worker.asynchronous import Apart
+from fabricx.parameter_server.worker.asynchronous import Asynchronous
 from fabricx.parameter_server.worker.client import Client
 
 
 @final
-class Rounds(Apart):
+class Rounds(Asynchronous):
     """A worker takes the servers' weights, trains `every` leases with its own optimizer, and brings the difference.
 
     With "elastic" it keeps its own weights, and each round draws them and the servers' towards each other.

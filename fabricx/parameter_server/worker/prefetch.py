@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from fabricx.parameter_server.wire.channel import LOST
 from fabricx.parameter_server.wire.messages import Pull, Reply
 from fabricx.parameter_server.wire.request_channel import Channel
-from fabricx.parameter_server.worker.buffers import Boxes
+from fabricx.parameter_server.worker.buffers import ExchangeBuffers
 
 
 @final
-class Arrival:
+class PrefetchTask:
     """One server's part of the weights.
 
     Args:
@@ -26,7 +26,7 @@ class Arrival:
         threads: one of which receives.
     """
 
-    def __init__(self, boxes: Boxes[Channel], pull: Pull, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, boxes: ExchangeBuffers[Channel], pull: Pull, threads: ThreadPoolExecutor) -> None:
         self._boxes = boxes
         self._come = 0  # bytes
         self._lost: BaseException | None = None
@@ -70,7 +70,7 @@ class Arrival:
 
 
 @final
-class Lookout:
+class PrefetchHooks:
     """Brings parameters before the submodules that have them are called.
 
     Args:

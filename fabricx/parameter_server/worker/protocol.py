@@ -17,11 +17,11 @@ from fabricx.parameter_server.optimizer_parts import Remembered, groups_of, nest
 from fabricx.parameter_server.wire.messages import Groups, Reply, Settings
 from fabricx.parameter_server.wire.powersgd import LowRank
 from fabricx.parameter_server.worker.client import Client
-from fabricx.parameter_server.worker.prefetch import Lookout
+from fabricx.parameter_server.worker.prefetch import PrefetchHooks
 from fabricx.parameter_server.worker.unreduced_gradients import unjoined
 
 
-class Pace(ABC):
+class WorkerProtocol(ABC):
     """What a worker does with its gradients, and when it looks for weights.
 
     Attributes:
@@ -36,7 +36,7 @@ class Pace(ABC):
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.computing = False
-        self.lookout: Lookout | None = None
+        self.lookout: PrefetchHooks | None = None
         self.owed: Sequence[Tensor | None] = ()
         self.world = World()
         self._client: Client | None = None
@@ -270,7 +270,7 @@ def _parameters_of(optimizers: Iterable[Optimizer]) -> int:
     return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
 
 
-class Together(Pace):
+class Lockstep(WorkerProtocol):
     """Each update is of the gradient of a global batch, and all workers go step by step."""
 
     def __init__(self, settings: Settings) -> None:
@@ -291,7 +291,7 @@ class Together(Pace):
 
 
 @final
-class Summing(Together):
+class WorkerStep(Lockstep):
     """The servers sum gradients, and each worker steps with the sum, by itself.
 
     Args:
@@ -354,7 +354,7 @@ class Summing(Together):
 
 
 @final
-class Holding(Together):
+class ServerStep(Lockstep):
     """The servers hold the sum until all workers have said what it is to be clipped by, and then step."""
 
     def __init__(self, settings: Settings) -> None:

@@ -16,12 +16,12 @@ from fabricx.parameter_server.server.update_rule import add_up, joined
 from fabricx.parameter_server.wire.channel import LOST
 from fabricx.parameter_server.wire.messages import Counts
 from fabricx.parameter_server.wire.partition import divide
-from fabricx.parameter_server.wire.shm_group import Mesh, OneMemory
-from fabricx.parameter_server.worker.buffers import Boxes, Filled, dtype_of, settle_sums, watch
+from fabricx.parameter_server.wire.shm_group import RemappableBuffer, SharedMemoryGroup
+from fabricx.parameter_server.worker.buffers import ExchangeBuffers, Filled, dtype_of, settle_sums, watch
 
 
 @final
-class Neighbours:
+class SharedMemorySum:
     """What `Client` is where there are servers, for workers that sum by themselves.
 
     Args:
@@ -47,11 +47,13 @@ class Neighbours:
         self.dtype = dtype_of(parameters)
         with others_are_there():
             key = f"{key}/{world.generation}"
-            self._mesh = Mesh(world.store, key, rank, size, self.dtype, self.shard.room, world.generation, world.secret)
-            self.weights = OneMemory(self._mesh, self.dtype, self.shard.size) if weights else None
+            self._mesh = SharedMemoryGroup(
+                world.store, key, rank, size, self.dtype, self.shard.room, world.generation, world.secret
+            )
+            self.weights = RemappableBuffer(self._mesh, self.dtype, self.shard.size) if weights else None
         self.slots = self._mesh.vectors
         self._slot = Slot(self.slots[rank])
-        self._boxes = Boxes(self._slot, self.shard, self._parameters, None, views=views)
+        self._boxes = ExchangeBuffers(self._slot, self.shard, self._parameters, None, views=views)
         self._filled: dict[int, Filled | None] = {}
         begin, end = (self.shard.dense * place // size for place in (rank, rank + 1))
         self._own = [slot[begin:end] for slot in self.slots]  # what this worker sums

@@ -22,16 +22,16 @@ from fabricx.parameter_server.optimizer_parts import (
 from fabricx.parameter_server.server.update_rule import add_up
 from fabricx.parameter_server.wire.messages import Settings
 from fabricx.parameter_server.wire.partition import Shard, divide
-from fabricx.parameter_server.wire.shm_group import OneMemory
+from fabricx.parameter_server.wire.shm_group import RemappableBuffer
 from fabricx.parameter_server.worker.client import Client
-from fabricx.parameter_server.worker.protocol import Together
-from fabricx.parameter_server.worker.shared_memory_sum import Neighbours, others_are_there
+from fabricx.parameter_server.worker.protocol import Lockstep
+from fabricx.parameter_server.worker.shared_memory_sum import SharedMemorySum, others_are_there
 
 Span = tuple[int, int]
 
 
 @final
-class Sharing(Together):
+class Sharing(Lockstep):
     """While training goes on, the parameters lie in memory that all workers see.
 
     A worker has the optimizers' moments of its own part only (ZeRO stage 1: Rajbhandari et al., SC 2020). Where all
@@ -53,8 +53,8 @@ class Sharing(Together):
         self._summed = False
 
     @property
-    def _neighbours(self) -> Neighbours:
-        return cast(Neighbours, self._client)
+    def _neighbours(self) -> SharedMemorySum:
+        return cast(SharedMemorySum, self._client)
 
     def begin(self, world: World, client: Client, parameters: list[Tensor], optimizers: list[Optimizer]) -> None:
         if len({(parameter.dtype, parameter.device.type) for parameter in parameters} | {(client.dtype, "cpu")}) > 1:
@@ -69,7 +69,7 @@ class Sharing(Together):
             parameter.data = view
 
     @property
-    def _memory(self) -> OneMemory:
+    def _memory(self) -> RemappableBuffer:
         assert self._neighbours.weights is not None
         return self._neighbours.weights
 

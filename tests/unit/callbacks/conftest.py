@@ -14,7 +14,7 @@ import torch
 from fabricx import checkpoint
 from fabricx.core.callback import Callback
 from fabricx.core.strategy import Strategy
-from fabricx.metrics.logger_dispatcher import Scribe
+from fabricx.metrics.logger_dispatcher import LoggerDispatcher
 from fabricx.strategies import Single
 
 
@@ -61,8 +61,8 @@ class FakeTrainer:
     strategy: Strategy = field(default_factory=Single)
 
     @property
-    def scribe(self) -> Scribe:
-        return Scribe(self.loggers if self.is_global_zero else (), self.run_dir)
+    def logger_dispatcher(self) -> LoggerDispatcher:
+        return LoggerDispatcher(self.loggers if self.is_global_zero else (), self.run_dir)
 
     module: Any = field(default_factory=lambda: torch.nn.Linear(4, 2))
 

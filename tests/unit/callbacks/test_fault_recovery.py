@@ -20,7 +20,7 @@ from fabricx.loop import fit
 from fabricx.parameter_server.server.leases import Brought
 from fabricx.parameter_server.server.server import Server
 from fabricx.parameter_server.wire.messages import Ask, Open, Push
-from fabricx.parameter_server.worker.asynchronous import Apart
+from fabricx.parameter_server.worker.asynchronous import Asynchronous
 from fabricx.strategies import DDP, LocalSGD
 from tests.unit.parameter_server.server.test_server import begin
 
@@ -135,7 +135,7 @@ def test_the_last_line_counts_what_each_server_has_used(second: tuple[int, ...])
     for lease in second:
         servers[1]._brought = Brought()  # what would recognise a gradient that comes twice
         servers[1].handle(0, Push(0, 1, (lease,), True), empty, empty)
-    apart = Apart(begun.settings)
+    apart = Asynchronous(begun.settings)
     apart._client = SimpleNamespace(counts=lambda: [server.counts for server in servers])  # type: ignore[assignment]
     said = account(dealer=apart)
     lost, repeated = 3 - len(set(second)), len(second) - len(set(second))

@@ -10,7 +10,7 @@ import torch
 
 import fabricx as fx
 from fabricx.callbacks import EMA
-from fabricx.consistency.hook_effects import Noted, fingerprint, take
+from fabricx.consistency.hook_effects import HookEffects, fingerprint, take
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.errors import RanksDisagree
 from fabricx.testing import QUIET, TinyModule, tiny_loader
@@ -68,7 +68,7 @@ def trained() -> tuple[Any, list[torch.Tensor]]:
 
 def test_rates_and_frozen_parameters_are_told_to_ranks_that_called_no_hook() -> None:
     trainer, parameters = trained()
-    noted, group = Noted(trainer), trainer.optimizers[0].param_groups[0]
+    noted, group = HookEffects(trainer), trainer.optimizers[0].param_groups[0]
     assert noted.changes(trainer) == ""
     group["lr"], group["betas"] = 0.025, (0.1, 0.2)
     parameters[0].requires_grad_(False)
@@ -107,7 +107,7 @@ def test_a_fingerprint_shows_changes_that_leave_norms_as_they_are(dtype: torch.d
 
 def test_changed_weights_are_an_error_where_each_rank_has_a_part_of_them() -> None:
     trainer, parameters = trained()
-    noted = Noted(trainer)
+    noted = HookEffects(trainer)
     parameters[0].data.mul_(2.0)
     trainer.strategy.traits = Traits(sharded=True)
     with pytest.raises(RanksDisagree, match="changed weights at a batch of which some ranks have no sample"):

@@ -78,7 +78,7 @@ def test_each_batch_of_an_update_counts_the_same_wherever_streams_end() -> None:
                 }
                 window.append(row)
                 if row[0].closes:
-                    scale = row[0].planned / sum(one[0].portion for one in window)  # as `Window.ready` does
+                    scale = row[0].planned / sum(one[0].portion for one in window)  # as `AccumulationWindow.ready` does
                     counts = [scale * m.factor for one in window for m in one if not m.empty]
                     assert all(abs(count - 1 / len(counts)) < 1e-12 for count in counts)
                     window = []

@@ -21,7 +21,7 @@ from fabricx.distributed.authentication import AuthenticationError, accept, conn
 from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.store_server import StoreServer
 from fabricx.distributed.world import World
-from fabricx.parameter_server.wire.channel import Hello
+from fabricx.parameter_server.wire.channel import Handshake
 
 KEY = b"k" * 32
 
@@ -72,10 +72,10 @@ def test_nothing_is_unpickled_that_was_altered_or_signed_with_another_key(tmp_pa
 def test_a_greeting_of_a_worker_is_valid_where_it_was_left() -> None:
     import torch
 
-    hello = Hello(2, torch.bfloat16, 10, None, 4)
-    assert Hello.loads(KEY, "server/0/from/1", hello.dumps(KEY, "server/0/from/1")) == hello
+    hello = Handshake(2, torch.bfloat16, 10, None, 4)
+    assert Handshake.loads(KEY, "server/0/from/1", hello.dumps(KEY, "server/0/from/1")) == hello
     with pytest.raises(AuthenticationError):
-        Hello.loads(KEY, "server/0/from/2", hello.dumps(KEY, "server/0/from/1"))
+        Handshake.loads(KEY, "server/0/from/2", hello.dumps(KEY, "server/0/from/1"))
 
 
 # -- connections --------------------------------------------------------------------------------------------------

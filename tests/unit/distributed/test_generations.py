@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import distributed_c10d as c10d
 
-from fabricx.distributed.generations import Broken, Generation, Membership, enter, membership
+from fabricx.distributed.generations import Generation, Membership, PeerLost, enter, membership
 from fabricx.distributed.world import World
 
 
@@ -76,9 +76,9 @@ def test_what_a_collective_gives_is_only_believed_if_nobody_has_left(own: Member
     with pytest.raises(ValueError, match="process group"):
         silent.gather_objects("an error of any kind")
     own.heard("broken", 0)
-    with pytest.raises(Broken):
+    with pytest.raises(PeerLost):
         silent.settle()
-    with pytest.raises(Broken):
+    with pytest.raises(PeerLost):
         silent.gather_objects("an error of any kind")
     loud.settle()
     with pytest.raises(ValueError, match="process group"):

@@ -20,7 +20,7 @@ from fabricx.distributed import peers
 from fabricx.distributed.authentication import AuthenticationError
 from fabricx.distributed.world import World
 from fabricx.launch.supervisor import run_workers
-from fabricx.parameter_server.wire.channel import Hello, meet_over_gloo
+from fabricx.parameter_server.wire.channel import Handshake, meet_over_gloo
 
 LIMIT = timedelta(seconds=20)
 STRANGER = """
@@ -114,7 +114,7 @@ def test_a_link_to_a_server_over_gloo_is_refused_at_both_ends_if_another_program
     with contextlib.ExitStack() as stack:
 
         def meet(rank: int) -> None:
-            links.append(meet_over_gloo(store, "link", Hello(0, torch.float32, 2, 2), b"k" * 32, server=rank == 0))
+            links.append(meet_over_gloo(store, "link", Handshake(0, torch.float32, 2, 2), b"k" * 32, server=rank == 0))
 
         attack = (lambda: stack.enter_context(stranger(listened(others)))) if attacked else (lambda: None)
         errors = both(meet, attack)

@@ -25,7 +25,7 @@ from fabricx.core.strategy import Strategy, Traits
 from fabricx.distributed import generations, stop_consensus
 from fabricx.distributed.generations import Membership
 from fabricx.distributed.world import World
-from fabricx.fault_tolerance.controller import Changes, Elastic
+from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from fabricx.trainer.run_request import Job
 from fabricx.trainer.session import execute
 
@@ -226,7 +226,7 @@ class Simulation:
         self.machine, self.make, self.size = machine, make, size
         self.failures: list[str] = []
         self.dying: set[int] = set()  # also those of whom nothing was heard yet
-        self.changes = Changes(Elastic(waits=waits, tries=100), size, self.failures)
+        self.changes = ElasticController(ElasticPolicy(waits=waits, tries=100), size, self.failures)
         self.members: dict[int, Membership] = {}
         self.results: dict[int, Any] = {}
         self.threads: dict[int, threading.Thread] = {}

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabricx.distributed.generations import Generation
-from fabricx.fault_tolerance.controller import Changes, Elastic
+from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from tests.soak import rounds
 
 SCHEDULES = rounds(short=200, full=800)  # of each kind
@@ -24,11 +24,11 @@ class Clock:
 class Workers:
     """Processes as the reckoning sees them: they start, join, train, die, and end when they aren't named."""
 
-    def __init__(self, elastic: Elastic, size: int) -> None:
+    def __init__(self, elastic: ElasticPolicy, size: int) -> None:
         self.outlived = elastic.outlived
         self.clock = Clock()
         self.failures: list[str] = []
-        self.changes = Changes(elastic, size, self.failures, self.clock)
+        self.changes = ElasticController(elastic, size, self.failures, self.clock)
         self.starting: set[int] = set()
         self.alive = set(range(size))
         self.holding = set(range(size))
@@ -122,7 +122,7 @@ def happens(run: Workers, event: str, number: int) -> None:
 def test_whatever_happens_those_that_are_left_come_together_again(
     waits: float, outlived: bool, events: list[tuple[str, int, int]], size: int
 ) -> None:
-    run = Workers(Elastic(waits, tries=10**6, outlived=outlived), size)
+    run = Workers(ElasticPolicy(waits, tries=10**6, outlived=outlived), size)
     for event, number, milliseconds in events:
         run.clock.now += milliseconds / 1000
         happens(run, event, number)
@@ -143,7 +143,7 @@ def test_whatever_happens_those_that_are_left_come_together_again(
 
 
 def test_who_comes_when_training_has_ended_is_sent_away() -> None:
-    run = Workers(Elastic(), 2)
+    run = Workers(ElasticPolicy(), 2)
     run.end(1)
     run.supervise()
     run.act(0)
@@ -158,7 +158,7 @@ def test_who_comes_when_training_has_ended_is_sent_away() -> None:
 
 
 def test_links_that_break_at_the_same_step_again_and_again_are_an_error() -> None:
-    run = Workers(Elastic(tries=2), 2)
+    run = Workers(ElasticPolicy(tries=2), 2)
     for number in range(5):
         run.changes.told(1, "cut", number)
         run.clock.now += 1.0
@@ -171,21 +171,21 @@ def test_links_that_break_at_the_same_step_again_and_again_are_an_error() -> Non
     assert len(run.failures) == 3
 
 
-def ready(changes: Changes, worker: int) -> None:
+def ready(changes: ElasticController, worker: int) -> None:
     """Let a worker come that was wanted."""
     assert changes.wanted() is not None
     changes.started(worker)
     changes.told(worker, "ready", None)
 
 
-def named(changes: Changes) -> Generation:
+def named(changes: ElasticController) -> Generation:
     """Return the generation that is named now."""
     [generation] = [content for _, kind, content in changes.news() if kind == "generation"]
     return generation
 
 
 def test_who_dies_before_it_has_taken_anything_over_leaves_what_the_one_before_it_left() -> None:
-    changes = Changes(Elastic(waits=10.0), 3, [])
+    changes = ElasticController(ElasticPolicy(waits=10.0), 3, [])
     for worker in range(3):
         changes.told(worker, "inside", None)
     assert changes.died(0, "killed")
@@ -206,7 +206,7 @@ def test_who_dies_before_it_has_taken_anything_over_leaves_what_the_one_before_i
 
 def test_what_somebody_left_whose_place_nobody_takes_is_told_by_who_has_left_it() -> None:
     clock = Clock()
-    changes = Changes(Elastic(waits=1.0), 3, [], clock)
+    changes = ElasticController(ElasticPolicy(waits=1.0), 3, [], clock)
     for worker in range(3):
         changes.told(worker, "inside", None)
     assert changes.died(0, "killed")
@@ -220,7 +220,7 @@ def test_what_somebody_left_whose_place_nobody_takes_is_told_by_who_has_left_it(
 
 def test_what_was_left_is_told_until_a_worker_has_gone_on() -> None:
     clock = Clock()
-    changes = Changes(Elastic(), 4, [], clock)
+    changes = ElasticController(ElasticPolicy(), 4, [], clock)
     for worker in range(4):
         changes.told(worker, "inside", None)
     assert changes.died(0, "killed")
@@ -235,7 +235,7 @@ def test_what_was_left_is_told_until_a_worker_has_gone_on() -> None:
 
 
 def test_a_worker_that_came_is_named_by_its_rank_as_long_as_it_has_one_and_after() -> None:
-    changes = Changes(Elastic(waits=60.0), 2, [])
+    changes = ElasticController(ElasticPolicy(waits=60.0), 2, [])
     for worker in (0, 1):
         changes.told(worker, "inside", None)
     assert [changes.rank_of(worker) for worker in (0, 1, 2)] == [0, 1, None]

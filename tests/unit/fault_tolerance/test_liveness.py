@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fabricx.fault_tolerance.liveness import START_S, Watch
+from fabricx.fault_tolerance.liveness import START_S, HeartbeatMonitor
 
 
 class Clock:
@@ -20,7 +20,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def run(watch: Watch, clock: Clock, seconds: float, beats: dict[int, int]) -> dict[int, str]:
+def run(watch: HeartbeatMonitor, clock: Clock, seconds: float, beats: dict[int, int]) -> dict[int, str]:
     """Let time go by, with two signs of life a second of those that give any; returns what was given up."""
     found: dict[int, str] = {}
     for _ in range(int(seconds * 2)):
@@ -32,7 +32,7 @@ def run(watch: Watch, clock: Clock, seconds: float, beats: dict[int, int]) -> di
 
 
 def test_one_that_is_silent_is_given_up_and_the_others_are_not(clock: Clock) -> None:
-    watch = Watch(10.0, None, clock)
+    watch = HeartbeatMonitor(10.0, None, clock)
     assert run(watch, clock, 5, {0: 1, 1: 1}) == {}
     assert run(watch, clock, 9, {0: 2}) == {}
     found = run(watch, clock, 2, {0: 3})
@@ -43,7 +43,7 @@ def test_one_that_is_silent_is_given_up_and_the_others_are_not(clock: Clock) -> 
 
 
 def test_a_process_that_stops_before_its_first_sign_of_life_is_given_up(clock: Clock) -> None:
-    watch = Watch(10.0, None, clock)
+    watch = HeartbeatMonitor(10.0, None, clock)
     watch.started(0)
     watch.started(1)
     assert run(watch, clock, START_S - 1, {0: 1}) == {}  # it may import much
@@ -55,13 +55,13 @@ def test_a_process_that_stops_before_its_first_sign_of_life_is_given_up(clock: C
 
 
 def test_one_that_has_not_begun_is_not_waited_for(clock: Clock) -> None:
-    watch = Watch(1.0, 1.0, clock)
+    watch = HeartbeatMonitor(1.0, 1.0, clock)
     assert run(watch, clock, 60, {}) == {}
     assert run(watch, clock, 60, {0: 0}) == {}  # setting up takes as long as it takes
 
 
 def test_one_that_comes_no_further_is_given_up(clock: Clock) -> None:
-    watch = Watch(10.0, 20.0, clock)
+    watch = HeartbeatMonitor(10.0, 20.0, clock)
     assert run(watch, clock, 15, {0: 1, 1: 1}) == {}
     assert run(watch, clock, 15, {0: 2, 1: 2}) == {}
     found = run(watch, clock, 10, {0: 3, 1: 2})
@@ -70,7 +70,7 @@ def test_one_that_comes_no_further_is_given_up(clock: Clock) -> None:
 
 
 def test_what_is_too_long_is_learned_from_the_run(clock: Clock) -> None:
-    watch = Watch(1e9, "learned", clock)
+    watch = HeartbeatMonitor(1e9, "learned", clock)
     for step in range(1, 4):
         assert run(watch, clock, 10, {0: step, 1: step}) == {}
     assert run(watch, clock, 185, {0: 4, 1: 3}) == {}
@@ -78,7 +78,7 @@ def test_what_is_too_long_is_learned_from_the_run(clock: Clock) -> None:
 
 
 def test_a_long_pause_is_told_of_with_what_each_rank_is_at(clock: Clock) -> None:
-    watch, told = Watch(1e9, None, clock), []
+    watch, told = HeartbeatMonitor(1e9, None, clock), []
     for second in range(1, 400):
         clock.now += 1.0
         watch.heard(0, min(second, 10), waits=True, where="train.py:3 in training_step: all_reduce(x)")
@@ -92,7 +92,7 @@ def test_a_long_pause_is_told_of_with_what_each_rank_is_at(clock: Clock) -> None
 
 
 def test_a_supervisor_that_was_stopped_itself_gives_nobody_up(clock: Clock) -> None:
-    watch = Watch(10.0, 20.0, clock)
+    watch = HeartbeatMonitor(10.0, 20.0, clock)
     assert run(watch, clock, 5, {0: 1}) == {}
     clock.now += 3600.0  # Ctrl-Z, and fg
     assert watch.silent() == {}
@@ -100,7 +100,7 @@ def test_a_supervisor_that_was_stopped_itself_gives_nobody_up(clock: Clock) -> N
 
 
 def test_only_one_that_gave_signs_of_life_is_called_frozen(clock: Clock) -> None:
-    watch = Watch(10.0, None, clock)
+    watch = HeartbeatMonitor(10.0, None, clock)
     assert (watch.answers(0), watch.frozen(0)) == (False, False)  # it is starting, and can't be asked yet
     watch.heard(0, 1)
     assert (watch.answers(0), watch.frozen(0)) == (True, False)

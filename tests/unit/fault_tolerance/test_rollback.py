@@ -80,12 +80,14 @@ def state_of(step: int, shard: int) -> dict[str, Any]:
 
 def copy_steps(*steps: int, groups: int = 1) -> Callable[[Threads], None]:
     def work(world: Threads) -> None:
-        copier = rollback.Copier(world, in_groups(groups))
+        memory_checkpointer = rollback.MemoryCheckpointer(world, in_groups(groups))
         for step in steps:
             state = state_of(step, world.rank % (world.size // groups))
-            copier.copies.make((step,), range(world.size), state)
-            assert copier._buddy is not None
-            copier._buddy.exchange(copier.copies, {"word": f"{step} of rank {world.rank}", "state": state["state"]})
+            memory_checkpointer.copies.make((step,), range(world.size), state)
+            assert memory_checkpointer._buddy is not None
+            memory_checkpointer._buddy.exchange(
+                memory_checkpointer.copies, {"word": f"{step} of rank {world.rank}", "state": state["state"]}
+            )
 
     return work
 
@@ -134,9 +136,9 @@ def test_a_copy_that_its_buddy_hasn_t_yet_doesn_t_count_once_the_machine_is_lost
     together(tmp_path, ["a", "b"], copy_steps(1, 2), monkeypatch)
 
     def die_while_copying(world: Threads) -> None:
-        copier = rollback.Copier(world, in_groups(1))
-        copier.keep((2,))
-        copier.copies.make((3,), range(2), state_of(3, 0))
+        memory_checkpointer = rollback.MemoryCheckpointer(world, in_groups(1))
+        memory_checkpointer.keep((2,))
+        memory_checkpointer.copies.make((3,), range(2), state_of(3, 0))
 
     together(tmp_path, ["a", "b"], die_while_copying, monkeypatch)
     assert together(tmp_path, ["a", "b"], found, monkeypatch) == [(3, [30.0]), (3, [30.0])]

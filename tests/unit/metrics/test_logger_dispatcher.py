@@ -16,7 +16,7 @@ from fabricx.callbacks import ModelCheckpoint
 from fabricx.checkpoint import sharded_tensors
 from fabricx.core.logger import Ending, Logger
 from fabricx.loggers import CSVLogger, JSONLogger
-from fabricx.metrics.logger_dispatcher import Scribe
+from fabricx.metrics.logger_dispatcher import LoggerDispatcher
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
@@ -51,16 +51,16 @@ class Tight(Logger):
 
 def test_rows_without_room_are_lost_and_events_are_kept(tmp_path: Path) -> None:
     tight, wide = Tight(range(2, 4)), Tight(range(0))
-    scribe = Scribe([tight, wide], tmp_path)
+    logger_dispatcher = LoggerDispatcher([tight, wide], tmp_path)
 
     def log(step: int) -> None:
-        scribe.each(lambda logger: logger.log_metrics({}, step))
+        logger_dispatcher.each(lambda logger: logger.log_metrics({}, step))
 
     log(0)
     log(1)
     with pytest.warns(UserWarning, match="disk is full"):
         log(2)
-    scribe.event("restart", "rank 1", 9)
+    logger_dispatcher.event("restart", "rank 1", 9)
     for step in (3, 4, 5):
         log(step)  # without another warning
     assert (tight.rows, wide.rows) == ([0, 1, 4, 5], list(range(6)))
@@ -70,7 +70,7 @@ def test_rows_without_room_are_lost_and_events_are_kept(tmp_path: Path) -> None:
 
 def test_another_error_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Input/output"):
-        Scribe([Tight(range(1), errno.EIO)], tmp_path).each(lambda logger: logger.log_metrics({}, 0))
+        LoggerDispatcher([Tight(range(1), errno.EIO)], tmp_path).each(lambda logger: logger.log_metrics({}, 0))
 
 
 @pytest.mark.parametrize(("kind", "name"), [(CSVLogger, "metrics.csv"), (JSONLogger, "metrics.jsonl")])

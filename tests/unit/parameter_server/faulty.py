@@ -115,7 +115,7 @@ class Faulty:
         self.requests[worker] = next(self.steps[worker])
 
     def _section(self, worker: int, section: int) -> Step:
-        """Train one section as `Apart` and `Rounds` do."""
+        """Train one section as `Asynchronous` and `Rounds` do."""
         servers, mine = range(len(self.servers)), []
         present = tuple(sorted(self.ends))
         for server in servers:

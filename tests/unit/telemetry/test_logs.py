@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fabricx.telemetry.aggregator import Watcher
+from fabricx.telemetry.aggregator import Aggregator
 from fabricx.telemetry.events import EventFile
 from fabricx.telemetry.logs import LogSettings, logging_to, merge
 from fabricx.telemetry.reader import Files
@@ -78,7 +78,7 @@ def test_one_file_has_the_lines_of_all_ranks_in_the_order_of_time(tmp_path: Path
 def test_warnings_of_silent_ranks_come_once_with_the_count_unless_the_main_rank_has_them(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    watcher = Watcher(tmp_path, board=False)
+    watcher = Aggregator(tmp_path, board=False)
     files = [EventFile(tmp_path, f"worker {rank}", rank) for rank in range(3)]
     for _ in range(5):
         for file in files[1:]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fabricx.errors import ServerLost
-from fabricx.parameter_server.wire.channel import NETWORK, READY, Hello, meet_over_gloo
+from fabricx.parameter_server.wire.channel import NETWORK, READY, Handshake, meet_over_gloo
 from fabricx.parameter_server.worker import client as client_module
 from fabricx.parameter_server.worker.client import Client
 
@@ -31,7 +31,7 @@ def connected(store: dist.Store) -> Client:
 def test_a_worker_meets_the_server_that_replaces_one_that_died_before_the_meeting() -> None:
     store = published(0)
     heard: list[object] = []
-    hello = Hello(0, torch.float32, 2, 2)
+    hello = Handshake(0, torch.float32, 2, 2)
 
     def serve() -> None:
         store.wait([f"{SERVER}/0/from/1"], timedelta(seconds=60))  # the worker waits for the server that has died
@@ -65,6 +65,6 @@ def test_a_server_that_never_meets_is_lost(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_meeting_itself_has_a_limit() -> None:
     began = time.monotonic()
     with pytest.raises(RuntimeError):
-        meet_over_gloo(dist.HashStore(), "link", Hello(0, torch.float32, 2, 2), SECRET, server=False,
+        meet_over_gloo(dist.HashStore(), "link", Handshake(0, torch.float32, 2, 2), SECRET, server=False,
                        timeout=timedelta(seconds=0.2))  # fmt: skip
     assert time.monotonic() - began < 30.0  # the default is 20 s, and it was a year

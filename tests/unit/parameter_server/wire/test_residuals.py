@@ -12,7 +12,7 @@ from fabricx.distributed.low_rank_buckets import ThinSums
 from fabricx.distributed.world import World
 from fabricx.parameter_server.wire.codecs import Codec
 from fabricx.parameter_server.wire.messages import Pushed, Settings
-from fabricx.parameter_server.worker.buffers import Boxes
+from fabricx.parameter_server.worker.buffers import ExchangeBuffers
 from fabricx.parameter_server.worker.client import Client
 from fabricx.strategies import DDP, ParameterServer
 
@@ -39,9 +39,9 @@ class Refuses:
 def client_of(monkeypatch: pytest.MonkeyPatch, servers: int) -> Client:
     """Return a client with one parameter; the first server refuses all gradients."""
 
-    def meet(self: Client, number: int) -> Boxes[Any]:
+    def meet(self: Client, number: int) -> ExchangeBuffers[Any]:
         link = Refuses(used=number > 0)
-        return Boxes(link, self._shards[number], self._parameters, Codec("topk", keep=0.2), views=False)
+        return ExchangeBuffers(link, self._shards[number], self._parameters, Codec("topk", keep=0.2), views=False)
 
     monkeypatch.setattr(Client, "_meet", meet)
     store: Any = None

@@ -11,14 +11,14 @@ from torch import nn
 
 from fabricx.parameter_server.optimizer_parts import groups_of
 from fabricx.parameter_server.wire.messages import Counts, Settings
-from fabricx.parameter_server.worker.asynchronous import Apart
+from fabricx.parameter_server.worker.asynchronous import Asynchronous
 
 
-def worker(rate: float) -> tuple[Apart, torch.optim.Optimizer]:
+def worker(rate: float) -> tuple[Asynchronous, torch.optim.Optimizer]:
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))]
     groups: list[Any] = [{"params": [parameters[0]]}, {"params": [parameters[1]], "lr": 7.0}]
     optimizer = torch.optim.SGD(groups, lr=rate)
-    pace = Apart(Settings(2))
+    pace = Asynchronous(Settings(2))
     client: Any = SimpleNamespace(counts=lambda: [Counts(), Counts(conflicts=1)])
     pace.begin(SimpleNamespace(size=2), client, parameters, [optimizer])  # type: ignore[arg-type]
     return pace, optimizer
