@@ -1,4 +1,4 @@
-"""The kinds of error that a program may want to catch, and the nearest right name for a wrong one."""
+"""Exceptions that a program may catch, and suggestions for misspelt names."""
 
 from __future__ import annotations
 

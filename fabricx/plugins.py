@@ -1,4 +1,4 @@
-"""From a name to an object: built-in names, dotted paths, and what other packages register."""
+"""Resolves names to objects: built-in names, dotted paths, and entry points of other packages."""
 
 from __future__ import annotations
 

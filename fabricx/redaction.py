@@ -1,4 +1,4 @@
-"""Secrets are masked in all that is written or shown: configurations, command lines, messages.
+"""Masks secrets in everything that is written or shown: configurations, command lines, messages.
 
 A value is a secret by its key (`password`, `api_key`, `hf_token`, ...), or as the password in a URL. The run itself has
 the true values; only what leaves it is masked.

@@ -1,4 +1,4 @@
-"""Private temporary folders that do not outlive their process, however it ends.
+"""Private temporary folders that are removed with their process, however it ends.
 
 A folder is locked as long as its process lives. What a killed process has left is removed by its workers, or by the
 next process that makes such a folder on the same machine. Semaphores of a run's processes go with its folder.

@@ -1,4 +1,4 @@
-"""What of a run a checkpoint holds, and how a run takes it up again."""
+"""The contents of a checkpoint, and resuming a run from them."""
 
 from __future__ import annotations
 

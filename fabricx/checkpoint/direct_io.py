@@ -1,4 +1,4 @@
-"""Bytes to a disk past the system's cache.
+"""Writes to a disk without the system's page cache.
 
 A checkpoint isn't read soon, so to keep it in the cache takes memory from the data set, and to put it there takes the
 processor from training: four times as long as to write past it, thirty times where the memory has to be found first.

@@ -1,4 +1,4 @@
-"""A checkpoint is a folder with a manifest and a marker that is written last; without it, it doesn't exist."""
+"""A checkpoint on disk: a folder with a manifest, valid once its marker file is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: where each tensor is. It is checked before memory is taken for any tensor."""
+"""The index of a checkpoint: position of each tensor, validated before memory is allocated."""
 
 from __future__ import annotations
 

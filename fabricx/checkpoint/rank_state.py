@@ -1,4 +1,4 @@
-"""Where a run goes on, should it be saved now: what a rank's part of a checkpoint holds beside the weights."""
+"""Per-rank resume state beside the weights: random states, metric sums, data position."""
 
 from __future__ import annotations
 

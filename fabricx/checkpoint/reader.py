@@ -1,4 +1,4 @@
-"""A state, or a module, from a checkpoint."""
+"""Reads a state, or a module, from a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where in a run a checkpoint can be written, and whether all ranks want to write the same one.
+"""Moments of a run at which all ranks can write one checkpoint.
 
 A rank without a sample of a batch has none of its hooks. It waits until those that have one have called theirs, and
 takes part in the checkpoints that these write.

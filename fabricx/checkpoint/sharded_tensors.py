@@ -1,4 +1,4 @@
-"""Tensors on disk: each rank writes a part, planned by torch.distributed.checkpoint, and reads what it needs.
+"""Tensors on disk: each rank writes a part, planned by torch.distributed.checkpoint, and reads the chunks it needs.
 
 A file is in the safetensors format (https://github.com/huggingface/safetensors): a header in JSON, then bytes. Unlike
 torch's own `.metadata` and `.distcp` files, nothing in it is a pickle.

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a folder of this machine, or any URL that fsspec knows."""
+"""Storage of checkpoints: a folder of this machine, or any URL that fsspec supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A state as a tree: its tensors under one name each, and what is left."""
+"""Splits a nested state into named tensors and plain data, and joins them again."""
 
 from __future__ import annotations
 

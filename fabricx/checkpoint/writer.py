@@ -1,4 +1,4 @@
-"""Checkpoints on their way to disk while training goes on."""
+"""Writes checkpoints in the background while training continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine has, for a bug report: versions, cores, devices, backends, and whether two ranks can talk."""
+"""A report of the machine for bug reports: versions, cores, devices, backends, a test of two ranks."""
 
 from __future__ import annotations
 

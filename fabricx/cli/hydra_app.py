@@ -1,4 +1,4 @@
-"""Hydra around a function: `@fx.main` for scripts, and what the `fabricx` command is made of."""
+"""Hydra around a function: `@fx.main` for scripts, and the base of the `fabricx` command."""
 
 from __future__ import annotations
 

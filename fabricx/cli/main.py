@@ -1,4 +1,4 @@
-"""The command `fabricx`: Hydra in, Trainer out. Nothing here imports torch before a run begins."""
+"""The command `fabricx`. Nothing here imports torch before a run begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares what the ranks of a run have built, before the first of them computes.
+"""Compares modules, options and optimizers of all ranks before the first forward.
 
 Ranks that train different models exchange gradients of different parameters: they hang, or train something else. So a
 digest of what each rank has built is gathered at set-up; the descriptions themselves only where digests differ.

@@ -1,4 +1,4 @@
-"""What hooks change of a model: on all ranks the same, and where the weights are; else it is an error.
+"""Checks what hooks change of a model: the same on all ranks, and where the weights are stored.
 
 Two cases would be wrong without a word. Where servers step, weights that a worker changes are lost with the next ones
 that come. And a rank without a sample of a batch has none of the hooks of that batch, so it would go on with other

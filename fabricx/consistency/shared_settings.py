@@ -1,4 +1,4 @@
-"""What hooks may change on all ranks together only: which parameters are trained, limits, and clipping.
+"""Settings that hooks may change on all ranks together only: trained parameters, limits, clipping.
 
 Ranks that train other parameters exchange other gradients: gloo ends the process, or the weights drift apart. The
 others wait for a rank that has stopped earlier.

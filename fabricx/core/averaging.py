@@ -1,4 +1,4 @@
-"""The rule of an exponential moving average of weights, for callbacks and for servers."""
+"""Update rule of an exponential moving average of weights, for callbacks and servers."""
 
 from __future__ import annotations
 

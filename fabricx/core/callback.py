@@ -1,4 +1,4 @@
-"""The contract of a callback: what can be done at each moment of a run without touching the module."""
+"""The contract of a callback: code at each moment of a run, outside of the module."""
 
 from __future__ import annotations
 

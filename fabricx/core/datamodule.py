@@ -1,4 +1,4 @@
-"""The contract of a data module: everything about the data in one class that can be reused."""
+"""The contract of a data module: all data of a project in one reusable class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which callback and which module override which hook: worked out once, so that an unused hook costs nothing."""
+"""Resolves once which module and callbacks override which hook, so that unused hooks cost nothing."""
 
 from __future__ import annotations
 

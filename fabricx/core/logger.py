@@ -1,4 +1,4 @@
-"""The contract of a logger: where a run's numbers go."""
+"""The contract of a logger: a destination of a run's metrics."""
 
 from __future__ import annotations
 

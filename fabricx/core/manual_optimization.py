@@ -1,4 +1,4 @@
-"""Manual optimization: what the module's own calls of backward, clip and step do on several ranks."""
+"""Manual optimization on several ranks: the module's own calls of backward, clipping and step."""
 
 from __future__ import annotations
 

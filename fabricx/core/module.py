@@ -1,4 +1,4 @@
-"""The contract of a module: a `torch.nn.Module` that says how it is trained."""
+"""The contract of a module: a `torch.nn.Module` with its training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every hook that a module may override, with what happens if it doesn't."""
+"""All hooks that a module may override, with their defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `configure_optimizers` gave: optimizers, their schedules, and the handles that manual loops step."""
+"""The results of `configure_optimizers`: optimizers, schedules, and handles for manual loops."""
 
 from __future__ import annotations
 

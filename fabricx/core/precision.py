@@ -1,4 +1,4 @@
-"""In what type numbers are computed and kept."""
+"""Dtypes of computation and storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers: one seed for every source of them, and where they stand."""
+"""Random seeds and states of all generators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between two batches: is training over, does somebody want to stop, is a validation due?"""
+"""Decisions between two batches: limits, agreed stops, validations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run is: the one record that checkpoints keep and everything else reads."""
+"""The position of a run: the only record that checkpoints keep and other modules read."""
 
 from __future__ import annotations
 

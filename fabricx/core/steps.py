@@ -1,4 +1,4 @@
-"""A module's steps, as the loop calls them."""
+"""A module's steps in the form that the loop calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of a strategy: how one module is trained by one or several ranks."""
+"""The contract of a strategy: training of one module by one or several ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches to devices and types, and how many samples they hold."""
+"""Moves batches to devices and dtypes, and counts their samples."""
 
 from __future__ import annotations
 

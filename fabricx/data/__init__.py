@@ -1,4 +1,4 @@
-"""The way of a batch: one global order, cut into shares, brought to the device."""
+"""The data pipeline: one global order, divided into shares of ranks, moved to the device."""
 
 from __future__ import annotations
 

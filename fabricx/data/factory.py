@@ -1,4 +1,4 @@
-"""What a user gave as data, and how it is read."""
+"""Chooses how the user's data is read."""
 
 from __future__ import annotations
 

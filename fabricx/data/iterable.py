@@ -1,4 +1,4 @@
-"""Anything that gives batches, taken as it is on each rank."""
+"""Any iterable of batches, read independently on each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data that ranks take piece by piece, each at its own pace."""
+"""Data that ranks lease part by part, each at its own pace."""
 
 from __future__ import annotations
 

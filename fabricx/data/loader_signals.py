@@ -1,4 +1,4 @@
-"""Processes that load data, when somebody asks all processes of a run to end."""
+"""Signal handling of loader processes when all processes of a run are asked to end."""
 
 from __future__ import annotations
 

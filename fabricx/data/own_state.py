@@ -1,4 +1,4 @@
-"""State that samplers and data sets keep by themselves: generators of their own, counters, an order shuffled in place.
+"""State inside samplers and data sets: their own generators, counters, orders shuffled in place.
 
 torch's, numpy's and python's global generators are seeded, and saved, elsewhere.
 """

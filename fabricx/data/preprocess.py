@@ -1,4 +1,4 @@
-"""A function over the samples of a dataset, on processes of its own."""
+"""A function over the samples of a data set, in separate processes."""
 
 from __future__ import annotations
 

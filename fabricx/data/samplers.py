@@ -1,4 +1,4 @@
-"""Orders by a criterion; given to a DataLoader as its sampler, they are as exact in resume as a plain shuffle.
+"""Samplers that order samples by a criterion; resume is as exact as with a plain shuffle.
 
 fabricx draws an order under the seed of the epoch, the same on every rank, and cuts it into global batches: what lies
 together in the order is trained together. Sample weights are torch's own `WeightedRandomSampler`.

@@ -1,4 +1,4 @@
-"""Which batches a stage runs on: the user's loaders, found and wrapped into feeds."""
+"""Finds the user's loaders for a stage and wraps them into feeds."""
 
 from __future__ import annotations
 

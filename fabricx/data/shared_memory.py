@@ -1,4 +1,4 @@
-"""What to do if the memory is full by which processes that load data hand over their batches."""
+"""The error for loader processes that fill the shared memory, with its remedy."""
 
 from __future__ import annotations
 

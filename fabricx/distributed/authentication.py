@@ -1,4 +1,4 @@
-"""Message authentication between the processes of a run, under a key that no other process has."""
+"""Message authentication between the processes of a run, under a key of that run only."""
 
 from __future__ import annotations
 

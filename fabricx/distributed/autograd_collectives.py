@@ -1,4 +1,4 @@
-"""Collectives through which gradients flow back; torch's own keep the group that there was when they were imported."""
+"""Differentiable collectives over the current process group; torch's own keep the group of their import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""While other ranks would not join a collective, it would wait for ever: it is refused at once."""
+"""Refuses collectives that other ranks would not join, in place of an endless wait."""
 
 from __future__ import annotations
 

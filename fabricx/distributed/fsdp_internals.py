@@ -1,4 +1,4 @@
-"""Which block of a tensor a rank has; and a sharded module taken apart again, which torch can shard only once."""
+"""Block bounds of sharded tensors, and undoing `fully_shard`, which torch applies only once to a module."""
 
 from __future__ import annotations
 

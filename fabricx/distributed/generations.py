@@ -1,4 +1,4 @@
-"""Membership of a worker: the present generation of the process group, and the end of a group after a death.
+"""A worker's view of membership: the current generation of the process group, and its end after a death.
 
 A process group that has lost a member is unusable, and gloo's collectives wait for the dead member. The supervisor
 detects each death and notifies all workers. This module then shuts down the connections of the group, so that every

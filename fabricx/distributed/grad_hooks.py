@@ -1,4 +1,4 @@
-"""Gradient hooks of parameters, which torch drops without a word where it pickles or shards these."""
+"""Refuses gradient hooks of parameters that torch drops when it pickles or shards the parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that was freed, and that the C library keeps for later."""
+"""Returns freed memory that the C library keeps to the system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signs of life: how far this process has come and what it is at, for whoever watches it from outside."""
+"""Heartbeats: the progress and the current activity of this process."""
 
 from __future__ import annotations
 

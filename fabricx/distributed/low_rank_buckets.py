@@ -1,4 +1,4 @@
-"""Gradients that travel as thin matrices while torch's DDP sums buckets of them."""
+"""PowerSGD in the gradient buckets of torch's DDP: low-rank factors in place of full gradients."""
 
 from __future__ import annotations
 

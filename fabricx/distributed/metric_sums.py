@@ -1,4 +1,4 @@
-"""Sums of logged values from several ranks: by name, [kind of the series, total, weights]; a kind begins with how."""
+"""Sums of logged values of several ranks: by name, [kind of the series, total, weights]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects as bytes that hold plain data and tensors only, so that reading bytes of any origin runs no code."""
+"""Serialisation of plain data and tensors that runs no code when untrusted bytes are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks agree to do something at the same boundary, such as to stop, without a collective on the steps before."""
+"""Ranks agree on an action at one step boundary, such as a stop, without a collective on the steps before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process's access to the store of its run, through which the processes of the run find each other.
+"""Client of the run's key-value store, through which the processes of a run find each other.
 
 torch's TCPStore listens on a network port without authentication, and lists all its keys to each connection. Its
 FileStore keeps half a record when a writer is killed, at which all readers spin for ever. So each run has a store of

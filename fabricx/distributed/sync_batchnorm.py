@@ -1,4 +1,4 @@
-"""Batch normalisation over the samples of all ranks, also on CPUs, for which torch has none."""
+"""Batch normalisation over the samples of all ranks, also on CPUs, where torch has none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that got no gradient in a backward whose gradients torch's DDP averages."""
+"""Parameters without a gradient in a backward whose gradients torch's DDP averages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of a sharded module that got no gradient in a backward on this rank."""
+"""Parameters of a sharded module without a gradient in a backward on this rank."""
 
 from __future__ import annotations
 

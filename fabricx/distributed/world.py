@@ -1,4 +1,4 @@
-"""The ranks that train together, and the few things that they tell each other."""
+"""A rank's place among the ranks that train together, and their basic collectives."""
 
 from __future__ import annotations
 

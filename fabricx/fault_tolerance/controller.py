@@ -1,4 +1,4 @@
-"""Membership as the supervisor tracks it: deaths, replacements, and the start of the next generation."""
+"""The supervisor's membership state machine: deaths, replacements, and the next generation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who keeps whom waiting: a sentence about ranks that come no further."""
+"""A sentence that names the ranks that wait and the rank that they wait for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a process is given up: it gives no sign of life, or comes no further."""
+"""Decides when a process counts as lost: no heartbeat, or no progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of what one rank alone holds, in memory that outlives its process; together, those of all ranks are a state.
+"""In-memory checkpoints: copies of each rank's own state in memory that outlives its process.
 
 The files belong to the supervisor, or to a keeper under torchrun, which has them open and names them in a folder; they
 are on no disk.

@@ -1,4 +1,4 @@
-"""Memory that outlives the processes which torchrun starts on a machine: held by one more, until torchrun ends.
+"""A process that keeps memory files open under torchrun until torchrun ends.
 
 torchrun ends all its processes when one dies, and starts them again. What they have copied to the files here is there
 then: the keeper only has them open. They are on no disk, and are gone with it, whatever ends it.

@@ -1,4 +1,4 @@
-"""How far a rank is, and all that it needs to be known for another to go on from there; weights aside."""
+"""Per-rank record of progress, from which other ranks can continue; without weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one worker alone knows, left where whoever takes its place finds it: a file in memory that outlives a kill."""
+"""A rank's record of progress for its replacement, in a memory file that outlives the process."""
 
 from __future__ import annotations
 

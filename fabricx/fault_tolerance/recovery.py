@@ -1,4 +1,4 @@
-"""Recovery in place: the surviving workers continue from the interrupted batch after a worker has died.
+"""In-place recovery: surviving workers continue from the interrupted batch after a worker has died.
 
 Survivors and replacements form the next generation of the process group and continue from the most advanced member.
 Ranks are at most one collective apart, and a collective that is complete on any rank contains the contributions of all

@@ -1,4 +1,4 @@
-"""Going on where nobody is left who holds what a rank has held: all go back to the newest copies in memory.
+"""Rollback to in-memory checkpoints when state existed only on a lost rank.
 
 Each rank copies its part, with its random numbers and sums, every so many steps; all at the same ones. What makes the
 copies of one moment a state is that those of all ranks are there.

@@ -1,1 +1,1 @@
-"""How processes start: workers of our own, or a place among those that torchrun or SLURM started."""
+"""Process start-up: own workers, or a rank that torchrun or SLURM started."""

@@ -1,4 +1,4 @@
-"""What torchrun and SLURM tell a process about its place in the world."""
+"""Detects torchrun and SLURM, and reads a process's rank and world size from them."""
 
 from __future__ import annotations
 

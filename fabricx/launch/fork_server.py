@@ -1,4 +1,4 @@
-"""Fork servers: that of the supervisor, from which workers start, and that of a worker, for processes that load data.
+"""Fork servers: the supervisor's, which starts workers, and a worker's, which starts loader processes.
 
 A fork server imports this module when it starts (`multiprocessing.set_forkserver_preload`).
 """

@@ -1,4 +1,4 @@
-"""Finds what can't be sent to another process: a part of an object, or the script itself."""
+"""Finds the part of an object that cannot be pickled, or a script that cannot be imported again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More or fewer workers for a run that goes on, when somebody asks for them from outside."""
+"""External requests for more or fewer workers of a running run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run in a folder at a time."""
+"""A lock: one run at a time in a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals by which a machine's owner asks a process to end, and who is to hear them."""
+"""Signals that ask a process to end, and the processes that handle them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts workers, hosts their store, sees their ends. Never trains, never joins a process group."""
+"""Starts workers, hosts their store, observes their ends. Never trains, never joins a process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs in a worker process, from its first line to its last."""
+"""The main function of a worker process."""
 
 from __future__ import annotations
 

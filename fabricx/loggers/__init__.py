@@ -1,4 +1,4 @@
-"""Where a run's numbers go: one file per kind of logger."""
+"""Destinations of metrics: one file per kind of logger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics as a table that any program reads."""
+"""Metrics as a CSV table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder that a logger writes to, and small files that are written whole."""
+"""A logger's folder, and small files that are written atomically."""
 
 from __future__ import annotations
 

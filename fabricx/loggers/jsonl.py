@@ -1,4 +1,4 @@
-"""Metrics as lines of JSON: for programs, and for looking at with `tail -f` and `jq`."""
+"""Metrics as lines of JSON, for programs, `tail -f` and `jq`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batches of one weight update, and what their gradient is divided by once all are there."""
+"""The batches of one weight update, and the divisor of their gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validation, test and prediction, read from top to bottom."""
+"""Validation, test and prediction, from top to bottom in the order of the hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training, read from top to bottom: the order of the calls here is the order of the hooks."""
+"""The training loop, from top to bottom in the order of the hooks."""
 
 from __future__ import annotations
 

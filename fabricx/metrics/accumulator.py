@@ -1,4 +1,4 @@
-"""What `self.log` keeps: (sum, weight) on the device, joined over ranks by one packed reduction."""
+"""Accumulates logged values as (sum, weight) on the device; one packed reduction joins them over ranks."""
 
 from __future__ import annotations
 

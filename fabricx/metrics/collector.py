@@ -1,4 +1,4 @@
-"""Where `self.log` ends up: names and defaults of the phase that is running, and the values that are known."""
+"""The receiver of `self.log`: names, defaults and current values of a phase."""
 
 from __future__ import annotations
 

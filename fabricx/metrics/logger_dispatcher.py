@@ -1,4 +1,4 @@
-"""What writes to a run's loggers; where the disk is full that costs rows, not the run."""
+"""Writes to all loggers of a run; a full disk costs rows, not the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joined values on their way out: to callbacks, to the progress bar, to the loggers."""
+"""Publishes reduced values to callbacks, progress bar and loggers."""
 
 from __future__ import annotations
 

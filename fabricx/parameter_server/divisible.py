@@ -1,4 +1,4 @@
-"""Whether optimizers can step on servers, and parameters be cut: known for torch's optimizers, tried for others."""
+"""Whether optimizers can step on parts of parameters: a table for torch's optimizers, a trial for others."""
 
 from __future__ import annotations
 

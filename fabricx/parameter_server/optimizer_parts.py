@@ -1,4 +1,4 @@
-"""Optimizers over a part of their parameters: cut for a server, sent with all attributes, and joined again."""
+"""Optimizers over parts of parameters: cut for servers with all attributes, and joined again."""
 
 from __future__ import annotations
 

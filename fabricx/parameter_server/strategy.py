@@ -1,4 +1,4 @@
-"""The strategy of workers that have servers, for all ways of using them; the strategies by name are its presets."""
+"""The strategy with parameter servers in all its modes; strategies by name are its presets."""
 
 from __future__ import annotations
 

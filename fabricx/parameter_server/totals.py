@@ -1,4 +1,4 @@
-"""What workers and servers of a run have counted, as loggers see it."""
+"""Totals of the exchange of a run, for loggers."""
 
 from __future__ import annotations
 

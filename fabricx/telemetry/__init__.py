@@ -1,1 +1,1 @@
-"""What a run tells of itself: each process writes records, and the one that launched them reads all."""
+"""Records of a run: each process writes its own, the launching process reads all."""

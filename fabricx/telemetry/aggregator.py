@@ -1,4 +1,4 @@
-"""What the launching process does while others train: it reads their records, and writes what people look at."""
+"""The launching process's thread: reads the records of all ranks, and writes summaries for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Curves as pictures in a page: SVG that fits any width and takes its colours from the page."""
+"""Line charts as SVG that fits any width and takes its colours from the page."""
 
 from __future__ import annotations
 

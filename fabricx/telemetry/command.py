@@ -1,4 +1,4 @@
-"""`fabricx report` and `fabricx status`: what is known of a run, in a terminal."""
+"""`fabricx report` and `fabricx status` in a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What slows a run down, in one sentence: pure functions of where each rank's time goes."""
+"""The bottleneck of a run in a sentence: pure functions of each rank's times."""
 
 from __future__ import annotations
 

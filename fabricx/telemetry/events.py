@@ -1,4 +1,4 @@
-"""One process's records: lines of JSON that are only ever added to."""
+"""The record file of one process: append-only lines of JSON."""
 
 from __future__ import annotations
 

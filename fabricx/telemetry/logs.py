@@ -1,4 +1,4 @@
-"""Python's logs and warnings of a rank: into its own file and its records; the console is the main rank's."""
+"""Python's logs and warnings of a rank: to its own file and records; the console shows the main rank's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's records, read from the files that its processes are still writing."""
+"""Reads the records of a run while its processes still write them."""
 
 from __future__ import annotations
 

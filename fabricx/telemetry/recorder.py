@@ -1,4 +1,4 @@
-"""Where a rank's time goes: laps taken by the thread that trains, written down by another."""
+"""Records where a rank's time goes: the training thread takes laps, another thread writes them."""
 
 from __future__ import annotations
 

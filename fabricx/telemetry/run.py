@@ -1,4 +1,4 @@
-"""What is known of a run from its records, joined over processes as they come."""
+"""The state of a run, joined from the records of its processes as they arrive."""
 
 from __future__ import annotations
 

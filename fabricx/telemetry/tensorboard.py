@@ -1,4 +1,4 @@
-"""What a run tells of itself, for TensorBoard: a run of its own beside the user's metrics."""
+"""Telemetry for TensorBoard, as a run of its own beside the user's metrics."""
 
 from __future__ import annotations
 

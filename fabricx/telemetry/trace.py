@@ -1,4 +1,4 @@
-"""Where the time of all ranks went, as one file of Chrome's trace format, which ui.perfetto.dev opens.
+"""The time of all ranks as a file in Chrome's trace format, for ui.perfetto.dev.
 
 The format: "Trace Event Format", Google, 2016; times are microseconds since the run's first record.
 """

@@ -1,4 +1,4 @@
-"""For tests of strategies, callbacks and modules: ranks on demand, a tiny module, tiny data."""
+"""Helpers for tests of strategies, callbacks and modules: ranks on demand, small modules, small data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers and a server without processes, under a clock that only counts: everything happens in one certain order."""
+"""Workers and a server without processes under a virtual clock: a deterministic order of events."""
 
 from __future__ import annotations
 

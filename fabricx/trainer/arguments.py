@@ -1,4 +1,4 @@
-"""What a run was made with in Python, as plain data for people to read: there is no configuration then."""
+"""The Trainer's arguments as plain data for logs, where a run has no configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run takes place: in this process, in this process as one rank of many, or in workers of its own."""
+"""Decides where a run takes place: in this process, as one rank of a launcher, or in new workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts that a Trainer was asked for: from names, flags and objects to a strategy, loggers and callbacks."""
+"""Makes strategy, loggers and callbacks from names, flags and objects."""
 
 from __future__ import annotations
 

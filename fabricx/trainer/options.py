@@ -1,4 +1,4 @@
-"""The Trainer's arguments, checked and brought to one form before any process starts."""
+"""Validates and normalises the Trainer's arguments before any process starts."""
 
 from __future__ import annotations
 

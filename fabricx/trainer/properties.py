@@ -1,4 +1,4 @@
-"""What users and callbacks read of a trainer; nothing here communicates."""
+"""Read-only properties of the Trainer for users and callbacks; none of them communicates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run was made of: command line, versions, and the commit of the user's project, in the run's folder."""
+"""Records how a run was made: command line, versions, commit of the user's project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job left, brought from the process that trained to the caller's own objects."""
+"""The result of a run, transferred from the training process to the caller's objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's folder, and the checkpoints from which it can go on."""
+"""The folder of a run, and the checkpoints from which it can continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer was asked to do, and what is wrong with it that can be seen before any process starts."""
+"""A call of the Trainer with its arguments, validated before any process starts."""
 
 from __future__ import annotations
 

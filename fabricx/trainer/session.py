@@ -1,4 +1,4 @@
-"""One job on one rank: set up, run the loop, tear down."""
+"""One run on one rank: set-up, loop, teardown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows of a server's tables have changed, so that the others needn't travel where workers meet."""
+"""Tracks changed rows of sparse tables, so that meetings transfer only these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server was told since its newest snapshot, in memory that outlives it: a server that dies loses nothing."""
+"""A server's journal of messages since its newest snapshot, in memory that outlives the process."""
 
 from __future__ import annotations
 

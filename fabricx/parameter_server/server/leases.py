@@ -1,4 +1,4 @@
-"""Who trains which part of the data: each part once, whatever the workers' speeds and whoever dies."""
+"""Leases of data: each part is trained once, at any speed of workers and after any death."""
 
 from __future__ import annotations
 

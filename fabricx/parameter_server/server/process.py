@@ -1,4 +1,4 @@
-"""The process of a server: lets workers in, and attends to each in a thread of its own."""
+"""The process of a server: admits workers, and serves each in a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server tells of itself once a second: how much it has done, what waits, how old gradients were."""
+"""A server's telemetry, once a second: updates, queue, staleness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server sends back: its weights, what they are more than those of a worker, or a sum of gradients."""
+"""A server's replies: weights, differences of weights, or sums of gradients."""
 
 from __future__ import annotations
 

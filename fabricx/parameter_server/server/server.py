@@ -1,4 +1,4 @@
-"""A server as a state machine: what a message waits for, and what comes of it. No process, no socket, no clock."""
+"""A parameter server as a state machine, without process, socket or clock."""
 
 from __future__ import annotations
 

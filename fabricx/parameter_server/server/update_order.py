@@ -1,4 +1,4 @@
-"""Which worker's update comes next, so that no gradient is staler than a bound."""
+"""The order of updates that keeps staleness below its bound."""
 
 from __future__ import annotations
 

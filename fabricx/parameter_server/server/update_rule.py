@@ -1,4 +1,4 @@
-"""What a server does with a gradient: hand the sum back, or step the user's own optimizer with it."""
+"""The effect of a gradient on a server: a sum, or a step of the user's own optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways between one worker and one server: shared memory on one machine, gloo between machines.
+"""Links between one worker and one server: shared memory on one machine, gloo between machines.
 
 A link carries small messages and, beside some of them, one vector each way. Its end says at once when the other side
 has died. Shared memory has no name: nothing of it can outlive the two processes.

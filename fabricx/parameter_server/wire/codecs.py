@@ -1,4 +1,4 @@
-"""Gradients with fewer bytes on their way, and what they lose kept for the next one."""
+"""Gradient compression with error feedback."""
 
 from __future__ import annotations
 

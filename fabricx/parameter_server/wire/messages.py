@@ -1,4 +1,4 @@
-"""What workers and servers say to each other. Vectors travel beside a message, on the same link."""
+"""Messages between workers and servers. Vectors travel beside a message on the same link."""
 
 from __future__ import annotations
 

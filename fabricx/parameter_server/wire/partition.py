@@ -1,4 +1,4 @@
-"""Which server keeps which elements of the parameters, and where they lie in its vectors."""
+"""Partition of parameter elements over servers, and their places in the servers' vectors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of matrices of low rank: what travels are two thin factors of each gradient."""
+"""Low-rank compression of matrices: two thin factors replace each gradient."""
 
 from __future__ import annotations
 

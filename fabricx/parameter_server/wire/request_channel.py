@@ -1,4 +1,4 @@
-"""A worker's messages to one server: each is handled once, also when the server dies and is started again."""
+"""Requests to one server with exactly-once handling, also when the server restarts."""
 
 from __future__ import annotations
 

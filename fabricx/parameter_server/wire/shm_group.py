@@ -1,4 +1,4 @@
-"""Memory that all ranks of one machine see, and a bell between each two of them."""
+"""Shared memory of all ranks of one machine, with a signal between each two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How workers go on that don't wait for each other: each takes the next part of the data when it is ready."""
+"""The asynchronous protocol: workers take leases of the data and do not wait for each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vectors between a worker and one server, and what is in them: parts of gradients, and of weights."""
+"""Exchange buffers between a worker and one server: parts of gradients and weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's side: its parameters, and the links to all servers."""
+"""A worker's client: its parameters, and requests to all servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How workers go on that step by themselves, each at its own pace, and bring what they have moved every so often."""
+"""The protocol of local steps: workers step independently and exchange their movement every few steps."""
 
 from __future__ import annotations
 

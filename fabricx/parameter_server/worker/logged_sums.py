@@ -1,4 +1,4 @@
-"""Sums of logged values that travel with gradients, and count exactly when the gradients do."""
+"""Sums of logged values that travel with gradients and count exactly when these count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that are on their way while a forward has begun already: each is waited for where it is needed."""
+"""Weights that are received during the forward: each module waits for its own only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a worker goes on between its batches: with all others, step by step."""
+"""Worker protocols between two batches; lockstep: all workers together, step by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running statistics of normalisation, of workers that went at their own pace: as if one had seen all batches."""
+"""Running statistics of normalisation, joined over asynchronous workers as if one process had seen all batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers of one machine that need no server to sum: each sums a part, in memory that all of them see."""
+"""Sums over the workers of one machine without a server: each sums a part in shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How workers of one machine go on that have the weights in one memory: each sums and steps a part of them."""
+"""The protocol of shared weights on one machine: each worker sums and steps a part in place."""
 
 from __future__ import annotations
 

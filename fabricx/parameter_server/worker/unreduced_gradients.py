@@ -1,4 +1,4 @@
-"""A worker's own part of a gradient whose sum is on the servers: reading it is an error."""
+"""Errors for reading a worker's part of a gradient whose sum is on the servers."""
 
 from __future__ import annotations
 
