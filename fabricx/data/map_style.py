@@ -18,7 +18,7 @@ from fabricx.core.rng import random_kept, seed_everything
 from fabricx.data.batch_seeding import Seeded
 from fabricx.data.feed import Feed, Microbatch
 from fabricx.data.leasing import Deal, Dealer, Section
-from fabricx.data.loader_signals import EndsWithItsTrainer
+from fabricx.data.loader_signals import EndsWithItsTrainer, forks_are_not_ended
 from fabricx.data.order import Balance, Cut, epoch_order, epoch_seed
 from fabricx.data.own_state import changes, find_generators, put_back_sampler, sampler_values
 from fabricx.data.preprocess import Preprocess
@@ -311,7 +311,8 @@ class OrderedFeed(Feed):
             self._picked.source = lambda: (picked for _, picked in picks())
         if self._own.generator is not None:  # seeds of loader processes: by rank and epoch, not by what ran before
             self._own.generator.manual_seed(epoch_seed(self._seed + 7919 * (self._world.rank + 1), epoch) % 2**62)
-        return iter(self._own)
+        with forks_are_not_ended():
+            return iter(self._own)
 
 
 def _form(sampler: Any) -> str:
