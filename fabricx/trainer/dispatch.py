@@ -41,7 +41,7 @@ from fabricx.trainer import provenance
 from fabricx.trainer.result import Outcome
 from fabricx.trainer.run_dir import checkpoints_of, new_run_dir, newest_whole, resolve_checkpoint
 from fabricx.trainer.run_request import Job, check_job
-from fabricx.trainer.session import execute, next_job
+from fabricx.trainer.session import execute, next_job, ranks_that_began
 
 if TYPE_CHECKING:
     from fabricx.trainer.trainer import Trainer
@@ -325,6 +325,7 @@ def _in_workers(trainer: Trainer, job: Job) -> Any:
     trainer.log_settings = LogSettings.of_this_process()
     elastic = _elastic(trainer, job)
     while True:
+        job.began_with = ranks_that_began(job)
         try:
             outcome = run_workers(
                 _work, (trainer, job), size=len(trainer.device_ids), named=named, servers=_servers(trainer, job),

@@ -29,6 +29,8 @@ class Job:
         datamodule: the data module, as given.
         ckpt_path: the checkpoint to start from, as given.
         flag: print the results; for predict, keep the outputs.
+        began_with: ranks with which the run of the checkpoint began, read before workers start: a worker that joins
+            later may find that checkpoint deleted. None where each rank reads it.
     """
 
     stage: str
@@ -38,6 +40,7 @@ class Job:
     datamodule: DataModule | None
     ckpt_path: str | Path | None
     flag: bool = True
+    began_with: int | None = None
 
 
 def check_job(trainer: Trainer, job: Job) -> None:

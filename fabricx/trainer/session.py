@@ -152,7 +152,7 @@ def _set_up(t: Trainer, job: Job, world: World) -> None:
     t.world = dataclasses.replace(world, job=next_job())
     t.strategy.enter(t.world)
     t.module, t.datamodule = job.module, job.datamodule
-    t.state.ranks = _ranks_that_began(job) or t.state.ranks or world.size
+    t.state.ranks = (ranks_that_began(job) if job.began_with is None else job.began_with) or t.state.ranks or world.size
     t.state.shared_by = world.size
     _seed(t)
     _backend_flags(t)
@@ -179,7 +179,7 @@ def _set_up(t: Trainer, job: Job, world: World) -> None:
     _set_up_model(t, job)
 
 
-def _ranks_that_began(job: Job) -> int:
+def ranks_that_began(job: Job) -> int:
     """Return with how many ranks the run of a checkpoint began; 0 where it begins now, or that isn't known.
 
     The length of an epoch follows from it, and the optimizers' schedules are built before the checkpoint is loaded.

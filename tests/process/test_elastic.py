@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -25,7 +26,7 @@ from fabricx.distributed import world as worlds
 from fabricx.distributed.generations import membership
 from fabricx.launch.resize import ask
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
-from fabricx.testing import QUIET, Ledger, cut, kill, run_ranks
+from fabricx.testing import QUIET, Ledger, SavesAtEnd, TinyModule, cut, kill, run_ranks, tiny_loader
 from fabricx.trainer import dispatch
 from tests import warm
 
@@ -97,6 +98,44 @@ def test_workers_come_and_go_while_a_run_goes_on(strategy: Any, tmp_path: Path) 
     assert exact(module, EPOCHS * (2.0 if alone else 1.0))  # the global batch stays what it was
     if strategy.dealer is None:
         assert trainer.global_step == STEPS
+
+
+class AsksWithoutCheckpoint(Asks):
+    """Asks once the checkpoint from which the run has gone on is deleted, as newer checkpoints do it.
+
+    Args:
+        path: the checkpoint.
+        workers: see `Asks`.
+    """
+
+    def __init__(self, path: Path, **workers: int) -> None:
+        super().__init__(**workers)
+        self.path = path
+        self.sizes: set[int] = set()  # of the world
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.sizes.add(trainer.world.size)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        if trainer.is_global_zero:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def test_a_worker_joins_a_resumed_run_whose_checkpoint_is_gone(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    options: dict[str, Any] = {
+        **QUIET,
+        "enable_checkpointing": True,
+        "devices": 2,
+        "strategy": DDP(),
+        "default_root_dir": tmp_path,
+    }
+    fx.Trainer(max_epochs=1, callbacks=[SavesAtEnd(path)], **options).fit(TinyModule(), tiny_loader(64, 2))
+    asks = AsksWithoutCheckpoint(path, at_20=3)
+    resumed = fx.Trainer(max_epochs=4, **{**options, "callbacks": [asks, FaultRecovery()]})
+    resumed.fit(TinyModule(), tiny_loader(64, 2), ckpt_path=path)
+    assert not path.exists()
+    assert (resumed.failures, asks.sizes, resumed.current_epoch) == ([], {2, 3}, 4)
 
 
 class MissesSection(fx.Callback):
