@@ -1,4 +1,4 @@
-"""What can be done at each moment of a run without touching the module: one file per callback."""
+"""Callbacks: training features that need only the hooks of a run; each callback has a file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from fabricx.callbacks.timer import Timer as Timer
     from fabricx.callbacks.tracing import Tracing as Tracing
 
-# Loaded when asked for: a run pays for the callbacks that it uses.
-_HOMES = {
+# Callbacks are imported on first access, so that a run imports only the callbacks that it uses.
+_MODULES = {
     "EMA": "ema",
     "EarlyStopping": "early_stopping",
     "FaultRecovery": "fault_recovery",
@@ -58,9 +58,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

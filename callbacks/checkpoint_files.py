@@ -1,42 +1,112 @@
-"""Paths, links and steps of the checkpoints that `ModelCheckpoint` keeps."""
+"""Paths, symbolic links and steps of the checkpoints that `ModelCheckpoint` keeps."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 from fabricx.checkpoint import is_committed, read_manifest, remove
 from fabricx.checkpoint.storage import as_path
+from fabricx.errors import CheckpointError, is_full
+
+
+def check_writable(folder: Path) -> None:
+    """Check that a file can be created in a folder, or in its nearest parent that exists; no file remains.
+
+    Args:
+        folder: local folder of checkpoints, which need not exist.
+
+    Raises:
+        ValueError: no file can be created in the folder.
+    """
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        if is_full(error):  # space may be free at the time of the first checkpoint
+            return
+        raise ValueError(
+            f"ModelCheckpoint: checkpoints cannot be written to {folder} ({error.strerror}); set dirpath, or "
+            "default_root_dir of the Trainer, to a writable folder"
+        ) from error
 
 
 def step_of(path: str) -> int:
-    """Return the step of a checkpoint; -1 if there is none at this path."""
+    """Return the step of a checkpoint.
+
+    Args:
+        path: path or URL.
+
+    Returns:
+        the step; -1 if no complete checkpoint exists at the path.
+    """
     if not is_committed(path):
         return -1
     step: int = read_manifest(as_path(path))["step"]
     return step
 
 
+def is_of_run(path: Path, run: str, run_dir: Path | None, step: int) -> bool:
+    """Return whether `path` is a complete checkpoint of a run and a step.
+
+    Args:
+        path: path of the checkpoint.
+        run: id of the run, `RunState.run`.
+        run_dir: folder of the run, which distinguishes it from a run that was resumed from it in a new folder.
+        step: number of weight updates.
+    """
+    if run_dir is None or not is_committed(path):
+        return False
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError:  # damaged
+        return False
+    return bool(manifest.get("run") == [run, run_dir.name] and manifest["step"] == step)
+
+
 def remove_own(folder: str | None, path: str) -> None:
-    """Delete a checkpoint in a folder. Paths may come from a checkpoint's state: nothing else is deleted."""
+    """Delete the checkpoint at `path` if it lies in `folder`; otherwise do nothing.
+
+    Paths are read from checkpoints and thus untrusted, so that no other path is ever deleted.
+
+    Args:
+        folder: folder of the run's checkpoints; None deletes nothing.
+        path: path or URL of the checkpoint. A symbolic link and an incomplete checkpoint are kept.
+    """
     if _is_in(folder, path) and not as_path(path).is_symlink() and is_committed(path):
         remove(path)
 
 
-def may_be_looked_at(folder: str | None, path: object) -> bool:
-    """Return whether a path from a checkpoint's state is in a folder or on this machine: no other URL is asked."""
+def may_be_accessed(folder: str | None, path: object) -> bool:
+    """Return whether an untrusted path, read from a checkpoint, may be accessed.
+
+    Paths of this machine and paths in `folder` may be; a URL elsewhere may not, because access is a network request.
+
+    Args:
+        folder: folder of the run's checkpoints, or None.
+        path: value read from the checkpoint; anything but text is refused.
+    """
     return isinstance(path, str) and ("://" not in path or _is_in(folder, path))
 
 
 def _is_in(folder: str | None, path: str) -> bool:
-    own = str(folder).rstrip("/")  # as text: to make a path of a URL may be a request already
-    return folder is not None and path.startswith(f"{own}/") and ".." not in path.split("/")
+    prefix = str(folder).rstrip("/")  # compared as text: converting a URL to a path may send a request
+    return folder is not None and path.startswith(f"{prefix}/") and ".." not in path.split("/")
 
 
 def versioned(folder: Path, name: str, extension: str, may_replace: Callable[[Path], bool]) -> str:
-    """Return the path of a name; with "-v1", "-v2", ... behind it, where the name is taken."""
+    """Return an unused path for a checkpoint, with "-v1", "-v2", ... appended if the name exists already.
+
+    Args:
+        folder: folder of the checkpoint.
+        name: file name without extension.
+        extension: extension, with its dot.
+        may_replace: returns whether an existing path may be overwritten.
+    """
     version = 0
     while True:
         path = folder / f"{name}{f'-v{version}' if version else ''}{extension}"
@@ -46,7 +116,12 @@ def versioned(folder: Path, name: str, extension: str, may_replace: Callable[[Pa
 
 
 def link_to(link: Path, target: Path) -> None:
-    """Make a link, or let it point elsewhere, in one step that either happens or doesn't."""
-    passing = link.with_name(f".{link.name}-{uuid.uuid4().hex[:8]}")
-    passing.symlink_to(os.path.relpath(target, link.parent), target_is_directory=True)
-    os.replace(passing, link)
+    """Create or redirect a symbolic link atomically.
+
+    Args:
+        link: path of the link.
+        target: path that it points to; stored relative to the link.
+    """
+    temporary = link.with_name(f".{link.name}-{uuid.uuid4().hex[:8]}")
+    temporary.symlink_to(os.path.relpath(target, link.parent), target_is_directory=True)
+    os.replace(temporary, link)

@@ -1,4 +1,4 @@
-"""From a template and the metrics of the moment to the name of a checkpoint."""
+"""Format the name of a checkpoint from a template and metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FIELD: Final = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
 
 def format_name(template: str, metrics: Mapping[str, float], auto_insert: bool = True) -> str:
-    """Fill in a template's fields.
+    """Replace the fields of a template by values.
 
     >>> format_name("{epoch}-{step}-{val_loss:.2f}", {"epoch": 3, "step": 40, "val_loss": 0.1234})
     'epoch=3-step=40-val_loss=0.12'
@@ -20,12 +20,12 @@ def format_name(template: str, metrics: Mapping[str, float], auto_insert: bool =
     'best-03'
 
     Args:
-        template: text with `{name}` or `{name:format}`, where a name is that of a logged metric, "epoch" or "step".
-        metrics: the values; a name without one becomes "nan".
-        auto_insert: put "name=" before each value. A "/" in the name becomes "_", since it would make a folder.
+        template: text with fields `{name}` or `{name:format}`; `name` is a logged metric, "epoch" or "step".
+        metrics: values by name; a missing name becomes "nan".
+        auto_insert: insert "name=" before each value. A "/" in the name becomes "_", because it would create a folder.
 
     Raises:
-        ValueError: a format isn't one that numbers have.
+        ValueError: a format specification is invalid for numbers.
     """
 
     def fill(field: re.Match[str]) -> str:
@@ -46,5 +46,5 @@ def _format_value(value: float, name: str, spec: str) -> str:
     except ValueError:
         raise ValueError(
             f"the checkpoint's file name has the field {{{name}:{spec}}}, and {spec!r} is not a format of numbers; "
-            'formats are such as ".2f" or "03d"'
+            'use a format such as ".2f" or "03d"'
         ) from None

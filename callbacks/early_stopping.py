@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from fabricx.callbacks.metric_timing import has_validation, looks_at_epoch_end
+from fabricx.callbacks.metric_timing import has_validation, reads_at_epoch_end
 from fabricx.core.callback import Callback
 from fabricx.errors import did_you_mean
 
@@ -22,7 +22,7 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True)
 class Rule:
-    """When to stop: the arguments of `EarlyStopping` that a decision depends on."""
+    """Arguments of `EarlyStopping` that determine the decision."""
 
     mode: Mode = "min"
     min_delta: float = 0.0
@@ -33,68 +33,75 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a new score means: the best so far, checks without improvement, and why to stop, or None to go on."""
+class Decision:
+    """Result of a check: best score so far, checks without improvement, and the reason to stop (None: continue)."""
 
     best: float
-    waited: int
+    checks_waited: int
     reason: str | None = None
 
 
-def judge(rule: Rule, score: float, best: float, waited: int) -> Verdict:
-    """Decide about one new score.
+def judge(rule: Rule, score: float, best: float, checks_waited: int) -> Decision:
+    """Decide whether training stops after a new score.
 
-    >>> judge(Rule(patience=2), 0.5, best=0.4, waited=1)
-    Verdict(best=0.4, waited=2, reason='it has not improved on 0.4 in the last 2 checks')
+    >>> judge(Rule(patience=2), 0.5, best=0.4, checks_waited=1)
+    Decision(best=0.4, checks_waited=2, reason='it has not improved on 0.4 in the last 2 checks')
 
     Args:
-        rule: when to stop.
+        rule: the criteria.
         score: the new value of the metric.
-        best: the best value before; infinitely bad at the beginning.
-        waited: checks without improvement before this one.
+        best: the best value of the earlier checks; an infinity of the worse sign before the first check.
+        checks_waited: consecutive earlier checks without improvement.
+
+    Returns:
+        the updated best score and number of checks, and the reason to stop, if any.
     """
     sign = 1.0 if rule.mode == "max" else -1.0
     if rule.check_finite and not math.isfinite(score):
-        return Verdict(best, waited, f"it is {score}, which is not a finite number")
+        return Decision(best, checks_waited, f"it is {score}, which is not a finite number")
     if rule.stopping_threshold is not None and sign * score > sign * rule.stopping_threshold:
-        return Verdict(score, 0, f"{score:.4g} is better than the threshold of {rule.stopping_threshold:.4g}")
+        return Decision(score, 0, f"{score:.4g} is better than the threshold of {rule.stopping_threshold:.4g}")
     if rule.divergence_threshold is not None and sign * score < sign * rule.divergence_threshold:
-        return Verdict(best, waited, f"{score:.4g} is worse than the threshold of {rule.divergence_threshold:.4g}")
+        return Decision(
+            best, checks_waited, f"{score:.4g} is worse than the threshold of {rule.divergence_threshold:.4g}"
+        )
     if sign * score - rule.min_delta > sign * best:
-        return Verdict(score, 0)
-    waited += 1
-    if waited < rule.patience:
-        return Verdict(best, waited)
+        return Decision(score, 0)
+    checks_waited += 1
+    if checks_waited < rule.patience:
+        return Decision(best, checks_waited)
     enough = f" by at least {rule.min_delta:.4g}" if rule.min_delta else ""
-    return Verdict(best, waited, f"it has not improved on {best:.4g}{enough} in the last {waited} checks")
+    return Decision(
+        best, checks_waited, f"it has not improved on {best:.4g}{enough} in the last {checks_waited} checks"
+    )
 
 
 @final
 class EarlyStopping(Callback):
-    """Watch a metric and stop training once it has not improved for `patience` checks.
+    """Stop training once a metric has not improved for `patience` consecutive checks.
 
     Attributes:
-        stopped_epoch: the epoch in which training was stopped; 0 if it wasn't.
+        stopped_epoch: epoch in which training stopped early; 0 if it did not.
         wait_count: checks since the last improvement.
-        best_score: the best value so far, a tensor of one element.
-        reason: why training was stopped, in words, or None.
+        best_score: best value so far, a scalar tensor.
+        reason: sentence that explains why training stopped, or None.
 
     Args:
-        monitor: the name of a logged metric.
-        min_delta: a smaller improvement counts as none.
-        patience: how many checks in a row may pass without improvement. Checks, not epochs: validation may run more
-            or less often than once an epoch.
-        mode: "min" if smaller is better, "max" if larger is.
-        strict: raise if the metric was not logged; otherwise that check is left out.
-        check_finite: stop at once if the metric is NaN or infinite.
-        stopping_threshold: stop at once when the metric is better than this.
-        divergence_threshold: stop at once when the metric is worse than this.
-        check_on_train_epoch_end: check at the end of training epochs instead of after validation. By default that is
-            so where validation runs once, at the end of every epoch, or not at all.
+        monitor: name of a logged metric.
+        min_delta: smallest change of the metric that counts as an improvement.
+        patience: consecutive checks without improvement before training stops. The unit is checks, not epochs:
+            validation may run more or less often than once per epoch.
+        mode: "min" if smaller is better, "max" if larger is better.
+        strict: raise an error if the metric was not logged; False skips the check.
+        check_finite: stop immediately if the metric is NaN or infinite.
+        stopping_threshold: stop immediately when the metric is better than this value.
+        divergence_threshold: stop immediately when the metric is worse than this value.
+        check_on_train_epoch_end: check at the end of training epochs instead of after validation. The default is True
+            if validation runs once at the end of every epoch, or never.
         verbose: print improvements and the reason for stopping.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of range, or (during training) `monitor` was not logged and `strict` is True.
     """
 
     watches_metrics: ClassVar[bool] = True
@@ -114,9 +121,9 @@ class EarlyStopping(Callback):
         verbose: bool = False,
     ) -> None:
         if mode not in ("min", "max"):
-            raise ValueError(f'EarlyStopping(mode={mode!r}): it can be "min" or "max"')
+            raise ValueError(f'EarlyStopping(mode={mode!r}): must be "min" or "max"')
         if patience < 0:
-            raise ValueError(f"EarlyStopping(patience={patience}): it can't be negative")
+            raise ValueError(f"EarlyStopping(patience={patience}): must be 0 or more")
         self.monitor = monitor
         self.mode: Mode = mode
         self.patience = patience
@@ -129,41 +136,41 @@ class EarlyStopping(Callback):
         self.reason: str | None = None
         self._fitting = False
         self._validated = False
-        self._stops = False  # has the run of the checkpoint stopped, by the same rule?
+        self._stopped_before = False  # the checkpoint's run stopped early under the same rule
         self._best = -math.inf if mode == "max" else math.inf
 
     @property
     def min_delta(self) -> float:
-        """Return the smallest improvement that counts."""
+        """Return the smallest change that counts as an improvement."""
         return self.rule.min_delta
 
     @property
     def best_score(self) -> Tensor:
-        """Return the best value so far, as a tensor of one element; infinitely bad before the first check."""
+        """Return the best value so far as a scalar tensor; an infinity of the worse sign before the first check."""
         return torch.tensor(self._best)
 
     @property
     def state_key(self) -> str:
-        """Return a name that tells apart several of this class in one run."""
+        """Return a key that distinguishes several `EarlyStopping` callbacks of the same run."""
         return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._fitting = stage == "fit"
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        if self._stops:
-            trainer.print(f"an earlier run has stopped early, because of {self.reason}; another patience continues it")
-            trainer.should_stop, self._stops = True, False
+        if self._stopped_before:
+            trainer.print(f"the resumed run had stopped early ({self.reason}); change `patience` to continue training")
+            trainer.should_stop, self._stopped_before = True, False
 
     def on_validation_end(self, trainer: Trainer, module: Module) -> None:
         if not self._fitting or trainer.sanity_checking:
             return
         self._validated = True
-        if not looks_at_epoch_end(trainer, self.check_on_train_epoch_end):
+        if not reads_at_epoch_end(trainer, self.check_on_train_epoch_end):
             self._check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        if looks_at_epoch_end(trainer, self.check_on_train_epoch_end):
+        if reads_at_epoch_end(trainer, self.check_on_train_epoch_end):
             self._check(trainer)
 
     def _check(self, trainer: Trainer) -> None:
@@ -171,25 +178,25 @@ class EarlyStopping(Callback):
             return
         logged = trainer.callback_metrics
         if self.monitor not in logged:
-            # A run that ends in the middle of its first epoch has not come to validation yet: nothing is wrong.
+            # A run that ends in the middle of its first epoch has not validated yet, which is not an error.
             if self.strict and (self._validated or not has_validation(trainer)):
                 raise ValueError(
                     f"EarlyStopping(monitor={self.monitor!r}): no metric of that name was logged."
                     f"{did_you_mean(self.monitor, logged)}\n  logged: {', '.join(sorted(logged)) or 'nothing'}\n"
-                    "  log it with self.log(...), or give strict=False to wait until it is"
+                    "  log it with self.log(...), or pass strict=False to skip the check until it is logged"
                 )
             return
         score = float(logged[self.monitor])
-        verdict = judge(self.rule, score, self._best, self.wait_count)
-        if self.verbose and verdict.best != self._best:
-            trainer.print(f"{self.monitor} improved from {self._best:.4g} to {verdict.best:.4g}")
-        self._best, self.wait_count = verdict.best, verdict.waited
-        if verdict.reason is not None:
-            self.reason = f"{self.monitor}: {verdict.reason}"
+        decision = judge(self.rule, score, self._best, self.wait_count)
+        if self.verbose and decision.best != self._best:
+            trainer.print(f"{self.monitor} improved from {self._best:.4g} to {decision.best:.4g}")
+        self._best, self.wait_count = decision.best, decision.checks_waited
+        if decision.reason is not None:
+            self.reason = f"{self.monitor}: {decision.reason}"
             self.stopped_epoch = trainer.current_epoch
             trainer.should_stop = True
             if self.verbose:
-                trainer.print(f"training stops early, because of {self.reason}")
+                trainer.print(f"training stops early: {self.reason}")
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -205,4 +212,4 @@ class EarlyStopping(Callback):
         self.stopped_epoch = state_dict["stopped_epoch"]
         self._best = float(state_dict["best_score"])
         self.reason = state_dict["reason"]
-        self._stops = self.reason is not None and state_dict.get("rule") == asdict(self.rule)
+        self._stopped_before = self.reason is not None and state_dict.get("rule") == asdict(self.rule)

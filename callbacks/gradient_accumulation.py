@@ -1,4 +1,4 @@
-"""How many batches make one weight update, changed as training goes on."""
+"""Schedule the number of accumulated batches per weight update by epoch."""
 
 from __future__ import annotations
 
@@ -14,37 +14,42 @@ if TYPE_CHECKING:
 
 @final
 class GradientAccumulation(Callback):
-    """Accumulate another number of batches from a given epoch on.
+    """Change the number of accumulated batches per weight update at scheduled epochs.
 
     >>> callback = GradientAccumulation({2: 4, 6: 8})
     >>> [callback.batches_at(epoch, default=1) for epoch in (0, 1, 2, 5, 6)]
     [1, 1, 4, 4, 8]
 
     Args:
-        scheduling: from which epoch on (the first is 0) how many batches. Before the first one given, the Trainer's
-            `accumulate_grad_batches` holds.
+        scheduling: maps the first epoch (counted from 0) of each phase to its batches per weight update. Before the
+            first scheduled epoch, the Trainer's `accumulate_grad_batches` applies.
 
     Raises:
-        ValueError: the schedule is empty, or has an epoch below 0 or fewer than one batch.
+        ValueError: the schedule is empty, or has a negative epoch or fewer than 1 batch per update.
     """
 
     needs_all_ranks: ClassVar[bool] = True
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         if not scheduling:
-            raise ValueError("GradientAccumulation has an empty schedule; give it e.g. {0: 1, 5: 4}")
-        # Keys come as text from a configuration file.
+            raise ValueError("GradientAccumulation: the schedule is empty; pass a mapping such as {0: 1, 5: 4}")
+        # Keys from a configuration file are text.
         self.scheduling = {int(epoch): int(batches) for epoch, batches in sorted(scheduling.items(), key=_epoch)}
         for epoch, batches in self.scheduling.items():
             if epoch < 0 or batches < 1:
                 raise ValueError(
-                    f"GradientAccumulation: {batches} batches from epoch {epoch} on; epochs begin with 0, "
-                    "and a weight update takes at least one batch"
+                    f"GradientAccumulation: {batches} batches from epoch {epoch} on; epochs must be 0 or more, "
+                    "and a weight update needs at least 1 batch"
                 )
         self._default: int | None = None
 
     def batches_at(self, epoch: int, default: int = 1) -> int:
-        """Return how many batches make one weight update in an epoch; `default` before the first one scheduled."""
+        """Return the batches per weight update in an epoch.
+
+        Args:
+            epoch: epoch, counted from 0.
+            default: value before the first scheduled epoch.
+        """
         return next((n for start, n in reversed(self.scheduling.items()) if start <= epoch), default)
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
@@ -52,7 +57,7 @@ class GradientAccumulation(Callback):
             self._default = trainer.accumulate_grad_batches
 
     def on_load_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
-        if self._default is not None:  # the place within an epoch depends on it
+        if self._default is not None:  # the data position within an epoch depends on it
             trainer.accumulate_grad_batches = self.batches_at(checkpoint["state"]["epoch"], self._default)
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:

@@ -1,4 +1,4 @@
-"""The learning rates, as the loggers' charts."""
+"""Log learning rates."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ if TYPE_CHECKING:
 
 
 def rate_names(optimizers: Sequence[Optimizer], schedule_names: dict[int, str]) -> list[list[str]]:
-    """Return the name of each parameter group of each optimizer.
+    """Return a chart name for each parameter group of each optimizer.
 
-    One group is called "lr-Adam", several "lr-Adam/pg1", "lr-Adam/pg2" (or by the group's own "name"). A second
-    optimizer of the same class is "lr-Adam-1". A scheduler's name takes the place of "lr-Adam".
+    A single group is named "lr-Adam", several groups "lr-Adam/pg1", "lr-Adam/pg2" (or by the group's "name" entry). A
+    second optimizer of the same class is named "lr-Adam-1". A scheduler's name replaces "lr-Adam".
 
     Args:
-        optimizers: in the module's order.
-        schedule_names: the name that the user gave to a scheduler, by the number of its optimizer.
+        optimizers: the optimizers, in the module's order.
+        schedule_names: user-defined names of schedulers, by index of the optimizer.
+
+    Returns:
+        for each optimizer, the names of its parameter groups.
     """
     names: list[list[str]] = []
     taken: dict[str, int] = {}
-    for number, optimizer in enumerate(optimizers):
-        stem = schedule_names.get(number, f"lr-{type(optimizer).__name__}")
+    for index, optimizer in enumerate(optimizers):
+        stem = schedule_names.get(index, f"lr-{type(optimizer).__name__}")
         seen = taken.get(stem, 0)
         taken[stem] = seen + 1
         if seen:
@@ -36,14 +39,21 @@ def rate_names(optimizers: Sequence[Optimizer], schedule_names: dict[int, str]) 
         if len(groups) == 1 and "name" not in groups[0]:
             names.append([stem])
         else:
-            names.append([f"{stem}/{group.get('name', f'pg{place}')}" for place, group in enumerate(groups, 1)])
+            names.append([f"{stem}/{group.get('name', f'pg{number}')}" for number, group in enumerate(groups, 1)])
     return names
 
 
 def rates(
     optimizers: Sequence[Optimizer], schedule_names: dict[int, str], *, momentum: bool, weight_decay: bool
 ) -> dict[str, float]:
-    """Return the learning rate of every parameter group by name, and momentum and weight decay if wanted."""
+    """Return the learning rate of every parameter group by name.
+
+    Args:
+        optimizers: the optimizers, in the module's order.
+        schedule_names: user-defined names of schedulers, by index of the optimizer.
+        momentum: also return the momentum, or the first beta, as "NAME-momentum".
+        weight_decay: also return the weight decay, as "NAME-weight_decay".
+    """
     values: dict[str, float] = {}
     for optimizer, names in zip(optimizers, rate_names(optimizers, schedule_names), strict=True):
         for group, name in zip(optimizer.param_groups, names, strict=True):
@@ -57,18 +67,18 @@ def rates(
 
 @final
 class LearningRateMonitor(Callback):
-    """Log the learning rate of each optimizer, beside the metrics of the step that it was used for.
+    """Log the learning rate of each optimizer, in the row of the step that it is used for.
 
     Attributes:
         lrs: all logged values by name.
 
     Args:
-        logging_interval: "step" (at the Trainer's `log_every_n_steps`) or "epoch"; None for both.
+        logging_interval: "step" (every `log_every_n_steps` of the Trainer) or "epoch"; None logs at both.
         log_momentum: also log the momentum, or the first beta.
         log_weight_decay: also log the weight decay.
 
     Raises:
-        ValueError: the interval isn't known, or the run has no logger.
+        ValueError: `logging_interval` is invalid, or (when training starts) the run has no logger.
     """
 
     def __init__(
@@ -78,7 +88,9 @@ class LearningRateMonitor(Callback):
         log_weight_decay: bool = False,
     ) -> None:
         if logging_interval not in (None, "step", "epoch"):
-            raise ValueError(f'LearningRateMonitor(logging_interval={logging_interval!r}): "step", "epoch" or None')
+            raise ValueError(
+                f'LearningRateMonitor(logging_interval={logging_interval!r}): must be "step", "epoch" or None'
+            )
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
@@ -89,7 +101,9 @@ class LearningRateMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         if not trainer.loggers and not trainer.fast_dev_run:
-            raise ValueError("LearningRateMonitor has nothing to write to: the Trainer was given logger=False")
+            raise ValueError(
+                "LearningRateMonitor: the run has no logger (logger=False); enable a logger or remove the callback"
+            )
         numbers = {id(optimizer): number for number, optimizer in enumerate(trainer.optimizers)}
         self._names = {}
         for schedule in trainer.lr_schedulers:
@@ -100,14 +114,15 @@ class LearningRateMonitor(Callback):
         self._logged_step = -1
 
     def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
-        # Before the step, since a scheduler may change the rate right after it.
+        # Before the step, because a scheduler may change the rate directly after it.
         step = trainer.global_step + 1
         if self._every and step % self._every == 0 and step != self._logged_step:
             self._logged_step = step
             self._log(trainer, step)
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        if self.logging_interval != "step" and not trainer.state.batch:  # else an earlier run has begun the epoch
+        # A batch number above 0 means that the resumed run began this epoch, and logged it.
+        if self.logging_interval != "step" and not trainer.state.batch:
             self._log(trainer, trainer.global_step)
 
     def _log(self, trainer: Trainer, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Slow ranks get fewer samples of each global batch, fast ones more; the gradient stays what it was."""
+"""Balance the load of ranks: distribute each global batch in proportion to their speeds; gradients are unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from fabricx.callbacks.balancing_policy import Law, Seen, share_batch
+from fabricx.callbacks.balancing_policy import Measurement, SharePolicy, share_batch
 from fabricx.core.callback import Callback
 from fabricx.distributed.stop_consensus import Agreement
 from fabricx.distributed.sync_batchnorm import has_own_statistics, synchronised
@@ -24,41 +24,41 @@ if TYPE_CHECKING:
     from fabricx.core.module import Module
     from fabricx.trainer.trainer import Trainer
 
-_WARM_UP = 2  # steps that say nothing of a speed
-_SLOWER = 1.5  # times as long as before, two steps in a row: then all decide at once
+_WARM_UP = 2  # steps that are too irregular for a measurement of speed
+_SLOWER = 1.5  # a rank that is slower by this factor in two consecutive steps requests an immediate decision
 _clock = time.perf_counter
 
 
 @final
 class LoadBalancer(Callback):
-    """Give each rank as many samples of a global batch as it has speed, so that all have done at the same time.
+    """Assign samples of each global batch to ranks in proportion to their speeds, so that all finish simultaneously.
 
-    Global batches stay what they are, and so does the gradient: the mean over all samples, whoever computes which. A
-    rank's speed is that of its own work, without waiting; all look at each other's every so many steps, at the cost of
-    one small collective, and at once when a rank becomes much slower. When ranks come or go, shares follow at once the
-    speeds that are known; who has just come counts as one of the middle. A change that doesn't make steps shorter is
-    taken back.
+    The global batches do not change, and neither does the gradient: it is the mean over all samples, regardless of
+    their distribution. The speed of a rank is that of its computation, without waiting. Every `every_n_steps` steps
+    the ranks exchange their speeds with a small collective, and immediately when a rank becomes much slower. When
+    ranks join or leave a run, the shares follow the latest speeds; a new rank is assumed to have the median speed. A
+    change that does not shorten steps is reverted.
 
-    Strategies in which each rank goes at its own pace (`async_sgd`, or `parameter_server` with `mode="async"`,
-    `mode="bounded"` or `backup_workers`) need none of this: there a rank takes the next batch of the one order when it
-    has done the last, and the callback does nothing.
+    The callback does nothing under asynchronous strategies (`async_sgd`, or `parameter_server` with `mode="async"`,
+    `mode="bounded"` or `backup_workers`), where a rank requests the next batch as soon as it is done with the last.
 
-    Batch normalisation sees a rank's own samples, so that its statistics depend on who gets how many; SyncBatchNorm is
-    exact. `batch_idx` comes again for each of the pieces in which a large share is computed.
+    Batch normalisation computes statistics from the samples of a rank, and thus depends on the shares; SyncBatchNorm
+    does not. A share above `max_batch_size` is computed in several pieces, with the same `batch_idx` for each piece.
 
     Args:
-        shares: of the ranks, such as [0.5, 0.3, 0.2], fixed; "round_robin" for equal ones, of which what is left over
-            goes to each in turn; None to measure.
+        shares: fixed fractions of the global batch, such as [0.5, 0.3, 0.2], shape [world_size]; "round_robin" for
+            equal shares with the remainder rotating over the ranks; None for shares by measured speed.
         every_n_steps: weight updates between two decisions.
-        max_batch_size: the most samples that a rank computes at once; a larger share is computed in several pieces.
-            None for any number, until a rank runs out of memory: then all begin that step again, and it computes half
-            as many at once.
+        max_batch_size: largest number of samples that a rank computes at a time; a larger share is computed in several
+            pieces. None sets no limit until a rank runs out of memory: then all ranks repeat the step, and that rank
+            halves the samples that it computes at a time.
 
     Raises:
-        ValueError: shares that aren't positive, or don't sum to 1.
+        ValueError: an argument is out of range, or `shares` do not sum to 1, or (when training starts) the strategy,
+            the module or the data do not support unequal shares.
     """
 
-    watches_metrics: ClassVar[bool] = True  # called after each batch, also one of which a rank has no sample
+    watches_metrics: ClassVar[bool] = True  # called after each batch, also if a rank has no sample of it
     needs_all_ranks: ClassVar[bool] = True
 
     def __init__(
@@ -70,30 +70,32 @@ class LoadBalancer(Callback):
         if isinstance(shares, str):
             if shares != "round_robin":
                 near = did_you_mean(shares, ["round_robin"])
-                raise ValueError(f"LoadBalancer(shares={shares!r}): numbers, 'round_robin', or None to measure.{near}")
+                raise ValueError(
+                    f"LoadBalancer(shares={shares!r}): must be numbers, 'round_robin', or None to measure.{near}"
+                )
         elif shares is not None:
             shares = [float(share) for share in shares]
             if not shares or min(shares) <= 0.0 or abs(sum(shares) - 1.0) > 1e-6:
                 raise ValueError(
-                    f"LoadBalancer(shares={shares}): a part of each global batch for each rank, more than 0; they sum "
-                    f"to {sum(shares):g}, and have to sum to 1"
+                    f"LoadBalancer(shares={shares}): the fractions of a global batch must be more than 0 and sum to 1; "
+                    f"they sum to {sum(shares):g}"
                 )
         for name, value in (("every_n_steps", every_n_steps), ("max_batch_size", max_batch_size)):
             if value is not None and value < 1:
-                raise ValueError(f"LoadBalancer({name}={value}): 1 or more")
+                raise ValueError(f"LoadBalancer({name}={value}): must be 1 or more")
         self.shares = shares
         self.every_n_steps, self.max_batch_size = every_n_steps, max_batch_size
-        self._law: Law | None = None  # None where nothing is measured
-        self._saved: list[int] = []  # shares that a checkpoint had
-        self._generation = -1  # for which shares hold
-        self._most: tuple[int, ...] | None = None  # samples at once, by rank
-        self._fits = 0  # samples at once on this rank, since it has run out of memory
-        self._speed = 0.0  # of this rank, as all know it since the newest decision; 0 before
-        self._step, self._logged = -1, 0
-        self._pauses: list[tuple[Any, Any]] = []  # of this microbatch, on a device
-        self._alarm: Agreement | None = None  # to decide at once
-        self._alarms = self._slow = 0  # how many there were, and how many steps in a row were slow
-        self._forget(0)
+        self._policy: SharePolicy | None = None  # None if shares are not measured
+        self._saved: list[int] = []  # shares loaded from a checkpoint
+        self._generation = -1  # process group generation that the shares apply to
+        self._limits: tuple[int, ...] | None = None  # most samples at a time, by rank
+        self._max_fitting = 0  # most samples at a time on this rank, after it ran out of memory; 0 before
+        self._speed = 0.0  # this rank's smoothed speed at the newest decision, known to all ranks; 0 before
+        self._step, self._logged = -1, 0  # steps of the last measurement and of the last logged row
+        self._pauses: list[tuple[Any, Any]] = []  # waiting times of this microbatch, on a device
+        self._alarm: Agreement | None = None  # requests an immediate decision of all ranks
+        self._alarms = self._slow = 0  # number of alarms so far; consecutive slow steps
+        self._restart_window(0)
 
     # -- before training --------------------------------------------------------------------------------------------
 
@@ -104,99 +106,108 @@ class LoadBalancer(Callback):
             return
         name = type(strategy).__name__
         if strategy.parts or not strategy.traits.synchronous:
-            raise ValueError(f"LoadBalancer: {name} needs equal shares; take strategy=ddp, fsdp or parameter_server")
+            raise ValueError(f"LoadBalancer: {name} needs equal shares; use strategy=ddp, fsdp or parameter_server")
         if not module.automatic_optimization:
             raise ValueError(
-                "LoadBalancer: a manual loop doesn't weight its losses by samples; automatic optimization does"
+                "LoadBalancer: manual optimization doesn't weight losses by the samples of a rank; use automatic "
+                "optimization, or remove the callback"
             )
         if global_batch == 0:
             raise ValueError(
-                "LoadBalancer: global batches can't be divided here: that takes a map-style DataLoader with a "
-                "batch_size, no batch_sampler of its own, and use_distributed_sampler=True"
+                "LoadBalancer: the global batches of this data can't be divided; use a map-style DataLoader with "
+                "batch_size and without batch_sampler, and use_distributed_sampler=True"
             )
         together = trainer.sync_batchnorm or synchronised(module)
         if together and (self.max_batch_size is not None or trainer.accumulate_grad_batches > 1):
             raise ValueError(
-                "LoadBalancer: SyncBatchNorm sees what ranks compute at once, and with max_batch_size or accumulation "
-                "that would depend on the shares; leave those out, or take another normalisation"
+                "LoadBalancer: SyncBatchNorm normalises the samples that ranks compute at a time, which depend on the "
+                "shares with max_batch_size or accumulation; remove both, or use another normalisation"
             )
         if global_batch is not None and global_batch * trainer.accumulate_grad_batches < ranks:
-            raise ValueError(f"LoadBalancer: a global batch of {global_batch} samples is too small for {ranks} ranks")
+            raise ValueError(
+                f"LoadBalancer: a global batch of {global_batch} samples is too small for {ranks} ranks; increase the "
+                "batch size or use fewer devices"
+            )
         if isinstance(self.shares, list) and len(self.shares) != ranks:
-            raise ValueError(f"LoadBalancer: {len(self.shares)} shares for {ranks} ranks")
+            raise ValueError(f"LoadBalancer: {len(self.shares)} shares for {ranks} ranks; pass a share for each rank")
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         self._generation = -1
         self.check_fit(trainer, module, trainer.train_feed.global_batch)
         if trainer.is_global_zero and has_own_statistics(module):
             warnings.warn(
-                "LoadBalancer: batch normalisation uses the statistics of each rank's own samples, and ranks will have "
-                "different numbers of them, so that results differ from those with equal shares; "
-                "sync_batchnorm=True makes them exact, as does another normalisation",
+                "LoadBalancer: batch normalisation uses the statistics of each rank's samples, whose number will "
+                "differ between ranks, so that results differ from those with equal shares; "
+                "set sync_batchnorm=True for exact results, or use another normalisation",
                 stacklevel=2,
             )
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        if self._idle(trainer) or self._generation == trainer.world.generation:
+        if self._inactive(trainer) or self._generation == trainer.world.generation:
             return
         resumed = self._saved if self._generation < 0 and trainer.world.generation == 0 else []
         self._generation, self._step = trainer.world.generation, trainer.global_step
-        own = torch.tensor([float(self._fits or self.max_batch_size or 0), self._speed], device=trainer.world.device)
-        told = trainer.world.all_gather(own).tolist()
-        most = [int(n) or 2**31 for n, _ in told]
-        self._most = tuple(most) if min(most) < 2**31 else None
+        limit_and_speed = [float(self._max_fitting or self.max_batch_size or 0), self._speed]
+        local = torch.tensor(limit_and_speed, device=trainer.world.device)
+        by_rank = trainer.world.all_gather(local).tolist()
+        limits = [int(limit) or 2**31 for limit, _ in by_rank]
+        self._limits = tuple(limits) if min(limits) < 2**31 else None
         measures = self.shares is None and trainer.world.size > 1
-        self._law = self._law_of(trainer, _assumed([speed for _, speed in told]), resumed) if measures else None
-        weights = self._law.shares if self._law is not None else self._fixed(trainer.world.size)
+        self._policy = (
+            self._policy_from(trainer, _assumed([speed for _, speed in by_rank]), resumed) if measures else None
+        )
+        weights = self._policy.shares if self._policy is not None else self._fixed(trainer.world.size)
         self._apply(trainer, weights, 0)
-        if self._law is not None and self._law.speeds:
-            self._tell(trainer, self._law.shares)
+        if self._policy is not None and self._policy.speeds:
+            self._log_shares(trainer, self._policy.shares)
         self._pauses = trainer.strategy.pauses(_event) if measures else []
-        self._forget(_WARM_UP)
-        self._alarms = 0  # who comes counts from here
-        self._listen(trainer if measures else None)
+        self._restart_window(_WARM_UP)
+        self._alarms = 0  # also on the ranks that did not join just now: all count from the same point
+        self._start_alarm(trainer if measures else None)
 
-    def _listen(self, trainer: Trainer | None) -> None:
-        """Hear of ranks that become slower from now on, and not of what was before; None to end that."""
+    def _start_alarm(self, trainer: Trainer | None) -> None:
+        """Listen for ranks that become slower from now on, discarding earlier requests; None stops listening."""
         if self._alarm is not None:
             self._alarm.close()
         self._alarms += 1
         self._alarm = None if trainer is None else Agreement(trainer.world, f"balance/{self._alarms}")
 
-    def _law_of(self, trainer: Trainer, speeds: list[float], resumed: Sequence[int] = ()) -> Law:
-        """Return a law that begins with the shares of an earlier run, or with those of speeds, if they are known."""
+    def _policy_from(self, trainer: Trainer, speeds: list[float], resumed: Sequence[int] = ()) -> SharePolicy:
+        """Return a policy that begins with `resumed` shares if they fit, or with shares by `speeds` if not empty."""
         samples, ranks = _samples(trainer), trainer.world.size
         fits = len(resumed) == ranks and sum(resumed) == samples
-        return Law(samples, list(resumed) if fits else share_batch(speeds or [1.0] * ranks, samples), speeds)
+        return SharePolicy(samples, list(resumed) if fits else share_batch(speeds or [1.0] * ranks, samples), speeds)
 
     @staticmethod
-    def _tell(trainer: Trainer, shares: list[int]) -> None:
+    def _log_shares(trainer: Trainer, shares: list[int]) -> None:
         trainer.logger_dispatcher.event("rebalance", f"shares of the ranks: {shares}", trainer.global_step)
 
     def _fixed(self, ranks: int) -> Sequence[float]:
-        """Return the shares that were asked for; equal ones if they were for other ranks."""
+        """Return the fixed shares; equal shares if the number of ranks changed."""
         return self.shares if isinstance(self.shares, list) and len(self.shares) == ranks else [1.0] * ranks
 
     def _apply(self, trainer: Trainer, weights: Sequence[float], ahead: int) -> None:
+        """Set the shares from the global batch on that follows `ahead` prefetched batches."""
         state, turns = trainer.state, self.shares == "round_robin"
-        place = state.samples + ahead * _samples(trainer)
-        trainer.balance.change(state.epoch, place, tuple(weights), turns=turns, most=self._most)
+        position = state.samples + ahead * _samples(trainer)
+        trainer.balance.change(state.epoch, position, tuple(weights), turns=turns, most=self._limits)
 
-    # -- what is measured -------------------------------------------------------------------------------------------
+    # -- measurement ------------------------------------------------------------------------------------------------
 
-    def _forget(self, steps: int) -> None:
-        """Measure anew, after so many steps."""
-        self._skip = steps
+    def _restart_window(self, skip: int) -> None:
+        """Discard the measurements, and measure again after `skip` steps."""
+        self._steps_to_skip = skip
         self._speeds: list[float] = []
         self._steps: list[float] = []
         self._begun: Any = None
-        self._own: list[_Computed] = []  # the microbatches of this step
+        self._computed: list[_Computed] = []  # microbatches of this step
         self._samples = 0
-        self._computing: deque[tuple[int, list[_Computed]]] = deque()  # the same of steps that a device may be at
+        # Samples and microbatches of steps that a device may still compute.
+        self._computing: deque[tuple[int, list[_Computed]]] = deque()
         self._ended = _clock()
 
     def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
-        if self._law is not None:
+        if self._policy is not None:
             self._pauses.clear()
             self._begun = _now(trainer)
             self._samples += trainer.logbook.size or 0
@@ -207,107 +218,108 @@ class LoadBalancer(Callback):
         begun, self._begun = self._begun, None
 
         def computed() -> None:
-            self._own.append(_Computed(begun, _now(trainer), tuple(self._pauses)))
+            self._computed.append(_Computed(begun, _now(trainer), tuple(self._pauses)))
 
-        # What is queued where a backward begins is called when all is computed, before others are waited for.
+        # A callback queued at the start of backward runs when all gradients are computed, before waiting for peers.
         loss.register_hook(lambda _: Variable._execution_engine.queue_callback(computed))  # type: ignore[attr-defined]
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        law = self._law
-        if law is None or trainer.global_step == self._step:
+        policy = self._policy
+        if policy is None or trainer.global_step == self._step:
             return
         self._step, now = trainer.global_step, _clock()
-        own, samples = self._own, self._samples
-        self._own, self._samples = [], 0
-        if self._skip:
-            self._skip, self._ended = self._skip - 1, now
+        microbatches, samples = self._computed, self._samples
+        self._computed, self._samples = [], 0
+        if self._steps_to_skip:
+            self._steps_to_skip, self._ended = self._steps_to_skip - 1, now
             return
         self._steps.append(now - self._ended)
         self._ended = now
-        if samples and own:
-            self._computing.append((samples, own))
+        if samples and microbatches:
+            self._computing.append((samples, microbatches))
         while self._computing and self._computing[0][1][-1].is_over():
-            samples, own = self._computing.popleft()
-            self._speeds.append(samples / max(1e-9, sum(one.seconds() for one in own)))
-            self._look_whether_slower(law, trainer.global_rank)
+            samples, microbatches = self._computing.popleft()
+            self._speeds.append(samples / max(1e-9, sum(microbatch.seconds() for microbatch in microbatches)))
+            self._check_slowdown(policy, trainer.global_rank)
         at_once = self._alarm is not None and self._alarm.at_boundary(self._step)
         if at_once or len(self._steps) == self.every_n_steps:
-            self._decide(trainer, law)
+            self._decide(trainer, policy)
         if at_once:
-            self._listen(trainer)
+            self._start_alarm(trainer)
 
-    def _look_whether_slower(self, law: Law, rank: int) -> None:
-        slower = bool(law.speeds) and self._speeds[-1] * _SLOWER < law.speeds[rank]
+    def _check_slowdown(self, policy: SharePolicy, rank: int) -> None:
+        slower = bool(policy.speeds) and self._speeds[-1] * _SLOWER < policy.speeds[rank]
         self._slow = self._slow + 1 if slower else 0
         if self._slow == 2 and self._alarm is not None:
             self._speeds = self._speeds[-2:]
             self._alarm.request("slower")
 
-    def _decide(self, trainer: Trainer, law: Law) -> None:
-        """Look at what all ranks have measured; all of them come to the same decision."""
-        seen = [Seen(*row) for row in trainer.world.all_gather(self._seen(trainer)).tolist()]
-        self._forget(0)
-        if law.samples != _samples(trainer):  # accumulation has changed
-            self._law = law = self._law_of(trainer, law.speeds)
-            self._apply(trainer, law.shares, trainer.train_feed.ahead)
+    def _decide(self, trainer: Trainer, policy: SharePolicy) -> None:
+        """Exchange measurements and decide about the shares. Collective; the decision is the same on all ranks."""
+        measurements = [Measurement(*row) for row in trainer.world.all_gather(self._measurement(trainer)).tolist()]
+        self._restart_window(0)
+        if policy.samples != _samples(trainer):  # accumulation has changed
+            self._policy = policy = self._policy_from(trainer, policy.speeds)
+            self._apply(trainer, policy.shares, trainer.train_feed.ahead)
             return
-        if not all(one.speed > 0.0 for one in seen):
+        if not all(measurement.speed > 0.0 for measurement in measurements):
             return
-        before, shares = law.shares, law.decide(seen)
-        self._speed = law.speeds[trainer.global_rank]
+        before, shares = policy.shares, policy.decide(measurements)
+        self._speed = policy.speeds[trainer.global_rank]
         if shares is not None:
             ahead = trainer.train_feed.ahead
             self._apply(trainer, shares, ahead)
-            self._forget(ahead + 1)
-            self._tell(trainer, shares)
+            self._restart_window(ahead + 1)
+            self._log_shares(trainer, shares)
         due = trainer.global_step - self._logged >= (trainer.log_every_n_steps or 1)
         if trainer.logger_dispatcher and (due or shares is not None):
             self._logged = trainer.global_step
-            found = _for_loggers(law, before, seen)
-            trainer.logger_dispatcher.measured(found, trainer.global_step)
+            row = _metrics(policy, before, measurements)
+            trainer.logger_dispatcher.measured(row, trainer.global_step)
 
-    def _seen(self, trainer: Trainer) -> Tensor:
+    def _measurement(self, trainer: Trainer) -> Tensor:
         speeds, speed, spread = self._speeds, 0.0, 0.0
         if speeds:
             speed = statistics.median(speeds)
-            off = statistics.median(abs(one - speed) for one in speeds)  # 1.48 of those are a standard deviation
-            spread = 1.25 * 1.48 * off / speed / len(speeds) ** 0.5
-        found = [speed, spread, statistics.median(self._steps)]
-        return torch.tensor(found, dtype=torch.float32, device=trainer.world.device)
+            deviation = statistics.median(abs(value - speed) for value in speeds)  # times 1.48: a standard deviation
+            spread = 1.25 * 1.48 * deviation / speed / len(speeds) ** 0.5
+        measurement = [speed, spread, statistics.median(self._steps)]
+        return torch.tensor(measurement, dtype=torch.float32, device=trainer.world.device)
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
-        self._listen(None)
+        self._start_alarm(None)
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
         if self._alarm is not None:
-            trainer.world.barrier()  # another rank may still wait to hear where this one is
-        self._listen(None)
-        law = self._law
-        if law is not None and law.gain > 1.0 and trainer.is_global_zero:
+            trainer.world.barrier()  # a peer may still wait for this rank's answer to a request
+        self._start_alarm(None)
+        policy = self._policy
+        if policy is not None and policy.gain > 1.0 and trainer.is_global_zero:
             text = (
-                f"shares {law.shares}: by the ranks' speeds steps are {law.gain:.2f} times as fast as with equal ones"
+                f"shares {policy.shares}: by the measured speeds, steps are {policy.gain:.2f} times as fast as with "
+                "equal shares"
             )
             trainer.logger_dispatcher.event("rebalance", text, trainer.global_step)
             trainer.print(text)
 
-    # -- memory, and what outlives a process ------------------------------------------------------------------------
+    # -- out-of-memory errors, and state ----------------------------------------------------------------------------
 
     def repeats_after(self, trainer: Trainer, error: Exception) -> bool:
         size = trainer.logbook.size or 0
-        out = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-        if not out or size < 2 or self._idle(trainer) or synchronised(trainer.module):
+        out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if not out_of_memory or size < 2 or self._inactive(trainer) or synchronised(trainer.module):
             return False
-        self._fits = size // 2
+        self._max_fitting = size // 2
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        return {"shares": list(self._law.shares) if self._law is not None else self._saved}
+        return {"shares": list(self._policy.shares) if self._policy is not None else self._saved}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict["shares"]
 
-    def _idle(self, trainer: Trainer) -> bool:
-        alone = trainer.world.size == 1 and self.max_batch_size is None and not self._fits
+    def _inactive(self, trainer: Trainer) -> bool:
+        alone = trainer.world.size == 1 and self.max_batch_size is None and not self._max_fitting
         return alone or trainer.strategy.dealer is not None
 
 
@@ -316,17 +328,17 @@ def _samples(trainer: Trainer) -> int:
 
 
 def _assumed(speeds: Sequence[float]) -> list[float]:
-    """Return the speeds of all ranks; one that isn't known, as of a rank that has just come, is that of the middle one.
+    """Return the speeds of all ranks; an unknown speed (0, of a rank that just joined) becomes the median.
 
     >>> _assumed([4.0, 0.0, 2.0, 3.0]), _assumed([0.0, 0.0])
     ([4.0, 3.0, 2.0, 3.0], [])
     """
-    known = [speed for speed in speeds if speed > 0.0]
-    return [speed or statistics.median(known) for speed in speeds] if known else []
+    measured = [speed for speed in speeds if speed > 0.0]
+    return [speed or statistics.median(measured) for speed in speeds] if measured else []
 
 
 def _now(trainer: Trainer) -> Any:
-    """Return the time as this rank's device sees it."""
+    """Return a time stamp: an event on CUDA devices, else seconds without the time spent waiting for peers."""
     return _event() if trainer.world.device.type == "cuda" else _clock() - trainer.strategy.waited_s
 
 
@@ -338,7 +350,7 @@ def _event() -> Any:
 
 @dataclass(frozen=True)
 class _Computed:
-    """When a microbatch began and was computed, and when the device waited for other ranks in between."""
+    """Begin and end of a microbatch's computation, and the intervals in which the device waited for peers."""
 
     begun: Any
     ended: Any
@@ -348,7 +360,7 @@ class _Computed:
         return isinstance(self.ended, float) or bool(self.ended.query())
 
     def seconds(self) -> float:
-        """Return for how long this rank has worked."""
+        """Return the seconds of computation, without waiting."""
         return _between(self.begun, self.ended) - sum(_between(*pause) for pause in self.pauses)
 
 
@@ -356,10 +368,10 @@ def _between(begun: Any, ended: Any) -> float:
     return float(ended - begun) if isinstance(begun, float) else float(begun.elapsed_time(ended)) / 1000.0
 
 
-def _for_loggers(law: Law, shares: Sequence[int], seen: Sequence[Seen]) -> dict[str, float]:
-    found = {"balance/gain": law.gain}
-    for rank, (share, one) in enumerate(zip(shares, seen, strict=True)):
-        found[f"balance/share_{rank}"] = share / law.samples
-        found[f"balance/samples_per_s_{rank}"] = one.speed
-        found[f"balance/wait_{rank}"] = max(0.0, 1.0 - share / one.speed / one.step_s)
-    return found
+def _metrics(policy: SharePolicy, shares: Sequence[int], measurements: Sequence[Measurement]) -> dict[str, float]:
+    metrics = {"balance/gain": policy.gain}
+    for rank, (share, measurement) in enumerate(zip(shares, measurements, strict=True)):
+        metrics[f"balance/share_{rank}"] = share / policy.samples
+        metrics[f"balance/samples_per_s_{rank}"] = measurement.speed
+        metrics[f"balance/wait_{rank}"] = max(0.0, 1.0 - share / measurement.speed / measurement.step_s)
+    return metrics

@@ -1,4 +1,4 @@
-"""When, in an epoch, the callbacks that watch a metric look at it."""
+"""Decide when, within an epoch, callbacks that monitor a metric read it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,26 @@ if TYPE_CHECKING:
     from fabricx.trainer.trainer import Trainer
 
 
-def looks_at_epoch_end(trainer: Trainer, chosen: bool | None) -> bool:
-    """Return whether a metric is looked at when a training epoch ends, rather than whenever validation ends.
+def reads_at_epoch_end(trainer: Trainer, requested: bool | None) -> bool:
+    """Return whether to read the metric at the end of each training epoch, rather than after each validation.
 
     Args:
-        trainer: whose validation schedule it is.
-        chosen: what the user asked for; None leaves it to the schedule. Where validation runs once in every epoch, at
-            its end, or not at all, the end of the training epoch is right: metrics of both are known then.
+        trainer: the trainer, for its validation schedule.
+        requested: the user's choice. None decides by the schedule: the end of the training epoch if validation runs
+            once at the end of every epoch, or never, because training and validation metrics are both complete then.
     """
-    if chosen is not None:
-        return chosen
+    if requested is not None:
+        return requested
     if not has_validation(trainer):
         return True
-    interval = trainer.val_check_interval  # 1.0 is once an epoch, 1 is after every batch
+    interval = trainer.val_check_interval  # the float 1.0 means once per epoch, the int 1 after every batch
     return isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
 
 def has_validation(trainer: Trainer) -> bool:
-    """Return whether there are validation batches to run."""
+    """Return whether the run has validation batches.
+
+    Args:
+        trainer: the trainer.
+    """
     return sum(trainer.num_val_batches) > 0

@@ -1,4 +1,4 @@
-"""Save checkpoints while training goes on, and keep the best ones."""
+"""Save checkpoints during training and keep the best."""
 
 from __future__ import annotations
 
@@ -14,9 +14,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from fabricx.callbacks.checkpoint_files import link_to, may_be_looked_at, remove_own, step_of, versioned
+from fabricx.callbacks.checkpoint_files import (
+    check_writable,
+    is_of_run,
+    link_to,
+    may_be_accessed,
+    remove_own,
+    step_of,
+    versioned,
+)
 from fabricx.callbacks.checkpoint_name import DEFAULT_TEMPLATE, format_name
-from fabricx.callbacks.metric_timing import has_validation, looks_at_epoch_end
+from fabricx.callbacks.metric_timing import has_validation, reads_at_epoch_end
 from fabricx.callbacks.time_interval import TimeInterval
 from fabricx.checkpoint import sweep
 from fabricx.checkpoint.storage import as_path, is_local
@@ -32,14 +40,19 @@ Mode = Literal["min", "max"]
 
 
 def goodness(score: float, mode: Mode) -> float:
-    """Return a number that is larger for better scores; NaN is as bad as can be."""
+    """Return a number that increases with the quality of a score; -infinity for NaN.
+
+    Args:
+        score: value of the monitored metric.
+        mode: "min" if smaller is better, "max" if larger is better.
+    """
     if math.isnan(score):
         return -math.inf
     return score if mode == "max" else -score
 
 
 def admit(kept: Mapping[str, float], score: float, k: int, mode: Mode) -> tuple[bool, str | None]:
-    """Decide whether a checkpoint is among the best.
+    """Decide whether a checkpoint belongs to the best `k`.
 
     >>> admit({"a": 0.3, "b": 0.2}, 0.1, k=2, mode="min")
     (True, 'a')
@@ -47,13 +60,13 @@ def admit(kept: Mapping[str, float], score: float, k: int, mode: Mode) -> tuple[
     (False, None)
 
     Args:
-        kept: scores of those kept so far, by path.
-        score: the new one's.
-        k: how many are kept; -1 for all.
-        mode: whether smaller or larger is better.
+        kept: scores of the present best checkpoints, by path.
+        score: score of the new checkpoint.
+        k: number of checkpoints to keep; -1 keeps all.
+        mode: "min" if smaller is better, "max" if larger is better.
 
     Returns:
-        whether the new one is kept, and the path of the one that it displaces.
+        whether to keep the new checkpoint, and the path of the checkpoint that it displaces, if any.
     """
     if k == 0:
         return False, None
@@ -67,46 +80,48 @@ def admit(kept: Mapping[str, float], score: float, k: int, mode: Mode) -> tuple[
 
 @final
 class ModelCheckpoint(Callback):
-    """Save checkpoints by epochs, steps or time, and keep the best by a metric, or the newest.
+    """Save checkpoints by epochs, steps or time; keep the best by a metric, or the newest.
 
-    Nothing is deleted before the checkpoint that replaces it is complete, and nothing outside of `dirpath` at all.
-    A value that is NaN never becomes the best.
+    A checkpoint is deleted only after its replacement is complete, and no file outside `dirpath` is deleted. A NaN
+    value never becomes the best.
 
-    With a monitor that comes from validation, `every_n_train_steps` and `train_time_interval` save at the next end of
-    a validation, so that weights are never ranked by the score of older ones (`save_last` doesn't wait for it).
-    With several ranks, the main rank's clock decides about `train_time_interval`, for all ranks at the same step.
+    If the monitored metric is logged in validation, `every_n_train_steps` and `train_time_interval` delay the save to
+    the end of the next validation, so that weights are never ranked by the score of older weights (`save_last` saves
+    without the delay). With several ranks, the main rank's clock determines `train_time_interval`, and all ranks save
+    at the same step.
 
     Attributes:
-        best_model_path: the best checkpoint; without a monitor the newest. Empty if there is none.
-        best_model_score: its score, or None.
-        best_k_models: the scores of all that are kept, by path.
-        current_score: the score of the newest save.
-        last_model_path: the link that `save_last` keeps.
-        dirpath: the folder, once a run has begun.
+        best_model_path: path of the best checkpoint, or of the newest without a monitor. Empty if no checkpoint exists.
+        best_model_score: score of the best checkpoint, or None.
+        best_k_models: scores of all kept checkpoints, by path.
+        current_score: score of the newest save.
+        last_model_path: path of the link that `save_last` maintains.
+        dirpath: the folder; without the `dirpath` argument it is None until a run begins.
 
     Args:
-        dirpath: where to save; by default the folder `checkpoints` in the run's folder. A URL that fsspec knows
-            ("s3://bucket/run") will do.
-        filename: a template such as "{epoch}-{val_loss:.2f}"; "{epoch}-{step}" by default.
-        monitor: the logged metric to rank by; None keeps the newest.
-        mode: "min" if smaller is better, "max" if larger is.
-        save_top_k: how many of the best, or without a monitor of the newest, to keep; -1 all, 0 none.
-        keep_every_n_steps: what was saved after a multiple of so many weight updates is never deleted.
-        save_last: also keep the newest, under the link "last.ckpt" (behind a URL there are no links: by its own name).
-        every_n_train_steps: save every so many weight updates.
-        every_n_epochs: save every so many epochs; 1 if no other moment is given.
-        train_time_interval: save every so often: a `timedelta` or text such as "10m".
-        save_on_train_epoch_end: save when training epochs end, rather than when validation ends. By default that is
-            so where validation runs once, at the end of every epoch, or not at all.
-        save_weights_only: leave out what is needed to go on training.
-        save_on_exception: save when a run is interrupted, and, with one rank, when an error ends it.
-        asynchronous: train on while a checkpoint is written. A full disk is a warning then, and
-            the earlier checkpoints stay.
-        auto_insert_metric_name: "epoch=3" rather than "3" for "{epoch}".
-        verbose: say where each checkpoint is.
+        dirpath: folder for checkpoints; default: `checkpoints` in the run's folder. URLs that fsspec supports
+            ("s3://bucket/run") are accepted.
+        filename: template of the names, such as "{epoch}-{val_loss:.2f}"; default: "{epoch}-{step}".
+        monitor: logged metric that ranks checkpoints; None keeps the newest checkpoints.
+        mode: "min" if smaller is better, "max" if larger is better.
+        save_top_k: number of best (without a monitor: newest) checkpoints to keep; -1 keeps all, 0 none.
+        keep_every_n_steps: never delete a checkpoint of a step that is a multiple of this number; 0 disables this.
+        save_last: also keep the newest checkpoint, with a link "last.ckpt" to it (URLs have no links: the checkpoint
+            has a regular name).
+        every_n_train_steps: weight updates between two saves.
+        every_n_epochs: epochs between two saves; default: 1 if neither steps nor time are set.
+        train_time_interval: time between two saves: a `timedelta` or text such as "10m".
+        save_on_train_epoch_end: save when training epochs end, rather than when validation ends. The default is True
+            if validation runs once at the end of every epoch, or never.
+        save_weights_only: omit the state that is needed to resume training.
+        save_on_exception: save when a run is interrupted and, with a single rank, when an error ends it.
+        asynchronous: continue training while a checkpoint is written. A full disk then causes a warning, and the
+            earlier checkpoints are kept.
+        auto_insert_metric_name: format "{epoch}" as "epoch=3" rather than "3".
+        verbose: print the path of each checkpoint.
 
     Raises:
-        ValueError: an argument is out of its range, or several can't go together.
+        ValueError: an argument is out of range, or (during training) `monitor` was not logged.
     """
 
     watches_metrics: ClassVar[bool] = True
@@ -159,73 +174,76 @@ class ModelCheckpoint(Callback):
         self.best_k_models: dict[str, Tensor] = {}
         self.current_score: Tensor | None = None
         self.last_model_path = ""
-        self._last_target = ""  # what the link points to
-        self._for_ever: set[str] = set()
+        self._last_target = ""  # path that the link points to
+        self._permanent: set[str] = set()
         self._clock = TimeInterval(self.train_time_interval) if self.train_time_interval else None
         self._fitting = False
-        self._goes_on = False  # from a checkpoint, after which a save may be due that isn't made yet
-        self._step_seen = 0
-        self._step_saved = 0  # the newest that there is a checkpoint of
-        self._step_ranked = 0  # the newest that was compared with the best ones
-        self._waiting = False  # a save is due, and the monitored metric isn't there yet
+        self._resumed = False  # state was loaded from a checkpoint; a save of the same step may still be due
+        self._last_step = 0
+        self._step_saved = 0  # newest step with a checkpoint
+        self._step_ranked = 0  # newest step that was compared with the best checkpoints
+        self._waiting = False  # a save is due, but the monitored metric was not logged yet
         self._validated_step = -1
-        self._from_validation = False  # does validation log the monitored metric?
-        self._before_validation: tuple[Tensor | None] | None = None  # the metric, from a validation's start to its end
-        self._pending: dict[str, Any] | None = None  # the newest, and what was kept before, until it is there
+        self._from_validation = False  # validation logs the monitored metric
+        self._before_validation: tuple[Tensor | None] | None = None  # value of the metric at the start of validation
+        self._pending: dict[str, Any] | None = None  # newest checkpoint, and the former state, until it is complete
 
     def _check_arguments(self) -> None:
         if self.mode not in ("min", "max"):
-            raise ValueError(f'ModelCheckpoint(mode={self.mode!r}): it can be "min" or "max"')
+            raise ValueError(f'ModelCheckpoint(mode={self.mode!r}): must be "min" or "max"')
         if self.save_top_k < -1:
-            raise ValueError(f"ModelCheckpoint(save_top_k={self.save_top_k}): it can be -1 (all), 0 (none), 1, 2, ...")
+            raise ValueError(f"ModelCheckpoint(save_top_k={self.save_top_k}): must be -1 (all), 0 (none), 1, 2, ...")
         for name in ("every_n_train_steps", "every_n_epochs", "keep_every_n_steps"):
             if getattr(self, name) < 0:
-                raise ValueError(f"ModelCheckpoint({name}={getattr(self, name)}): it can't be negative")
+                raise ValueError(f"ModelCheckpoint({name}={getattr(self, name)}): must be 0 or more")
 
     @property
     def state_key(self) -> str:
-        """Return a name that tells apart several of this class in one run."""
+        """Return a key that distinguishes several `ModelCheckpoint` callbacks of the same run."""
         return (
             f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, every_n_train_steps="
             f"{self.every_n_train_steps}, every_n_epochs={self.every_n_epochs}, "
             f"train_time_interval={self.train_time_interval})"
         )
 
-    # -- when ---------------------------------------------------------------------------------------------------
+    # -- schedule -----------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        self._fitting, self._goes_on = stage == "fit", False
+        self._fitting, self._resumed = stage == "fit", False
         if self._fitting:
             folder = trainer.run_dir or trainer.default_root_dir
             self.dirpath = self._chosen_dirpath or str((Path(folder) / "checkpoints").absolute())
+            saves = (self.save_top_k or self.save_last) and not trainer.fast_dev_run
+            if saves and trainer.is_global_zero and is_local(self._folder):
+                check_writable(self._folder)
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        if not self._goes_on:
-            self._step_seen = self._step_saved = self._step_ranked = trainer.global_step
+        if not self._resumed:
+            self._last_step = self._step_saved = self._step_ranked = trainer.global_step
             self._waiting, self._validated_step = False, -1
-        self._goes_on, self._pending = False, None
-        if trainer.is_global_zero and trainer.state.attempt:  # this run goes on where another one has ended
+        self._resumed, self._pending = False, None
+        if trainer.is_global_zero and trainer.state.attempt:  # resumed: delete incomplete checkpoints of that run
             sweep(self._folder)
         if self._clock is not None:
             self._clock.start(trainer.global_step)
-        if self.best_k_models:  # from an earlier run, whose files may be gone by now
-            there = trainer.world.broadcast_object([path for path in self.best_k_models if as_path(path).exists()])
-            self._keep({path: self.best_k_models[path] for path in there})
-        if self._step_seen != trainer.global_step:  # somebody saved in the step's end before this callback had it
-            self._see_step(trainer)
+        if self.best_k_models:  # the files of the resumed run may have been deleted since
+            existing = trainer.world.broadcast_object([path for path in self.best_k_models if as_path(path).exists()])
+            self._keep({path: self.best_k_models[path] for path in existing})
+        if self._last_step != trainer.global_step:  # the checkpoint was saved before this callback handled the step
+            self._on_step(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step != self._step_seen:  # else in the middle of an accumulation window
-            self._see_step(trainer)
+        if trainer.global_step != self._last_step:  # else within an accumulation window
+            self._on_step(trainer)
 
-    def _see_step(self, trainer: Trainer) -> None:
+    def _on_step(self, trainer: Trainer) -> None:
         step = trainer.global_step
         due = self.every_n_train_steps > 0 and step % self.every_n_train_steps == 0
         if self._clock is not None:
             due = self._clock.due(step, trainer.world) or due
         if due:
             self._save_or_wait(trainer)
-        self._step_seen = step
+        self._last_step = step
 
     def on_validation_start(self, trainer: Trainer, module: Module) -> None:
         if self._fitting and self.monitor is not None:
@@ -235,19 +253,19 @@ class ModelCheckpoint(Callback):
         if not self._fitting or trainer.sanity_checking:
             return
         self._validated_step = trainer.global_step
-        if self.monitor is not None and self._before_validation is not None:  # else an earlier run has validated
+        if self.monitor is not None and self._before_validation is not None:  # None: only the resumed run validated
             now = trainer.callback_metrics.get(self.monitor)
             self._from_validation = now is not None and now is not self._before_validation[0]
             self._before_validation = None
-        at_epoch_end = looks_at_epoch_end(trainer, self.save_on_train_epoch_end)
-        if self._waiting or (not at_epoch_end and self._epoch_is_due(trainer)) or self._time_is_up(trainer):
-            # A metric of the training epoch isn't there before the epoch's end, should there be one.
+        at_epoch_end = reads_at_epoch_end(trainer, self.save_on_train_epoch_end)
+        if self._waiting or (not at_epoch_end and self._epoch_due(trainer)) or self._interval_passed(trainer):
+            # Metrics of a training epoch exist only after its end. An epoch of unknown length may never end: complain.
             self._save_or_wait(trainer, complain=trainer.num_training_batches == math.inf)
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        at_epoch_end = looks_at_epoch_end(trainer, self.save_on_train_epoch_end)
-        if self._waiting or (at_epoch_end and self._epoch_is_due(trainer)) or self._time_is_up(trainer):
-            complete = trainer.state.closing  # else the run stops in the middle of the epoch
+        at_epoch_end = reads_at_epoch_end(trainer, self.save_on_train_epoch_end)
+        if self._waiting or (at_epoch_end and self._epoch_due(trainer)) or self._interval_passed(trainer):
+            complete = trainer.state.closing  # False: the run stops in the middle of the epoch
             validated = self._validated_step >= 0 or not has_validation(trainer)
             self._save_or_wait(trainer, complain=complete and validated)
 
@@ -255,10 +273,10 @@ class ModelCheckpoint(Callback):
         if trainer.fast_dev_run:
             return
         lost = self._finish(trainer)
-        if trainer.failures and trainer.is_global_zero:  # a disk that hung may have kept a writer from doing so
+        if trainer.failures and trainer.is_global_zero:  # a writer on a hung disk may not have cleaned up
             sweep(self._folder)
         if trainer.global_step == self._step_saved:
-            if lost:  # a worker died while these weights were written, and no later checkpoint comes
+            if lost:  # a worker died during this write, and no later checkpoint is due
                 self._save(trainer)
             return
         if trainer.interrupted and self.save_on_exception and (self.save_top_k or self.save_last):
@@ -268,28 +286,28 @@ class ModelCheckpoint(Callback):
             self._save_last_alone(trainer)
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
-        # Saving takes all ranks, and an error is usually one rank's alone.
+        # Saving is collective, whereas an error usually occurs on a single rank.
         saves = self.save_on_exception and (self.save_top_k or self.save_last) and self._fitting
         if not saves or trainer.world.size > 1 or trainer.fast_dev_run or trainer.global_step == self._step_saved:
             return
         try:
             path = self._save_aside(trainer, "exception")
-            trainer.print(f"an error ends the run after {trainer.global_step} steps; saved {path}")
-        except Exception as error:  # the first error is the one to tell about
-            warnings.warn(f"no checkpoint could be saved after the error: {error}", stacklevel=2)
+            trainer.print(f"the run failed after {trainer.global_step} steps; saved {path}")
+        except Exception as error:  # warn only, so that the user sees the first error
+            warnings.warn(f"could not save a checkpoint after the error: {error}", stacklevel=2)
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
         self._fitting = False
         self._before_validation = None
 
-    def _epoch_is_due(self, trainer: Trainer) -> bool:
+    def _epoch_due(self, trainer: Trainer) -> bool:
         return self.every_n_epochs > 0 and (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
-    def _time_is_up(self, trainer: Trainer) -> bool:
+    def _interval_passed(self, trainer: Trainer) -> bool:
         return self._clock is not None and self._clock.due(trainer.global_step, trainer.world, ask=True)
 
     def _save_or_wait(self, trainer: Trainer, *, complain: bool = False) -> None:
-        """Save now, or when the metric of these weights is known; `complain` if that will never be."""
+        """Save now, or once the metric of these weights is logged; if `complain`, raise if it is missing."""
         if trainer.fast_dev_run or trainer.global_step == self._step_ranked:
             self._waiting = False
             return
@@ -299,7 +317,7 @@ class ModelCheckpoint(Callback):
             raise ValueError(
                 f"ModelCheckpoint(monitor={self.monitor!r}): no metric of that name was logged."
                 f"{did_you_mean(str(self.monitor), logged)}\n  logged: {', '.join(sorted(logged)) or 'nothing'}\n"
-                "  log it with self.log(...), or leave monitor out to keep the newest checkpoint"
+                "  log it with self.log(...), or omit `monitor` to keep the newest checkpoint"
             )
         stale = missing or (self._from_validation and self._validated_step != trainer.global_step)
         self._waiting = stale and self.save_top_k != -1
@@ -308,15 +326,15 @@ class ModelCheckpoint(Callback):
         elif self.save_last:
             self._save_last_alone(trainer)
 
-    # -- what ---------------------------------------------------------------------------------------------------
+    # -- saving -------------------------------------------------------------------------------------------------
 
     def _save(self, trainer: Trainer) -> None:
-        """Save if the checkpoint is among the best; every rank calls this at the same step."""
-        self._finish(trainer)  # whether the one before is there decides what is kept now
+        """Save if the checkpoint is among the best. Collective: every rank calls this at the same step."""
+        self._finish(trainer)  # the ranking depends on whether the former checkpoint was completed
         ranked, self._step_ranked = self._step_ranked, trainer.global_step
         try:
             self._save_if_good(trainer)
-        except Exception:  # it may be tried again, without a rank that died
+        except Exception:  # the surviving ranks may repeat this save after the death of a rank
             self._step_ranked = ranked
             raise
 
@@ -325,7 +343,7 @@ class ModelCheckpoint(Callback):
         score = metrics.get(self.monitor, math.nan) if self.monitor is not None else math.nan
         self.current_score = torch.tensor(score) if self.monitor is not None else None
         kept = {path: float(value) for path, value in self.best_k_models.items()}
-        if self.monitor is None and self.save_top_k >= 1:  # the newest takes the place of the oldest
+        if self.monitor is None and self.save_top_k >= 1:  # the newest replaces the oldest
             admitted, displaced = True, next(iter(kept), None) if len(kept) >= self.save_top_k else None
         else:
             admitted, displaced = admit(kept, score, self.save_top_k, self.mode)
@@ -336,27 +354,28 @@ class ModelCheckpoint(Callback):
         name = format_name(self._template, metrics, self.auto_insert_metric_name)
         path = self._free_path(trainer, name, displaced)
         before = self._kept()
-        # The checkpoint holds this callback's state: it has to know of itself already.
+        # The checkpoint contains this callback's state, which must already list the new checkpoint.
         self._keep({p: s for p, s in self.best_k_models.items() if p != displaced} | {path: torch.tensor(score)})
         self._write(trainer, path, before, displaced)
 
     def _save_last_alone(self, trainer: Trainer) -> None:
-        """Save for the link only, without a place among the best."""
+        """Save for the "last" link only; the checkpoint is not ranked."""
         if trainer.global_step == self._step_saved:
             return
         self._finish(trainer)
         name = format_name(self._template, self._metrics(trainer), self.auto_insert_metric_name)
         self._write(trainer, self._free_path(trainer, name), self._kept())
 
-    def _save_aside(self, trainer: Trainer, why: str) -> str:
+    def _save_aside(self, trainer: Trainer, reason: str) -> str:
+        """Save an unranked checkpoint, with the reason in its name, and wait until it is complete."""
         self._finish(trainer)
         name = format_name(DEFAULT_TEMPLATE, self._metrics(trainer))
-        path = self._write(trainer, self._free_path(trainer, f"{why}-{name}"), self._kept())
+        path = self._write(trainer, self._free_path(trainer, f"{reason}-{name}"), self._kept())
         trainer.finish_checkpoint()
         return path
 
     def _write(self, trainer: Trainer, path: str, before: dict[str, Any], displaced: str | None = None) -> str:
-        """Save, let the link follow, and only then delete what is superseded; `before` is kept if it can't be saved."""
+        """Save; after completion, update the link and delete superseded checkpoints. On failure, restore `before`."""
         saved = self._step_saved
         superseded = {displaced} if displaced else set()
         self._step_saved = trainer.global_step
@@ -366,8 +385,8 @@ class ModelCheckpoint(Callback):
             self.last_model_path = self._link_path(trainer) if is_local(self._folder) else path
             self._last_target = path
         if self.keep_every_n_steps and trainer.global_step % self.keep_every_n_steps == 0:
-            self._for_ever.add(path)
-        superseded -= {*self._for_ever, path}
+            self._permanent.add(path)
+        superseded -= {*self._permanent, path}
         pending: dict[str, Any] = {
             "path": path,
             "step": trainer.global_step,
@@ -389,7 +408,7 @@ class ModelCheckpoint(Callback):
         return path
 
     def _supersede(self, path: str, superseded: Sequence[str]) -> None:
-        """Let the link point to a checkpoint that is there, and delete those whose place it has taken (main rank)."""
+        """Point the link to a complete checkpoint, and delete the checkpoints that it supersedes (main rank)."""
         if self._last_target == path and is_local(self._folder):
             link_to(Path(self.last_model_path), Path(path))
         for old in superseded:
@@ -399,7 +418,7 @@ class ModelCheckpoint(Callback):
         return {"models": dict(self.best_k_models), "last": self.last_model_path, "target": self._last_target}
 
     def _undo(self) -> None:
-        """Forget the newest checkpoint: it isn't there."""
+        """Restore the state before the newest checkpoint, which could not be written."""
         pending, self._pending = self._pending, None
         if pending is not None:
             before = pending["before"]
@@ -407,10 +426,10 @@ class ModelCheckpoint(Callback):
             self._keep(before["models"])
 
     def _finish(self, trainer: Trainer) -> bool:
-        """Wait for the newest checkpoint, and forget it if it isn't there; all ranks call this.
+        """Wait for the newest checkpoint; undo its registration if it is missing. Collective.
 
         Returns:
-            whether it was lost: a worker died while it was written.
+            whether the checkpoint was lost because a worker died during the write.
         """
         trainer.finish_checkpoint()
         if self._pending is None:
@@ -421,7 +440,7 @@ class ModelCheckpoint(Callback):
             self._undo()
             return True
         self._pending = None
-        if trainer.is_global_zero:  # who did this may have died in the midst of it
+        if trainer.is_global_zero:  # repeat this: the rank that began it may have died halfway
             self._supersede(path, [old for old in superseded if as_path(old).exists()])
         return False
 
@@ -436,7 +455,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def kth_best_model_path(self) -> str:
-        """Return the worst of the checkpoints that are kept, or an empty string."""
+        """Return the path of the worst checkpoint that is kept, or an empty string."""
         scores = {path: goodness(float(score), self.mode) for path, score in self.best_k_models.items()}
         return min(scores, key=lambda path: scores[path], default="")
 
@@ -451,17 +470,27 @@ class ModelCheckpoint(Callback):
         return {**logged, "epoch": trainer.current_epoch, "step": trainer.global_step}
 
     def _free_path(self, trainer: Trainer, name: str, displaced: str | None = None) -> str:
-        """Return a path with nothing at it but what is about to be superseded.
+        """Return a path that does not exist, or that holds a checkpoint to be replaced.
 
-        The main rank looks, since it may write there before another has looked.
+        A checkpoint is replaced if it is about to be superseded, or if this run saved the same step before a rollback
+        and no callback keeps it. The main rank decides, because it may create the path before other ranks check it.
         """
-        mine = {displaced, None if self._last_target in self.best_k_models else self._last_target}
-        found = versioned(self._folder, name, self.FILE_EXTENSION, lambda path: str(path) in mine)
-        return str(trainer.world.broadcast_object(found))
+        superseded = {displaced, None if self._last_target in self.best_k_models else self._last_target}
+        others = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+        kept = {path for other in others for path in (*other.best_k_models, *other._permanent, other._last_target)}
+
+        def may_replace(path: Path) -> bool:
+            if str(path) in superseded:
+                return True
+            unused = str(path) not in kept and not path.is_symlink()
+            return unused and is_of_run(path, trainer.state.run, trainer.run_dir, trainer.global_step)
+
+        path = versioned(self._folder, name, self.FILE_EXTENSION, may_replace)
+        return str(trainer.world.broadcast_object(path))
 
     def _link_path(self, trainer: Trainer) -> str:
-        found = versioned(self._folder, self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION, Path.is_symlink)
-        return str(trainer.world.broadcast_object(found))
+        path = versioned(self._folder, self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION, Path.is_symlink)
+        return str(trainer.world.broadcast_object(path))
 
     @property
     def _folder(self) -> Path:
@@ -479,27 +508,27 @@ class ModelCheckpoint(Callback):
             "current_score": self.current_score,
             "last_model_path": self.last_model_path,
             "last_target": self._last_target,
-            "for_ever": sorted(self._for_ever),
-            "steps": [self._step_seen, self._step_saved, self._step_ranked, self._validated_step],
+            "for_ever": sorted(self._permanent),
+            "steps": [self._last_step, self._step_saved, self._step_ranked, self._validated_step],
             "waiting": [self._waiting, self._from_validation],
             "pending": self._pending,
             "clock": None if self._clock is None else self._clock.state(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        kept = {name: state_dict[name] for name in ("best_model_path", "last_model_path", "last_target")}
-        known = {name: path if may_be_looked_at(self.dirpath, path) else "" for name, path in kept.items()}
+        saved = {name: state_dict[name] for name in ("best_model_path", "last_model_path", "last_target")}
+        paths = {name: path if may_be_accessed(self.dirpath, path) else "" for name, path in saved.items()}
         best = state_dict["best_k_models"]
-        self.best_model_path = known["best_model_path"]
+        self.best_model_path = paths["best_model_path"]
         self.best_model_score = _on_cpu(state_dict["best_model_score"])
-        self.best_k_models = {path: score.cpu() for path, score in best.items() if may_be_looked_at(self.dirpath, path)}
+        self.best_k_models = {path: score.cpu() for path, score in best.items() if may_be_accessed(self.dirpath, path)}
         self.current_score = _on_cpu(state_dict["current_score"])
-        self.last_model_path, self._last_target = known["last_model_path"], known["last_target"]
-        self._for_ever = set(state_dict["for_ever"])
-        self._goes_on = True
-        # What follows decides when all ranks save.
+        self.last_model_path, self._last_target = paths["last_model_path"], paths["last_target"]
+        self._permanent = set(state_dict["for_ever"])
+        self._resumed = True
+        # The following values determine when all ranks save.
         steps = state_dict.get("steps", [0, 0, 0, -1])
-        self._step_seen, self._step_saved, self._step_ranked, self._validated_step = steps
+        self._last_step, self._step_saved, self._step_ranked, self._validated_step = steps
         self._waiting, self._from_validation = state_dict.get("waiting", [False, False])
         self._pending = state_dict.get("pending")
         if self._clock is not None and state_dict.get("clock") is not None:

@@ -1,4 +1,4 @@
-"""A table of what a module is made of."""
+"""Print a table of a module's submodules and parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COLUMNS = ("", "Name", "Type", "Params", "Size")
 
 @dataclass(frozen=True)
 class Row:
-    """One submodule: its name, class, parameters (None if not known yet) and their bytes."""
+    """Row of the table: a submodule's name, class, number of parameters (None: no shape yet) and size in bytes."""
 
     name: str
     kind: str
@@ -29,21 +29,21 @@ class Row:
     size: int
 
     def cells(self) -> tuple[str, ...]:
-        """Return the row as text."""
+        """Return the formatted cells."""
         count = "?" if self.parameters is None else readable(self.parameters)
         return self.name, self.kind, count, _bytes(self.size)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a module is made of; its text is a table.
+    """Parameter counts of a module; `str(summary)` is a table.
 
     Attributes:
         rows: the submodules, in the module's order.
-        trainable: parameters that are trained; shared ones count once.
-        frozen: those that aren't.
+        trainable: elements of parameters with `requires_grad`; shared parameters count once.
+        frozen: elements of parameters without `requires_grad`.
         size: bytes of all parameters and buffers.
-        unknown: parameters whose shape is only known after the first batch.
+        unknown: number of lazy parameters, which have no shape before the first batch.
     """
 
     rows: tuple[Row, ...]
@@ -54,12 +54,12 @@ class Summary:
 
     @property
     def total(self) -> int:
-        """Return how many parameters there are."""
+        """Return the number of parameters, trainable and frozen."""
         return self.trainable + self.frozen
 
     def cells(self) -> list[tuple[str, ...]]:
-        """Return the table's rows as text."""
-        return [(str(place), *row.cells()) for place, row in enumerate(self.rows)]
+        """Return the formatted cells of each row."""
+        return [(str(number), *row.cells()) for number, row in enumerate(self.rows)]
 
     def totals(self) -> str:
         """Return the lines below the table."""
@@ -70,7 +70,7 @@ class Summary:
             f"{_bytes(self.size):<10} estimated size of the weights",
         ]
         if self.unknown:
-            lines.append(f"{self.unknown:<10} parameters have no shape before the first batch, and are not counted")
+            lines.append(f"{self.unknown:<10} parameters have no shape before the first batch and are not counted")
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -83,40 +83,40 @@ class Summary:
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
-    """Count the parameters of a module and its parts.
+    """Count the parameters of a module and of its submodules.
 
     Args:
-        module: any module; parameters of lazy ones are left out until they have a shape.
-        max_depth: how deep the rows go: 1 shows direct children, 0 totals only, -1 everything.
+        module: any module; lazy parameters are not counted until they have a shape.
+        max_depth: depth of the rows: 1 shows direct children, 0 totals only, -1 all submodules.
 
     Raises:
         ValueError: `max_depth` is below -1.
     """
     if max_depth < -1:
-        raise ValueError(f"ModelSummary(max_depth={max_depth}): it can be -1 (everything), 0 (totals only), 1, 2, ...")
+        raise ValueError(f"ModelSummary(max_depth={max_depth}): must be -1 (everything), 0 (totals only), 1, 2, ...")
     rows = tuple(
         _row(name, part)
         for name, part in module.named_modules()
         if name and (max_depth == -1 or name.count(".") < max_depth)
     )
     parameters = list(module.parameters())
-    known = [parameter for parameter in parameters if not is_lazy(parameter)]
+    shaped = [parameter for parameter in parameters if not is_lazy(parameter)]
     buffers = [buffer for buffer in module.buffers() if not is_lazy(buffer)]
     return Summary(
         rows=rows,
-        trainable=sum(parameter.numel() for parameter in known if parameter.requires_grad),
-        frozen=sum(parameter.numel() for parameter in known if not parameter.requires_grad),
-        size=_size([*known, *buffers]),
-        unknown=len(parameters) - len(known),
+        trainable=sum(parameter.numel() for parameter in shaped if parameter.requires_grad),
+        frozen=sum(parameter.numel() for parameter in shaped if not parameter.requires_grad),
+        size=_size([*shaped, *buffers]),
+        unknown=len(parameters) - len(shaped),
     )
 
 
 def _row(name: str, part: nn.Module) -> Row:
     parameters = list(part.parameters())
     lazy = any(is_lazy(parameter) for parameter in parameters)
-    known = [tensor for tensor in (*parameters, *part.buffers()) if not is_lazy(tensor)]
+    shaped = [tensor for tensor in (*parameters, *part.buffers()) if not is_lazy(tensor)]
     count = None if lazy else sum(parameter.numel() for parameter in parameters)
-    return Row(name, type(part).__name__, count, _size(known))
+    return Row(name, type(part).__name__, count, _size(shaped))
 
 
 def _size(tensors: Iterable[Tensor]) -> int:
@@ -124,7 +124,10 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 
 def readable(count: int) -> str:
-    """Return a number for people.
+    """Format a count for display: with one decimal and a unit (K, M, B or T) from 1,000 on.
+
+    Args:
+        count: any number of parameters.
 
     >>> readable(999), readable(12_345), readable(1_234_567)
     ('999', '12.3 K', '1.2 M')
@@ -148,14 +151,17 @@ def _bytes(count: int) -> str:
 
 @final
 class ModelSummary(Callback):
-    """Print what the module is made of when training begins, on the main rank.
+    """Print the module's submodules and parameter counts when training begins, on the main rank.
 
     Args:
-        max_depth: how deep the table goes: 1 shows direct children, 0 totals only, -1 everything.
+        max_depth: depth of the table: 1 shows direct children, 0 totals only, -1 all submodules.
+
+    Raises:
+        ValueError: `max_depth` is below -1.
     """
 
     def __init__(self, max_depth: int = 1) -> None:
-        summarize(nn.Module(), max_depth)  # a wrong depth is an error here, not when training begins
+        summarize(nn.Module(), max_depth)  # report an invalid depth now, not when training begins
         self.max_depth = max_depth
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:

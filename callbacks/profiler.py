@@ -1,4 +1,4 @@
-"""Where the time goes, as a table at the end of training."""
+"""Print a table of the time per span and rank at the end of training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, final
 
 from fabricx.core.callback import Callback
-from fabricx.telemetry.diagnosis import WORDS
+from fabricx.telemetry.diagnosis import SPAN_LABELS
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -15,14 +15,18 @@ if TYPE_CHECKING:
 
 @final
 class Profiler(Callback):
-    """Print what a step of each rank spends its time on, when training ends."""
+    """Print the milliseconds per step that each rank spends in each span, when training ends.
+
+    Raises:
+        ValueError: when training starts, if the run records no telemetry.
+    """
 
     needs_all_ranks: ClassVar[bool] = True
 
     def check_fit(self, trainer: Trainer, module: Module, global_batch: int | None) -> None:
         if not trainer.enable_telemetry or not trainer.writes:
             raise ValueError(
-                "Profiler: nothing is recorded in this run; it takes enable_telemetry=True, and a logger or checkpoints"
+                "Profiler: nothing is recorded in this run; set enable_telemetry=True, and a logger or checkpoints"
             )
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
@@ -31,10 +35,10 @@ class Profiler(Callback):
 
 
 def table(by_rank: Sequence[tuple[Mapping[str, float], int]]) -> str:
-    """Return milliseconds of a step by span and rank, and what part of all ranks' time each span takes.
+    """Return milliseconds per step by span and rank, and each span's fraction of the time of all ranks.
 
     Args:
-        by_rank: the seconds by span, and the steps in which they were spent.
+        by_rank: for each rank, seconds by span and the number of steps in which they were spent.
 
     >>> print(table([({"forward": 0.3, "data": 0.1}, 100), ({"forward": 0.4}, 100)]))
     ms of a step               rank 0    rank 1      part
@@ -42,15 +46,15 @@ def table(by_rank: Sequence[tuple[Mapping[str, float], int]]) -> str:
     forward                     3.000     4.000    87.5 %
     all                         4.000     4.000   100.0 %
     """
-    whole = sum(sum(seconds.values()) for seconds, _ in by_rank) or 1.0
+    total_s = sum(sum(seconds.values()) for seconds, _ in by_rank) or 1.0
     heads = "".join(f"{f'rank {rank}':>10}" for rank in range(len(by_rank)))
     lines = [f"{'ms of a step':<23}{heads}{'part':>10}"]
-    for span, word in WORDS.items():
+    for span, label in SPAN_LABELS.items():
         if any(span in seconds for seconds, _ in by_rank):
-            lines.append(_line(word, [(seconds.get(span, 0.0), steps) for seconds, steps in by_rank], whole))
-    return "\n".join([*lines, _line("all", [(sum(seconds.values()), steps) for seconds, steps in by_rank], whole)])
+            lines.append(_line(label, [(seconds.get(span, 0.0), steps) for seconds, steps in by_rank], total_s))
+    return "\n".join([*lines, _line("all", [(sum(seconds.values()), steps) for seconds, steps in by_rank], total_s)])
 
 
-def _line(word: str, found: Sequence[tuple[float, int]], whole: float) -> str:
-    cells = "".join(f"{1e3 * seconds / max(1, steps):>10.3f}" for seconds, steps in found)
-    return f"{word:<23}{cells}{100 * sum(seconds for seconds, _ in found) / whole:>8.1f} %"
+def _line(label: str, by_rank: Sequence[tuple[float, int]], total_s: float) -> str:
+    cells = "".join(f"{1e3 * seconds / max(1, steps):>10.3f}" for seconds, steps in by_rank)
+    return f"{label:<23}{cells}{100 * sum(seconds for seconds, _ in by_rank) / total_s:>8.1f} %"

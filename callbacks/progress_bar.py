@@ -1,4 +1,4 @@
-"""How far the run is: a bar on a terminal, a line now and then everywhere else."""
+"""Show progress: a bar on a terminal, periodic lines in log files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from fabricx.core.module import Module
     from fabricx.trainer.trainer import Trainer
 
-_TERMINAL_S = 0.1
-_LINES_S = 5.0
+_TERMINAL_S = 0.1  # seconds between two updates of a bar
+_LINES_S = 5.0  # seconds between two lines
 
 
 @dataclass
 class View:
-    """What is shown at one moment: batches done of a total (infinity if unknown), their speed, and metrics."""
+    """Contents of the bar at a moment: batches done, their total (infinity if unknown), speed, and metrics."""
 
     label: str
     done: int
@@ -31,7 +31,11 @@ class View:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def numbers(self, *, remaining: bool = True) -> str:
-        """Return everything but the label."""
+        """Return the text without the label.
+
+        Args:
+            remaining: include the estimated remaining time.
+        """
         parts = [f"{self.done}/{int(self.total)}" if self.total < math.inf else str(self.done)]
         if self.batches_per_s > 0:
             parts.append(f"{self.batches_per_s:{'.3g' if self.batches_per_s < 100 else '.0f'}} it/s")
@@ -41,7 +45,10 @@ class View:
         return "  ".join(parts)
 
     def text(self, *, remaining: bool = True) -> str:
-        """Return one line.
+        """Return the text as a single line.
+
+        Args:
+            remaining: include the estimated remaining time.
 
         >>> View("epoch 1/3", 32, 64, 8.0, {"loss": 0.12345}).text()
         'epoch 1/3  32/64  8 it/s  0:04 left  loss=0.1235'
@@ -56,7 +63,12 @@ def _clock(seconds: float) -> str:
 
 
 class Speed:
-    """Batches per second, of late and on the whole, not counting pauses."""
+    """Measure recent and overall batches per second, without pauses.
+
+    Args:
+        done: batches done at the start.
+        now: start time in seconds.
+    """
 
     def __init__(self, done: int, now: float) -> None:
         self._first, self._begun = done, now
@@ -64,7 +76,12 @@ class Speed:
         self._recent = 0.0
 
     def update(self, done: int, now: float) -> float:
-        """Return the speed of late: each measurement counts for a third."""
+        """Add a measurement and return the recent speed, an exponential average with weight 1/3.
+
+        Args:
+            done: batches done.
+            now: time in seconds.
+        """
         if done > self._done and now > self._time:
             fresh = (done - self._done) / (now - self._time)
             self._recent = fresh if not self._recent else self._recent + (fresh - self._recent) / 3
@@ -72,18 +89,27 @@ class Speed:
         return self._recent
 
     def overall(self, done: int, now: float) -> float:
-        """Return the speed since the beginning."""
+        """Return the average speed since the start.
+
+        Args:
+            done: batches done.
+            now: time in seconds.
+        """
         return (done - self._first) / (now - self._begun) if now > self._begun else 0.0
 
     def pause(self, seconds: float) -> None:
-        """Leave out a time in which something else was going on."""
+        """Exclude an interruption, such as a validation within a training epoch.
+
+        Args:
+            seconds: its duration.
+        """
         self._begun += seconds
         self._time += seconds
 
 
 @dataclass
 class Stage:
-    """Something that has a bar of its own; a validation interrupts that of the training epoch."""
+    """A phase with a separate bar. Stages nest: a validation interrupts the stage of the training epoch."""
 
     label: str
     total: float
@@ -92,21 +118,29 @@ class Stage:
 
 
 class Screen(Protocol):
-    """Where a bar is drawn."""
+    """Output for progress."""
 
     def draw(self, view: View) -> None:
-        """Show a view in place of the one before."""
+        """Replace the displayed view.
+
+        Args:
+            view: the new contents.
+        """
 
     def line(self, text: str) -> None:
-        """Write a line that stays."""
+        """Write a permanent line.
+
+        Args:
+            text: the line.
+        """
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
 
 
 @final
 class Lines:
-    """Writes a line for each view: for log files."""
+    """Write a line for each view, for log files."""
 
     def draw(self, view: View) -> None:
         self.line(view.text())
@@ -120,14 +154,14 @@ class Lines:
 
 @final
 class Terminal:
-    """Draws a bar that stays in the last line; what is printed meanwhile appears above it."""
+    """Draw a bar in the last line of a terminal; printed text appears above it."""
 
     def __init__(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
         self._console = Console(stderr=True)
-        # No thread refreshes it: `draw` is called often enough.
+        # No refresh thread is needed: `draw` is called often enough.
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=30),
@@ -147,7 +181,7 @@ class Terminal:
         if self._live:
             self._bar.refresh()
         else:
-            self._bar.start()  # draws too
+            self._bar.start()  # also draws
             self._live = True
 
     def line(self, text: str) -> None:
@@ -160,7 +194,7 @@ class Terminal:
 
 
 def open_screen() -> Screen:
-    """Return a screen that fits where the errors of this process go: progress is not a result."""
+    """Return a screen for standard error, which is used because progress is not part of a program's results."""
     if sys.stderr.isatty():
         try:
             return Terminal()
@@ -173,11 +207,11 @@ def open_screen() -> Screen:
 class ProgressBar(Callback):
     """Show epoch, batches, speed and the metrics logged with `prog_bar=True`, on the main rank.
 
-    On a terminal that is a bar; in a log file a line every few seconds, and one at the end of each epoch. Metrics are
-    only read when something is drawn, since that waits for the device.
+    On a terminal this is a bar; in a log file, a line every few seconds and at the end of each epoch. Metrics are read
+    only for an update of the display, because reading them waits for the device.
 
     Args:
-        refresh_rate: seconds between two drawings; 0.1 on a terminal and 5 in a file if not given; 0 shows nothing.
+        refresh_rate: seconds between two updates; 0 disables the display. Default: 0.1 on a terminal, 5 in a file.
 
     Raises:
         ValueError: the rate is negative.
@@ -185,19 +219,26 @@ class ProgressBar(Callback):
 
     def __init__(self, refresh_rate: float | None = None) -> None:
         if refresh_rate is not None and refresh_rate < 0:
-            raise ValueError(f"ProgressBar(refresh_rate={refresh_rate}): seconds between two drawings, or 0 for none")
+            raise ValueError(
+                f"ProgressBar(refresh_rate={refresh_rate}): must be seconds between two updates, or 0 (off)"
+            )
         self.refresh_rate = refresh_rate
         self._screen: Screen | None = None
         self._stages: list[Stage] = []
         self._every_s = 0.0
-        self._next = math.inf  # when to draw again; never, on other ranks
+        self._next = math.inf  # time of the next update on the monotonic clock; infinity on ranks without a display
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_screen": None, "_stages": [], "_next": math.inf}
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print above the bar."""
-        # A live bar has put itself in the place of sys.stdout, if that is the same terminal.
+        """Print above the bar.
+
+        Args:
+            *args: as for the built-in `print`.
+            **kwargs: as for the built-in `print`.
+        """
+        # A live bar redirects sys.stdout if that is the same terminal.
         builtins.print(*args, **kwargs)
 
     # -- stages -------------------------------------------------------------------------------------------------
@@ -239,7 +280,7 @@ class ProgressBar(Callback):
         self._next = time.monotonic() + self._every_s
 
     def _end(self, done: int | None = None, metrics: Mapping[str, float] | None = None) -> None:
-        """End a stage, with a line that stays if `done` is given."""
+        """End a stage; if `done` is not None, write a permanent line."""
         if self._screen is None or not self._stages:
             return
         stage, now = self._stages.pop(), time.monotonic()
@@ -254,9 +295,9 @@ class ProgressBar(Callback):
     # -- training -----------------------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
-        if self._screen is None:  # this may be the main rank only since another died
+        if self._screen is None:  # this rank may have become the main rank after the death of a worker
             self._open(trainer)
-        self._stages.clear()  # what a death has interrupted
+        self._stages.clear()  # remove stages that a failure interrupted
         last = trainer.max_epochs
         epoch = trainer.current_epoch + 1
         label = f"epoch {epoch}/{last}" if last is not None and last > 0 else f"epoch {epoch}"
@@ -320,7 +361,7 @@ class ProgressBar(Callback):
 
 
 def _lengths(trainer: Trainer) -> list[float]:
-    """Return how many batches each loader of the running evaluation has."""
+    """Return the number of batches of each loader of the running evaluation."""
     lengths = [float(length) for length in trainer.num_val_batches]
     if trainer.sanity_checking and trainer.num_sanity_val_steps >= 0:
         return [min(length, trainer.num_sanity_val_steps) for length in lengths]

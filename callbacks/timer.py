@@ -1,4 +1,4 @@
-"""A limit on how long training may take, and how long each stage took."""
+"""Limit the training time, and measure the duration of each stage."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ STAGES = ("train", "sanity_check", "validate", "test", "predict")
 
 @final
 class Timer(Callback):
-    """Stop training after a time, and measure each stage.
+    """Stop training after a duration, and measure each stage.
 
-    The time that a resumed run had used before counts as well. With several ranks, `interval="step"` is agreed upon
-    without a collective on each step, so that all ranks stop at the same one.
+    The training time of the run that a checkpoint resumes counts as well. With several ranks, `interval="step"` stops
+    all ranks at the same step, agreed upon without a collective per step.
 
     Args:
-        duration: "2h30m", "DD:HH:MM:SS", a `timedelta`, or a mapping of its arguments; None only measures.
-        interval: stop at the end of a step or of an epoch.
-        verbose: say so when time is up.
+        duration: limit of the training time: "2h30m", "DD:HH:MM:SS", a `timedelta`, or a mapping with the arguments of
+            `timedelta`; None only measures.
+        interval: "step" stops at the end of a step, "epoch" at the end of an epoch.
+        verbose: print a message when the limit is reached.
+
+    Raises:
+        ValueError: `duration` or `interval` is invalid.
     """
 
     needs_all_ranks: ClassVar[bool] = True
@@ -39,33 +43,67 @@ class Timer(Callback):
         verbose: bool = True,
     ) -> None:
         if interval not in ("step", "epoch"):
-            raise ValueError(f'Timer(interval={interval!r}): it can be "step" or "epoch"')
+            raise ValueError(f'Timer(interval={interval!r}): must be "step" or "epoch"')
         self.duration = None if duration is None else parse_duration(duration)
         self.interval = interval
         self.verbose = verbose
         self._begun: dict[str, float] = {}
         self._ended: dict[str, float] = {}
-        self._before: dict[str, float] = {}  # seconds in earlier attempts and earlier rounds of the stage
+        self._before: dict[str, float] = {}  # seconds per stage, in earlier runs and earlier rounds of the stage
         self._limit = float("inf")  # on the monotonic clock
         self._stopped = False
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Return when a stage began on the monotonic clock, in seconds, or None if it hasn't."""
-        return self._begun.get(_known(stage))
+        """Return when a stage began.
+
+        Args:
+            stage: "train", "sanity_check", "validate", "test" or "predict".
+
+        Returns:
+            seconds on the monotonic clock, or None if the stage has not begun.
+
+        Raises:
+            ValueError: an unknown stage.
+        """
+        return self._begun.get(_checked(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return when a stage ended on the monotonic clock, in seconds, or None if it hasn't."""
-        return self._ended.get(_known(stage))
+        """Return when a stage ended.
+
+        Args:
+            stage: "train", "sanity_check", "validate", "test" or "predict".
+
+        Returns:
+            seconds on the monotonic clock, or None if the stage has not ended.
+
+        Raises:
+            ValueError: an unknown stage.
+        """
+        return self._ended.get(_checked(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return how many seconds a stage has taken so far, over all its rounds and attempts."""
-        before = self._before.get(_known(stage), 0.0)
+        """Return the duration of a stage in seconds so far, summed over its rounds and over resumed runs.
+
+        Args:
+            stage: "train", "sanity_check", "validate", "test" or "predict".
+
+        Raises:
+            ValueError: an unknown stage.
+        """
+        before = self._before.get(_checked(stage), 0.0)
         if stage not in self._begun:
             return before
         return before + self._ended.get(stage, time.monotonic()) - self._begun[stage]
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return how many seconds are left for a stage, or None without a limit."""
+        """Return the remaining seconds until `duration`, or None without a limit.
+
+        Args:
+            stage: "train", "sanity_check", "validate", "test" or "predict".
+
+        Raises:
+            ValueError: an unknown stage.
+        """
         return None if self.duration is None else self.duration.total_seconds() - self.time_elapsed(stage)
 
     def _begin(self, stage: str) -> None:
@@ -82,25 +120,25 @@ class Timer(Callback):
         remaining = self.time_remaining()
         self._stopped = False
         self._limit = float("inf") if remaining is None else time.monotonic() + remaining
-        if remaining is not None and remaining <= 0 and self._before["train"]:  # an earlier run has used it up
+        if remaining is not None and remaining <= 0 and self._before["train"]:  # the resumed run used it up
             self._stopped = True
-            trainer.request_stop(self._tell(trainer))
+            trainer.request_stop(self._announce(trainer))
 
     def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.interval == "step" and time.monotonic() >= self._limit and not self._stopped:
             self._stopped = True
-            trainer.request_stop(self._tell(trainer))
+            trainer.request_stop(self._announce(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
-        # One question per epoch: the main rank's clock decides for all.
+        # A single broadcast per epoch: the main rank's clock decides for all ranks.
         if self.interval == "epoch" and self.duration is not None and not self._stopped:
             self._stopped = bool(trainer.world.broadcast_object(time.monotonic() >= self._limit))
             if self._stopped:
-                self._tell(trainer)
+                self._announce(trainer)
                 trainer.should_stop = True
 
-    def _tell(self, trainer: Trainer) -> str:
-        text = f"the time limit of {self.duration} is reached after {trainer.global_step} steps"
+    def _announce(self, trainer: Trainer) -> str:
+        text = f"reached the time limit of {self.duration} after {trainer.global_step} steps"
         if self.verbose:
             trainer.print(text)
         return text
@@ -144,7 +182,7 @@ class Timer(Callback):
         self._before = dict(state_dict["time_elapsed"])
 
 
-def _known(stage: str) -> str:
+def _checked(stage: str) -> str:
     if stage not in STAGES:
-        raise ValueError(f"there is no stage {stage!r}; known: {', '.join(STAGES)}")
+        raise ValueError(f"there is no stage {stage!r}; stages: {', '.join(STAGES)}")
     return stage

@@ -1,4 +1,4 @@
-"""Every span of every rank in one file, and torch's operators of a few steps with them."""
+"""Export the recorded spans of all ranks as a single trace file, optionally with torch's operators for a few steps."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ if TYPE_CHECKING:
 
 @final
 class Tracing(Callback):
-    """Write `trace.json` into the run's folder, for ui.perfetto.dev: a row for each rank, with all it did.
+    """Write `trace.json`, for ui.perfetto.dev, into the run's folder: a row per rank with all of its spans.
 
     Args:
-        steps: (first, last) weight updates that are traced; None for all. A step takes some 500 bytes of each rank.
-        operators: (first, last) weight updates of which torch's profiler notes each operator; None for none. That makes
-            those steps slow, and the file large.
+        steps: (first, last) weight update to trace, counted from 1; None traces all. A step adds about 500 bytes per
+            rank.
+        operators: (first, last) weight update in which torch's profiler records every operator, counted from 1; None
+            records no operators. Recorded steps are slow, and the file is large.
 
     Raises:
-        ValueError: steps or operators aren't two numbers in order.
+        ValueError: `steps` or `operators` is not a pair of ascending numbers, or (when training starts) the run
+            records no telemetry.
     """
 
     traces: bool = True
@@ -38,14 +40,14 @@ class Tracing(Callback):
     def check_fit(self, trainer: Trainer, module: Module, global_batch: int | None) -> None:
         if not trainer.enable_telemetry or not trainer.writes:
             raise ValueError(
-                "Tracing: nothing is recorded in this run; it takes enable_telemetry=True, and a logger or checkpoints"
+                "Tracing: nothing is recorded in this run; set enable_telemetry=True and enable a logger or checkpoints"
             )
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         trainer.recorder.every_lap = self.steps is None
 
     def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
-        step = trainer.global_step + 1  # that this batch is a part of
+        step = trainer.global_step + 1  # the weight update that this batch contributes to
         if self.steps is not None:
             trainer.recorder.every_lap = self.steps[0] <= step <= self.steps[1]
         if self.operators is None or self._profiled or step < self.operators[0]:
@@ -75,11 +77,11 @@ class Tracing(Callback):
             profiler.export_chrome_trace(str(file))
 
 
-def _window(name: str, given: Sequence[int] | None) -> tuple[int, int] | None:
-    if given is None:
+def _window(name: str, steps: Sequence[int] | None) -> tuple[int, int] | None:
+    if steps is None:
         return None
-    if len(given) != 2 or not 1 <= given[0] <= given[1]:
+    if len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
         raise ValueError(
-            f"Tracing({name}={given}): the first and the last weight update, counted from 1, as in [10, 12]"
+            f"Tracing({name}={steps}): pass the first and the last weight update, counted from 1, such as [10, 12]"
         )
-    return int(given[0]), int(given[1])
+    return int(steps[0]), int(steps[1])

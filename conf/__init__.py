@@ -1,4 +1,4 @@
-"""The configuration: YAML groups whose keys are constructor arguments."""
+"""Configuration: YAML groups with constructor arguments as keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A language model of characters, on a text that every Python carries: the documentation in `pydoc_data.topics`."""
+"""Character-level language model, trained on the documentation in Python's standard library (`pydoc_data.topics`)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ALPHABET = sorted(set(TEXT))
 
 
 def passages(text: str, length: int = 128) -> TensorDataset:
-    """Return passages of a text, and the same passages one character on."""
+    """Return passages of a text, and the same passages shifted by a character as targets."""
     codes = torch.tensor([ALPHABET.index(character) for character in text])
     whole = (len(codes) - 1) // length * length
     return TensorDataset(codes[:whole].view(-1, length), codes[1 : whole + 1].view(-1, length))
 
 
 class CharLM(fx.Module):
-    """A GRU that reads a character at a time and guesses the next one."""
+    """A GRU that predicts the next character."""
 
     def __init__(self, width: int = 192, lr: float = 4e-3) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--part", type=float, default=1.0, help="of the batches of an epoch")
+    parser.add_argument("--part", type=float, default=1.0, help="fraction of the batches of an epoch")
     args = parser.parse_args()
 
     fx.seed_everything(0)

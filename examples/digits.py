@@ -1,4 +1,4 @@
-"""Handwritten digits: the smallest complete program. A module, its data, a trainer, a test."""
+"""Handwritten digits: the smallest complete program, with a module, data, a trainer and a test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import fabricx as fx
 
 
 class Digits(fx.Module):
-    """Two layers: 64 pixels in, ten digits out."""
+    """Two linear layers that classify images of 64 pixels as ten digits."""
 
     def __init__(self, hidden: int = 128, lr: float = 2e-3) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A GAN on eight clouds of points: two optimizers that take turns, stepped by hand."""
+"""A GAN on eight clusters of points: manual optimization with two alternating optimizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def net(inputs: int, outputs: int, width: int = 64) -> nn.Sequential:
 
 
 class GAN(fx.Module):
-    """The generator makes points out of noise; the critic tells them from real ones (Goodfellow et al., 2014)."""
+    """The generator transforms noise into points; the critic distinguishes them from data (Goodfellow et al., 2014)."""
 
     def __init__(self, noise: int = 4, lr: float = 1e-3) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class GAN(fx.Module):
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         nets = self.generator, self.critic
-        return [torch.optim.Adam(one.parameters(), self.hparams.lr, betas=(0.5, 0.99)) for one in nets]
+        return [torch.optim.Adam(part.parameters(), self.hparams.lr, betas=(0.5, 0.99)) for part in nets]
 
 
 def main() -> None:

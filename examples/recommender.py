@@ -1,6 +1,6 @@
-"""A recommender: users and films are points in one small space, and a rating is how well their directions agree.
+"""A recommender: users and films are vectors of a small dimension, and a rating is their scalar product.
 
-The tables are large, and a batch touches few of their rows: with `--strategy parameter_server` only those travel.
+The embedding tables are large, and a batch uses few of their rows: `--strategy parameter_server` sends only these rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Recommender(fx.Module):
     def __init__(self, width: int = 8, lr: float = 0.02) -> None:
         super().__init__()
         self.save_hyperparameters()
-        # The first column of each is a bias: how generous the user is, how good the film.
+        # The first column of each table is a bias: the mean rating of a user or of a film.
         self.users, self.films = (nn.Embedding(NUMBERS, width + 1, sparse=True) for _ in range(2))
         self.mean = nn.Parameter(torch.zeros(()))
         for table in (self.users, self.films):
@@ -49,14 +49,14 @@ class Recommender(fx.Module):
 
 
 def ratings(count: int = 30_000) -> TensorDataset:
-    """Return ratings of people whose taste has three dimensions, in standard deviations around their mean."""
+    """Return simulated ratings, by users with a taste of three dimensions, in standard deviations around the mean."""
     random = torch.Generator().manual_seed(0)
     taste = torch.randn(USERS, 3, generator=random)
     style = torch.randn(FILMS, 3, generator=random) / 3**0.5
     users, films = (torch.randint(people, (count,), generator=random) for people in (USERS, FILMS))
     quality = 0.5 * torch.randn(FILMS, generator=random)
     noise = NOISE * torch.randn(count, generator=random)
-    numbers = torch.randperm(NUMBERS, generator=random)  # users and films that there are have some of all numbers
+    numbers = torch.randperm(NUMBERS, generator=random)  # row numbers of users and films, scattered over the tables
     return TensorDataset(numbers[users], numbers[films], (taste[users] * style[films]).sum(1) + quality[films] + noise)
 
 
@@ -71,8 +71,8 @@ def main() -> None:
     train, val = random_split(data, [27_000, 3_000], torch.Generator().manual_seed(0))
     trainer = fx.Trainer(max_epochs=args.epochs, devices=args.devices, strategy=args.strategy)
     trainer.fit(Recommender(), DataLoader(train, 256 // args.devices, shuffle=True), DataLoader(val, 1000))
-    error, guess = float(trainer.callback_metrics["mse"]) ** 0.5, float(data.tensors[2].std())
-    print(f"error {error:.3f}; the mean of all ratings {guess:.3f}; nobody can do better than the noise, {NOISE}")
+    error, baseline = float(trainer.callback_metrics["mse"]) ** 0.5, float(data.tensors[2].std())
+    print(f"error {error:.3f}; error of predicting the mean {baseline:.3f}; smallest possible error {NOISE}, the noise")
 
 
 if __name__ == "__main__":

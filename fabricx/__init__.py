@@ -1,4 +1,4 @@
-"""fabricx: training for PyTorch in which the way it is distributed is one word."""
+"""fabricx: training for PyTorch, distributed by a single setting."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Callback", "DataModule", "Logger", "Module", "Strategy", "Trainer", "main", "seed_everything"]
 
-_HOME = {
+_MODULES = {
     "Callback": "fabricx.core.callback",
     "DataModule": "fabricx.core.datamodule",
     "Logger": "fabricx.core.logger",
@@ -31,12 +31,12 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'fabricx' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value  # found without this function from now on
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value  # later accesses do not call this function
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted([*globals(), *_MODULES])

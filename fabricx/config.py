@@ -1,4 +1,4 @@
-"""The configuration that Hydra checks, and the one place that turns it into objects."""
+"""Configuration: the schema that Hydra checks, and the construction of objects from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainerConfig:
-    """The Trainer's arguments, as it has them; strategy, callbacks and logger are groups of their own."""
+    """Arguments of the Trainer with their defaults, without strategy, callbacks and logger, which are groups."""
 
     accelerator: str = "auto"
     devices: Any = "auto"
@@ -70,94 +70,114 @@ OPEN_GROUPS = ("module", "data", "strategy")
 
 
 def register() -> None:
-    """Tell Hydra what fabricx owns; called before anything is composed."""
+    """Register the schema and the open groups with Hydra; called before the configuration is composed."""
     store = ConfigStore.instance()
     store.store(name="schema", node={"trainer": TrainerConfig}, provider="fabricx")
-    for group in OPEN_GROUPS:  # open: any key may be set, since it belongs to a class of the user's
+    for group in OPEN_GROUPS:  # open: the keys are arguments of a class of the user
         store.store(group=group, name="custom", node=DictConfig({}, flags={"struct": False}), provider="fabricx")
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
-    """Return a configuration as plain data, everything resolved.
+    """Convert a configuration to plain data, with all interpolations resolved.
+
+    Args:
+        cfg: the configuration.
 
     Raises:
-        ValueError: mandatory values are missing; the message lists all of them.
+        ValueError: mandatory values are missing; the message lists them.
     """
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
-        raise ValueError("these keys need a value: " + ", ".join(missing) + f"\n  such as {missing[0]}=...")
+        raise ValueError("these keys need a value: " + ", ".join(missing) + f"\n  set them, as in {missing[0]}=...")
     resolved: Any = OmegaConf.to_container(cfg, resolve=True)
     return {str(key): value for key, value in resolved.items()}
 
 
 def configuration_of(run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the configuration that a run was made with, and what `KEY=VALUE` overrides change of it.
+    """Return the configuration of an earlier run, with overrides applied.
+
+    Args:
+        run_dir: the run's folder.
+        overrides: changes, as `KEY=VALUE`.
 
     Raises:
-        ValueError: the folder has no configuration, an override has a key that isn't there, or a secret isn't given.
+        ValueError: the folder has no configuration, the key of an override does not exist, or a secret is missing.
     """
     file = run_dir / "config.yaml"
     if not file.is_file():
         raise ValueError(
-            f"{run_dir} has no config.yaml: give the folder of a run that the command or @fx.main has started; from "
-            "Python, go on with trainer.fit(..., ckpt_path=...)"
+            f"{run_dir} has no config.yaml: pass the folder of a run that was started by the command or @fx.main. To "
+            "resume a run from Python, use trainer.fit(..., ckpt_path=...)"
         )
     cfg = OmegaConf.load(file)
     assert isinstance(cfg, DictConfig)
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
-            raise ValueError(f"{override!r}: an override is KEY=VALUE")
+            raise ValueError(f"{override!r}: overrides must have the form KEY=VALUE")
         if key == "strategy":
             cfg["strategy"] = {"name": value}
             continue
         parent, _, name = key.rpartition(".")
         node: Any = OmegaConf.select(cfg, parent) if parent else cfg
         if not isinstance(node, DictConfig) or name not in node:
-            known = [str(one) for one in node] if isinstance(node, DictConfig) else [str(one) for one in cfg]
+            valid = [str(name) for name in (node if isinstance(node, DictConfig) else cfg)]
             raise ValueError(
-                f"{key}: the run's configuration has no such key.{did_you_mean(name, known)}\n"
-                f"  known: {', '.join(known)}"
+                f"{key}: the run's configuration has no such key.{did_you_mean(name, valid)}\n"
+                f"  known: {', '.join(valid)}"
             )
         OmegaConf.update(cfg, key, yaml.safe_load(value))
-    given = plain(cfg)
-    if hidden := list(masked_keys(given)):
+    config = plain(cfg)
+    if hidden := list(masked_keys(config)):
         raise ValueError(
-            f"{run_dir} was started with secrets, which are stored nowhere: give them again\n  fabricx resume "
+            f"{run_dir} was started with secrets, which are not stored: pass them again\n  fabricx resume "
             f"{run_dir} " + " ".join(f"{key}=..." for key in hidden)
         )
-    return given
+    return config
 
 
 def build(cfg: DictConfig | Mapping[str, Any]) -> tuple[Trainer, Module, DataModule | None]:
-    """Make trainer, module and data module of a configuration.
+    """Create trainer, module and data module from a configuration.
+
+    Args:
+        cfg: composed configuration, or plain data of the same structure.
+
+    Returns:
+        trainer, module, and data module (None without `data`).
 
     Raises:
-        LookupError, ValueError: a name or a key is wrong; the message has the nearest right one.
+        LookupError: a name is unknown; the message contains the nearest valid name.
+        ValueError: a key or value is invalid; the message contains the nearest valid key.
     """
     from fabricx.trainer.trainer import Trainer
 
-    given = plain(cfg) if isinstance(cfg, DictConfig) else {str(key): value for key, value in cfg.items()}
+    config = plain(cfg) if isinstance(cfg, DictConfig) else {str(key): value for key, value in cfg.items()}
     for group in ("module", "data"):
-        _check_target(group, given.get(group) or {})
-    module = _instantiate("module", given["module"])
-    data = _instantiate("data", given["data"]) if given.get("data") else None
+        _check_target(group, config.get(group) or {})
+    module = _instantiate("module", config["module"])
+    data = _instantiate("data", config["data"]) if config.get("data") else None
     trainer = Trainer(
-        **{**given["trainer"], "strategy": _strategy(given.get("strategy") or {})},
-        callbacks=[_plugin("callbacks", name, options) for name, options in _entries(given, "callbacks")],
-        logger=[_plugin("loggers", name, options) for name, options in _entries(given, "logger")],
+        **{**config["trainer"], "strategy": _strategy(config.get("strategy") or {})},
+        callbacks=[_plugin("callbacks", name, options) for name, options in _callbacks(config)],
+        logger=[_plugin("loggers", name, options) for name, options in _entries(config, "logger")],
     )
-    trainer.configuration = given
-    masked(given)  # notes the secrets, so that messages don't show them
-    if HydraConfig.initialized():  # the folder that Hydra has made for this run or job
+    trainer.configuration = config
+    masked(config)  # registers the secrets, so that they are masked in messages
+    if HydraConfig.initialized():  # use the folder that Hydra created for this run or job
         trainer.run_dir = Path(HydraConfig.get().runtime.output_dir)
-        provenance.write(trainer.run_dir, given)
+        provenance.write(trainer.run_dir, config)
     return trainer, module, data
 
 
-def _entries(given: Mapping[str, Any], group: str) -> list[tuple[str, dict[str, Any]]]:
-    # `callbacks.early_stopping=null` takes one out of a choice
-    return [(name, dict(options)) for name, options in (given.get(group) or {}).items() if options is not None]
+def _entries(config: Mapping[str, Any], group: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and options of each entry of a group; `callbacks.early_stopping=null` removes an entry."""
+    return [(name, dict(options)) for name, options in (config.get(group) or {}).items() if options is not None]
+
+
+def _callbacks(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the entries of callbacks; `trainer.enable_checkpointing=false` removes the group's own ModelCheckpoint."""
+    saves = config["trainer"].get("enable_checkpointing", True)
+    return [(name, options) for name, options in _entries(config, "callbacks") if saves or name != "model_checkpoint"]
 
 
 def _plugin(kind: str, name: str, options: dict[str, Any]) -> Any:
@@ -177,27 +197,27 @@ def _strategy(options: dict[str, Any]) -> Any:
 
 
 def _check_target(group: str, node: Mapping[str, Any]) -> None:
-    """Compare keys with the constructor's arguments, so that a typo is found before anything is built."""
+    """Compare keys with the constructor's arguments, to detect typing errors before any object is created."""
     from hydra.utils import get_object
 
     if "_target_" not in node:
         choices = "module=digits" if group == "module" else "data=digits"
-        raise ValueError(f"there is no {group}: choose one ({choices}), or give {group}._target_=my_project.Mine")
+        raise ValueError(f"{group} is not set: choose a {group} ({choices}), or set {group}._target_=my_project.Mine")
     try:
         target = get_object(node["_target_"])
     except Exception as error:
         raise LookupError(
             f"{group}._target_={node['_target_']} can't be imported: {error}\n"
-            "  modules are looked for in the current folder and in what is installed"
+            "  modules are imported from the current folder and from installed packages"
         ) from error
-    known = inspect.signature(target).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in known.values()):
+    valid = inspect.signature(target).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in valid.values()):
         return
     for key in node:
-        if not key.startswith("_") and key not in known:
+        if not key.startswith("_") and key not in valid:
             raise ValueError(
-                f"{group}.{key}: {node['_target_']} has no argument {key!r}.{did_you_mean(key, known)}\n"
-                f"  known: {', '.join(known) or 'none'}"
+                f"{group}.{key}: {node['_target_']} has no argument {key!r}.{did_you_mean(key, valid)}\n"
+                f"  known: {', '.join(valid) or 'none'}"
             )
 
 

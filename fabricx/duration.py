@@ -1,4 +1,4 @@
-"""Lengths of time and counts as text: "2h30m", "500st"."""
+"""Parse durations and counts in text: "2h30m", "500st"."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COUNT: Final = re.compile(r"(\d[\d_]*)\s*([a-z]*)")
 
 
 def parse_duration(value: str | timedelta | Mapping[str, float]) -> timedelta:
-    """Return a length of time, however it was written.
+    """Parse a duration.
 
     >>> parse_duration("2h30m")
     datetime.timedelta(seconds=9000)
@@ -24,11 +24,11 @@ def parse_duration(value: str | timedelta | Mapping[str, float]) -> timedelta:
     True
 
     Args:
-        value: a `timedelta`; text of numbers with the units w, d, h, m, s, ms; "DD:HH:MM:SS"; or a mapping with
-            the arguments of `timedelta`.
+        value: a `timedelta`; text of numbers with the units w, d, h, m, s, ms; "DD:HH:MM:SS"; or a mapping with the
+            arguments of `timedelta`.
 
     Raises:
-        ValueError: it can't be read, or isn't longer than nothing.
+        ValueError: `value` is invalid, or not positive.
     """
     if isinstance(value, timedelta):
         length = value
@@ -37,7 +37,7 @@ def parse_duration(value: str | timedelta | Mapping[str, float]) -> timedelta:
     else:
         length = _from_text(str(value))
     if length <= timedelta(0):
-        raise ValueError(f"the duration {value!r} has to be longer than nothing")
+        raise ValueError(f"the duration {value!r} must be more than 0")
     return length
 
 
@@ -46,7 +46,7 @@ def _from_mapping(value: Mapping[str, float]) -> timedelta:
         return timedelta(**value)
     except TypeError:
         raise ValueError(
-            f"the duration {dict(value)} can't be read; the keys can be weeks, days, hours, minutes, seconds"
+            f"the duration {dict(value)} can't be parsed; valid keys: weeks, days, hours, minutes, seconds"
         ) from None
 
 
@@ -61,42 +61,57 @@ def _from_text(text: str) -> timedelta:
     if not parts or "".join(number + unit for number, unit in parts) != compact or len(set(units)) < len(units):
         hint = f' Did you mean "{compact}s" or "{compact}m"?' if re.fullmatch(r"\d+(\.\d+)?", compact) else ""
         raise ValueError(
-            f"the duration {text!r} can't be read.{hint}\n"
+            f"the duration {text!r} can't be parsed.{hint}\n"
             '  write numbers with units (w, d, h, m, s, ms), such as "2h30m" or "90s", or "DD:HH:MM:SS"'
         )
     return timedelta(seconds=sum(float(number) * _SECONDS[unit] for number, unit in parts))
 
 
 def parse_count(text: str) -> tuple[int, Unit]:
-    """Return how many of what: "st" are steps (weight updates), "ep" epochs, "ba" batches; "" if no unit is given.
+    """Parse a count with an optional unit.
 
     >>> parse_count("500st"), parse_count("3ep"), parse_count("10")
     ((500, 'step'), (3, 'epoch'), (10, ''))
 
+    Args:
+        text: a whole number with the unit "st" (steps, i.e. weight updates), "ep" (epochs), "ba" (batches) or none.
+
+    Returns:
+        number and unit; the unit is "" if the text has none.
+
     Raises:
-        ValueError: it isn't a whole number, or has another unit.
+        ValueError: the text is not a whole number, or its unit is unknown.
     """
     match = _COUNT.fullmatch(text.strip().lower())
     if match is None or match[2] not in _UNITS:
         raise ValueError(
-            f"the count {text!r} can't be read\n"
+            f"the count {text!r} can't be parsed\n"
             '  write a whole number with a unit: st (steps), ep (epochs) or ba (batches), such as "500st"'
         )
     return int(match[1]), _UNITS[match[2]]
 
 
 def check_count(name: str, value: Any, unit: str, least: int = 0) -> int | None:
-    """Return a number of epochs or steps; text such as "3ep" or "500st" is read.
+    """Validate a number of epochs, steps or batches.
+
+    Args:
+        name: name of the argument, for error messages.
+        value: whole number, text such as "3ep" or "500st", or None.
+        unit: expected unit: "step", "epoch" or "batch".
+        least: smallest valid number.
+
+    Returns:
+        the number; None for None.
 
     Raises:
-        ValueError: it can't be read, has another unit, or is too small.
+        ValueError: `value` cannot be parsed, has a different unit, or is too small.
     """
     if value is None:
         return None
     if isinstance(value, str):
-        value, found = parse_count(value)
-        if found not in (unit, ""):
-            raise ValueError(f"{name} counts {unit}, not {found}")
+        value, text_unit = parse_count(value)
+        if text_unit not in (unit, ""):
+            raise ValueError(f"{name} counts {unit}, not {text_unit}")
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r}: give a whole number, {least} or more")
+        raise ValueError(f"{name}={value!r}: must be a whole number, {least} or more")
     return value

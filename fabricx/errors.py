@@ -1,4 +1,4 @@
-"""Exceptions that a program may catch, and suggestions for misspelt names."""
+"""Exceptions that a program may catch, suggestions for misspelt names, and short tracebacks."""
 
 from __future__ import annotations
 
@@ -18,34 +18,48 @@ NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Return whether an error says that a disk is full, or a quota used up."""
+    """Return whether an error means that a disk is full or a quota is exceeded.
+
+    Args:
+        error: any exception, or None.
+    """
     return getattr(error, "errno", None) in NO_ROOM
 
 
 @contextlib.contextmanager
-def full_disk_costs(what: str) -> Iterator[None]:
-    """Let a disk that is full cost something that a run can do without, and say so."""
+def full_disk_costs(output: str) -> Iterator[None]:
+    """Replace errors about a full disk in the context by a warning, for output that a run does not need.
+
+    Args:
+        output: name of the output, for the warning.
+    """
     try:
         yield
     except OSError as error:
         if not is_full(error):
             raise
-        warnings.warn(f"the disk is full: {what} will be missing", stacklevel=3)
+        warnings.warn(f"the disk is full: {output} will be missing", stacklevel=3)
 
 
 class FabricxError(RuntimeError):
-    """Anything that went wrong in a run and is not simply a wrong argument (those are `ValueError`, `LookupError`)."""
+    """Base class for errors of a run; invalid arguments raise `ValueError` and `LookupError` instead."""
 
 
 class WorkerFailed(FabricxError):
-    """A worker process ended the run: with an exception of its own, or killed by a signal.
+    """A worker process failed: it raised an exception, or was killed by a signal.
 
     Attributes:
-        rank: whose.
-        traceback: of its exception.
-        exit_code: of its process.
-        stopping: all had been asked to stop by then.
-        saving: path and step of a checkpoint that was being written, if one was that nothing writes again.
+        rank: rank of the worker.
+        traceback: traceback of its exception.
+        exit_code: exit code of its process.
+        stopping: a stop of all workers had been requested before.
+        saving: path and step of a checkpoint that was being written and is not repeated, or None.
+
+    Args:
+        message: the message.
+        rank: rank of the worker.
+        traceback: traceback of its exception.
+        exit_code: exit code of its process.
     """
 
     def __init__(self, message: str, *, rank: int, traceback: str = "", exit_code: int | None = None) -> None:
@@ -56,57 +70,81 @@ class WorkerFailed(FabricxError):
         self.stopping = False
         self.saving: tuple[str, int] | None = None
 
+    def add_remedy(self, text: str) -> None:
+        """Append a line to the message.
+
+        Args:
+            text: the action that solves the problem.
+        """
+        self.args = (f"{self}\n{text}",)
+
 
 class RanksDisagree(FabricxError):
-    """Ranks did different things where they have to do the same; the message lists what, by rank."""
+    """Ranks behaved differently although they must behave equally; the message lists the differences by rank."""
 
 
 class RanksApart(FabricxError):
-    """Ranks were asked to do something together while each goes at its own pace."""
+    """A collective operation was called while ranks train asynchronously."""
 
 
 class ServerLost(FabricxError):
-    """A parameter server is gone, and with it what it kept."""
+    """A parameter server died, and its state is lost."""
+
+
+class CopiesLost(FabricxError, RuntimeError):
+    """Workers died, and no in-memory checkpoint has valid parts of all ranks."""
 
 
 class CheckpointError(FabricxError):
-    """A checkpoint can't be read: it isn't complete, is damaged, or doesn't fit."""
+    """A checkpoint cannot be loaded: it is incomplete, damaged, or does not match the module."""
 
 
 class NotPicklable(TypeError):
-    """An object that has to reach the worker processes can't be sent there; the message names the attribute."""
+    """An object for the worker processes cannot be pickled; the message names the attribute."""
 
 
-_LOST_LINK: Final = ("Connection closed by peer", "Connection reset by peer")
+_LOST_CONNECTION: Final = ("Connection closed by peer", "Connection reset by peer")
 
 
-def lost_a_link(traceback: str) -> bool:
-    """Return whether an error is that the connection to another process was lost."""
-    return any(sign in traceback for sign in _LOST_LINK)
+def is_lost_connection(traceback: str) -> bool:
+    """Return whether an error reports a lost connection to a process.
+
+    Args:
+        traceback: text of the error.
+    """
+    return any(sign in traceback for sign in _LOST_CONNECTION)
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that `name` is most likely a misspelling of, or None.
+def nearest(name: str, valid: Iterable[str]) -> str | None:
+    """Return the valid name that is most similar to a misspelt name, or None.
+
+    Args:
+        name: the misspelt name.
+        valid: valid names.
 
     >>> nearest("fdsp", ["ddp", "fsdp", "single"])
     'fsdp'
     """
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.55)
+    matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.55)
     return matches[0] if matches else None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a sentence with the nearest known name, to be put behind an error message, or an empty string.
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """Return a sentence that suggests a valid name, to be appended to an error message; "" without a similar name.
+
+    Args:
+        name: the misspelt name.
+        valid: valid names.
 
     >>> did_you_mean("fdsp", ["ddp", "fsdp"])
     " Did you mean 'fsdp'?"
     """
-    match = nearest(name, known)
+    match = nearest(name, valid)
     return f" Did you mean '{match}'?" if match else ""
 
 
 class NamesChecked:
-    """Names the nearest argument where a subclass is made with one that its `__init__` doesn't have.
+    """Base class that suggests the nearest argument if `__init__` of a subclass is called with an unknown argument.
 
     >>> class Clip(NamesChecked):
     ...     def __init__(self, limit=1.0): ...
@@ -117,62 +155,75 @@ class NamesChecked:
     """
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        """Check the names; `__init__` gets the arguments.
+        """Check the names of keyword arguments before `__init__`.
+
+        Args:
+            *args: positional arguments of `__init__`.
+            **options: keyword arguments of `__init__`.
 
         Raises:
-            TypeError: one of them isn't known.
+            TypeError: `__init__` has no argument of that name.
         """
         if options:
-            known = dict(inspect.signature(cls.__init__).parameters)
-            known.pop("self", None)
-            anything = any(one.kind is one.VAR_KEYWORD for one in known.values())
-            unknown = [name for name in options if name not in known and not anything]
+            parameters = dict(inspect.signature(cls.__init__).parameters)
+            parameters.pop("self", None)
+            accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+            unknown = [name for name in options if name not in parameters and not accepts_any]
             if unknown:
                 raise TypeError(
-                    f"{cls.__name__} has no argument {unknown[0]!r}.{did_you_mean(unknown[0], known)}\n"
-                    f"  known: {', '.join(known) or 'none'}"
+                    f"{cls.__name__} has no argument {unknown[0]!r}.{did_you_mean(unknown[0], parameters)}\n"
+                    f"  known: {', '.join(parameters) or 'none'}"
                 )
         return super().__new__(cls)
 
 
 _FRAMEWORK: Final = ("fabricx", "torch", "multiprocessing", "concurrent", "threading")
 _NOT_FRAMEWORK: Final = ("fabricx.demo", "fabricx.testing")
-ALL_FRAMES: Final = "FABRICX_TRACEBACK"  # in the environment: leave nothing out
+ALL_FRAMES: Final = "FABRICX_TRACEBACK"  # environment variable: if set, tracebacks contain all frames
 
 
 def brief_traceback(error: BaseException) -> str:
-    """Return a traceback without the frames of fabricx and torch, unless the environment asks for them.
+    """Format a traceback without the frames of fabricx and torch, unless `FABRICX_TRACEBACK` is set.
 
-    The last frame stays whoever it is of, and so does everything where no frame is the user's.
+    The last frame is always kept, and so are all frames if none belongs to the user's code.
+
+    Args:
+        error: the exception.
     """
-    found = traceback.TracebackException.from_exception(error)
-    left_out = 0 if os.environ.get(ALL_FRAMES) else _leave_out(found, error)
-    note = f"({left_out} frames of fabricx and torch are left out; {ALL_FRAMES}=1 shows them)\n" if left_out else ""
-    return masked_values(note + "".join(found.format()))
+    report = traceback.TracebackException.from_exception(error)
+    omitted = 0 if os.environ.get(ALL_FRAMES) else _omit_frames(report, error)
+    note = f"({omitted} frames of fabricx and torch are omitted; {ALL_FRAMES}=1 shows them)\n" if omitted else ""
+    return masked_values(note + "".join(report.format()))
 
 
-def _leave_out(found: traceback.TracebackException, error: BaseException) -> int:
-    """Take frames of the framework out of an error and those that led to it; returns how many."""
+def _omit_frames(report: traceback.TracebackException, error: BaseException) -> int:
+    """Remove frames of the framework from an error and from its causes; return their number."""
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    own = [_is_users(module) for module in modules]
-    left_out = 0
-    if any(own) and len(own) == len(found.stack):
-        kept = [frame for frame, mine in zip(found.stack[:-1], own[:-1], strict=True) if mine]
-        left_out = len(found.stack) - len(kept) - 1
-        found.stack[:] = [*kept, found.stack[-1]]
-    for inner, cause in ((found.__cause__, error.__cause__), (found.__context__, error.__context__)):
+    in_user_code = [_is_user_module(module) for module in modules]
+    omitted = 0
+    if any(in_user_code) and len(in_user_code) == len(report.stack):
+        kept = [frame for frame, keep in zip(report.stack[:-1], in_user_code[:-1], strict=True) if keep]
+        omitted = len(report.stack) - len(kept) - 1
+        report.stack[:] = [*kept, report.stack[-1]]
+    for inner, cause in ((report.__cause__, error.__cause__), (report.__context__, error.__context__)):
         if inner is not None and cause is not None:
-            left_out += _leave_out(inner, cause)
-    return left_out
+            omitted += _omit_frames(inner, cause)
+    return omitted
 
 
-def _is_users(module: str) -> bool:
+def _is_user_module(module: str) -> bool:
     return module.startswith(_NOT_FRAMEWORK) or module.partition(".")[0] not in _FRAMEWORK
 
 
-def missing_metric(monitor: str, known: Iterable[str], who: str) -> str:
-    """Return what to say when a metric is wanted that was never logged."""
+def missing_metric(monitor: str, logged: Iterable[str], user: str) -> str:
+    """Return the error message for a monitored metric that was never logged.
+
+    Args:
+        monitor: name of the metric.
+        logged: names of logged metrics.
+        user: the part that monitors the metric, such as "the scheduler".
+    """
     return (
-        f"{who} looks at {monitor!r}, which was never logged.{did_you_mean(monitor, known)}\n"
-        f"  logged so far: {', '.join(sorted(known)) or 'nothing'}\n  log it with self.log({monitor!r}, value)"
+        f"{user} monitors {monitor!r}, which was never logged.{did_you_mean(monitor, logged)}\n"
+        f"  logged so far: {', '.join(sorted(logged)) or 'nothing'}\n  log it with self.log({monitor!r}, value)"
     )

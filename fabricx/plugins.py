@@ -1,4 +1,4 @@
-"""Resolves names to objects: built-in names, dotted paths, and entry points of other packages."""
+"""Resolve names of plugins to classes: built-in names, dotted paths, and entry points of packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from fabricx.errors import did_you_mean
 
-# The only place that knows plugins by name; as strings, so that nothing is imported before it is asked for.
+# The only module with names of plugins; as strings, so that a plugin is imported only when it is used.
 _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
     "strategies": {
         "async_sgd": "fabricx.strategies.async_sgd:AsyncSGD",
@@ -41,11 +41,15 @@ _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
         "tensorboard": "fabricx.loggers.tensorboard:TensorBoardLogger",
     },
 }
-_ONE: Final = {"strategies": "strategy", "callbacks": "callback", "loggers": "logger"}
+_SINGULAR: Final = {"strategies": "strategy", "callbacks": "callback", "loggers": "logger"}
 
 
 def names(kind: str) -> list[str]:
-    """Return all names of a kind ("strategies", "callbacks", "loggers"), with those that other packages register."""
+    """Return all names of a kind, including names that other packages register.
+
+    Args:
+        kind: "strategies", "callbacks" or "loggers".
+    """
     return sorted({*_BUILT_IN[kind], *_registered(kind)})
 
 
@@ -54,10 +58,14 @@ def _registered(kind: str) -> dict[str, metadata.EntryPoint]:
 
 
 def find(kind: str, name: str) -> Any:
-    """Return the class that a name or a dotted path stands for.
+    """Return the class of a name or dotted path.
+
+    Args:
+        kind: "strategies", "callbacks" or "loggers".
+        name: registered name, or dotted path of a class.
 
     Raises:
-        LookupError: there is none; the message names the nearest one.
+        LookupError: no such class; the message contains the nearest name.
     """
     if name in _BUILT_IN[kind]:
         module, _, attribute = _BUILT_IN[kind][name].partition(":")
@@ -67,38 +75,45 @@ def find(kind: str, name: str) -> Any:
         return registered[name].load()
     if "." in name:
         return _import(kind, name)
-    one = _ONE[kind]
+    singular = _SINGULAR[kind]
     raise LookupError(
-        f"there is no {one} called {name!r}.{did_you_mean(name, names(kind))}\n"
+        f"there is no {singular} called {name!r}.{did_you_mean(name, names(kind))}\n"
         f"  known: {', '.join(names(kind))}\n"
-        f"  your own: give its dotted path instead, e.g. {one}._target_=my_project.{one}.Mine"
+        f"  your own: give its dotted path instead, e.g. {singular}._target_=my_project.{singular}.Mine"
     )
 
 
 def _import(kind: str, path: str) -> Any:
     module, _, attribute = path.rpartition(".")
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise LookupError(f"{_ONE[kind]} {path!r}: {error}; is its folder on the path?") from error
-    if not hasattr(found, attribute):
-        hint = did_you_mean(attribute, vars(found))
-        raise LookupError(f"{_ONE[kind]} {path!r}: the module {module} has no {attribute!r}.{hint}")
-    return getattr(found, attribute)
+        raise LookupError(
+            f"{_SINGULAR[kind]} {path!r}: {error}; start the program in its folder, or add the folder to PYTHONPATH"
+        ) from error
+    if not hasattr(imported, attribute):
+        hint = did_you_mean(attribute, vars(imported))
+        raise LookupError(f"{_SINGULAR[kind]} {path!r}: the module {module} has no {attribute!r}.{hint}")
+    return getattr(imported, attribute)
 
 
 def build(kind: str, name: str, **options: Any) -> Any:
-    """Make the plugin of a name with its options.
+    """Create a plugin.
+
+    Args:
+        kind: "strategies", "callbacks" or "loggers".
+        name: registered name, or dotted path of a class.
+        **options: arguments of the class.
 
     Raises:
-        LookupError: there is no such plugin.
-        ValueError: it has no such option; the message names the nearest one.
+        LookupError: no such plugin.
+        ValueError: the plugin has no such option; the message contains the nearest option.
     """
     cls = find(kind, name)
-    known = inspect.signature(cls).parameters
+    valid = inspect.signature(cls).parameters
     for option in options:
-        if option not in known and not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        if option not in valid and not any(p.kind is p.VAR_KEYWORD for p in valid.values()):
             raise ValueError(
-                f"{name} has no option {option!r}.{did_you_mean(option, known)}\n  known: {', '.join(known) or 'none'}"
+                f"{name} has no option {option!r}.{did_you_mean(option, valid)}\n  known: {', '.join(valid) or 'none'}"
             )
     return cls(**options)

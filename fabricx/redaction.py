@@ -1,7 +1,7 @@
-"""Masks secrets in everything that is written or shown: configurations, command lines, messages.
+"""Mask secrets in all output: configurations, command lines, messages.
 
-A value is a secret by its key (`password`, `api_key`, `hf_token`, ...), or as the password in a URL. The run itself has
-the true values; only what leaves it is masked.
+A secret is recognised by its key (`password`, `api_key`, `hf_token`, ...) or as the password of a URL. The run uses
+the real values; only output is masked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 MASK: Final = "<masked>"
-_SHORT: Final = 6  # characters; shorter secrets aren't looked for in texts, where they may be a part of any word
+_SHORT: Final = 6  # characters; shorter secrets are not searched in texts, because they may be parts of words
 
 _WORDS: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _ALWAYS: Final = re.compile(
@@ -37,7 +37,7 @@ _TOKEN_OF_TEXT: Final = {
 }  # fmt: skip
 _TOKENS_OF: Final = {"access", "api", "auth", "bearer", "refresh", "session"}
 
-_URL: Final = re.compile(  # Hydra writes colons with a backslash
+_URL: Final = re.compile(  # Hydra escapes colons with a backslash
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*\\?://)(?P<user>[^\s/?#@:'\"\\]*)(?P<colon>\\?:)?(?P<pw>[^\s/?#'\"]*)@(?=[^\s])"
 )
 _VALUE: Final = re.compile(
@@ -48,11 +48,14 @@ _ASSIGNED: Final = re.compile(r"([A-Za-z_][\w.-]*)=")
 _STATED: Final = re.compile(r"""([A-Za-z_][\w.-]*)["']?\s*[=:]\s*(?!//)""")
 _BEARER: Final = re.compile(r"\b(?P<kind>Bearer|Basic)\s+[A-Za-z0-9._~+/=-]{8,}")
 _NO_SECRET: Final = ("", "...", "null", "none", "true", "false", MASK)
-_known: set[str] = set()  # secrets that this process has seen in its configuration
+_secrets: set[str] = set()  # secret values from this process's configuration and URLs
 
 
 def is_secret(key: str) -> bool:
-    """Return whether a key names a secret; of a dotted key, whether any part does.
+    """Return whether a key, or any part of a dotted key, names a secret.
+
+    Args:
+        key: key such as "api_key", "hfToken" or "db.password".
 
     >>> [key for key in ("api_key", "hfToken", "db.password", "max_tokens", "tokenizer", "author") if is_secret(key)]
     ['api_key', 'hfToken', 'db.password']
@@ -77,7 +80,13 @@ def _names_secret(words: Sequence[str]) -> bool:
 
 
 def masked(value: Any) -> Any:
-    """Return plain data with all secrets masked, and note those, so that `masked_text` finds them anywhere.
+    """Mask secrets in plain data, and register them, so that `masked_text` and `masked_values` mask them anywhere.
+
+    Args:
+        value: nested mappings, lists, text and numbers.
+
+    Returns:
+        a masked copy.
 
     >>> masked({"logger": {"api_key": "abc", "retries": 3}, "db": "pg://me:abc@host/runs"})
     {'logger': {'api_key': '<masked>', 'retries': 3}, 'db': 'pg://me:<masked>@host/runs'}
@@ -93,14 +102,14 @@ def masked(value: Any) -> Any:
 
 
 def _masked_items(items: Sequence[Any]) -> Iterator[Any]:
-    """Yield the items of a list, which may be a command: what follows `--token` is a secret."""
+    """Yield the masked items of a list. The list may be a command line: the item after `--token` is a secret."""
     for before, item in zip([None, *items], items, strict=False):
         hides = isinstance(before, str) and before.startswith("--") and "=" not in before and is_secret(before)
         yield _hidden(item) if hides and not (isinstance(item, str) and item.startswith("-")) else masked(item)
 
 
 def _hidden(value: Any) -> Any:
-    """Mask what is below a secret key; nothing, a switch, and a token of text such as "<pad>" are no secrets."""
+    """Mask all values below a secret key, except None, booleans and empty text."""
     if isinstance(value, Mapping):
         return {key: _hidden(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -108,12 +117,17 @@ def _hidden(value: Any) -> Any:
     if value is None or isinstance(value, bool) or value in ("", MASK):
         return value
     if isinstance(value, str) and len(value) >= _SHORT:
-        _known.add(value)
+        _secrets.add(value)
     return MASK
 
 
 def masked_keys(value: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of all masked values, such as those that a resumed run has to be given again."""
+    """Yield the dotted keys of all masked values, which a resumed run needs again.
+
+    Args:
+        value: masked plain data.
+        prefix: dotted key of `value`.
+    """
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from masked_keys(item, f"{prefix}.{key}" if prefix else str(key))
@@ -125,7 +139,10 @@ def masked_keys(value: Any, prefix: str = "") -> Iterator[str]:
 
 
 def masked_text(text: str) -> str:
-    """Return a text, such as a message or a file in YAML, with secrets masked.
+    """Mask secrets in a text such as a message or a YAML file, including values after secret keys.
+
+    Args:
+        text: the text.
 
     >>> masked_text("can't open http://me:abc@host/?token=abc, api_key: abc")
     "can't open http://me:<masked>@host/?token=<masked>, api_key: <masked>"
@@ -138,50 +155,55 @@ def _masked_text(text: str, pairs: re.Pattern[str]) -> str:
 
 
 def masked_values(text: str) -> str:
-    """Return a text of other people, such as a log line or a traceback, without secrets in URLs and known secrets.
+    """Mask passwords and tokens in URLs and registered secrets in foreign text, such as a log line or a traceback.
 
-    Pairs of a key and a value stay: `token = tokens[i]` in a traceback is no secret.
+    Pairs of key and value are not masked: `token = tokens[i]` in a traceback is not a secret.
+
+    Args:
+        text: the text.
     """
     text = _PARAMETER.sub(_parameter, _URL.sub(_url, text))
     text = _BEARER.sub(rf"\g<kind> {MASK}", text)
-    for secret in sorted(_known, key=len, reverse=True):
+    for secret in sorted(_secrets, key=len, reverse=True):
         text = text.replace(secret, MASK)
     return text
 
 
-def _url(found: re.Match[str]) -> str:
-    scheme, user, password = found["scheme"], found["user"], found["pw"]
+def _url(match: re.Match[str]) -> str:
+    scheme, user, password = match["scheme"], match["user"], match["pw"]
     if password:
         if len(password) >= _SHORT and password != MASK:
-            _known.add(password)
-        return f"{scheme}{user}{found['colon'] or ''}{MASK}@"
-    if user and scheme.startswith(("http:", "https:")):  # there, a name alone is a token
+            _secrets.add(password)
+        return f"{scheme}{user}{match['colon'] or ''}{MASK}@"
+    if user and scheme.startswith(("http:", "https:")):  # a user name without password in an HTTP URL is a token
         return f"{scheme}{MASK}@"
-    return found[0]
+    return match[0]
 
 
-def _parameter(found: re.Match[str]) -> str:
-    hides = is_secret(found["key"][1:-1]) and found["value"].lower() not in _NO_SECRET
-    return f"{found['key']}{MASK}" if hides else found[0]
+def _parameter(match: re.Match[str]) -> str:
+    hides = is_secret(match["key"][1:-1]) and match["value"].lower() not in _NO_SECRET
+    return f"{match['key']}{MASK}" if hides else match[0]
 
 
 def _pairs_masked(text: str, pairs: re.Pattern[str]) -> str:
     parts, end = [], 0
-    for found in pairs.finditer(text):  # keys alone: a value may have pairs in it
-        key = (
-            found[1] if "=" in found[0] else found[1].rpartition(".")[2]
-        )  # else a host may be a key, and a port a value
-        value = _VALUE.match(text, found.end())
-        if found.start() < end or value is None or not is_secret(key) or value[0].strip("\"'").lower() in _NO_SECRET:
+    for match in pairs.finditer(text):  # matches only keys, because a value may contain pairs
+        # Before a colon, only the last part counts: otherwise a host would be a key, and its port a value.
+        key = match[1] if "=" in match[0] else match[1].rpartition(".")[2]
+        value = _VALUE.match(text, match.end())
+        if match.start() < end or value is None or not is_secret(key) or value[0].strip("\"'").lower() in _NO_SECRET:
             continue
         quote = value[0][0] if value[0][0] in "\"'" else ""
-        parts += [text[end : found.end()], f"{quote}{MASK}{quote}"]
+        parts += [text[end : match.end()], f"{quote}{MASK}{quote}"]
         end = value.end()
     return "".join([*parts, text[end:]])
 
 
 def masked_command(arguments: Sequence[str]) -> str:
-    """Return a command line as a shell takes it, with secrets masked.
+    """Return a command line with shell quoting and masked secrets.
+
+    Args:
+        arguments: the program and its arguments.
 
     >>> masked_command(["fabricx", "fit", "+logger.api_key=a b,c", "--token", "abc", "lr=0.1"])
     "fabricx fit '+logger.api_key=<masked>' --token '<masked>' lr=0.1"
@@ -202,17 +224,20 @@ def masked_command(arguments: Sequence[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text without control characters, which steer a terminal; line ends and tabs stay.
+    r"""Replace control characters, which could control a terminal, except line ends and tabs.
 
-    >>> printable("a\\x1b[2Jb\\n")
-    'a�[2Jb\\n'
+    Args:
+        text: the text.
+
+    >>> printable("a\x1b[2Jb\n")
+    'a�[2Jb\n'
     """
     return "".join(c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 @contextlib.contextmanager
 def records_masked() -> Iterator[None]:
-    """Mask the messages of all log records that are made inside; those of Hydra have overrides of a sweep's jobs."""
+    """Mask the messages of log records in the context; Hydra's messages contain the overrides of a sweep's jobs."""
     make = logging.getLogRecordFactory()
 
     def masking(*args: Any, **kwargs: Any) -> logging.LogRecord:

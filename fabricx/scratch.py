@@ -1,7 +1,7 @@
-"""Private temporary folders that are removed with their process, however it ends.
+"""Private temporary folders that are removed after the end of their process, even if it was killed.
 
-A folder is locked as long as its process lives. What a killed process has left is removed by its workers, or by the
-next process that makes such a folder on the same machine. Semaphores of a run's processes go with its folder.
+A folder is locked while its process lives. The folder of a killed process is removed by its workers, or by the next
+process that creates such a folder on the same machine. Semaphores of a run's processes are removed with its folder.
 """
 
 from __future__ import annotations
@@ -24,80 +24,82 @@ from typing import Any, Final
 
 try:
     import fcntl
-except ImportError:  # a system without such locks: nothing is swept
+except ImportError:  # systems without file locks: abandoned folders are not removed
     fcntl = None  # type: ignore[assignment]
 
-PREFIX: Final = "fabricx-"
-LOCK: Final = "alive"
-SEMAPHORES: Final = "/dev/shm"
-_ADDRESS: Final = 107  # bytes that the address of a Unix socket holds
-_NAME: Final = len("/fabricx-12345678/mp/listener-12345678") + 4  # the longest name of a socket in it
-_SHORT: Final = ("XDG_RUNTIME_DIR", "/tmp", "/var/tmp", "/dev/shm")  # where sockets go if TMPDIR is too long
+PREFIX: Final = "fabricx-"  # of the names of folders
+LOCK: Final = "alive"  # lock file in a folder
+SEMAPHORES: Final = "/dev/shm"  # folder in which Linux shows semaphores
+_MAX_ADDRESS: Final = 107  # largest size of the address of a Unix socket, bytes
+_LONGEST_NAME: Final = len("/fabricx-12345678/mp/listener-12345678") + 4  # length of the longest path of a socket
+_SHORT_FOLDERS: Final = ("XDG_RUNTIME_DIR", "/tmp", "/var/tmp", "/dev/shm")  # used for sockets if TMPDIR is too long
 
 
 @contextlib.contextmanager
 def private_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[str]:
-    """Make a folder of mode 700, which is removed when the context ends, or some time after its process was killed.
+    """Create a folder of mode 700, which is removed at the end of the context, or later if its process is killed.
 
     Args:
-        parent: where; the folder for temporary files (`TMPDIR`) by default.
+        parent: parent folder; default: the folder for temporary files (`TMPDIR`).
+
+    Returns:
+        context with the path of the folder.
 
     Raises:
-        OSError: it can't be made, or others could put another in its place; the message says what to do.
+        OSError: the folder cannot be created, or other users could replace it; the message names the remedy.
     """
     parent = os.fspath(parent or _temporary())
-    _check_that_names_stay(parent)
+    _check_sticky(parent)
     sweep(parent)
     folder = None
     try:
         folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
         lock = _locked(folder)
     except OSError as error:
-        if folder is not None:  # without its lock it would never be swept
+        if folder is not None:  # without a lock it would never be removed
             shutil.rmtree(folder, ignore_errors=True)
-        text = f"no temporary folder can be made in {parent}: {error.strerror}; let TMPDIR name a folder with room"
+        text = f"could not create a temporary folder in {parent}: {error.strerror}; set TMPDIR to a folder with space"
         raise OSError(error.errno, text) from None
     process = os.getpid()
     try:
         yield folder
     finally:
-        if os.getpid() == process:  # a forked child that throws this context away leaves the folder to its parent
+        if os.getpid() == process:  # not in a forked child that discards this context
             _remove(folder)
         os.close(lock)
 
 
 def _temporary() -> str:
     try:
-        return tempfile.gettempdir()  # another one where TMPDIR isn't there or can't be written to
+        return tempfile.gettempdir()  # falls back to other folders if TMPDIR does not exist or is not writable
     except FileNotFoundError as error:
-        raise OSError(
-            error.errno, f"{error.strerror or error}; let TMPDIR name a folder that can be written to"
-        ) from None
+        raise OSError(error.errno, f"{error.strerror or error}; set TMPDIR to a writable folder") from None
 
 
-def _check_that_names_stay(parent: str) -> None:
-    """Refuse a folder in which every user can rename what others have made, private or not.
+def _check_sticky(parent: str) -> None:
+    """Refuse a folder that is writable for all users without the sticky bit, where any user can rename any file.
 
     Raises:
-        PermissionError: it is one.
+        PermissionError: the folder is such a folder.
     """
     mode = os.stat(parent).st_mode if os.path.isdir(parent) else 0
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise PermissionError(
             errno.EPERM,
-            f"every user can replace what this one makes in {parent}: chmod +t {parent}, or let TMPDIR name another",
+            f"any user can replace the files of this user in {parent}: run chmod +t {parent}, or set TMPDIR to another "
+            "folder",
         )
 
 
 def _locked(folder: str) -> int:
-    """Lock a folder as long as this process lives; the lock has its name only once it is held."""
-    passing = os.path.join(folder, f".{LOCK}-{secrets.token_hex(4)}")
-    lock = os.open(passing, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    """Lock a folder while this process lives; the lock file is renamed to its name after it is locked."""
+    temporary = os.path.join(folder, f".{LOCK}-{secrets.token_hex(4)}")
+    lock = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.write(lock, socket.gethostname().encode())
         if fcntl is not None:
             fcntl.flock(lock, fcntl.LOCK_EX)
-        os.rename(passing, os.path.join(folder, LOCK))
+        os.rename(temporary, os.path.join(folder, LOCK))
     except OSError:
         os.close(lock)
         raise
@@ -105,7 +107,11 @@ def _locked(folder: str) -> int:
 
 
 def sweep(parent: str) -> None:
-    """Remove the folders of this user's processes that have died on this machine."""
+    """Remove the folders of this user's processes that died on this machine.
+
+    Args:
+        parent: parent folder.
+    """
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX):
@@ -113,7 +119,15 @@ def sweep(parent: str) -> None:
 
 
 def remove_if_abandoned(folder: str, wait_s: float = 0.0) -> bool:
-    """Remove a folder whose process has died; returns whether it had, within so many seconds."""
+    """Remove a private folder if its process died.
+
+    Args:
+        folder: the private folder.
+        wait_s: seconds to wait for the death of its process.
+
+    Returns:
+        whether the process died and the folder was removed.
+    """
     deadline = time.monotonic() + wait_s
     while not (abandoned := _abandoned(folder)) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -130,58 +144,64 @@ def _abandoned(folder: str) -> bool:
     except OSError:
         return False
     try:
-        if os.read(lock, 256) != socket.gethostname().encode():  # another machine's, in a folder that they share
+        if os.read(lock, 256) != socket.gethostname().encode():  # the folder is shared with a different machine
             return False
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _remove(folder)
         return True
-    except OSError:  # its process lives
+    except OSError:  # locked: its process lives
         return False
     finally:
         os.close(lock)
 
 
 def _remove(folder: str) -> None:
-    own = _config(multiprocessing.process.current_process()).get("semprefix", "")
-    _unlink_semaphores(_semaphores_of(folder), tracked=own.startswith(_semaphores_of(folder)))
+    prefix = _config(multiprocessing.process.current_process()).get("semprefix", "")
+    _unlink_semaphores(_semaphores_of(folder), tracked=prefix.startswith(_semaphores_of(folder)))
     shutil.rmtree(folder, ignore_errors=True)
 
 
 # -- multiprocessing's sockets and semaphores ---------------------------------------------------------------------
 
 
-def give_multiprocessing_a_folder() -> None:
-    """Let the sockets and files of Python's multiprocessing in this process lie where they are found and removed.
+def set_multiprocessing_folder() -> None:
+    """Set a private folder for sockets and files of Python's multiprocessing in this process.
 
-    Its own folders (`pymp-*`) stay behind when a process ends without its finalizers, as workers and killed processes
-    do, and a long TMPDIR makes their sockets' addresses too long. Processes that it starts inherit the folder.
+    multiprocessing's default folders (`pymp-*`) are not removed if a process ends without running finalizers, as
+    workers and killed processes do, and a long TMPDIR makes the addresses of sockets too long. Child processes inherit
+    the folder.
     """
     config = _config(multiprocessing.process.current_process())
     if config.get("tempdir") is None:
         stack = contextlib.ExitStack()
         config["tempdir"] = stack.enter_context(private_folder(_short()))
-        util.Finalize(None, stack.close, exitpriority=-100)  # as its own: after all that may use the folder
+        util.Finalize(None, stack.close, exitpriority=-100)  # multiprocessing's priority: after all users of the folder
 
 
 def multiprocessing_folder_of(process: Any, folder: str, rank: int) -> None:
-    """Let what multiprocessing makes in a process that isn't started yet be found by the private folder of its run.
+    """Set the private folder of a run for multiprocessing's sockets and semaphores in a process, before its start.
 
     Args:
-        process: whose sockets will be in the folder, and whose semaphores will have its name.
-        folder: from `private_folder`.
-        rank: of the process, which no other live process of the run has.
+        process: a process that is not started yet. Its sockets will be created in the folder, and the names of its
+            semaphores will contain the folder's name.
+        folder: folder from `private_folder`.
+        rank: number of the process, unique among the live processes of the run.
     """
-    if sys.platform == "linux":  # other systems don't list semaphores, and have shorter names for them
+    if sys.platform == "linux":  # other systems do not list semaphores, and limit their names to fewer characters
         _config(process)["semprefix"] = f"{_semaphores_of(folder)}{rank}"
-    place = os.path.join(folder, "mp")
+    path = os.path.join(folder, "mp")
     if _fits(os.path.dirname(folder)):
-        Path(place).mkdir(mode=0o700, exist_ok=True)
-        _config(process)["tempdir"] = place
-    # else it inherits that of this process, which is short
+        Path(path).mkdir(mode=0o700, exist_ok=True)
+        _config(process)["tempdir"] = path
+    # Otherwise the process inherits the folder of this process, which is short enough.
 
 
 def unlink_semaphores_of(process: Any) -> None:
-    """Remove the semaphores of a process of this run that has ended: one that was killed has removed none of them."""
+    """Remove the semaphores of a process of this run that ended, because a killed process does not remove them.
+
+    Args:
+        process: the process.
+    """
     if prefix := _config(process).get("semprefix"):
         _unlink_semaphores(f"{prefix}-", tracked=True)
 
@@ -191,11 +211,11 @@ def _semaphores_of(folder: str) -> str:
 
 
 def _unlink_semaphores(prefix: str, *, tracked: bool) -> None:
-    """Unlink all semaphores whose name begins so.
+    """Unlink all semaphores with a prefix.
 
     Args:
-        prefix: with the slash that such names begin with.
-        tracked: the resource tracker of this process knows them, and would miss them at its end.
+        prefix: prefix of the names, including the initial slash.
+        tracked: the semaphores are registered with this process's resource tracker, and must be unregistered.
     """
     with contextlib.suppress(OSError), os.scandir(SEMAPHORES) as files:
         for file in files:
@@ -212,17 +232,18 @@ def _config(process: Any) -> dict[str, Any]:
 
 
 def _short() -> str | None:
-    """Return a folder in which addresses of sockets aren't too long; None for the folder for temporary files."""
+    """Return a folder with a path that is short enough for sockets; None if the default temporary folder is."""
     if _fits(_temporary()):
         return None
-    for name in _SHORT:
-        place = os.environ.get(name, "") if not name.startswith("/") else name
-        if place and _fits(place) and os.access(place, os.W_OK | os.X_OK):
-            return place
+    for name in _SHORT_FOLDERS:
+        path = os.environ.get(name, "") if not name.startswith("/") else name
+        if path and _fits(path) and os.access(path, os.W_OK | os.X_OK):
+            return path
     raise OSError(
-        f"TMPDIR is too long for sockets ({_temporary()}), and no shorter folder can be written to: set TMPDIR"
+        f"TMPDIR is too long for sockets ({_temporary()}), and no shorter folder is writable; set TMPDIR to a shorter "
+        "path"
     )
 
 
 def _fits(parent: str) -> bool:
-    return len(os.fsencode(parent)) + _NAME <= _ADDRESS
+    return len(os.fsencode(parent)) + _LONGEST_NAME <= _MAX_ADDRESS

@@ -1,4 +1,4 @@
-"""How a module is trained by one or several ranks: one file per strategy."""
+"""Strategies that train a module on one or several ranks; one file per strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data parallel training with torch's DistributedDataParallel."""
+"""Data-parallel training with torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from fabricx.core.strategy import Strategy, Traits, check_dense, warn_of_lost_residuals
-from fabricx.distributed.low_rank_buckets import ThinSums
-from fabricx.distributed.unused_parameters import Unused, reached, requiring_grad, with_sparse_gradients, zero
+from fabricx.distributed.low_rank_buckets import LowRankAverager
+from fabricx.distributed.unused_parameters import UnusedParameters, reached, requiring_grad, with_sparse_gradients, zero
 from fabricx.distributed.world import World
 from fabricx.errors import did_you_mean
 
 Compression = Literal["fp16", "bf16", "powersgd"]
 _COMPRESSIONS = ("fp16", "bf16", "powersgd")
 _GRAPH_CHANGED = (
-    "static_graph=True needs gradients of the same parameters in each step, and in this one others have them than in "
-    "the first: leave static_graph out"
+    "static_graph=True needs gradients of the same parameters in each step, and in this step other parameters have "
+    "them than in the first; remove static_graph"
 )
-# torch 2.13 renamed it, and warns about the old name.
+# torch 2.13 renamed the argument, and warns about the old name.
 _SIGNATURE = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
 _BUFFERS_ARGUMENT = "forward_sync_buffers" if "forward_sync_buffers" in _SIGNATURE else "broadcast_buffers"
 
@@ -39,16 +39,19 @@ class DDP(Strategy):
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 
     Args:
-        bucket_mib: gradients travel in buckets of this size, in MiB.
-        static_graph: the same parameters take part in each step, in the same order; lets torch optimise for that. Three
-            ranks and more then add in another order in the first step of a run that goes on: the result is the same
-            but for rounding.
-        find_unused_parameters: some parameters get no gradient in some steps, and no warning says so. The result is
-            right without it too; a step in which all parameters get a gradient costs nothing more.
-        compression: "fp16", "bf16" (half the bytes) or "powersgd" (low rank) for the gradients on their way.
-        powersgd_rank: rank of the approximation; larger is closer and slower. What is lost of a gradient is added to
-            the next one, and is in checkpoints.
-        broadcast_buffers: give all ranks the buffers of rank 0 at each forward, as batch normalisation wants it.
+        bucket_mib: size of gradient buckets, in MiB.
+        static_graph: promise that the same parameters take part in each step, in the same order; torch optimises for
+            it. With three or more ranks the first step of a resumed run then sums in another order: results differ by
+            rounding.
+        find_unused_parameters: expect parameters without a gradient in some steps, and do not warn about them. Results
+            are correct without this option, too; a step in which all parameters have gradients costs no more.
+        compression: of gradients in the all-reduce: "fp16", "bf16" (half the bytes) or "powersgd" (low rank).
+        powersgd_rank: rank of the approximation; a larger rank is more accurate and slower. The error of a gradient is
+            added to the next gradient, and is saved in checkpoints.
+        broadcast_buffers: broadcast the buffers of rank 0 at each forward, as batch normalisation requires.
+
+    Raises:
+        ValueError: an option is unknown or out of range.
     """
 
     traits = Traits(elastic=True)
@@ -64,7 +67,7 @@ class DDP(Strategy):
         broadcast_buffers: bool = True,
     ) -> None:
         super().__init__()
-        if compression == "powersgd":  # each rank keeps what was lost of its own gradients
+        if compression == "powersgd":  # each rank keeps the compression error of its gradients
             self.traits = Traits(elastic=True, private=True)
         if compression is not None and compression not in _COMPRESSIONS:
             raise ValueError(
@@ -72,7 +75,9 @@ class DDP(Strategy):
                 f"  known: {', '.join(_COMPRESSIONS)}"
             )
         if bucket_mib <= 0:
-            raise ValueError(f"bucket_mib={bucket_mib}: a bucket needs room, 25 is torch's default")
+            raise ValueError(f"bucket_mib={bucket_mib}: must be more than 0; torch's default is 25")
+        if powersgd_rank < 1:
+            raise ValueError(f"powersgd_rank={powersgd_rank}: must be 1 or more columns")
         self.bucket_mib = bucket_mib
         self.static_graph = static_graph
         self.find_unused_parameters = find_unused_parameters
@@ -80,14 +85,14 @@ class DDP(Strategy):
         self.powersgd_rank = powersgd_rank
         self.broadcast_buffers = broadcast_buffers
         self._several_backwards = False
-        self._computed = 0.0  # when the newest gradient was, on a CPU
+        self._computed = 0.0  # time at which the newest gradients were computed, on a CPU
         self._ddp: nn.parallel.DistributedDataParallel | None = None
         self._step: _Step | None = None
-        self._frozen: list[nn.Parameter] = []  # parameters that DDP does not know
+        self._frozen: list[nn.Parameter] = []  # parameters that DDP does not reduce
         self._retired: nn.parallel.DistributedDataParallel | None = None
-        self._unused: Unused | None = None
-        self._thin: ThinSums | None = None
-        self._laid_out = False
+        self._unused: UnusedParameters | None = None
+        self._thin: LowRankAverager | None = None  # PowerSGD
+        self._laid_out = False  # whether DDP has its final bucket layout
         self._of_each_step: set[Tensor] = set()  # parameters that get a gradient, with static_graph
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
@@ -97,50 +102,50 @@ class DDP(Strategy):
             return  # nothing to average
         if several_backwards and self.static_graph:
             raise ValueError(
-                "static_graph=True needs one backward per step, and a manually optimised module has several: "
-                "leave it out"
+                "static_graph=True needs one backward per step, and a manually optimised module has several; "
+                "remove static_graph"
             )
         if several_backwards and self.compression == "powersgd":
             raise ValueError(
-                "compression='powersgd' adds what is lost of a gradient to that of the next update, and a manually "
-                "optimised module may have several backwards in one: take compression='bf16', or leave it out"
+                "compression='powersgd' adds the compression error of a gradient to the next update, and a manually "
+                "optimised module may call backward several times per update; use compression='bf16', or none"
             )
         if self.compression:
             check_dense(module, f"compression={self.compression!r}")
         self._step = _Step(module)
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._laid_out = False
-        self._build(init_sync=self.world.generation == 0)  # else all have the same weights already
+        self._build(init_sync=self.world.generation == 0)  # in later generations all ranks have the same weights
         self._lay_out_buckets()
         self._laid_out = True
         if self._thin is not None:
             self._thin.active = True
 
     def _build(self, *, init_sync: bool) -> None:
-        """Construct torch's DDP over all parameters that are not in `_frozen`; every rank calls it."""
+        """Construct torch's DDP over all parameters that are not in `_frozen`; collective."""
         assert self.module is not None
         assert self._step is not None
         frozen = set(self._frozen)
         known = [parameter for parameter in self.module.parameters() if parameter not in frozen]
         if not known:
-            return  # all parameters are frozen so far
+            return  # all parameters are frozen
         more: dict[str, Any] = {_BUFFERS_ARGUMENT: self.broadcast_buffers}
         with requiring_grad(known):
             self._ddp = nn.parallel.DistributedDataParallel(
                 self._step,
                 bucket_cap_mb=self.bucket_mib,
                 static_graph=self.static_graph,
-                # One backward of several reaches only a part of the parameters. With one, `Unused` finds the others.
+                # Several backwards reach different parameters; after a single backward `UnusedParameters` reduces.
                 find_unused_parameters=self._several_backwards,
                 gradient_as_bucket_view=True,
                 init_sync=init_sync,
                 **more,
             )
-        self._unused = Unused(self.world, known, with_sparse_gradients(self.module), self._unused)
+        self._unused = UnusedParameters(self.world, known, with_sparse_gradients(self.module), self._unused)
         if self.compression == "powersgd":
             kept = {} if self._thin is None else self._thin.state()
             names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-            self._thin = ThinSums({names[id(parameter)]: parameter for parameter in known}, self.powersgd_rank)
+            self._thin = LowRankAverager({names[id(parameter)]: parameter for parameter in known}, self.powersgd_rank)
             self._thin.load(kept)
             self._thin.active = self._laid_out
             self._ddp.register_comm_hook(self._thin, _thin_hook)
@@ -148,11 +153,11 @@ class DDP(Strategy):
             _compress(self._ddp, self.compression)
 
     def _lay_out_buckets(self) -> None:
-        """Let DDP lay out its buckets before the first step, by a reduction of zeros; every rank calls it.
+        """Make DDP finalise its bucket layout before the first step by a reduction of zeros; collective.
 
-        DDP lays them out anew after its first reduction, and where a gradient lies in a bucket decides in which order
-        those of three ranks and more are added. A run that goes on from a checkpoint, or after a failure, would round
-        otherwise in its first step than one without interruption.
+        DDP rebuilds its buckets after the first reduction, and the position of a gradient in a bucket determines the
+        order in which gradients of three or more ranks are summed. Without this, the first step after a resume or a
+        failure would round differently than the same step of an uninterrupted run.
         """
         rebuilds = not self._several_backwards and not self.static_graph
         if self._ddp is None or self._unused is None or self.module is None or self.world.size == 2 or not rebuilds:
@@ -170,7 +175,7 @@ class DDP(Strategy):
         self._step.step = step
         if self._several_backwards:
             return self._forward_unprepared
-        if self._ddp is None or self._frozen:  # DDP is constructed anew when a parameter is unfrozen
+        if self._ddp is None or self._frozen:  # DDP is replaced when a parameter is unfrozen
             return self._forward
         return self._ddp.forward
 
@@ -179,10 +184,10 @@ class DDP(Strategy):
         return self._step(*args) if self._ddp is None else self._ddp.forward(*args)
 
     def _take_in_unfrozen(self) -> None:
-        """Construct DDP anew if a parameter that it does not know requires a gradient now.
+        """Construct a new DDP if a frozen parameter requires a gradient now.
 
-        This is done between forward and backward, so that it does not matter where a module unfreezes its parameters.
-        All ranks have to unfreeze the same ones in the same step.
+        Called between forward and backward, so that a module may unfreeze parameters in any hook. All ranks must
+        unfreeze the same parameters in the same step.
 
         Raises:
             ValueError: `static_graph` is set.
@@ -194,8 +199,8 @@ class DDP(Strategy):
         if self.static_graph:
             names = [name for name, parameter in self.module.named_parameters() if parameter in unfrozen]
             raise ValueError(
-                f"static_graph=True needs the same parameters in each step, and {names[0]} has been unfrozen: leave "
-                "static_graph out"
+                f"static_graph=True needs the same parameters in each step, and {names[0]} has been unfrozen; remove "
+                "static_graph"
             )
         self._frozen = [parameter for parameter in self._frozen if parameter not in unfrozen]
         old = self._ddp
@@ -203,7 +208,7 @@ class DDP(Strategy):
             for parameter in self.module.parameters():
                 if parameter.grad is not None:  # a view of the old buckets
                     parameter.grad = parameter.grad.clone()
-            self._retired = old  # the graph of this step refers to it, but its hooks have to go
+            self._retired = old  # keep it alive for the graph of this step, but delete its hooks
             del old.reducer, old.logger
         self._build(init_sync=False)
         assert self._ddp is not None
@@ -213,19 +218,19 @@ class DDP(Strategy):
     def world_changed(self, world: World) -> None:
         module = self.module
         assert module is not None
-        self._leave_buckets()
+        self._release_buckets()
         self.world = world
         self.setup(module, several_backwards=self._several_backwards)
 
     def teardown(self) -> None:
-        self._leave_buckets()
+        self._release_buckets()
         self._thin = None
         super().teardown()
 
-    def _leave_buckets(self) -> None:
+    def _release_buckets(self) -> None:
         if self._ddp is not None and self.module is not None:
             for parameter in self.module.parameters():
-                if parameter.grad is not None:  # a view into buckets that go away
+                if parameter.grad is not None:  # a view of the buckets
                     parameter.grad = None
         self._ddp = self._step = self._retired = self._unused = None
         self._frozen, self._of_each_step = [], set()
@@ -236,14 +241,14 @@ class DDP(Strategy):
 
     @property
     def gradient_factor(self) -> float:
-        return float(self.world.size)  # DDP averages: shares of the global mean have to be scaled up to sum to it
+        return float(self.world.size)  # DDP averages: scaled-up losses turn its average into the sum
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         if self.static_graph and self._ddp is not None:
             raise ValueError(
-                "static_graph=True needs one backward per update, and accumulate_grad_batches has several: "
-                "leave one out"
+                "static_graph=True needs one backward per update, and accumulate_grad_batches has several; "
+                "remove either"
             )
         with self._window_goes_on(), nullcontext() if self._ddp is None else self._ddp.no_sync():
             yield
@@ -260,11 +265,11 @@ class DDP(Strategy):
             compute()
             return
         if self._several_backwards:
-            # Each backward is a reduction of its own, over the parameters that this loss reaches.
+            # Each backward performs a reduction of the parameters that this loss reaches.
             self._ddp.reducer.prepare_for_backward([loss])
         on_cpu = self.world.device.type == "cpu"
         if on_cpu:
-            # What is queued where a backward begins is called when all is computed, before others are waited for.
+            # A callback queued at the start of backward runs when all gradients are computed, before waiting for peers.
             loss.register_hook(self._call_when_computed)
         try:
             compute()
@@ -278,10 +283,10 @@ class DDP(Strategy):
             self.waited_s += time.perf_counter() - self._computed
 
     def _complete(self, loss: Tensor | None) -> None:
-        """Contribute zeros for the parameters that this rank's backward has not reached, so that all are averaged.
+        """Contribute zeros for the parameters that this rank's backward has not reached, to complete the averages.
 
         Args:
-            loss: of the backward; None where this rank had none.
+            loss: of the backward; None without a backward.
 
         Raises:
             ValueError: with `static_graph`, other parameters got a gradient than in the first step.
@@ -305,7 +310,7 @@ class DDP(Strategy):
             self._thin.undo([parameter for parameter in unused.parameters if parameter.grad is None])
         ddp.reducer._check_reducer_finalized()
 
-    # -- what each rank keeps ------------------------------------------------------------------------------------
+    # -- state of each rank --------------------------------------------------------------------------------------
 
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         state = super().state_dict(module, optimizers)
@@ -337,7 +342,8 @@ class DDP(Strategy):
             self._thin.load(kept[self.world.rank])
         elif self.world.main_rank:
             warnings.warn(
-                f"the checkpoint is of {len(kept)} ranks: what compression had kept for later gradients is lost",
+                f"the checkpoint is of {len(kept)} ranks, and this run has {self.world.size}: the compression errors "
+                "of gradients are dropped; resume with the same number of ranks to keep them",
                 stacklevel=2,
             )
 
@@ -354,12 +360,12 @@ class DDP(Strategy):
         weightless = company and self._step.called[0]
         if weightless and self.static_graph and next(self.module.buffers(), None) is not None:
             raise ValueError(
-                f"a batch of rank {self.world.rank} has a batch_weight of 0, and static_graph=True needs a backward of "
-                "it, for which DDP would send the module's buffers once more: leave static_graph out"
+                f"a batch of rank {self.world.rank} has a batch_weight of 0, and static_graph=True needs its backward, "
+                "for which DDP would broadcast the module's buffers a second time; remove static_graph"
             )
         step, self._step.step = self._step.step, self._zero
         try:
-            # Where the step has computed already, another forward would send the buffers once more.
+            # After a forward of this step, a second forward would broadcast the buffers again.
             loss = self._zero() if self._step.called[0] and not self.static_graph else self._forward()
             if self._frozen:
                 self._take_in_unfrozen()
@@ -377,20 +383,20 @@ class DDP(Strategy):
             return
         step, self._step.step = self._step.step, self._zero
         try:
-            self._forward()  # the first one of a window sends buffers, and the layout of buckets
+            self._forward()  # the first forward of an accumulation window broadcasts buffers and the bucket layout
         finally:
             self._step.step = step
             self._step.called[0] = False
 
     def _zero(self) -> Tensor:
-        """Return a loss of zero that reaches the parameters that each step reaches, or all."""
+        """Return a loss of zero that depends on the parameters of each step, or on all parameters."""
         assert self.module is not None
         reaches = self._of_each_step or {p for p in self.module.parameters() if p.requires_grad}
         wanted = [parameter for parameter in self.module.parameters() if parameter in reaches]
         return zero(wanted, with_sparse_gradients(self.module))
 
     def _forward_unprepared(self, *args: Any) -> Any:
-        """Run the step without DDP preparing for the one backward to follow: `backward` prepares for each."""
+        """Run the step without DDP's preparation for a single backward: `backward` prepares each of several."""
         ddp, inner = self._ddp, self._step
         assert inner is not None
         if ddp is None:
@@ -399,7 +405,7 @@ class DDP(Strategy):
 
         def step_then_unprepared(*args: Any) -> Any:
             outputs = step(*args)
-            ddp.require_backward_grad_sync = False  # seen by DDP when it returns from its forward
+            ddp.require_backward_grad_sync = False  # DDP reads it at the end of its forward
             return outputs
 
         inner.step = step_then_unprepared
@@ -412,16 +418,16 @@ class DDP(Strategy):
 
 
 class _Step(nn.Module):
-    """What DDP sees as the model: calling it is the user's training step."""
+    """Adapter that DDP wraps as its model; a call runs the user's training step."""
 
     step: Callable[..., Any]
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.called = [False]  # since the last backward?
+        self.called = [False]  # whether it was called since the last backward
 
-    def __call__(self, *args: Any) -> Any:  # straight to the step: two frames fewer than through torch's hooks
+    def __call__(self, *args: Any) -> Any:  # bypasses torch's hooks, which cost two frames per call
         self.called[0] = True
         return self.step(*args)
 
@@ -434,11 +440,11 @@ def _compress(ddp: nn.parallel.DistributedDataParallel, compression: str) -> Non
     elif dist.get_backend() == "nccl":
         ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
     else:
-        ddp.register_comm_hook(None, _bf16_hook)  # torch's own refuses every backend but NCCL, though gloo sums bf16
+        ddp.register_comm_hook(None, _bf16_hook)  # torch's hook requires NCCL, although gloo can sum bf16
 
 
 def _bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket with half the bytes on the way."""
+    """Average a bucket in bfloat16, with half the bytes."""
     buffer = bucket.buffer()
     halves = buffer.to(torch.bfloat16).div_(dist.get_world_size())
     work = dist.all_reduce(halves, async_op=True)
@@ -447,11 +453,11 @@ def _bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[T
     return averaged
 
 
-def _thin_hook(sums: ThinSums, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket as thin matrices."""
+def _thin_hook(sums: LowRankAverager, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket as low-rank factors."""
     return sums.average(bucket)
 
 
-# DDP compares a hook's annotations with the types themselves, and here annotations are text.
+# DDP compares a hook's annotations with types, and annotations are strings in this module.
 for _hook in (_bf16_hook, _thin_hook):
     _hook.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]})

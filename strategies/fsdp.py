@@ -1,10 +1,10 @@
-"""Sharded data parallel training with torch's fully_shard (FSDP2)."""
+"""Sharded data-parallel training with torch's fully_shard (FSDP2)."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, final
 
 import torch
@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from fabricx.core.strategy import Strategy, Traits, check_dense
-from fabricx.distributed.collective_order import Collectives
-from fabricx.distributed.fsdp_internals import AsBuilt, Pauses, Waits
-from fabricx.distributed.gathered import Gathered
+from fabricx.distributed.collective_order import CollectiveOrder
+from fabricx.distributed.fsdp_internals import CollectiveTimer, DeviceWaits, UnshardedModule
+from fabricx.distributed.gathered import GatheredWeights
 from fabricx.distributed.grad_hooks import check_before_sharding, check_sharded, keep_hooks
 from fabricx.distributed.heap import LARGE, release_freed_memory
 from fabricx.distributed.unused_shards import UnusedShards
@@ -26,30 +26,33 @@ Policy = str | Sequence[str] | float
 Dtype = Literal["bf16", "fp16", "fp32"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NOT_GATHERED = (
-    "training_step computes with weights that aren't gathered: strategy=fsdp gathers them while the forward of their "
-    "submodule runs, and keeps a shard of them otherwise. Call the submodule instead of reading its parameters (a "
-    "penalty on weights is the optimizer's weight_decay), or take strategy=ddp"
+    "training_step computes with weights that aren't gathered: strategy=fsdp gathers them during the forward of their "
+    "submodule, and keeps a shard of them otherwise. Call the submodule instead of reading its parameters (for a "
+    "penalty on weights, use the optimizer's weight_decay), or use strategy=ddp"
 )
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 @final
 class FSDP(Strategy):
-    """Every rank keeps a part of weights, gradients and optimizer state, and gathers a block's weights to compute it.
+    """Shard weights, gradients and optimizer states over the ranks; gather the weights of a block to compute it.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020 (stage
     3; stage 2 without `reshard_after_forward`); Zhao et al., "PyTorch FSDP", VLDB 2023.
 
     Args:
-        wrap: which submodules are gathered by themselves. "auto" finds blocks that are repeated, such as the layers of
-            a transformer; names of classes; or a number, for the smallest submodules of at least so many parameters.
-        reshard_after_forward: free a block's gathered weights after its forward, and gather them anew for its backward.
-        param_dtype: what blocks are gathered and computed in: "bf16", "fp16" or "fp32"; None as they are.
-        reduce_dtype: what gradients are summed in; None is `param_dtype`.
+        wrap: submodules (blocks) that are gathered separately. "auto" finds repeated blocks, such as the layers of a
+            transformer; names of classes; or a number, for the smallest submodules with at least as many parameters.
+        reshard_after_forward: free a block's gathered weights after its forward, and gather them again for backward.
+        param_dtype: dtype in which blocks are gathered and computed: "bf16", "fp16" or "fp32"; None for their own.
+        reduce_dtype: dtype in which gradients are summed; None for `param_dtype`.
         cpu_offload: keep shards, and step the optimizer, in main memory.
-        activation_checkpointing: like `wrap`: what computes its forward again in the backward, instead of keeping its
-            activations; None for nothing.
-        replicas: hybrid sharding: so many groups of ranks, each of which has the whole model between them.
+        activation_checkpointing: submodules, as in `wrap`, that recompute their forward during backward instead of
+            keeping activations; None for no submodule.
+        replicas: number of groups of ranks over which the model is replicated (hybrid sharding); each group shards it.
+
+    Raises:
+        ValueError: an option is unknown or out of range.
     """
 
     traits = Traits(sharded=True, elastic=True)
@@ -70,7 +73,7 @@ class FSDP(Strategy):
             if dtype is not None and dtype not in _DTYPES:
                 raise ValueError(f"{name}={dtype!r} isn't known to FSDP.\n  known: {', '.join(_DTYPES)}")
         if replicas < 1:
-            raise ValueError(f"replicas={replicas}: the ranks form at least 1 group")
+            raise ValueError(f"replicas={replicas}: must be 1 or more groups of ranks")
         self.wrap = wrap
         self.reshard_after_forward = reshard_after_forward
         self.param_dtype = param_dtype
@@ -80,19 +83,19 @@ class FSDP(Strategy):
         self.replicas = replicas
         self._step: Callable[..., Any] | None = None
         self._called = False
-        self._manual = False  # does a step call parts of the module, and `backward`, by itself?
+        self._manual = False  # manual optimization: a step calls submodules and `backward`
         self._in_backward = False
-        self._newest: tuple[Any, ...] | None = None  # what the step has last given a loss for
-        self._outputs: list[Tensor] = []  # of the block that has computed last, until there was a backward
+        self._newest: tuple[Any, ...] | None = None  # arguments of the newest step that returned a loss
+        self._outputs: list[Tensor] = []  # outputs of the block that computed last, until backward
         self._hooks: list[Any] = []
-        self._built: AsBuilt | None = None
-        self._waits: Waits | None = None
+        self._built: UnshardedModule | None = None
+        self._waits: CollectiveTimer | None = None
         self._unused: UnusedShards | None = None
-        self._gathered: Gathered | None = None
-        self._order: Collectives | None = None  # of collectives, compared over ranks
-        self._gathers_much = False  # are freed gathers given back after each update?
+        self._gathered: GatheredWeights | None = None
+        self._order: CollectiveOrder | None = None  # order of collectives, compared over ranks
+        self._gathers_much = False  # whether freed memory returns to the system after each update
         self._optimizers: list[Optimizer] = []
-        self._parameters: dict[str, nn.Parameter] = {}  # as the optimizers know them
+        self._parameters: dict[str, nn.Parameter] = {}  # the optimizers' parameters, by name
 
     def building(self) -> AbstractContextManager[Any]:
         return torch.device("meta") if self.world.size > 1 else super().building()
@@ -118,27 +121,27 @@ class FSDP(Strategy):
             if self.activation_checkpointing is not None:
                 for block in blocks(module, self.activation_checkpointing):
                     block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-            self._built = AsBuilt(module)
-            if self.world.newcomer:  # with whom it will be trained isn't known yet
+            self._built = UnshardedModule(module)
+            if self.world.newcomer:  # the process group is not formed yet: `world_changed` shards
                 return
             self._agree_on_weights(module)
             self._shard(module, self._built)
             _fill(module, self.world.device)
-            self._settle_root(module)
-        self._watch(module)
-        self._look_at_outputs(module)
+            self._initialise_root(module)
+        self._track_shards(module)
+        self._register_output_hooks(module)
 
-    def _watch(self, module: nn.Module) -> None:
+    def _track_shards(self, module: nn.Module) -> None:
         self._unused = UnusedShards(self.world, module, unreached=not self._manual)
-        self._gathered = Gathered(module)
+        self._gathered = GatheredWeights(module)
 
-    def _look_at_outputs(self, module: nn.Module) -> None:
+    def _register_output_hooks(self, module: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._hooks = [part.register_forward_hook(self._note_outputs) for part in sharded]
 
-    def _shard(self, module: nn.Module, built: AsBuilt) -> None:
+    def _shard(self, module: nn.Module, built: UnshardedModule) -> None:
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
             MixedPrecisionPolicy,
@@ -158,18 +161,18 @@ class FSDP(Strategy):
             units = [block for block in blocks(module, self.wrap) if not _ties(module, block)]
             for block in [*(_owners(module, units) if self._manual else ()), *units]:
                 fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
-            # What is left is gathered for the step as a whole; freeing it in between would only be to gather it again.
+            # The root gathers the other parameters for the whole step: freeing them would only cost another gather.
             fully_shard(module, reshard_after_forward=False, **options)
             for name in _STEPS:
-                if callable(own := getattr(module, name, None)):
+                if callable(step := getattr(module, name, None)):
                     register_fsdp_forward_method(module, name)
-                    vars(module)[name].__func__.__wrapped__ = getattr(own, "__func__", own)  # keeps the signature
-        if not self._has_device():  # there others are waited for on the device
-            self._order = Collectives(self.world)
-            self._waits = Waits(module, self._order.note)
+                    vars(module)[name].__func__.__wrapped__ = getattr(step, "__func__", step)  # keeps the signature
+        if not self._has_device():  # on a device, `pauses` measures the waiting time
+            self._order = CollectiveOrder(self.world)
+            self._waits = CollectiveTimer(module, self._order.note)
 
-    def _settle_root(self, module: Any) -> None:
-        """Let FSDP know the whole module before a part of it is called by itself."""
+    def _initialise_root(self, module: Any) -> None:
+        """Initialise FSDP's root state, because a manual step may call a submodule before the root."""
         if self._manual:
             module._get_fsdp_state()._lazy_init()
 
@@ -179,31 +182,34 @@ class FSDP(Strategy):
 
     def replicas_of(self, rank: int, size: int) -> list[int]:
         group = size // self.replicas if size % self.replicas == 0 else size
-        return [rank, *(one for one in range(rank % group, size, group) if one != rank)]
+        return [rank, *(peer for peer in range(rank % group, size, group) if peer != rank)]
 
     def pauses(self, mark: Callable[[], Any]) -> list[tuple[Any, Any]]:
         if self.module is None or self.world.size == 1 or not self._has_device():
             return []
-        return Pauses(self.module, mark).spans
+        return DeviceWaits(self.module, mark).spans
 
     def _has_device(self) -> bool:
-        return self.world.device.type != "cpu"  # else: the shards are in main memory as it is
+        return self.world.device.type != "cpu"
 
     def _mesh(self) -> Any:
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
         size, kind = self.world.size, self.world.device.type
         if size % self.replicas:
-            raise ValueError(f"replicas={self.replicas} doesn't divide the {size} ranks into groups of one size")
+            raise ValueError(
+                f"replicas={self.replicas} doesn't divide the {size} ranks into groups of equal size; set a divisor "
+                "of the number of ranks"
+            )
         if self.replicas == 1:
             return init_device_mesh(kind, (size,), mesh_dim_names=("dp_shard",))
-        places = torch.arange(size).view(self.replicas, size // self.replicas)
-        lines = [[line.tolist() for line in lines] for lines in (places.T, places)]
-        groups = [self.world.group_of_mine(each) for each in lines]
-        return DeviceMesh.from_group(groups, kind, mesh=places, mesh_dim_names=("dp_replicate", "dp_shard"))
+        mesh = torch.arange(size).view(self.replicas, size // self.replicas)
+        ranks_by_axis = [[ranks.tolist() for ranks in axis] for axis in (mesh.T, mesh)]
+        groups = [self.world.new_subgroup(ranks) for ranks in ranks_by_axis]
+        return DeviceMesh.from_group(groups, kind, mesh=mesh, mesh_dim_names=("dp_replicate", "dp_shard"))
 
     def _agree_on_weights(self, module: nn.Module) -> None:
-        """Give all ranks the weights of rank 0: each of them will keep a part of its own."""
+        """Broadcast the weights of rank 0, before each rank keeps a shard of them."""
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta:
                 self.world.broadcast(tensor)
@@ -213,35 +219,35 @@ class FSDP(Strategy):
             return step
         self._step = step
 
-        def remembered(*args: Any) -> Any:
+        def recorded_step(*args: Any) -> Any:
             if not self._called and self.module is not None:
                 check_sharded(self.module)
             self._called, self._outputs = True, []
+            settled = self._gathered.settle_step() if self._gathered is not None else nullcontext()
             try:
-                found = step(*args)
+                with settled:
+                    outputs = step(*args)
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" in str(error):
                     raise ValueError(_NOT_GATHERED) from error
                 raise
             if self._manual:
                 self._note("ends the training step")
-            if _loss(found) is not None:
+            if _loss(outputs) is not None:
                 self._newest = args
-            return found
+            return outputs
 
-        return remembered
+        return recorded_step
 
     def take_over(self, optimizers: list[Optimizer]) -> None:
         assert self.module is not None
         if self.world.size > 1 and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-            raise ValueError(
-                "LBFGS needs the whole gradient in one place, and fsdp keeps it in shards: take strategy=ddp"
-            )
+            raise ValueError("LBFGS needs the whole gradient on a rank, and fsdp keeps it in shards; use strategy=ddp")
         self._optimizers, self._parameters = optimizers, dict(self.module.named_parameters())
-        self._look_at_size()
+        self._measure_size()
 
     def world_changed(self, world: World) -> None:
-        """Shard anew; what the weights and the optimizers' states were is lost, and has to be loaded."""
+        """Shard over the new ranks; weights and optimizer states are lost, and have to be loaded."""
         module, built = self.module, self._built
         assert module is not None
         assert built is not None
@@ -251,13 +257,13 @@ class FSDP(Strategy):
         if world.size > 1:
             self._shard(module, built)
             module._apply(lambda tensor: torch.empty_like(tensor, device=world.device) if tensor.is_meta else tensor)
-            self._settle_root(module)
-            self._watch(module)
-            self._look_at_outputs(module)
+            self._initialise_root(module)
+            self._track_shards(module)
+            self._register_output_hooks(module)
         before = {id(parameter): name for name, parameter in self._parameters.items()}
         parameters_before, self._parameters = self._parameters, dict(module.named_parameters())
         keep_hooks(parameters_before, self._parameters)
-        self._look_at_size()
+        self._measure_size()
         for optimizer in self._optimizers:
             optimizer.state.clear()
             for group in optimizer.param_groups:
@@ -277,10 +283,10 @@ class FSDP(Strategy):
 
     def updated(self, step: int) -> int:
         if self._gathers_much:
-            release_freed_memory()  # else a rank keeps what it has gathered: up to all weights
+            release_freed_memory()  # otherwise the allocator keeps the memory of gathered weights: up to all of them
         return step
 
-    def _look_at_size(self) -> None:
+    def _measure_size(self) -> None:
         whole = sum(p.numel() * p.element_size() for p in self._parameters.values())
         self._gathers_much = self.world.size > 1 and not self._has_device() and whole >= LARGE
 
@@ -305,15 +311,15 @@ class FSDP(Strategy):
             self._unused.forget()
 
     def _note_outputs(self, block: nn.Module, inputs: Any, outputs: Any) -> None:
-        found = outputs.values() if isinstance(outputs, Mapping) else outputs
-        several = found if isinstance(outputs, (tuple, list, Mapping)) else [outputs]
-        self._outputs = [one for one in several if isinstance(one, Tensor) and one.requires_grad]
+        elements = outputs.values() if isinstance(outputs, Mapping) else outputs
+        several = elements if isinstance(outputs, (tuple, list, Mapping)) else [outputs]
+        self._outputs = [output for output in several if isinstance(output, Tensor) and output.requires_grad]
         if self._manual:
-            for one in self._outputs:
-                one.register_hook(self._check_backward)
+            for output in self._outputs:
+                output.register_hook(self._check_backward)
 
     def _check_backward(self, gradient: Tensor) -> None:
-        """Refuse gradients of weights whose loss isn't scaled to this rank's share of the global batch."""
+        """Refuse gradients of a loss that is not scaled to this rank's share of the global batch."""
         if not self._in_backward:
             raise ValueError(
                 "a manually optimised module calls self.manual_backward(loss) instead of loss.backward() and "
@@ -333,27 +339,27 @@ class FSDP(Strategy):
             self._unused.end()
         self._outputs = []
 
-    def _note(self, what: str) -> None:
+    def _note(self, event: str) -> None:
         if self._order is not None:
-            self._order.note(what)
+            self._order.note(event)
 
     def backward_nothing(self, *company: Any) -> bool:
-        """Gather and reduce along with the others: on whatever there is to compute with, for a loss of zero."""
+        """Gather and reduce with the other ranks: compute any available batch, with a loss of zero."""
         if self.world.size == 1:
             return True
-        if self._outputs:  # the step has computed, as on the other ranks, and gave no loss
+        if self._outputs:  # the step has computed, as on the other ranks, but returned no loss
             self.backward(self._zero())
             return True
-        given = [args for args in (company, self._newest) if args]
-        if not given and self._called:
+        batches = [args for args in (company, self._newest) if args]
+        if not batches and self._called:
             return False
-        if not given or self._step is None:
+        if not batches or self._step is None:
             raise ValueError(
-                f"rank {self.world.rank} has not had a batch yet, and sharded training needs all ranks to compute; let "
-                "each rank's stream begin with one, or take fewer devices"
+                f"rank {self.world.rank} has not had a batch yet, and sharded training needs all ranks to compute; "
+                "begin each rank's stream with a batch, or use fewer devices"
             )
         devices = [self.world.device] if self.world.device.type == "cuda" else []
-        for args in given:  # a step may give no loss for this batch either, and may not even have computed
+        for args in batches:  # the step may return no loss for this batch, and may not even compute
             with torch.random.fork_rng(devices=devices):
                 loss = _loss(self._step(*args))
             if loss is not None or self._outputs:
@@ -362,17 +368,17 @@ class FSDP(Strategy):
         return False
 
     def _zero(self) -> Tensor:
-        """Return a loss of zero of what the newest step has computed."""
+        """Return a loss of zero that depends on the outputs of the newest step, and on all gathered parameters."""
         assert self.module is not None
-        own = [p for p in self.module.parameters() if p.requires_grad and not hasattr(p, "full_tensor")]
-        return torch.stack([*(t.sum() * 0.0 for t in self._outputs), *(p.sum() * 0.0 for p in own)]).sum()
+        gathered = [p for p in self.module.parameters() if p.requires_grad and not hasattr(p, "full_tensor")]
+        return torch.stack([tensor.sum() * 0.0 for tensor in (*self._outputs, *gathered)]).sum()
 
     def settle_trained(self) -> None:
         if self._gathered is not None:
             self._gathered.settle()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        if self._gathered is not None:  # else the next forward has the weights of before this step
+        if self._gathered is not None:  # otherwise the next forward would use the weights before this step
             self._gathered.shard()
         return super().step(optimizer, closure)
 
@@ -383,24 +389,24 @@ class FSDP(Strategy):
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         self._note("clips gradients by their norm")
-        norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm)  # of DTensors: over all ranks
+        norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm)  # DTensors: the norm is over all ranks
         whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return whole
 
     def sharded_parameters(self) -> dict[str, Tensor]:
         return {
             name: parameter
-            for name, parameter in _all_names(self.module)  # a checkpoint has tied weights under each name
+            for name, parameter in _all_names(self.module)  # a checkpoint saves tied weights under each of their names
             if hasattr(parameter, "full_tensor")
         }
 
     def whole_weights(self, module: nn.Module) -> dict[str, Any]:
-        found = {}
+        weights = {}
         for name, value in module.state_dict().items():
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
             if self.world.main_rank:
-                found[name] = whole.detach().cpu() if isinstance(whole, Tensor) else whole
-        return found
+                weights[name] = whole.detach().cpu() if isinstance(whole, Tensor) else whole
+        return weights
 
 
 def _all_names(module: nn.Module | None) -> Iterable[tuple[str, nn.Parameter]]:
@@ -408,10 +414,10 @@ def _all_names(module: nn.Module | None) -> Iterable[tuple[str, nn.Parameter]]:
 
 
 def _ties(module: nn.Module, block: nn.Module) -> list[str]:
-    """Return the parameters of a submodule that others use too: FSDP gathers a parameter with one unit only."""
+    """Return the parameters of a submodule that are tied to other submodules; FSDP can't shard these separately."""
     inside = {id(part) for part in block.modules()}
-    others = {id(p) for part in module.modules() if id(part) not in inside for p in part._parameters.values()}
-    return [name for name, parameter in block.named_parameters() if id(parameter) in others]
+    outside = {id(p) for part in module.modules() if id(part) not in inside for p in part._parameters.values()}
+    return [name for name, parameter in block.named_parameters() if id(parameter) in outside]
 
 
 def _loss(outputs: Any) -> Any:
@@ -419,113 +425,115 @@ def _loss(outputs: Any) -> Any:
 
 
 def _fill(module: nn.Module, device: torch.device) -> None:
-    """Give memory and first values to this rank's shards of what was built on the meta device."""
+    """Allocate and initialise this rank's shards of modules that were built on the meta device."""
     for name, part in module.named_modules():
-        own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-        if not any(tensor.is_meta for tensor in own):
+        tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        if not any(tensor.is_meta for tensor in tensors):
             continue
         reset: Any = getattr(part, "reset_parameters", None)
         if reset is None:
             raise ValueError(
-                f"{name or type(module).__name__} ({type(part).__name__}) was built without memory, and has no "
-                "reset_parameters() that gives its parameters their first values; write one, or build it in __init__"
+                f"{name or type(module).__name__} ({type(part).__name__}) was built on the meta device, and has no "
+                "reset_parameters() method to initialise its parameters; add the method, or build it in __init__"
             )
         part.to_empty(device=device, recurse=False)
         reset()
 
 
 def _check_dtypes(module: nn.Module) -> None:
-    """Refuse what fully_shard can't put into one buffer, by name."""
+    """Refuse parameters of different dtypes, which fully_shard can't put into the same buffer."""
     by_dtype: dict[torch.dtype, str] = {}
     for name, parameter in module.named_parameters():
         by_dtype.setdefault(parameter.dtype, name)
     if len(by_dtype) > 1:
-        found = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
-        raise ValueError(f"strategy=fsdp needs parameters of one dtype, and {found}; convert the module, or take ddp")
+        dtypes = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
+        raise ValueError(
+            f"strategy=fsdp needs parameters of the same dtype, and {dtypes}; convert the module, or use strategy=ddp"
+        )
 
 
 def _owns(module: nn.Module) -> bool:
-    """Return whether a module has parameters of its own; a list of parameters is part of the module that has it."""
+    """Return whether a module has direct parameters, also in a list or dict of parameters."""
     lists = (nn.ParameterList, nn.ParameterDict)
     return bool(module._parameters) or any(isinstance(child, lists) for child in module.children())
 
 
 def _check_owned(module: nn.Module) -> None:
-    """Refuse parameters that a manual step could only read outside of any forward that gathers them."""
-    own = [name for name, parameter in module._parameters.items() if parameter is not None]
-    if own or _owns(module):
+    """Refuse parameters that a manual step would read without a forward that gathers them."""
+    names = [name for name, parameter in module._parameters.items() if parameter is not None]
+    if names or _owns(module):
         raise ValueError(
-            f"strategy=fsdp gathers weights for the forward of a submodule, and {', '.join(own) or 'a parameter list'} "
-            "belongs to the manually optimised module itself: put it into a submodule, or take strategy=ddp"
+            "strategy=fsdp gathers weights for the forward of a submodule, and "
+            f"{', '.join(names) or 'a parameter list'} belongs to the manually optimised module itself; move it to a "
+            "submodule, or use strategy=ddp"
         )
     if ties := [f"{name}.{tied}" for name, child in module.named_children() for tied in _ties(module, child)]:
         raise ValueError(
             f"strategy=fsdp gathers weights for each submodule that a manual step calls, and {ties[0]} belongs to "
-            "several of them: put these into one submodule, or take strategy=ddp"
+            "several submodules; combine these into a single submodule, or use strategy=ddp"
         )
 
 
 def _owners(module: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the outermost submodules with parameters of their own, outside of those that are units already.
+    """Return the outermost submodules with direct parameters, except `units`.
 
-    A manual step may call any submodule by itself; each of these gathers its weights, and reduces its gradients.
+    A manual step may call any submodule directly; each of these gathers its weights, and reduces its gradients.
     """
-    found = []
+    owners = []
     for child in module.children():
         if child in units:
             continue
-        found += [child] if _owns(child) else _owners(child, units)
-    return found
+        owners += [child] if _owns(child) else _owners(child, units)
+    return owners
 
 
 def blocks(module: nn.Module, policy: Policy) -> list[nn.Module]:
-    """Return the submodules that a policy chooses, inner ones first.
+    """Return the submodules that a policy selects, inner submodules first.
 
     Args:
-        module: where to look.
-        policy: "auto": submodules with children of their own that stand beside others of the same class in a list,
-            sequence or dict of modules; names of classes; or the least number of parameters.
+        module: root module; never selected.
+        policy: "auto": submodules with children that have siblings of the same class in a list, sequence or dict of
+            modules; names of classes; or the least number of parameters.
 
     Raises:
-        ValueError: no submodule has a class of that name; the message has the names that there are.
+        ValueError: no submodule has a class of that name; the message lists the classes.
 
     >>> layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)])
     >>> len(blocks(nn.Sequential(layers, nn.Linear(4, 2)), "auto"))
     3
     """
-    inner_first = [one for one in reversed(list(module.modules())) if one is not module]
+    inner_first = [part for part in reversed(list(module.modules())) if part is not module]
     if isinstance(policy, (int, float)):
         return _of_size(module, policy)
     if policy == "auto":
-        chosen = {id(one) for parent in module.modules() for one in _repeated(parent)}
-        return [one for one in inner_first if id(one) in chosen]
+        chosen = {id(block) for parent in module.modules() for block in _repeated(parent)}
+        return [part for part in inner_first if id(part) in chosen]
     names = {policy} if isinstance(policy, str) else set(policy)
-    classes = {type(one).__name__ for one in inner_first}
+    classes = {type(part).__name__ for part in inner_first}
     for name in names - classes:
         raise ValueError(
-            f"no submodule is a {name!r}.{did_you_mean(name, sorted(classes))}\n"
-            f"  there are: {', '.join(sorted(classes))}"
+            f"no submodule is a {name!r}.{did_you_mean(name, sorted(classes))}\n  known: {', '.join(sorted(classes))}"
         )
-    return [one for one in inner_first if type(one).__name__ in names]
+    return [part for part in inner_first if type(part).__name__ in names]
 
 
 def _repeated(parent: nn.Module) -> list[nn.Module]:
     if not isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         return []
-    able = [one for one in parent.children() if any(one.children()) and any(True for _ in one.parameters())]
-    kinds = [type(one) for one in able]
-    return [one for one in able if kinds.count(type(one)) > 1]
+    able = [child for child in parent.children() if any(child.children()) and any(True for _ in child.parameters())]
+    kinds = [type(child) for child in able]
+    return [child for child in able if kinds.count(type(child)) > 1]
 
 
 def _of_size(module: nn.Module, least: float) -> list[nn.Module]:
-    """Return submodules, inner ones first, that have enough parameters without those of inner ones already chosen."""
-    taken: set[int] = set()
+    """Return submodules, inner first, with at least `least` parameters outside of inner submodules in the result."""
+    assigned: set[int] = set()
     chosen = []
-    for one in reversed(list(module.modules())):
-        own = {id(parameter): parameter.numel() for parameter in one.parameters()}
-        left = {key: count for key, count in own.items() if key not in taken}
-        containers = (nn.ModuleList, nn.ModuleDict)  # never called, so nothing would gather them
-        if one is not module and sum(left.values()) >= least and not isinstance(one, containers):
-            chosen.append(one)
-            taken |= own.keys()
+    for part in reversed(list(module.modules())):
+        sizes = {id(parameter): parameter.numel() for parameter in part.parameters()}
+        free = {key: count for key, count in sizes.items() if key not in assigned}
+        containers = (nn.ModuleList, nn.ModuleDict)  # never called, so that no forward would gather them
+        if part is not module and sum(free.values()) >= least and not isinstance(part, containers):
+            chosen.append(part)
+            assigned |= sizes.keys()
     return chosen

@@ -1,4 +1,4 @@
-"""Steps of one's own, and a meeting of all ranks every so often."""
+"""Local SGD: each rank makes local steps, and the ranks average their weights periodically."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _OUTERS = ("average", "nesterov")
 
 @dataclass
 class _Fragment:
-    """Parameters that meet at the same steps.
+    """Parameters that are synchronised at the same steps.
 
     Attributes:
-        number: of all fragments.
-        parameters: this rank's own.
-        base: where all ranks were after the latest meeting, flat.
-        velocity: the outer momentum, flat; empty where there is none.
-        apart: have the ranks stepped since they were at one place?
-        begun: at which step the meeting that is under way began; None while none is.
-        moved: what this rank had moved by then, on its way to become the mean of all ranks.
-        work: the collective that is under way.
+        number: index among the fragments.
+        parameters: of this rank.
+        base: weights of all ranks after the latest synchronisation, shape [elements].
+        velocity: outer momentum, shape [elements]; empty without momentum.
+        apart: whether the ranks have stepped since their weights were equal.
+        begun: step at which the pending synchronisation began; None without a pending synchronisation.
+        moved: this rank's weight difference to `base` at that step; the all-reduce replaces it by the sum over ranks.
+        work: the pending all-reduce; None without.
     """
 
     number: int
@@ -46,17 +46,17 @@ class _Fragment:
     work: Any = None
 
     def wait(self) -> None:
-        """Wait for the collective that is under way, if one is."""
+        """Wait for the pending all-reduce, if any."""
         if self.work is not None:
             self.work.wait()
             self.work = None
 
     def flat(self) -> Tensor:
-        """Return this rank's weights, as one vector in the precision of `base`."""
+        """Return this rank's weights as a vector with the dtype of `base`, shape [elements]."""
         return torch.cat([parameter.detach().reshape(-1).to(self.base.dtype) for parameter in self.parameters])
 
     def set(self, values: Tensor) -> None:
-        """Take over weights from one vector."""
+        """Copy a vector of weights, shape [elements], to the parameters."""
         parts = values.split([parameter.numel() for parameter in self.parameters])
         with torch.no_grad():
             for parameter, part in zip(self.parameters, parts, strict=True):
@@ -65,12 +65,12 @@ class _Fragment:
 
 @final
 class LocalSGD(Strategy):
-    """Every rank steps by itself; every `every` steps the ranks join what they have moved, in one round.
+    """Make local steps on each rank, and combine the weight differences of all ranks every `every` steps (a round).
 
-    With one step a round, plain gradient descent and averaging it computes what ddp computes. A validation in the
-    middle of a round sees the mean of the ranks' weights, and each goes on with its own, except for elements that a
-    hook has changed meanwhile. A checkpoint ends the round,
-    and joins the optimizers' moments, so that the run goes on from it exactly, and any other strategy can take it up.
+    With a single step per round, plain gradient descent and averaging, results equal those of ddp. A validation within
+    a round uses the mean of the ranks' weights; afterwards each rank continues with its local weights, except for
+    elements that a hook has changed during the validation. A checkpoint ends the round and averages the optimizers'
+    moments, so that a run resumes exactly, and any other strategy can load the checkpoint.
 
     Sources: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; post-local SGD: Lin et al., "Don't
     Use Large Mini-Batches, Use Local SGD", ICLR 2020; DiLoCo (`outer="nesterov"`): Douillard et al., arXiv 2311.08105;
@@ -78,19 +78,24 @@ class LocalSGD(Strategy):
 
     Args:
         every: steps of a round.
-        outer: "average" takes the mean of the ranks; "nesterov" sees what they have moved as a gradient, and steps with
-            Nesterov momentum. Momentum needs tens of rounds to be worth it.
-        outer_lr, outer_momentum: of "nesterov".
-        synchronous_steps: so many steps at the beginning are rounds of their own (post-local SGD).
-        fragments: parts of the model, each with its own round, evenly spread over `every` steps.
-        overlap_steps: steps that are trained between the beginning of a meeting and its result.
-        keep_local: what part of a rank's own weights stays where a result comes late: 0 takes the result alone.
+        outer: "average" averages the ranks' weights; "nesterov" uses the mean weight difference as a gradient, and
+            steps with Nesterov momentum. Momentum needs tens of rounds to be useful.
+        outer_lr: learning rate of "nesterov".
+        outer_momentum: momentum of "nesterov".
+        synchronous_steps: number of first steps that are rounds of 1 step (post-local SGD).
+        fragments: parts of the model with separate rounds, spread evenly over `every` steps.
+        overlap_steps: steps that are trained while the all-reduce of a round is running.
+        keep_local: weight of a rank's local weights when an overlapped result arrives, from 0 to less than 1; 0 uses
+            the result only.
+
+    Raises:
+        ValueError: an option is unknown or out of range.
     """
 
     traits = Traits(synchronous=False, elastic=True, joins=True)
     batch_weight_refused = (
-        "batch_weight needs the weight of the global batch in each step, and under local_sgd each rank steps by "
-        "itself: take strategy=ddp, fsdp or parameter_server (mode='sync')"
+        "batch_weight needs the weight of the global batch in each step, and local_sgd makes local steps; use "
+        "strategy=ddp, fsdp or parameter_server (mode='sync')"
     )
 
     def __init__(
@@ -114,11 +119,17 @@ class LocalSGD(Strategy):
         if every < 1:
             raise ValueError(f"every={every}: a round has 1 step or more")
         if not 1 <= fragments <= every:
-            raise ValueError(f"fragments={fragments}: between 1 and every={every}, so that each has a step of its own")
+            raise ValueError(
+                f"fragments={fragments}: must be between 1 and every={every}, so that their rounds end at different "
+                "steps"
+            )
         if not 0 <= overlap_steps < every:
-            raise ValueError(f"overlap_steps={overlap_steps}: a meeting ends before the next begins, every={every}")
+            raise ValueError(
+                f"overlap_steps={overlap_steps}: must be 0 or more and less than every={every}, so that a round's "
+                "all-reduce ends before the next begins"
+            )
         if not 0.0 <= keep_local < 1.0:
-            raise ValueError(f"keep_local={keep_local}: a part of at least 0 and less than 1")
+            raise ValueError(f"keep_local={keep_local}: must be a fraction, at least 0 and less than 1")
         self.every = every
         self.outer = outer
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
@@ -127,10 +138,10 @@ class LocalSGD(Strategy):
         self.overlap_steps = overlap_steps
         self.keep_local = keep_local
         self._fragments: list[_Fragment] = []
-        self._frozen: list[Tensor] = []  # parameters that are in no fragment
+        self._frozen: list[Tensor] = []  # parameters outside of all fragments
         self._used: list[Tensor] = []  # parameters that had a gradient in this rank's newest batch
-        # By fragment, while the parameters hold the mean of all ranks: this rank's weights, and the mean.
-        self._own: list[tuple[Tensor, Tensor]] = []
+        # By fragment, while the parameters hold the mean over ranks: (local weights, mean), each of shape [elements].
+        self._local: list[tuple[Tensor, Tensor]] = []
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         super().setup(module)
@@ -139,7 +150,10 @@ class LocalSGD(Strategy):
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if any(parameter.is_complex() for parameter in trained):
-            raise ValueError("local_sgd joins real numbers, and a parameter is complex: train its view_as_real")
+            raise ValueError(
+                "local_sgd averages real numbers, and a parameter is complex; train its view_as_real, or use "
+                "strategy=ddp"
+            )
         self._fragments = [
             _Fragment(number, part, base, torch.zeros_like(base if self.outer == "nesterov" else base[:0]))
             for number, part in enumerate(_in_parts(trained, self.fragments))
@@ -147,19 +161,19 @@ class LocalSGD(Strategy):
         ]
 
     def teardown(self) -> None:
-        self._fragments, self._own, self._frozen, self._used = [], [], [], []
+        self._fragments, self._local, self._frozen, self._used = [], [], [], []
         super().teardown()
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def with_own_weights(*args: Any) -> Any:
-            self._go_on_alone()
+        def with_local_weights(*args: Any) -> Any:
+            self._restore_local()
             return step(*args)
 
-        return with_own_weights
+        return with_local_weights
 
     @property
     def gradient_factor(self) -> float:
-        return float(self.world.size)  # the mean of the ranks' steps is the step of the global mean, if it is linear
+        return float(self.world.size)  # for a linear optimizer, the mean of local steps is the step of the global mean
 
     def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
         if self.world.size > 1:
@@ -171,11 +185,11 @@ class LocalSGD(Strategy):
             ]
 
     def backward_nothing(self, *company: Any) -> bool:
-        self._go_on_alone()
-        for parameter in self._used:  # its part of the mean gradient is zero: momentum and weight decay go on
+        self._restore_local()
+        for parameter in self._used:  # a gradient of zero, so that momentum and weight decay continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        return False  # a rank's backward is nobody else's affair
+        return False  # backward is local
 
     def updated(self, step: int) -> int:
         for fragment in self._fragments:
@@ -189,51 +203,52 @@ class LocalSGD(Strategy):
         return step
 
     def quiesce(self, copies: Mapping[str, Tensor] | None = None) -> None:
-        if not self._own and any(fragment.apart for fragment in self._fragments):
+        if not self._local and any(fragment.apart for fragment in self._fragments):
             for fragment in self._fragments:
                 if fragment.begun is not None:
                     self._end(fragment, self.keep_local)
-                own = fragment.flat()
-                fragment.set(self.world.all_reduce(own.clone()) / self.world.size)
-                self._own.append((own, fragment.flat()))
+                local = fragment.flat()
+                fragment.set(self.world.all_reduce(local.clone()) / self.world.size)
+                self._local.append((local, fragment.flat()))
         super().quiesce(copies)
 
     def finish(self) -> None:
-        # Hooks may replace the weights from now on: a checkpoint that follows may not end a round with those.
+        # End the round now: hooks may replace the weights later, and a later checkpoint must not average these.
         self._end_round()
         self.quiesce()
 
     def _end_round(self) -> None:
-        """Join what the ranks have moved since their last meeting."""
-        looked_at = self._take_up_own()
+        """Combine the weight differences of all ranks since the last synchronisation; collective."""
+        seen = self._swap_in_local()
         for fragment in self._fragments:
             if fragment.apart:
                 self._begin(fragment, 0)
                 self._end(fragment, 0.0)
-        self._keep_changes(looked_at)
+        self._keep_changes(seen)
 
-    def _go_on_alone(self) -> None:
-        """Take up this rank's own weights again, after the mean was looked at, and what hooks have changed of it."""
-        self._keep_changes(self._take_up_own())
+    def _restore_local(self) -> None:
+        """Restore this rank's local weights after `quiesce`, with the elements that hooks have changed in the mean."""
+        self._keep_changes(self._swap_in_local())
 
-    def _take_up_own(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the mean that was looked at, and what hooks have made of it, by fragment."""
-        looked_at = []
-        for fragment, (own, mean) in zip(self._fragments, self._own, strict=False):
-            looked_at.append((mean, fragment.flat()))
-            fragment.set(own)
-        self._own = []
-        return looked_at
+    def _swap_in_local(self) -> list[tuple[Tensor, Tensor]]:
+        """Restore the local weights; return the mean and the weights in its place after hooks, by fragment."""
+        seen = []
+        for fragment, (local, mean) in zip(self._fragments, self._local, strict=False):
+            seen.append((mean, fragment.flat()))
+            fragment.set(local)
+        self._local = []
+        return seen
 
-    def _keep_changes(self, looked_at: list[tuple[Tensor, Tensor]]) -> None:
-        for fragment, (mean, now) in zip(self._fragments, looked_at, strict=False):
+    def _keep_changes(self, seen: list[tuple[Tensor, Tensor]]) -> None:
+        """Write the elements that hooks have changed to the parameters."""
+        for fragment, (mean, now) in zip(self._fragments, seen, strict=False):
             if not torch.equal(mean, now):
                 fragment.set(torch.where(now == mean, fragment.flat(), now))
 
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         self._end_round()
         for optimizer in optimizers:
-            self.world.join_moments(optimizer)
+            self.world.average_moments(optimizer)
         state = super().state_dict(module, optimizers)
         velocity = {str(fragment.number): fragment.velocity for fragment in self._fragments}
         return {**state, "outer": velocity} if optimizers and self.outer == "nesterov" else state
@@ -248,7 +263,7 @@ class LocalSGD(Strategy):
                 fragment.velocity.copy_(saved)
 
     def own_state(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
-        self._go_on_alone()
+        self._restore_local()
         for fragment in self._fragments:
             fragment.wait()
         rounds = [
@@ -266,7 +281,7 @@ class LocalSGD(Strategy):
         moved = []
         for state in states:
             super().load_state_dict(state, module, optimizers)
-            self._own = []
+            self._local = []
             for fragment, saved in zip(self._fragments, state["rounds"], strict=True):
                 fragment.base.copy_(saved["base"])
                 if self.outer != "average":
@@ -275,7 +290,7 @@ class LocalSGD(Strategy):
                     fragment.moved = saved["moved"]
                 fragment.begun, fragment.apart = saved["begun"], saved["apart"]
             moved.append([fragment.base - fragment.flat() for fragment in self._fragments])
-        if not own:  # the round of the ranks that were ends here
+        if not own:  # the number of ranks has changed: end the round of the former ranks
             moments = _mean([state["optimizers"] for state in states])
             super().load_state_dict({**states[0], "optimizers": moments}, module, optimizers)
             for fragment, parts in zip(self._fragments, zip(*moved, strict=True), strict=True):
@@ -295,14 +310,14 @@ class LocalSGD(Strategy):
     def _begin(self, fragment: _Fragment, step: int) -> None:
         fragment.begun = step
         moved = fragment.flat()
-        fragment.moved = torch.sub(fragment.base, moved, out=moved)  # in the memory of the copy
+        fragment.moved = torch.sub(fragment.base, moved, out=moved)  # reuses the memory of the copy
         if self.world.size > 1:
             fragment.work = dist.all_reduce(fragment.moved, async_op=True)
 
     def _end(self, fragment: _Fragment, keep: float) -> None:
-        """Step from the base along the mean of what the ranks have moved (equation 1 of DiLoCo).
+        """Wait for the weight differences, and step from the base along their mean (equation 1 of DiLoCo).
 
-        A rank keeps a part of where it has gone since, if it has.
+        `keep` is the weight of local steps since the all-reduce began, as in `keep_local`.
         """
         began = time.perf_counter()
         fragment.wait()
@@ -319,16 +334,16 @@ class LocalSGD(Strategy):
             fragment.base.sub_(gradient.add_(velocity, alpha=self.outer_momentum), alpha=self.outer_lr)
         fragment.set(fragment.base.lerp(fragment.flat(), keep) if keep else fragment.base)
         fragment.begun, fragment.apart = None, keep > 0.0
-        fragment.moved = torch.empty(0)  # no copy of the weights is kept from one meeting to the next
+        fragment.moved = torch.empty(0)  # frees a copy of the weights until the next round ends
 
 
 def _mean(states: Sequence[Any]) -> Any:
-    """Return nested data whose tensors are the mean of those of several that are alike; numbers stay the first's."""
+    """Average nested states of the same structure; integers and scalars are those of the first state."""
     (rest, first), *others = (tree.split(state) for state in states)
     several = {name: [tensor, *(tensors[name] for _, tensors in others)] for name, tensor in first.items()}
     return tree.join(rest, {
-        name: torch.stack(found).mean(0) if found[0].is_floating_point() and found[0].dim() else found[0]
-        for name, found in several.items()
+        name: torch.stack(tensors).mean(0) if tensors[0].is_floating_point() and tensors[0].dim() else tensors[0]
+        for name, tensors in several.items()
     })  # fmt: skip
 
 
@@ -338,7 +353,7 @@ def _flat(parameters: list[Tensor]) -> Tensor:
 
 
 def _in_parts(parameters: Sequence[Tensor], count: int) -> list[list[Tensor]]:
-    """Cut a list into parts of about as many elements each, in its order; fewer where there are fewer parameters.
+    """Split parameters in their order into parts with similar numbers of elements; at most a part per parameter.
 
     >>> [len(part) for part in _in_parts([torch.zeros(n) for n in (3, 1, 1, 1, 3)], 3)]
     [1, 3, 1]

@@ -1,4 +1,4 @@
-"""Parameters with servers: workers bring gradients, and fetch what comes of them."""
+"""Parameter servers: workers push gradients, and pull sums of gradients or updated weights."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fabricx.parameter_server.worker.asynchronous import Asynchronous
 
 @final
 class ParameterServer(ServedStrategy):
-    """Servers keep the parameters in parts, by size; `devices` counts the workers, and servers are beside them.
+    """Divide the parameters by size among servers; `devices` counts the workers, and servers are additional processes.
 
-    Synchronously it computes what ddp computes. Asynchronously no worker waits for another: each takes the next batch
-    of the one order of the data when it is ready, so every sample is trained once an epoch, and a slow worker just
-    takes fewer.
+    Results in "sync" equal those of ddp. In "async" workers do not wait for each other: each requests the next batch of
+    the common data order when it is ready, so that every sample is trained once per epoch, and a slow worker trains
+    fewer batches.
 
     Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; Ho et al., "More
     Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013; backup workers: Chen et al.,
@@ -24,32 +24,35 @@ class ParameterServer(ServedStrategy):
 
     Args:
         mode: "sync", "bounded" (at most `max_staleness` behind) or "async".
-        servers: how many; the parameters are divided among them. 0 in "sync", on one machine: no server, each worker
-            sums a part of the gradients in memory that all see, which is the fastest way there. With optimizer="server"
-            the weights are in that memory too, and each worker steps its part.
-        optimizer: who steps in "sync": "worker" (servers sum) or "server" (which has the only moments). Where servers
-            step, and in "bounded", a hook that reads gradients gets an error: the global mean isn't with the workers.
-            So does one that changes weights there, and in "async": they are with the servers.
-        max_staleness: of "bounded": how many global batches a worker may be ahead of the oldest that isn't complete.
-        apply: of "bounded": "aggregate" makes one update of each global batch; "arrival" one of each gradient, and then
-            the bound is on how many batches a worker has done more than the slowest.
-        backup_workers: of "sync": an update takes the first gradients that come, of as many workers as there are but
-            for these, and the servers step. What comes late is dropped, and its data dealt again in the same epoch.
-            An update is the mean of so many batches fewer.
-        compression: of gradients, with what is lost added to the next: "bf16", "fp16" (half the bytes), "topk" (the
-            largest `compression_keep` of the elements, 8 bytes each), "sign" (a bit each), or, where workers step,
-            "powersgd" (two thin matrices for each large one).
-        compression_keep: the part of the elements that "topk" sends.
-        powersgd_rank: columns of those matrices; more are closer and slower.
-        pull_compression: the same of what comes back, sums or differences of weights.
-        snapshot_every: updates between two snapshots of each server. A server that dies is started again from the
-            newest and a journal of what it was sent since, so that nothing is lost; these take the memory of 6 copies
-            of the weights and 2 of the moments. 0: neither, and the run ends with a server. Not under torchrun.
-        link: "auto" is shared memory on one machine and gloo between machines; "gloo" is gloo everywhere.
-        shard_by: where parameters may be cut among servers: "element", "tensor" (nowhere), or "auto", which knows
-            torch's optimizers. With one server nothing is cut. Of optimizers of other kinds it is tried at set-up.
-        overlap: gradients leave while "backward" goes on; with "forward", where servers step, weights come while the
-            next step has begun: layer after layer, as they are called. Callbacks between two steps see the old ones.
+        servers: server processes, among which the parameters are divided. 0, in "sync" on one machine: each worker
+            sums a part of the gradients in shared memory, which is the fastest method on one machine. With
+            optimizer="server" the weights are in shared memory, too, and each worker steps its part.
+        optimizer: process that steps in "sync": "worker" (servers sum) or "server" (which has the only moments). If
+            servers step, and in "bounded", a hook that reads gradients raises an error, because workers do not have
+            the global mean. A hook that changes weights raises an error there and in "async", because servers have
+            the weights.
+        max_staleness: in "bounded", global batches that a worker may be ahead of the oldest incomplete global batch.
+        apply: in "bounded", "aggregate" makes one update per global batch; "arrival" one per gradient, and then
+            `max_staleness` bounds the number of batches by which a worker is ahead of the slowest.
+        backup_workers: in "sync", workers whose gradients an update does not wait for; servers step. A late gradient
+            is dropped, and its data are dealt again in the same epoch. An update is the mean of as many batches fewer.
+        compression: of gradients, with error feedback: "bf16", "fp16" (half the bytes), "topk" (the largest
+            `compression_keep` of the elements, 8 bytes each), "sign" (1 bit each), or, if workers step, "powersgd"
+            (two low-rank factors for each large matrix).
+        compression_keep: fraction of the elements that "topk" sends.
+        powersgd_rank: columns of the low-rank factors; more columns are more accurate and slower.
+        pull_compression: the same for the data that servers send: sums, or weight differences.
+        snapshot_every: updates between two snapshots of each server. A server that dies is restarted from its newest
+            snapshot and a journal of later messages, so that nothing is lost; they need the memory of 6 copies of the
+            weights and 2 of the moments. 0: no snapshots; the run ends when a server dies. Not under torchrun.
+        link: "auto" uses shared memory within a machine and gloo between machines; "gloo" always uses gloo.
+        shard_by: "element" divides parameters among servers at any element, "tensor" keeps them whole; "auto" depends
+            on the optimizers: torch's are recognised, and others are tested at set-up. One server divides nothing.
+        overlap: "backward" sends gradients while `backward` is running. "forward" also pulls weights during the next
+            forward, layer by layer, if servers step; callbacks between two steps then see the old weights.
+
+    Raises:
+        ValueError: an option is unknown or out of range, or options exclude each other.
     """
 
     def __init__(
@@ -75,11 +78,11 @@ class ParameterServer(ServedStrategy):
         check_choice("parameter_server", "compression", compression, (*KINDS, "powersgd", None))
         check_choice("parameter_server", "apply", apply, ("aggregate", "arrival"))
         if max_staleness < 0:
-            raise ValueError(f"max_staleness={max_staleness}: 0 or more updates")
+            raise ValueError(f"max_staleness={max_staleness}: must be 0 or more updates")
         if backup_workers < 0 or (backup_workers and (mode != "sync" or servers != 1)):
             raise ValueError(
-                f"backup_workers={backup_workers}: 0 or more workers, with mode='sync' and servers=1 (each server "
-                "would drop gradients of its own choice)"
+                f"backup_workers={backup_workers}: must be 0 or more workers, with mode='sync' and servers=1 (several "
+                "servers would drop different gradients)"
             )
         self.backup_workers = backup_workers
         apart = mode != "sync" or backup_workers > 0
@@ -88,10 +91,13 @@ class ParameterServer(ServedStrategy):
         self.max_staleness = max_staleness
         self.apply = apply
         if powersgd_rank < 1:
-            raise ValueError(f"powersgd_rank={powersgd_rank}: 1 or more columns")
+            raise ValueError(f"powersgd_rank={powersgd_rank}: must be 1 or more columns")
         thin = compression == "powersgd"
         if thin and (apart or optimizer == "server"):
-            raise ValueError("compression='powersgd' needs all workers in each update: mode='sync', optimizer='worker'")
+            raise ValueError(
+                "compression='powersgd' needs all workers in each update; set mode='sync', optimizer='worker' and "
+                "backup_workers=0"
+            )
         self.powersgd_rank = powersgd_rank
         self.pull_compression = pull_compression
         self.overlap = overlap

@@ -1,4 +1,4 @@
-"""Data parallel training with the same bits whatever the number of ranks."""
+"""Data-parallel training whose weights are bitwise equal for any number of ranks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from torch.optim import Optimizer
 from fabricx.core.strategy import Strategy, Traits, check_dense, check_frozen
 from fabricx.distributed.world import World
 
-HEADROOM: Final = 16  # powers of two by which a gradient may be larger than all of the update before
-BITS: Final = 62  # of a sum
+HEADROOM: Final = 16  # powers of two by which a gradient may exceed all gradients of the previous update
+BITS: Final = 62  # magnitude bits of a sum
 
 
 @final
 class Reproducible(Strategy):
-    """Each global batch is cut into the same parts whoever computes them, and their gradients are summed as integers.
+    """Split each global batch into the same parts on any number of ranks, and sum their gradients as integers.
 
-    So the weights are the same to the bit for 1, 2 or 3 ranks, also if their number changes on the way, as long as the
-    global batch is the same. Every rank keeps the whole model. A part is a batch for the hooks, and has random numbers
-    of its own. Chosen by `Trainer(deterministic="elastic")`.
+    Thus the weights are bitwise equal for 1, 2 or 3 ranks, also if their number changes during a run, as long as the
+    global batch is the same. Every rank keeps the whole model. Hooks see a part as a batch, and each part has its own
+    random seed. Selected by `Trainer(deterministic="elastic")`.
 
-    An integer stands for a multiple of a power of two, by the largest gradient that the parameter had in the update
-    before: elements down to 2**-20 of that keep the precision of float32.
+    An integer is a multiple of a power of two, which is set from the largest gradient of the parameter in the previous
+    update: elements down to 2**-20 of it keep the precision of float32.
 
     Args:
-        parts: of each global batch; at most as many ranks can train. Many small ones take longer.
+        parts: parts of each global batch, and the largest number of ranks. Many small parts are slower.
+
+    Raises:
+        ValueError: `parts` is out of range.
     """
 
     traits = Traits(elastic=True)
@@ -36,7 +39,7 @@ class Reproducible(Strategy):
     def __init__(self, *, parts: int = 12) -> None:
         super().__init__()
         if not 1 <= parts <= 2**10:
-            raise ValueError(f"parts={parts}: between 1 and 1024")
+            raise ValueError(f"parts={parts}: must be between 1 and 1024")
         self.parts = parts
         self._sums: IntegerSums | None = None
         self._threads = 0
@@ -45,30 +48,38 @@ class Reproducible(Strategy):
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         super().setup(module)
         if several_backwards:
-            raise ValueError("deterministic='elastic' decides what a step is made of: leave automatic_optimization on")
+            raise ValueError(
+                "deterministic='elastic' controls the microbatches of a step, and needs automatic optimization"
+            )
         for name, part in module.named_modules():
             if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.track_running_stats:
                 raise ValueError(
-                    f"{name} keeps statistics of the batches that this rank has seen, which differ with the number of "
-                    "ranks: take GroupNorm or LayerNorm, or leave deterministic='elastic'"
+                    f"{name} keeps statistics of this rank's batches, which depend on the number of ranks; use "
+                    "GroupNorm or LayerNorm, or remove deterministic='elastic'"
                 )
         check_dense(module, "deterministic='elastic'")
         self._check_ranks()
         for tensor in (*module.parameters(), *module.buffers()):
             self.world.broadcast(tensor.data)
         self._threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # matrix products of several threads add up in another order
+        torch.set_num_threads(1)  # the order of sums in a matrix product depends on the number of threads
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._sums = IntegerSums([p for p in module.parameters() if p.requires_grad], self.parts)
 
     def _check_ranks(self) -> None:
         if self.world.size > self.parts:
-            raise ValueError(f"{self.world.size} ranks, and a global batch has {self.parts} parts: take more parts")
+            raise ValueError(
+                f"{self.world.size} ranks need at least as many parts of a global batch, which has {self.parts}; set "
+                "a larger `parts`, or use fewer ranks"
+            )
 
     def take_over(self, optimizers: list[Optimizer]) -> None:
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
-                raise ValueError("deterministic='elastic' sums gradients once an update, and LBFGS asks several times")
+                raise ValueError(
+                    "deterministic='elastic' sums gradients once per update, and LBFGS needs them several times; use "
+                    "another optimizer"
+                )
 
     def world_changed(self, world: World) -> None:
         self.world = world
@@ -109,14 +120,15 @@ class Reproducible(Strategy):
 
 @final
 class IntegerSums:
-    """Gradients summed over parts of a batch, and over ranks: the sum is the same in whatever order.
+    """Sums of gradients over the parts of a batch and over ranks, as integers: independent of the order of addition.
 
     Args:
-        parameters: whose.
-        parts: the most gradients that are summed.
+        parameters: parameters whose gradients are summed.
+        parts: largest number of gradients in a sum.
 
     Attributes:
-        exponents: by parameter, of a power of two that its gradient was below in the update before, shape [parameters].
+        exponents: exponent of a power of two above each parameter's gradient in the previous update, shape
+            [parameters].
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], parts: int) -> None:
@@ -126,18 +138,18 @@ class IntegerSums:
         self.exponents = torch.zeros(len(parameters), dtype=torch.int64, device=device)
         self._all = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.int64, device=device)
         totals = self._all.split([parameter.numel() for parameter in parameters])
-        self._each = [total.view_as(parameter) for total, parameter in zip(totals, parameters, strict=True)]
+        self._totals = [total.view_as(parameter) for total, parameter in zip(totals, parameters, strict=True)]
         self._largest = torch.full((len(parameters),), -1.0, dtype=torch.float64, device=device)  # -1: no gradient
 
     def clear(self) -> None:
-        """Forget what was added."""
+        """Reset the sums to zero."""
         self._all.zero_()
         self._largest.fill_(-1.0)
 
     def add(self) -> None:
-        """Add the parameters' gradients, and take them away."""
+        """Add the parameters' gradients to the sums, and set the gradients to None."""
         scales = self._scales()
-        for number, (parameter, total) in enumerate(zip(self._parameters, self._each, strict=True)):
+        for number, (parameter, total) in enumerate(zip(self._parameters, self._totals, strict=True)):
             if parameter.grad is None:
                 continue
             gradient = parameter.grad.detach().double()
@@ -147,24 +159,27 @@ class IntegerSums:
             parameter.grad = None
 
     def join(self, world: World) -> None:
-        """Let the parameters' gradients be the sums over all ranks, and begin anew.
+        """Write the sums over all ranks to `parameter.grad`, and reset the sums; collective.
+
+        Args:
+            world: ranks to sum over.
 
         Raises:
-            FloatingPointError: a gradient is too large for the bits that it was given.
+            FloatingPointError: a gradient is too large for its integer.
         """
         world.all_reduce(self._all)
         world.all_reduce(self._largest, "max")
         if bool((self._largest.isfinite() & (self._largest > 2.0 ** (self.exponents + HEADROOM).double())).any()):
             raise FloatingPointError(
-                f"deterministic='elastic': a gradient is more than 2**{HEADROOM} times as large as all of the update "
-                "before, and can't be summed exactly: clip what the loss can be, or warm the learning rate up"
+                f"deterministic='elastic': a gradient is more than 2**{HEADROOM} times as large as all of the "
+                "previous update, and can't be summed exactly; limit the loss, or warm up the learning rate"
             )
         scales, largest = self._scales().reciprocal(), self._largest.tolist()
-        for number, (parameter, total) in enumerate(zip(self._parameters, self._each, strict=True)):
+        for number, (parameter, total) in enumerate(zip(self._parameters, self._totals, strict=True)):
             if largest[number] >= 0.0:
                 gradient = total.double().mul_(scales[number])
                 parameter.grad = gradient.to(parameter.dtype).view_as(parameter)
-                if largest[number] == torch.inf:  # all that is known is that it isn't finite
+                if largest[number] == torch.inf:  # infinity stands for NaN, too
                     parameter.grad.fill_(torch.nan)
         seen = (self._largest > 0.0) & self._largest.isfinite()
         self.exponents = torch.where(seen, torch.frexp(self._largest)[1].to(torch.int64), self.exponents)

@@ -1,4 +1,4 @@
-"""One process, one device."""
+"""Training in one process on one device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from fabricx.core.strategy import Strategy, Traits
 
 @final
 class Single(Strategy):
-    """Train in one process on one device: nothing is communicated."""
+    """Train in one process on one device, without communication."""
 
     traits = Traits(max_ranks=1)

@@ -1,6 +1,6 @@
-"""Metrics to MLflow: four methods, and any program that keeps numbers is a logger.
+"""A logger for MLflow: any object with four methods is a logger.
 
-pip install mlflow-skinny; then: python mlflow_logger.py [--uri http://...]. Without a server, the folder mlruns.
+pip install mlflow-skinny; then: python mlflow_logger.py [--uri http://...]. Without a server, it writes to mlruns/.
 """
 
 import argparse
@@ -22,13 +22,13 @@ class MLflowLogger:
         self.run: Any = None
 
     def open(self, run_dir: Path):
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder is enough to try it; else refused
-        import mlflow  # only where it is used: the main rank
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow refuses folders by default
+        import mlflow  # imported only on the main rank, which logs
 
         if self.run is None:
             self.client = mlflow.MlflowClient(self.uri)
-            found = self.client.get_experiment_by_name(self.experiment)
-            number = found.experiment_id if found else self.client.create_experiment(self.experiment)
+            existing = self.client.get_experiment_by_name(self.experiment)
+            number = existing.experiment_id if existing else self.client.create_experiment(self.experiment)
             self.run = self.client.create_run(number, run_name=run_dir.name).info.run_id
 
     def log_metrics(self, metrics, step):

@@ -1,7 +1,7 @@
-"""Coarse spans to OpenTelemetry: the fit, its epochs, validations and checkpoints. Finer ones cost too much there.
+"""Coarse spans for OpenTelemetry: stages, epochs and validations. Spans of single steps would cost too much.
 
-pip install opentelemetry-sdk; then: python opentelemetry_spans.py. It writes spans.jsonl; with an exporter of your own
-(OTLP, Jaeger) in the place of the console's, they go where your other services' do.
+pip install opentelemetry-sdk; then: python opentelemetry_spans.py. It writes spans.jsonl; replace the console exporter
+by an exporter for your service (OTLP, Jaeger).
 """
 
 import torch
@@ -12,7 +12,7 @@ import fabricx as fx
 
 
 class Spans(fx.Callback):
-    """A span for each of the coarse parts of a run, on the main rank."""
+    """Record a span for each stage, epoch and validation, on the main rank."""
 
     def __init__(self, path="spans.jsonl"):
         self.path, self.open = path, []

@@ -1,7 +1,7 @@
-"""Metrics to Weights & Biases: four methods, and any program that keeps numbers is a logger.
+"""A logger for Weights & Biases: any object with four methods is a logger.
 
-pip install wandb; then: python wandb_logger.py [--mode online]. Offline needs no account: it
-writes below the run's folder.
+pip install wandb; then: python wandb_logger.py [--mode online]. Offline mode needs no account, and
+writes into the run's folder.
 """
 
 import argparse
@@ -22,7 +22,7 @@ class WandbLogger:
         self.run: Any = None
 
     def open(self, run_dir: Path):
-        import wandb  # only where it is used: the main rank
+        import wandb  # imported only on the main rank, which logs
 
         if self.run is None:
             self.run = wandb.init(project=self.project, name=run_dir.name, dir=run_dir, mode=self.mode)

@@ -1,4 +1,4 @@
-"""A script of one's own around fabricx: what it is given is the composed configuration."""
+"""Training script of a project; the function receives the composed configuration."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def train(cfg: Any) -> float:
     assert data is not None
     trainer.fit(module, datamodule=data)
     error = float(trainer.callback_metrics["val_loss"]) ** 0.5
-    trainer.print(f"error of the forecast: {error:.3f} (the noise alone is {data.hparams.noise})")
-    return error  # what a sweeper minimises
+    trainer.print(f"error of the forecast: {error:.3f} (noise: {data.hparams.noise})")
+    return error  # minimised by sweepers
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written whole or not at all, by all ranks at once, and read by any number of them."""
+"""Checkpoints on disk: atomic, written by all ranks in parallel, readable by any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fabricx.checkpoint.writer import Writer as Writer
     from fabricx.checkpoint.writer import save as save
 
-# torch.distributed.checkpoint takes most of a second to import: not before tensors are written or read.
+# torch.distributed.checkpoint takes most of a second to import, so it is imported at first use.
 _LATER = {"load": "reader", "load_module": "reader", "Writer": "writer", "save": "writer"}
 __all__ = ["MANIFEST", "MARKER", "is_committed", "list_committed", "read_manifest", "remove", "sweep", "verify"]
 __all__ += ["Writer", "load", "load_module", "save"]

@@ -1,4 +1,4 @@
-"""`fabricx checkpoint`: list, verify and export."""
+"""`fabricx checkpoint`: list, verify and export checkpoints."""
 
 from __future__ import annotations
 
@@ -13,42 +13,54 @@ from fabricx.redaction import printable
 
 
 def main(arguments: list[str]) -> int:
-    """Run one of the commands; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="fabricx checkpoint", description="look after checkpoints")
+    """Run a subcommand; returns the exit code.
+
+    Args:
+        arguments: of the command line, after `fabricx checkpoint`.
+    """
+    parser = argparse.ArgumentParser(prog="fabricx checkpoint", description="list, verify and export checkpoints")
     commands = parser.add_subparsers(dest="command", required=True, metavar="ls|verify|export")
     for name, help in (
-        ("ls", "list the complete checkpoints in a folder and below"),
-        ("verify", "compare every file's size and checksum with what was written"),
+        ("ls", "list the complete checkpoints in a folder and its subfolders"),
+        ("verify", "compare every file's size and checksum with the manifest"),
         ("export", "write the plain weights into one safetensors file"),
     ):
         command = commands.add_parser(name, help=help, description=help)
         command.add_argument("folder", type=as_path, help="a checkpoint, or a folder such as a run's; may be a URL")
         if name == "export":
-            command.add_argument("target", type=Path, nargs="?", help="the file; by default beside the checkpoint")
-    given = parser.parse_args(arguments)
-    found = find(given.folder)
-    if not found:
-        print(f"error: there is no complete checkpoint at {given.folder}", file=sys.stderr)
+            command.add_argument("target", type=Path, nargs="?", help="output file; by default beside the checkpoint")
+    options = parser.parse_args(arguments)
+    checkpoints = find(options.folder)
+    if not checkpoints:
+        print(f"error: there is no complete checkpoint at {options.folder}", file=sys.stderr)
         return 1
-    if given.command == "ls":
-        print(table(found))
+    if options.command == "ls":
+        print(table(checkpoints))
         return 0
-    if given.command == "verify":
-        return _verify(found)
-    return _export(found, given.target)
+    if options.command == "verify":
+        return _verify(checkpoints)
+    return _export(checkpoints, options.target)
 
 
 def find(folder: Path) -> list[Path]:
-    """Return the complete checkpoints at a folder and below it, oldest first, without links to them."""
+    """Return the complete checkpoints at a folder and in its subfolders, oldest first, without symbolic links.
+
+    Args:
+        folder: a checkpoint, or a folder with checkpoints.
+    """
     if is_committed(folder):
         return [folder]
-    found = [marker.parent for marker in folder.rglob(MARKER)]
-    found = [path for path in found if is_committed(path) and not path.is_symlink()]
-    return oldest_first(found)
+    checkpoints = [marker.parent for marker in folder.rglob(MARKER)]
+    checkpoints = [path for path in checkpoints if is_committed(path) and not path.is_symlink()]
+    return oldest_first(checkpoints)
 
 
 def table(checkpoints: list[Path]) -> str:
-    """Return lines of text, one for each checkpoint."""
+    """Format checkpoints as a table with a line per checkpoint.
+
+    Args:
+        checkpoints: folders of complete checkpoints.
+    """
     rows: list[tuple[str, ...]] = [("step", "epoch", "ranks", "strategy", "MiB", "written", "checkpoint")]
     for path in checkpoints:
         when = f"{written(path).astimezone():%Y-%m-%d %H:%M:%S}"
@@ -80,14 +92,14 @@ def _verify(checkpoints: list[Path]) -> int:
 
 def _export(checkpoints: list[Path], target: Path | None) -> int:
     if len(checkpoints) > 1:
-        print(f"error: there are several checkpoints, give one of them\n{table(checkpoints)}", file=sys.stderr)
+        print(f"error: there are several checkpoints, choose one of them\n{table(checkpoints)}", file=sys.stderr)
         return 1
     from safetensors.torch import save_file
 
     from fabricx.checkpoint.reader import load, weights_of
 
     [path] = checkpoints
-    # Beside a checkpoint of this machine; into the current folder from behind a URL.
+    # Beside a local checkpoint; for a URL, in the current folder.
     target = target or (path if is_local(path) else Path(path.name)).with_suffix(".safetensors")
     try:
         weights = weights_of(load(path), path)

@@ -1,7 +1,7 @@
-"""Writes to a disk without the system's page cache.
+"""Direct I/O: writes to a disk that bypass the system's page cache.
 
-A checkpoint isn't read soon, so to keep it in the cache takes memory from the data set, and to put it there takes the
-processor from training: four times as long as to write past it, thirty times where the memory has to be found first.
+A checkpoint is rarely read soon. Cached, it takes memory from the dataset, and copying to the cache takes CPU time from
+training: four times as long as direct writes, thirty times if memory has to be reclaimed first.
 """
 
 from __future__ import annotations
@@ -26,21 +26,29 @@ else:
 
 @final
 class DirectFile:
-    """A new file of this machine's disk that bytes are added to; when it is closed without an error they are there."""
+    """A new file on a local disk, opened for appending; its bytes are on the disk after it is closed without an error.
+
+    Args:
+        path: of the file; an existing file is overwritten.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        self._block = mmap.mmap(-1, BLOCK)  # whole blocks of the disk, in memory that begins at one
+        self._block = mmap.mmap(-1, BLOCK)  # direct I/O requires aligned memory and whole blocks
         self._filled = 0
         self._set_direct(bool(_PAST_THE_CACHE))
 
     def write(self, data: memoryview) -> None:
-        """Add bytes."""
+        """Append bytes.
+
+        Args:
+            data: any length.
+        """
         while data:
-            taken = min(len(data), BLOCK - self._filled)
-            self._block[self._filled : self._filled + taken] = data[:taken]
-            self._filled += taken
-            data = data[taken:]
+            count = min(len(data), BLOCK - self._filled)
+            self._block[self._filled : self._filled + count] = data[:count]
+            self._filled += count
+            data = data[count:]
             if self._filled == BLOCK:
                 self._flush()
 
@@ -50,7 +58,7 @@ class DirectFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             if error is None:
-                self._set_direct(False)  # the last bytes don't fill a block
+                self._set_direct(False)  # the last bytes don't fill a block of the disk
                 self._flush()
                 os.fsync(self._file)
         finally:
@@ -65,7 +73,7 @@ class DirectFile:
                 except OSError as error:
                     if not self._direct or error.errno != errno.EINVAL:
                         raise
-                    self._set_direct(False)  # a disk that can't, or wants larger blocks
+                    self._set_direct(False)  # the disk does not support it, or requires larger blocks
         self._filled = 0
 
     def _set_direct(self, wanted: bool) -> None:
@@ -75,5 +83,5 @@ class DirectFile:
             try:
                 fcntl.fcntl(self._file, fcntl.F_SETFL, flags | _PAST_THE_CACHE if wanted else flags & ~_PAST_THE_CACHE)
                 self._direct = wanted
-            except OSError:  # a file system without it, one in memory for instance
+            except OSError:  # a file system without direct I/O, such as tmpfs
                 return

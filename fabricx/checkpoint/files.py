@@ -1,4 +1,4 @@
-"""A checkpoint on disk: a folder with a manifest, valid once its marker file is written."""
+"""Files of a checkpoint: a folder with a manifest, valid if its marker file exists."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ MARKER: Final = "COMMITTED"
 STATE: Final = "state.pt"
 INDEX: Final = "index.json"
 SHARDS: Final = "rank-*.safetensors"
-BLOCK: Final = 1 << 22  # bytes that are read, written and summed at a time
+BLOCK: Final = 1 << 22  # bytes that are read, written and checksummed at a time
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)  # no separator, no drive, no leading dot
-_LARGEST: Final = {MARKER: 1 << 10, MANIFEST: 1 << 28}  # bytes; neither is covered by a checksum when it is opened
+_LARGEST: Final = {MARKER: 1 << 10, MANIFEST: 1 << 28}  # maximum bytes; no checksum covers these files when read
 
 
 def folder_to_write(path: Path) -> Path:
-    """Return the folder that is written to until a checkpoint is complete: beside `path`, to be renamed.
+    """Return the working folder of a checkpoint: a hidden folder beside `path`, to be renamed when complete.
 
-    Where renaming means copying, as in an object store, it is `path` itself, if nothing is there yet.
+    In an object store, where renaming means copying, it is `path` itself if nothing exists at `path`.
+
+    Args:
+        path: folder of the checkpoint.
     """
     if not is_local(path) and not path.exists():
         return path
@@ -43,10 +46,13 @@ def folder_to_write(path: Path) -> Path:
 
 
 def serialized(rest: Any) -> bytes:
-    """Return what of a state isn't tensors, as it goes to disk.
+    """Serialise the part of a state that is not tensors.
+
+    Args:
+        rest: plain data.
 
     Raises:
-        CheckpointError: something in it is not plain data, so that loading would run code.
+        CheckpointError: the state contains objects other than plain data, whose loading would run code.
     """
     try:
         return plain_data.dumps(rest)
@@ -58,14 +64,14 @@ def serialized(rest: Any) -> bytes:
 
 
 def deserialized(data: bytes, file: Path) -> Any:
-    """Return what `serialized` has written; nothing in it is executed.
+    """Deserialise the bytes of `serialized`; they are never executed.
 
     Args:
         data: content of the file.
         file: its path, for the message.
 
     Raises:
-        CheckpointError: it holds anything but tensors and plain data, or isn't such a file at all.
+        CheckpointError: the file contains more than tensors and plain data, or is not in this format.
     """
     try:
         return plain_data.loads(data)
@@ -80,14 +86,14 @@ def deserialized(data: bytes, file: Path) -> Any:
 def complete(
     work: Path, rest: bytes, index: Mapping[str, Any], manifest: Mapping[str, Any], files: Mapping[str, Any]
 ) -> None:
-    """Complete a folder of shards, up to its marker; `put_in_place` renames it.
+    """Write all remaining files of a checkpoint to its working folder, the marker last.
 
     Args:
-        work: the folder, with all ranks' shards.
-        rest: what `serialized` returned.
+        work: working folder, which contains the shards of all ranks.
+        rest: result of `serialized`.
         index: of the tensors.
-        manifest: what a person wants to know of it; format, versions, sizes and checksums are added.
-        files: size and checksum of each shard, by name.
+        manifest: information for users; format, versions, sizes and checksums are added.
+        files: size and checksum of each shard, by file name.
     """
     small = {STATE: rest, INDEX: json.dumps(index).encode()}
     listed = {**files, **{name: {"bytes": len(data), "crc32": zlib.crc32(data)} for name, data in small.items()}}
@@ -101,14 +107,19 @@ def complete(
 
 
 def put_in_place(work: Path, path: Path) -> None:
-    """Rename a complete folder to `path`.
+    """Rename a complete working folder to `path`.
 
-    Whatever was at `path` stays until then; a crash at any moment leaves either the old or the new one.
+    An existing checkpoint at `path` is replaced; after a crash at any time, either the old or the new checkpoint
+    exists.
+
+    Args:
+        work: result of `folder_to_write`.
+        path: folder of the checkpoint.
     """
     if work == path:
         return
     aside = None
-    if path.exists():  # moved out of the way first, under a name that still counts, and deleted afterwards
+    if path.exists():  # rename it to another valid name first, and delete it afterwards
         aside = path.with_name(f"{path.name}.before-{secrets.token_hex(4)}")
         _move(path, aside)
     _move(work, path)
@@ -128,30 +139,33 @@ def _move(folder: Path, to: Path) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint says of itself.
+    """Return the manifest of a checkpoint.
+
+    Args:
+        path: folder of the checkpoint.
 
     Raises:
-        CheckpointError: it isn't complete, was written by a newer format, or names files outside of its folder.
+        CheckpointError: the checkpoint is incomplete, has a newer format, or names files outside of its folder.
     """
     if not is_committed(path):
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MARKER}")
-    damaged = CheckpointError(f"{path / MANIFEST} is damaged: it isn't what {MARKER} says")
+    damaged = CheckpointError(f"{path / MANIFEST} is damaged: its checksum isn't that of {MARKER}")
     try:
         data, wanted = _small(path, MANIFEST), _small(path, MARKER)
         manifest: dict[str, Any] = json.loads(data)
-        found = int(manifest["format"])
+        version = int(manifest["format"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise damaged from None
     if wanted != _mark(data).encode():
         raise damaged
-    if found > FORMAT:
-        raise CheckpointError(f"{path} has format {found}, this fabricx reads up to {FORMAT}; update fabricx")
+    if version > FORMAT:
+        raise CheckpointError(f"{path} has format {version}, this fabricx reads up to {FORMAT}; update fabricx")
     _check_files(path, manifest.get("files"))
     return manifest
 
 
 def _small(path: Path, name: str) -> bytes:
-    """Return a file that has no checksum yet; a pipe would block, and a sparse file fill the memory."""
+    """Read a file that no checksum covers; pipes, which would block, and large sparse files are refused."""
     file = member(path, name)
     if not file.is_file() or file.stat().st_size > _LARGEST[name]:
         raise OSError(f"{file} is no file of {name}'s size")
@@ -159,10 +173,14 @@ def _small(path: Path, name: str) -> bytes:
 
 
 def member(path: Path, name: object) -> Path:
-    """Return the path of a file of a checkpoint, whose name may come from the checkpoint itself.
+    """Return the path of a file of a checkpoint, whose name may be untrusted.
+
+    Args:
+        path: folder of the checkpoint.
+        name: file name, as read from the checkpoint.
 
     Raises:
-        CheckpointError: the name leads out of the folder, or a link is in its place.
+        CheckpointError: the name leads out of the folder, or the file is a symbolic link.
     """
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
         raise CheckpointError(
@@ -179,7 +197,7 @@ def member(path: Path, name: object) -> Path:
 
 
 def _check_files(path: Path, files: Any) -> None:
-    """Check the manifest's list of files before any of them is opened."""
+    """Validate the manifest's list of files before any of them is opened."""
     if not isinstance(files, dict) or not {STATE, INDEX} <= files.keys():
         raise CheckpointError(
             f"{path / MANIFEST} is damaged: it lists no {STATE} and {INDEX}, so neither has a checksum"
@@ -192,15 +210,18 @@ def _check_files(path: Path, files: Any) -> None:
 
 
 def _mark(manifest: bytes) -> str:
-    """Return what the marker holds: the manifest's checksum, as the manifest holds those of all files."""
+    """Return the content of the marker: the checksum of the manifest, which contains the checksums of all files."""
     return f"{MANIFEST} crc32 {zlib.crc32(manifest)}\n"
 
 
 def verify(path: Place) -> dict[str, Any]:
-    """Read all files of a checkpoint, and compare sizes and checksums with the manifest, which is returned.
+    """Read all files of a checkpoint and compare sizes and checksums with the manifest; returns the manifest.
+
+    Args:
+        path: folder of the checkpoint.
 
     Raises:
-        CheckpointError: it isn't complete, or a file is damaged; the message names it.
+        CheckpointError: the checkpoint is incomplete, or a file is damaged; the message names the file.
     """
     path = as_path(path)
     manifest = read_manifest(path)
@@ -212,17 +233,31 @@ def verify(path: Place) -> dict[str, Any]:
 
 
 def check_size(path: Path, name: str, listed: Mapping[str, int]) -> None:
-    """Raise `CheckpointError` if a file isn't there with the size that the manifest lists."""
+    """Check that a file exists with the size in the manifest.
+
+    Args:
+        path: folder of the checkpoint.
+        name: of the file.
+        listed: the file's entry in the manifest.
+
+    Raises:
+        CheckpointError: the file is missing, or has another size.
+    """
     file = member(path, name)
     if not file.is_file() or file.stat().st_size != listed["bytes"]:
         raise _damaged(file)
 
 
 def read_listed(path: Path, name: str, manifest: Mapping[str, Any]) -> bytes:
-    """Return a file's content, which is what the manifest says.
+    """Return the content of a file, verified against the manifest.
+
+    Args:
+        path: folder of the checkpoint.
+        name: of the file.
+        manifest: of the checkpoint.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the file is damaged.
     """
     listed = manifest["files"][name]
     check_size(path, name, listed)
@@ -237,13 +272,21 @@ def _damaged(file: Path) -> CheckpointError:
 
 
 def is_committed(path: Place) -> bool:
-    """Return whether there is a complete checkpoint at a path."""
+    """Return whether a complete checkpoint exists at a path.
+
+    Args:
+        path: folder of the checkpoint.
+    """
     path = as_path(path)
     return (path / MARKER).is_file() and not path.name.endswith(".partial")
 
 
 def list_committed(folder: Place) -> list[Path]:
-    """Return the complete checkpoints in a folder, oldest first."""
+    """Return the complete checkpoints in a folder, oldest first.
+
+    Args:
+        folder: is not searched recursively.
+    """
     folder = as_path(folder)
     if not folder.is_dir():
         return []
@@ -251,28 +294,39 @@ def list_committed(folder: Place) -> list[Path]:
 
 
 def oldest_first(checkpoints: list[Path]) -> list[Path]:
-    """Return those of the checkpoints that are still there (a run may be deleting some), sorted."""
-    placed = []
+    """Sort checkpoints by time; checkpoints that a run has deleted meanwhile are omitted.
+
+    Args:
+        checkpoints: folders of complete checkpoints.
+    """
+    dated = []
     for path in checkpoints:
         with contextlib.suppress(FileNotFoundError):
-            placed.append((written(path), path.name, path))
-    return [path for _, _, path in sorted(placed, key=lambda entry: entry[:2])]
+            dated.append((written(path), path.name, path))
+    return [path for _, _, path in sorted(dated, key=lambda entry: entry[:2])]
 
 
 def written(path: Path) -> datetime:
     """Return when a checkpoint was completed.
 
+    Args:
+        path: folder of the checkpoint.
+
     Raises:
-        FileNotFoundError: it isn't there any more.
+        FileNotFoundError: the checkpoint does not exist any more.
     """
     try:
         return datetime.fromisoformat(read_manifest(path)["written"])
-    except (CheckpointError, KeyError, ValueError, TypeError):  # damaged: it still has its place among the others
+    except (CheckpointError, KeyError, ValueError, TypeError):  # a damaged checkpoint is sorted by its marker's time
         return datetime.fromtimestamp((path / MARKER).stat().st_mtime, UTC)
 
 
 def sweep(folder: Place) -> None:
-    """Delete what a run that was killed has left unfinished in a folder."""
+    """Delete incomplete checkpoints of a killed run in a folder.
+
+    Args:
+        folder: with checkpoints.
+    """
     folder = as_path(folder)
     unfinished = list(folder.glob(".*.partial"))
     if not is_local(folder) and folder.is_dir():
@@ -282,7 +336,11 @@ def sweep(folder: Place) -> None:
 
 
 def remove(path: Place) -> None:
-    """Delete a checkpoint; the marker goes first, so that half a deletion is not taken for a checkpoint."""
+    """Delete a checkpoint, the marker first, so that a partly deleted checkpoint is not valid.
+
+    Args:
+        path: folder of the checkpoint.
+    """
     path = as_path(path)
     (path / MARKER).unlink(missing_ok=True)
     discard(path)
@@ -290,10 +348,10 @@ def remove(path: Place) -> None:
 
 def _versions() -> dict[str, str]:
     try:
-        own = metadata.version("fabricx")
+        version = metadata.version("fabricx")
     except metadata.PackageNotFoundError:
-        own = "from source"
-    return {"fabricx": own, "torch": torch.__version__, "python": sys.version.split()[0]}
+        version = "from source"
+    return {"fabricx": version, "torch": torch.__version__, "python": sys.version.split()[0]}
 
 
 def _crc32(file: Path) -> int:

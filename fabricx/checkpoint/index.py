@@ -1,4 +1,4 @@
-"""The index of a checkpoint: position of each tensor, validated before memory is allocated."""
+"""Index of a checkpoint: the chunks of each tensor, validated before memory is allocated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BY_NAME: Final = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 class Chunk(TypedDict):
-    """A block of a tensor: where it lies in the tensor, and where in the files."""
+    """A block of a tensor, with its offsets in the tensor, and its file and name in the file."""
 
     offsets: list[int]
     sizes: list[int]
@@ -32,7 +32,7 @@ class Chunk(TypedDict):
 
 
 class Entry(TypedDict):
-    """A whole tensor: `dtype` as torch calls it, `size`, and the chunks that it is made of."""
+    """A whole tensor: name of its torch dtype, size, and the chunks that it consists of."""
 
     dtype: str
     size: list[int]
@@ -43,18 +43,18 @@ Index = dict[str, Entry]
 
 
 def parse(data: bytes, files: Mapping[str, Mapping[str, int]], path: Path) -> Index:
-    """Return an index that is consistent: each tensor is the disjoint union of its chunks, and fits into the files.
+    """Parse and validate an index: each tensor is the disjoint union of its chunks, which fit into the files.
 
     Args:
         data: content of the file, in JSON.
-        files: the manifest's list; each file has the size that is stated there.
-        path: of the index, for the message.
+        files: list of files in the manifest; each file has the size stated in the manifest.
+        path: path of the index, for the message.
 
     Raises:
-        CheckpointError: an entry is malformed, overlaps, leaves a gap, or takes more bytes than its file has; or its
-            file isn't listed, so that it has no checksum.
+        CheckpointError: an entry is malformed, overlaps, has a gap, or needs more bytes than its file has; or its file
+            is not in the manifest and so has no checksum.
     """
-    taken: Counter[str] = Counter()
+    used: Counter[str] = Counter()
     reading = "the whole"
     try:
         index: Index = json.loads(data)
@@ -62,10 +62,10 @@ def parse(data: bytes, files: Mapping[str, Mapping[str, int]], path: Path) -> In
             reading = name
             _check_entry(entry)
             for chunk in entry["chunks"]:
-                taken[chunk["file"]] += math.prod(chunk["sizes"]) * _BY_NAME[entry["dtype"]].itemsize
+                used[chunk["file"]] += math.prod(chunk["sizes"]) * _BY_NAME[entry["dtype"]].itemsize
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {reading!r}: {error}") from None
-    for file, size in taken.items():
+    for file, size in used.items():
         if file not in files:
             raise CheckpointError(
                 f"{path} names the file {file!r}, which the manifest doesn't list: it has no checksum"
@@ -76,7 +76,7 @@ def parse(data: bytes, files: Mapping[str, Mapping[str, int]], path: Path) -> In
 
 
 def _check_entry(entry: Entry) -> None:
-    """Raise `ValueError` unless the chunks are blocks in the tensor that neither overlap nor leave a gap."""
+    """Raise `ValueError` unless the chunks are blocks of the tensor without overlaps and gaps."""
     size, chunks = entry["size"], entry["chunks"]
     if entry["dtype"] not in _BY_NAME or not _are_sizes(size, len(size)):
         raise ValueError(f"no tensor has the type {entry['dtype']!r} and the size {size!r}")
@@ -97,7 +97,7 @@ def _are_sizes(numbers: Any, dims: int) -> bool:
 
 
 def _overlap(chunks: Sequence[Chunk]) -> bool:
-    """Return whether two chunks share an element; chunks are swept along the first dimension."""
+    """Return whether two chunks share an element, by a sweep along the first dim."""
     boxes = [[(o, o + n) for o, n in zip(c["offsets"], c["sizes"], strict=True)] for c in chunks if all(c["sizes"])]
     if len(boxes) < 2:
         return False

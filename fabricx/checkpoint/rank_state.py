@@ -1,4 +1,4 @@
-"""Per-rank resume state beside the weights: random states, metric sums, data position."""
+"""Per-rank resume state without weights: random states, metric sums, data position."""
 
 from __future__ import annotations
 
@@ -20,39 +20,43 @@ if TYPE_CHECKING:
 
 @final
 class RankState:
-    """One rank's random numbers, logged sums and place in a stream of its own, as they are when it is made.
+    """Snapshot of a rank's random states, metric sums and position in its own stream.
 
-    An accumulation window, and a validation, begin again in a run that goes on from a checkpoint written in the middle
-    of them. A point is therefore kept where they begin, and saved in the place of what came later.
+    A run that resumes from a checkpoint within an accumulation window or a validation repeats the window or validation
+    from its begin. Therefore a snapshot is taken at the begin, and saved in place of the later state.
 
     Args:
-        t: the trainer.
-        buffers: for the beginning of a window: copies of the module's buffers, which its batches may change.
-        objects: what `metric_objects` has found, if that was asked already.
+        trainer: of a fit.
+        buffers: copies of the module's buffers at the begin of a window, whose batches may change them; None otherwise.
+        objects: result of `metric_objects`, if available.
     """
 
     def __init__(
-        self, t: Trainer, buffers: dict[str, Tensor] | None = None, objects: dict[str, Any] | None = None
+        self, trainer: Trainer, buffers: dict[str, Tensor] | None = None, objects: dict[str, Any] | None = None
     ) -> None:  # fmt: skip
         self.of_window = buffers is not None
         self.buffers = buffers or {}
-        self._random, self._own = RandomState(), states_of_generators(t.own_generators)
-        metrics = t.train_logbook.metrics
+        self._random, self._own = RandomState(), states_of_generators(trainer.own_generators)
+        metrics = trainer.train_logbook.metrics
         self._sums, self._shared = metrics.sums(), metrics.shared if metrics.counts_shared else {}
-        objects = metric_objects(t.module) if objects is None else objects
+        objects = metric_objects(trainer.module) if objects is None else objects
         self._objects = {name: states_of(metric) for name, metric in objects.items()}
-        self._logged = _logged_objects(t, objects) if objects else {}
-        self._position = t.train_feed.state_dict()
-        self._latest = t.train_logbook.metrics.latest()
+        self._logged = _logged_objects(trainer, objects) if objects else {}
+        self._position = trainer.train_feed.state_dict()
+        self._latest = trainer.train_logbook.metrics.latest()
 
-    def put_back_buffers(self, module: nn.Module) -> None:
-        """Let the module's buffers be what they were when a window began."""
+    def restore_buffers(self, module: nn.Module) -> None:
+        """Restore the module's buffers from the begin of the window.
+
+        Args:
+            module: changed in place.
+        """
         live = dict(module.named_buffers())
         for name, copy in self.buffers.items():
             live[name].copy_(copy)
 
-    def word(self) -> dict[str, Any]:
-        """Return what `of_word` needs: in a form that is pickled quickly, with the values of the newest step."""
+    def record(self) -> dict[str, Any]:
+        """Return the state in a form that is pickled fast, for the records in shared memory; see `from_record`."""
         return {
             "random": self._random.packed(),
             "own": self._own,
@@ -66,7 +70,7 @@ class RankState:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data and tensors."""
+        """Return the state as plain data and tensors, for checkpoints."""
         return {
             "random": self._random.state_dict(),
             "own": self._own,
@@ -80,66 +84,78 @@ class RankState:
 
 @final
 class LoggedMark:
-    """Sums, metric objects and buffers before a batch, to return to if its gradient is dropped: it is trained again.
+    """Snapshot of metric sums, metric objects and buffers before a batch whose gradient may be dropped.
 
     Args:
-        t: the trainer.
+        trainer: of a fit.
     """
 
-    def __init__(self, t: Trainer) -> None:
-        self._t = t
-        self._values = t.logbook.metrics.mark()
-        self._objects = [(metric, states_of(metric)) for metric in metric_objects(t.module).values()]
-        self._buffers = [(buffer, buffer.clone()) for buffer in t.module.buffers()]
-        self._batches, self._samples = t.logbook.batches, t.recorder.samples
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._values = trainer.logbook.metrics.mark()
+        self._objects = [(metric, states_of(metric)) for metric in metric_objects(trainer.module).values()]
+        self._buffers = [(buffer, buffer.clone()) for buffer in trainer.module.buffers()]
+        self._batches, self._samples = trainer.logbook.batches, trainer.recorder.samples
 
     def restore(self) -> None:
-        """Let all be as it was."""
-        t = self._t
-        t.logbook.metrics.rewind(self._values)
+        """Restore the state from before the batch, which will be trained again."""
+        trainer = self._trainer
+        trainer.logbook.metrics.rewind(self._values)
         for metric, states in self._objects:
             set_states(metric, states)
         for buffer, before in self._buffers:
             buffer.copy_(before)
-        t.logbook.batches, t.recorder.samples = self._batches, self._samples
+        trainer.logbook.batches, trainer.recorder.samples = self._batches, self._samples
 
 
-def of_word(word: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a `word`, with the values of the newest step."""
-    return {**word, "random": RandomState.unpacked(word["random"]).state_dict()}
+def from_record(record: dict[str, Any]) -> dict[str, Any]:
+    """Convert a result of `RankState.record` to that of `state_dict`.
+
+    Args:
+        record: of a rank.
+    """
+    return {**record, "random": RandomState.unpacked(record["random"]).state_dict()}
 
 
-def take_up_buffers(module: nn.Module, packed: tuple[tuple[str, ...], bytes] | None) -> None:
-    """Let a module's buffers be what `BufferCopies.packed` was taken of."""
+def load_buffers(module: nn.Module, packed: tuple[tuple[str, ...], bytes] | None) -> None:
+    """Write packed buffers to a module.
+
+    Args:
+        module: changed in place.
+        packed: result of `BufferCopies.packed`.
+    """
     if packed is None:
         return
     names, data = packed
     live = dict(module.named_buffers())
-    found = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    for name, part in zip(names, found.split([live[name].nbytes for name in names]), strict=True):
+    values = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    for name, part in zip(names, values.split([live[name].nbytes for name in names]), strict=True):
         buffer = live[name]
-        buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))  # a copy is aligned
+        buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))  # clone: a view of another dtype is aligned
 
 
-def go_on_from(t: Trainer, ranks: list[dict[str, Any]], *, own: int | None) -> None:
-    """Take over what ranks have left; the random numbers aside.
+def restore_rank_states(trainer: Trainer, ranks: list[dict[str, Any]], *, rank: int | None) -> None:
+    """Restore metric sums, metric objects, buffers and stream positions of ranks, without random states.
 
-    With `own`, this rank goes on from the one of that number. Without, sums that belong together go to the main rank,
-    and places in streams are lost.
+    Args:
+        trainer: of a fit.
+        ranks: `state_dict` of each rank of the earlier run.
+        rank: index of this rank's state; None if the ranks have changed: the main rank then merges the sums of all
+            ranks, and stream positions are lost.
     """
-    same = own is not None
-    mine = [ranks[own]] if own is not None else ranks if t.world.main_rank else []
-    sums = t.train_logbook.metrics
+    same = rank is not None
+    states = [ranks[rank]] if rank is not None else ranks if trainer.world.main_rank else []
+    sums = trainer.train_logbook.metrics
     sums.forget_epoch()
-    for saved in mine:
+    for saved in states:
         sums.add_sums(saved["sums"])
-    if mine:
-        latest = [saved.get("latest", {}) for saved in mine]
+    if states:
+        latest = [saved.get("latest", {}) for saved in states]
         sums.set_latest(latest[0] if same else join_latest(latest))
-        # Else it would count as one that had no batch, and what was logged in this step would be left out.
-        steps = [step for one in latest for _, step, *_ in one.values()]
-        t.train_logbook.step = max(steps, default=t.train_logbook.step)
-    objects = metric_objects(t.module)
+        # Without this step the rank would count as a rank without a batch, and its values would be skipped.
+        steps = [step for values in latest for _, step, *_ in values.values()]
+        trainer.train_logbook.step = max(steps, default=trainer.train_logbook.step)
+    objects = metric_objects(trainer.module)
     for metric in objects.values():
         metric.reset()
     for name, (attribute, kind) in ranks[0]["logged"].items() if ranks else ():
@@ -147,28 +163,28 @@ def go_on_from(t: Trainer, ranks: list[dict[str, Any]], *, own: int | None) -> N
             sums.series[name] = Series.of_kind(tuple(kind))
             sums.objects[name] = (objects[attribute], sums.series[name])
     for name, metric in objects.items():
-        found = [saved["objects"][name] for saved in mine if name in saved["objects"]]
-        if found:
-            set_states(metric, found[0])
-        for other in found[1:]:
+        saved_states = [saved["objects"][name] for saved in states if name in saved["objects"]]
+        if saved_states:
+            set_states(metric, saved_states[0])
+        for other in saved_states[1:]:
             incoming = metric.clone()
             set_states(incoming, other)
             metric.merge_state(incoming)
     if same:
-        take_up_buffers(t.module, mine[0].get("buffers"))
-    if same and mine[0]["position"] is not None:
-        t.train_feed.load_state_dict(mine[0]["position"])
+        load_buffers(trainer.module, states[0].get("buffers"))
+    if same and states[0]["position"] is not None:
+        trainer.train_feed.load_state_dict(states[0]["position"])
 
 
-def _logged_objects(t: Trainer, objects: dict[str, Any]) -> dict[str, Any]:
-    """Return under which names metric objects were logged in this epoch: (attribute, kind of the series)."""
-    names = {id(one): name for name, one in objects.items()}
-    logged = t.train_logbook.metrics.objects.items()
-    return {name: [names[id(one)], list(series.kind())] for name, (one, series) in logged if id(one) in names}
+def _logged_objects(trainer: Trainer, objects: dict[str, Any]) -> dict[str, Any]:
+    """Return the metric objects logged in this epoch, by logged name: (attribute, kind of the series)."""
+    names = {id(metric): name for name, metric in objects.items()}
+    logged = trainer.train_logbook.metrics.objects.items()
+    return {name: [names[id(metric)], list(series.kind())] for name, (metric, series) in logged if id(metric) in names}
 
 
 def _on_cpu(states: dict[str, Any]) -> dict[str, Any]:
-    """Return them where any process can read them."""
+    """Copy the states to the CPU."""
     values = {
         name: [item.cpu() for item in value] if isinstance(value, list) else value.cpu()
         for name, value in states["values"].items()
@@ -178,13 +194,13 @@ def _on_cpu(states: dict[str, Any]) -> dict[str, Any]:
 
 @final
 class BufferCopies:
-    """Room for copies of a module's persistent buffers, such as running statistics.
+    """Reusable copies of a module's persistent buffers, such as running statistics.
 
-    All are copied each time: whether one was changed isn't known, since batch normalisation doesn't count versions.
+    All buffers are copied each time: batch normalisation changes buffers without counting versions.
 
     Args:
-        module: whose.
-        before: those of the epoch before, if any.
+        module: with buffers.
+        before: copies of the previous epoch, if any.
     """
 
     def __init__(self, module: nn.Module, before: BufferCopies | None = None) -> None:
@@ -203,13 +219,13 @@ class BufferCopies:
         self._copies: dict[str, Tensor] = {}
 
     def packed(self, point: RankState | None = None) -> tuple[tuple[str, ...], bytes] | None:
-        """Return the buffers that batches have changed on this rank, in a form that is pickled quickly.
+        """Return the buffers that batches have changed on this rank, in a form that is pickled fast.
 
         Args:
-            point: as they were there, where a window began; as they are now, if not given.
+            point: use its copies, from the begin of a window; None for the present values.
 
         Returns:
-            names, and the bytes of their values; None if there are none.
+            Names, and the bytes of the values; None if no buffer has changed.
         """
         kept = point.buffers if point is not None and point.of_window else {}
         live = {
@@ -223,7 +239,7 @@ class BufferCopies:
         return tuple(live), b"".join(part.numpy().tobytes() for part in values)
 
     def take(self) -> dict[str, Tensor]:
-        """Return what the buffers are now, in the place of what was returned before."""
+        """Copy the present values of all buffers; overwrites the copies of the last call."""
         live = {name: buffer.detach() for name, buffers, key, _ in self._where if (buffer := buffers[key]) is not None}
         if {n: b.shape for n, b in live.items()} != {n: copy.shape for n, copy in self._copies.items()}:
             self._copies = {name: buffer.clone() for name, buffer in live.items()}

@@ -1,4 +1,4 @@
-"""Reads a state, or a module, from a checkpoint."""
+"""Loads a state or a module from a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,21 +26,24 @@ def load(
     *,
     verified: bool = False,
 ) -> dict[str, Any]:
-    """Read a checkpoint, from however many ranks and whatever strategy; nothing in the files is executed.
+    """Load a checkpoint of any number of ranks and any strategy; the files are never executed.
 
     Args:
-        path: the folder.
+        path: folder of the checkpoint.
         map_location: device of the tensors.
-        sharded: parameters by name that this rank has a shard of only; whatever is kept for them (weights, moments,
-            averages) is read as the same shard.
-        verified: somebody has called `verify` just now.
+        sharded: sharded parameters by name; all tensors saved for them (weights, moments, averages) are loaded as the
+            same shards.
+        verified: skip the verification of checksums, which the caller has just done.
+
+    Returns:
+        The saved state.
 
     Raises:
-        CheckpointError: it isn't complete, is damaged, or was written by a newer format.
+        CheckpointError: the checkpoint is incomplete or damaged, or has a newer format.
     """
     path = as_path(path)
     manifest = read_manifest(path) if verified else verify(path)
-    for name, listed in manifest["files"].items():  # also what was verified by another process, some time ago
+    for name, listed in manifest["files"].items():  # also if verified, which may be some time ago in another process
         check_size(path, name, listed)
     index = parse(read_listed(path, INDEX, manifest), manifest["files"], path / INDEX)
     rest = deserialized(read_listed(path, STATE, manifest), path / STATE)
@@ -57,10 +60,14 @@ def load(
 
 
 def weights_of(state: Mapping[str, Any], path: Place) -> dict[str, Tensor]:
-    """Return the module's weights from a state that was loaded.
+    """Return the module's weights in a loaded state.
+
+    Args:
+        state: result of `load`.
+        path: of the checkpoint, for the message.
 
     Raises:
-        CheckpointError: there are none: it isn't a trainer's checkpoint.
+        CheckpointError: the state has no weights, so it was not saved by a trainer.
     """
     try:
         weights: dict[str, Tensor] = dict(state["strategy"]["module"])
@@ -70,10 +77,17 @@ def weights_of(state: Mapping[str, Any], path: Place) -> dict[str, Tensor]:
 
 
 def load_module(cls: type[T], path: Place, map_location: Any, strict: bool, override: Mapping[str, Any]) -> T:
-    """Make an instance of `cls` with the hyperparameters of a checkpoint, and load its weights.
+    """Create a module with the hyperparameters of a checkpoint, and load its weights.
+
+    Args:
+        cls: class of the module.
+        path: folder of the checkpoint.
+        map_location: device of the module; None for the CPU.
+        strict: see `Module.load_state_dict`.
+        override: arguments of `cls` that replace those of the checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint lacks an argument that `cls` needs.
+        CheckpointError: the checkpoint lacks a required argument of `cls`.
     """
     state = load(path, map_location or "cpu")
     parameters = inspect.signature(cls.__init__).parameters
@@ -90,12 +104,12 @@ def load_module(cls: type[T], path: Place, map_location: Any, strict: bool, over
     ]
     if needed:
         raise CheckpointError(
-            f"{cls.__name__} needs {', '.join(needed)}, which the checkpoint doesn't hold: give it to "
+            f"{cls.__name__} needs {', '.join(needed)}, which the checkpoint doesn't hold: pass it to "
             "load_from_checkpoint, or call self.save_hyperparameters() in __init__ (secrets are never saved)"
         )
     if hidden := hidden & parameters.keys():
         warnings.warn(
-            f"{cls.__name__}: no secret is saved in a checkpoint, so {', '.join(sorted(hidden))} has its default; give "
+            f"{cls.__name__}: no secret is saved in a checkpoint, so {', '.join(sorted(hidden))} has its default; pass "
             "it to load_from_checkpoint",
             stacklevel=4,
         )

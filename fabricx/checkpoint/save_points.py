@@ -1,7 +1,7 @@
-"""Moments of a run at which all ranks can write one checkpoint.
+"""Synchronisation of ranks for checkpoints that users' hooks write.
 
-A rank without a sample of a batch has none of its hooks. It waits until those that have one have called theirs, and
-takes part in the checkpoints that these write.
+A rank without a sample of a batch does not call the hooks of that batch. It waits until the other ranks have called
+their hooks, and takes part in the checkpoints that these write.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from fabricx.consistency.hook_effects import take
+from fabricx.consistency.hook_effects import apply_changes
 from fabricx.core.state import Phase
 from fabricx.distributed.generations import membership
 from fabricx.errors import RanksApart, RanksDisagree
@@ -19,59 +19,63 @@ from fabricx.errors import RanksApart, RanksDisagree
 if TYPE_CHECKING:
     from fabricx.trainer.trainer import Trainer
 
-ALL_CALL_S: Final = 60.0  # ranks are together, so the others call it as soon as they have come as far
+ALL_CALL_S: Final = 60.0  # in lockstep, the other ranks call it as soon as they reach the same hook
 LOOK_S: Final = 0.02
-FOLLOW_S: Final = 0.002  # as long as an epoch's last batch at most is lengthened by this
+FOLLOW_S: Final = 0.002  # the last batch of an epoch takes at most this much longer
 
 
-def check_savable(t: Trainer, *, weights_only: bool) -> None:
-    """Refuse a checkpoint from which the run would not go on as if nothing had happened.
+def check_savable(trainer: Trainer, *, weights_only: bool) -> None:
+    """Refuse a checkpoint from which the run could not resume exactly.
+
+    Args:
+        trainer: of the run.
+        weights_only: as in `save_checkpoint`.
 
     Raises:
-        RanksApart: each rank goes at its own pace now.
-        RuntimeError: a training step is going on, training has not begun, or another checkpoint is being collected.
+        RanksApart: ranks work at their own pace at present.
+        RuntimeError: a training step is running, training has not begun, or another checkpoint is being collected.
     """
-    if t.collecting:
+    if trainer.collecting:
         raise RuntimeError("save_checkpoint is called within on_save_checkpoint, for the checkpoint that calls it")
-    if t.apart:
+    if trainer.apart:
         raise RanksApart(
-            "save_checkpoint: each rank takes its batches at its own pace here, and a checkpoint is of all ranks. Save "
+            "save_checkpoint: each rank works at its own pace, and a checkpoint needs all ranks. Save "
             "in on_train_epoch_end or on_validation_end, or let ModelCheckpoint(every_n_train_steps=...) do it: all "
             "ranks meet for that"
         )
-    if t.state.phase is Phase.IDLE and t.agreement is not None:
+    if trainer.state.phase is Phase.IDLE and trainer.agreement is not None:
         raise RuntimeError(
-            "save_checkpoint: training has not begun, so that weights and position may still be those of another run: "
+            "save_checkpoint: training has not begun, so weights and position may still be those of another run: "
             "save in on_train_start"
         )
-    if t.in_step and t.idle_ranks:
+    if trainer.in_step and trainer.idle_ranks:
         raise RuntimeError(
-            "save_checkpoint: a training step is going on, and some ranks have no sample of this batch, so that they "
-            "don't come here. Save in on_train_batch_end"
+            "save_checkpoint: a training step is running, and some ranks have no sample of this batch, so they "
+            "don't call it. Save in on_train_batch_end"
         )
-    if t.in_step and not weights_only:
+    if trainer.in_step and not weights_only:
         raise RuntimeError(
-            "save_checkpoint: a training step is going on, so that weights, random numbers and statistics would be "
+            "save_checkpoint: a training step is running, so weights, random numbers and statistics would be "
             "newer than the position in the data. Save in on_train_batch_end, or with weights_only=True"
         )
 
 
-def meet_to_save(t: Trainer, path: Path, *, weights_only: bool, wait: bool) -> None:
-    """Wait until all ranks have called `save_checkpoint` with this path.
+def meet_to_save(trainer: Trainer, path: Path, *, weights_only: bool, wait: bool) -> None:
+    """Wait until all ranks have called `save_checkpoint` with the same arguments.
 
     Args:
-        t: the trainer.
+        trainer: of the run.
         path: of the checkpoint.
-        weights_only, wait: what `save_checkpoint` was called with, for ranks without a sample, which follow.
+        weights_only, wait: further arguments of `save_checkpoint`, which ranks without a sample copy.
 
     Raises:
-        RanksDisagree: one has not, or with another path.
+        RanksDisagree: a rank has not called it, or with other arguments.
     """
-    world = t.world
-    if world.size == 1 or world.store is None or t.state.phase is Phase.IDLE:
+    world = trainer.world
+    if world.size == 1 or world.store is None or trainer.state.phase is Phase.IDLE:
         return
-    key, call = _next_save(t), json.dumps([str(path), weights_only, wait])
-    if t.idle_ranks:
+    key, call = _next_save(trainer), json.dumps([str(path), weights_only, wait])
+    if trainer.idle_ranks:
         world.store.set(f"{key}/call", call)
     world.store.set(f"{key}/{world.rank}", call)
     deadline = time.monotonic() + ALL_CALL_S
@@ -87,22 +91,22 @@ def meet_to_save(t: Trainer, path: Path, *, weights_only: bool, wait: bool) -> N
         time.sleep(LOOK_S)
     calls = [json.loads(world.store.get(f"{key}/{rank}")) for rank in range(world.size)]
     if any(other != calls[0] for other in calls):
-        told = "; ".join(
+        listed = "; ".join(
             f"rank {rank}: {other!r}, weights_only={weights}, wait={waits}"
             for rank, (other, weights, waits) in enumerate(calls)
         )
-        raise RanksDisagree(f"save_checkpoint is called with other paths or options on other ranks: {told}")
+        raise RanksDisagree(f"save_checkpoint is called with other paths or options on other ranks: {listed}")
 
 
-def hooks_done(t: Trainer, changes: str = "", *, skip: bool = False) -> None:
-    """Let ranks without a sample of this microbatch go on: this rank has called its hooks.
+def publish_hooks_done(trainer: Trainer, changes: str = "", *, skip: bool = False) -> None:
+    """Notify ranks without a sample of this microbatch that this rank has called its hooks.
 
     Args:
-        t: the trainer.
-        changes: what they have changed; see `HookEffects`.
-        skip: the hooks want the rest of the epoch to be skipped.
+        trainer: of a fit.
+        changes: changes by the hooks; see `HookEffects`.
+        skip: the hooks request to skip the rest of the epoch.
     """
-    store, key = t.world.store, _next_hooks(t)
+    store, key = trainer.world.store, _next_hooks(trainer)
     assert store is not None
     if skip:
         store.set(f"{key}/skip", "")
@@ -110,54 +114,57 @@ def hooks_done(t: Trainer, changes: str = "", *, skip: bool = False) -> None:
         store.set(f"{key}/changes", changes)
     store.add(f"{key}/done", 1)
     if changes:
-        take(t, changes, idle=False)
+        apply_changes(trainer, changes, idle=False)
 
 
-def follow_hooks(t: Trainer) -> bool:
-    """Wait until ranks with a sample of this microbatch have called their hooks; save and change what they do.
+def follow_hooks(trainer: Trainer) -> bool:
+    """Wait until the ranks with a sample of this microbatch have called their hooks, and repeat saves and changes.
+
+    Args:
+        trainer: of a fit, on a rank without a sample.
 
     Returns:
-        whether the rest of the epoch is skipped.
+        Whether the rest of the epoch is skipped.
     """
-    world, key = t.world, _next_hooks(t)
+    world, key = trainer.world, _next_hooks(trainer)
     store = world.store
     assert store is not None
     while True:
-        # A rank is done only after its last call, so none is missed if this is asked for first.
-        done = store.add(f"{key}/done", 0) >= world.size - t.idle_ranks
-        call = f"{_key_of_save(t, _saves(t) + 1)}/call"
+        # Read `done` before `call`: a rank counts as done after its last call, so no call is missed.
+        done = store.add(f"{key}/done", 0) >= world.size - trainer.idle_ranks
+        call = f"{_key_of_save(trainer, _saves(trainer) + 1)}/call"
         if store.check([call]):
             path, weights_only, wait = json.loads(store.get(call))
-            t.save_checkpoint(path, weights_only, wait=wait)
+            trainer.save_checkpoint(path, weights_only, wait=wait)
         elif done:
             if store.check([f"{key}/changes"]):
-                take(t, store.get(f"{key}/changes").decode(), idle=True)
+                apply_changes(trainer, store.get(f"{key}/changes").decode(), idle=True)
             return store.check([f"{key}/skip"])
         else:
             membership().check(world.generation)
             time.sleep(FOLLOW_S)
 
 
-def _place(t: Trainer) -> tuple[int, ...]:
-    return t.world.generation, t.state.epoch, t.state.step, t.state.batch
+def _place(trainer: Trainer) -> tuple[int, ...]:
+    return trainer.world.generation, trainer.state.epoch, trainer.state.step, trainer.state.batch
 
 
-def _saves(t: Trainer) -> int:
-    """Return the number of the newest checkpoint of this place in the data; -1 for none."""
-    return t.saves[1] if t.saves[0] == _place(t) else -1
+def _saves(trainer: Trainer) -> int:
+    """Return the number of the newest checkpoint at this position in the data; -1 for none."""
+    return trainer.saves[1] if trainer.saves[0] == _place(trainer) else -1
 
 
-def _next_save(t: Trainer) -> str:
-    t.saves = (_place(t), _saves(t) + 1)
-    return _key_of_save(t, t.saves[1])
+def _next_save(trainer: Trainer) -> str:
+    trainer.saves = (_place(trainer), _saves(trainer) + 1)
+    return _key_of_save(trainer, trainer.saves[1])
 
 
-def _key_of_save(t: Trainer, number: int) -> str:
-    return t.world.key("save/" + "/".join(map(str, (*_place(t), number))))
+def _key_of_save(trainer: Trainer, number: int) -> str:
+    return trainer.world.key("save/" + "/".join(map(str, (*_place(trainer), number))))
 
 
-def _next_hooks(t: Trainer) -> str:
-    """Return where ranks say that they have called hooks of which others have none; each such place has a number."""
-    generation = t.world.generation
-    t.followed = (generation, t.followed[1] + 1 if t.followed[0] == generation else 0)
-    return t.world.key(f"hooks/{generation}/{t.followed[1]}")
+def _next_hooks(trainer: Trainer) -> str:
+    """Return the store key for the next hooks that some ranks don't call; such hooks are counted per generation."""
+    generation = trainer.world.generation
+    trainer.followed = (generation, trainer.followed[1] + 1 if trainer.followed[0] == generation else 0)
+    return trainer.world.key(f"hooks/{generation}/{trainer.followed[1]}")

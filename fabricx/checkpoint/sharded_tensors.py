@@ -1,7 +1,7 @@
-"""Tensors on disk: each rank writes a part, planned by torch.distributed.checkpoint, and reads the chunks it needs.
+"""Tensors on disk: each rank writes its shards, planned by torch.distributed.checkpoint, and reads the chunks it needs.
 
-A file is in the safetensors format (https://github.com/huggingface/safetensors): a header in JSON, then bytes. Unlike
-torch's own `.metadata` and `.distcp` files, nothing in it is a pickle.
+Files have the safetensors format (https://github.com/huggingface/safetensors): a header in JSON, then bytes. Unlike
+torch's `.metadata` and `.distcp` files, they contain no pickles.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from fabricx.checkpoint.direct_io import DirectFile
 from fabricx.checkpoint.files import BLOCK, member
 from fabricx.checkpoint.index import DTYPES, Chunk, Index
-from fabricx.checkpoint.storage import at_hand, is_local
+from fabricx.checkpoint.storage import is_local, local_copy
 from fabricx.distributed.world import World
 from fabricx.errors import CheckpointError
 
 
 @dataclass
 class Part:
-    """What one rank writes of a checkpoint.
+    """The part of a checkpoint that a rank writes.
 
     Attributes:
-        file: the name of its file.
-        tensors: by name in the file; copies in main memory, which training doesn't change any more.
-        index: where every tensor of all ranks will be.
+        file: name of the rank's file.
+        tensors: by name in the file; copies on the CPU, which training does not change.
+        index: chunks of all tensors of all ranks.
     """
 
     file: str
@@ -58,32 +58,31 @@ class Part:
 
 
 def plan(tensors: Mapping[str, Tensor], world: World, room: Mapping[str, Tensor] | None = None) -> Part:
-    """Decide which rank writes what, and copy this rank's part; every rank calls it.
+    """Assign tensors to ranks, and copy this rank's part to the CPU; every rank calls it.
 
-    What all ranks hold is divided among them; of a DTensor each writes its own shard.
+    Replicated tensors are distributed over the ranks; of a DTensor, each rank writes its shard.
 
     Args:
         tensors: by name.
         world: the ranks.
-        room: tensors of an earlier part that are needed no more: to copy into memory that is there already takes a
-            fraction of the time.
+        room: tensors of an earlier part that may be overwritten; reusing memory takes a fraction of the time.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(tensors), is_coordinator=world.main_rank)
-    # Each rank works out the whole plan from the same local ones, so that none has to be sent back.
-    told = world.gather_objects([_entry(item) for item in planner.create_local_plan().items])
-    plans, _ = planner.create_global_plan([SavePlan([_item(*entry) for entry in entries]) for entries in told])
+    # Each rank computes the global plan from all local plans, so no plan has to be sent back.
+    local_plans = world.gather_objects([_entry(item) for item in planner.create_local_plan().items])
+    plans, _ = planner.create_global_plan([SavePlan([_item(*entry) for entry in entries]) for entries in local_plans])
     index: Index = {}
-    for rank, one in enumerate(plans):
-        for item in one.items:
+    for rank, rank_plan in enumerate(plans):
+        for item in rank_plan.items:
             _enter(index, item, _file(rank))
-    mine = planner.finish_plan(plans[world.rank])
-    copies = {_name(item): _copy(planner.resolve_data(item), (room or {}).get(_name(item))) for item in mine.items}
+    final = planner.finish_plan(plans[world.rank])
+    copies = {_name(item): _copy(planner.resolve_data(item), (room or {}).get(_name(item))) for item in final.items}
     return Part(_file(world.rank), copies, index)
 
 
 def _entry(item: WriteItem) -> tuple[Any, ...]:
-    """Return an item of a plan as plain data, the arguments of `_item`."""
+    """Return an item of a plan as plain data: the arguments of `_item`."""
     data, index = item.tensor_data, item.index
     assert data is not None
     return (
@@ -111,7 +110,7 @@ def _file(rank: int) -> str:
 
 
 def _name(item: WriteItem) -> str:
-    """Return the name of a chunk in its file: the tensor's, with the offset behind it if it isn't all of it."""
+    """Return the name of a chunk in its file: the tensor's name, with the offset of a partial chunk."""
     data = item.tensor_data
     assert data is not None
     if data.chunk.sizes == data.size:
@@ -139,10 +138,14 @@ def _copy(tensor: Any, room: Tensor | None) -> Tensor:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Write a safetensors file, to the disk itself; returns its size and checksum.
+    """Write a safetensors file; returns its size and checksum.
 
-    Written here rather than by the library so that no second copy is made of the tensors, and the checksum is that of
-    what was given to the disk, not of what can be read back.
+    Unlike the safetensors library, this function does not copy the tensors a second time, and computes the checksum of
+    the bytes that are written, not of bytes read back.
+
+    Args:
+        path: of the file.
+        tensors: contiguous, on the CPU.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -173,7 +176,13 @@ def _blocks(head: bytes, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def read(folder: Path, index: Index, target: Callable[[str, torch.Size, torch.dtype], Tensor]) -> dict[str, Tensor]:
-    """Read all tensors, each into what `target(name, size, dtype)` returns; of a DTensor, this rank's shard."""
+    """Read all tensors; of a DTensor, this rank's shard.
+
+    Args:
+        folder: of the checkpoint.
+        index: of the tensors.
+        target: returns the tensor to write to, for a name, a size and a dtype.
+    """
     metadata = _metadata(index)
     tensors = {
         name: target(name, entry.size, entry.properties.dtype) for name, entry in metadata.state_dict_metadata.items()
@@ -197,7 +206,7 @@ def _metadata(index: Index) -> Any:
 
 
 class _Reader(StorageReader):
-    """Reads the chunks that a plan asks for."""
+    """Storage reader of torch.distributed.checkpoint for the chunks of an index."""
 
     def __init__(self, folder: Path, index: Index) -> None:
         self._folder = folder
@@ -212,7 +221,7 @@ class _Reader(StorageReader):
         for file, items in by_file.items():
             path = member(self._folder, file)
             try:
-                with at_hand(path) as here, safe_open(here, framework="pt") as opened:
+                with local_copy(path) as local, safe_open(local, framework="pt") as opened:
                     for item, chunk in items:
                         target = planner.resolve_tensor(item).detach()
                         target.copy_(_slice(opened, chunk, target.dtype, item))
@@ -224,14 +233,14 @@ class _Reader(StorageReader):
         return done
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept from one read to the next."""
+        """Do nothing: reads share no state."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata: Metadata = self._metadata
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Everything is known from the index."""
+        """Do nothing: the index is complete."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -255,5 +264,5 @@ def _slice(opened: Any, chunk: Chunk, dtype: torch.dtype, item: Any) -> Tensor:
         whole: Tensor = opened.get_tensor(chunk["name"])
         return whole
     begin_end = zip(item.storage_offsets, item.lengths, strict=True)
-    found: Tensor = part[tuple(slice(begin, begin + length) for begin, length in begin_end)]
-    return found
+    block: Tensor = part[tuple(slice(begin, begin + length) for begin, length in begin_end)]
+    return block

@@ -1,4 +1,4 @@
-"""Storage of checkpoints: a folder of this machine, or any URL that fsspec supports."""
+"""Storage of checkpoints: a local folder, or any URL that fsspec supports."""
 
 from __future__ import annotations
 
@@ -14,37 +14,48 @@ from fabricx.scratch import private_folder
 Place = str | os.PathLike[str]
 
 
-def as_path(place: Place) -> Path:
-    """Return the path of a folder or file; for a URL one of universal_pathlib's, which has the same methods.
+def as_path(location: Place) -> Path:
+    """Return a path object; for a URL a `UPath` of universal_pathlib, which has the same methods.
 
     >>> as_path("file:///tmp/saved")
     PosixPath('/tmp/saved')
     >>> as_path("memory://saved") / "last.ckpt"
     MemoryPath('/saved/last.ckpt', protocol='memory')
 
+    Args:
+        location: local path or URL.
+
     Raises:
-        ValueError: URLs of that kind aren't known, or what reads them isn't installed.
+        ValueError: the URL's scheme is unknown, or its package is not installed.
     """
-    text = str(place)
+    text = str(location)
     if "://" not in text:
         return Path(text)
     from upath import UPath
 
     try:
-        found: Any = UPath(text)
-        kind = found.fs.protocol  # here it turns out whether there is something for it
+        path: Any = UPath(text)
+        kind = path.fs.protocol  # raises if the scheme is unknown or its package is missing
     except (ImportError, ValueError) as error:
         raise ValueError(f"{text!r}: {error}") from None
-    return Path(found.path) if "file" in kind else cast(Path, found)
+    return Path(path.path) if "file" in kind else cast(Path, path)
 
 
 def is_local(path: Path) -> bool:
-    """Return whether a path is of this machine: links, renaming and fsync are to be had."""
+    """Return whether a path is local, so that it supports links, renaming and fsync.
+
+    Args:
+        path: result of `as_path`.
+    """
     return isinstance(path, Path)
 
 
 def discard(path: Path) -> None:
-    """Delete a folder with all that is in it, as far as that can be done."""
+    """Delete a folder and its content; errors are ignored.
+
+    Args:
+        path: result of `as_path`.
+    """
     if is_local(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -53,8 +64,12 @@ def discard(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def at_hand(file: Path) -> Iterator[Path]:
-    """Give a file as one of this machine, fetched if need be."""
+def local_copy(file: Path) -> Iterator[Path]:
+    """Yield a local path of a file; a remote file is downloaded to a temporary folder.
+
+    Args:
+        file: local or remote.
+    """
     if is_local(file):
         yield file
         return

@@ -12,11 +12,13 @@ PLACE: Final = "__tensor__"
 
 
 def split(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Take the tensors out of nested dicts, lists and tuples.
+    """Replace the tensors in nested dicts, lists and tuples by placeholders.
+
+    Args:
+        state: nested dicts, lists and tuples.
 
     Returns:
-        the tree with a place in the stead of each tensor, and the tensors by the path to their place: keys, joined by
-        slashes.
+        The tree with placeholders; and the tensors by path (keys joined by slashes).
 
     >>> rest, tensors = split({"step": 3, "layers": [torch.zeros(2)]})
     >>> rest, list(tensors)
@@ -29,16 +31,16 @@ def split(state: Any) -> tuple[Any, dict[str, Tensor]]:
 def _split(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         key = "/".join(path)
-        while key in tensors:  # the keys 1 and "1" of one dict
+        while key in tensors:  # a dict with the keys 1 and "1"
             key += "'"
         tensors[key] = value.detach()
         return {PLACE: key}
     before = len(tensors)
     if isinstance(value, Mapping):
-        found = {key: _split(item, (*path, escape(str(key))), tensors) for key, item in value.items()}
-        return found if len(tensors) > before or type(value) is dict else value
+        mapped = {key: _split(item, (*path, escape(str(key))), tensors) for key, item in value.items()}
+        return mapped if len(tensors) > before or type(value) is dict else value
     if isinstance(value, (list, tuple)):
-        items = [_split(item, (*path, str(place)), tensors) for place, item in enumerate(value)]
+        items = [_split(item, (*path, str(index)), tensors) for index, item in enumerate(value)]
         if type(value) is list or len(tensors) == before:
             return items if type(value) is list else value
         return tuple(items)
@@ -46,7 +48,15 @@ def _split(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any
 
 
 def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Put the tensors back to their places: the inverse of `split`."""
+    """Replace placeholders by their tensors: the inverse of `split`.
+
+    Args:
+        rest: tree with placeholders.
+        tensors: by path.
+
+    Raises:
+        KeyError: a tensor is missing.
+    """
     if isinstance(rest, dict) and set(rest) == {PLACE}:
         return tensors[rest[PLACE]]
     if type(rest) is dict:
@@ -57,12 +67,21 @@ def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def escape(key: str) -> str:
-    """Return a key as one part of a path."""
+    """Escape a key for use in a path.
+
+    Args:
+        key: any text.
+    """
     return key.replace("%", "%25").replace("/", "%2F")
 
 
 def like(sharded: Mapping[str, Tensor], map_location: Any) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
-    """Return what gives room for tensors by name, shape and dtype: a shard for what is kept for a sharded parameter."""
+    """Return a function that allocates a tensor by name, shape and dtype: a shard if it belongs to a sharded parameter.
+
+    Args:
+        sharded: sharded parameters by name.
+        map_location: device of all other tensors.
+    """
     shapes = {escape(name): tensor for name, tensor in sharded.items()}
 
     def room(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -23,50 +23,53 @@ from fabricx.errors import CheckpointError, is_full
 
 @dataclass
 class _Snapshot:
-    """One rank's part of a checkpoint, in memory; `rest` and `manifest` matter on the main rank only."""
+    """A rank's part of a checkpoint, in memory; only the main rank uses `rest` and `manifest`."""
 
     path: Path
     work: Path
     part: sharded_tensors.Part
     rest: bytes
     manifest: Mapping[str, Any]
-    copied: Any  # an event on a GPU, after which the copies are there
+    copied: Any  # event on a GPU, after which the copies are complete
 
 
-PARTS_S: Final = 3600.0  # how long the slowest rank that is alive may write
-NOTICE_S: Final = 0.05  # how soon a rank that waits for the thread notices that its generation has ended
+PARTS_S: Final = 3600.0  # maximum time of the slowest rank to write its part
+NOTICE_S: Final = 0.05  # interval at which a rank that waits for the thread checks its generation
 
 
 @dataclass
 class _Write:
-    """A checkpoint on its way to disk, shared by the thread that writes and the rank that waits."""
+    """A checkpoint that is being written, shared by the writing thread and the waiting rank."""
 
     snapshot: _Snapshot
     after: Callable[[], None] | None
     repeated: bool
     done: threading.Event = field(default_factory=threading.Event)
     committing: threading.Lock = field(default_factory=threading.Lock)
-    abandoned: bool = False  # set under the lock: no commit begins after that
+    abandoned: bool = False  # set under the lock; no commit begins afterwards
 
 
 @final
 class Writer:
-    """Writes checkpoints of all ranks, one at a time, in a thread.
+    """Writes checkpoints of all ranks in a background thread, one at a time.
 
-    A snapshot is taken while everybody waits (a copy in memory); files are written while training goes on. Ranks tell
-    the main rank through the store that their parts are on disk; it commits. No collective runs in the thread. There is
-    one for all checkpoints: a process that a loader forks in the moment in which a thread begins or ends may hang
-    (CPython 3.11 takes a lock in the child that nobody is left to give back).
+    A snapshot in memory is taken while all ranks wait; files are written while training continues. Ranks report through
+    the store to the main rank, which commits; no collective runs in the thread. A single thread writes all checkpoints:
+    a loader process that is forked while a thread starts or ends may hang, because CPython 3.11 then copies a locked
+    lock to the child.
+
+    Args:
+        world: the ranks.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._thread: threading.Thread | None = None
         self._tasks: queue.SimpleQueue[_Write | Path | None] = queue.SimpleQueue()
-        self._write: _Write | None = None  # begun last, and not waited for yet
+        self._write: _Write | None = None  # the newest write, until `finish` or `sweep`
         self._error: BaseException | None = None
         self._path = Path()
-        self._room: dict[str, torch.Tensor] = {}  # of the newest snapshot, for the next one
+        self._room: dict[str, torch.Tensor] = {}  # memory of the newest snapshot, reused by the next
         self._warned = False
         self._failed: Callable[[], None] | None = None
 
@@ -74,18 +77,18 @@ class Writer:
         self, path: Path, state: Mapping[str, Any], manifest: Mapping[str, Any],
         after: Callable[[], None] | None = None, failed: Callable[[], None] | None = None, *, repeated: bool = False,
     ) -> None:  # fmt: skip
-        """Take a snapshot, and start to write it; every rank calls this at the same moment.
+        """Take a snapshot and start to write it; every rank calls this in the same step.
 
         Args:
-            path: the folder to be.
-            state: tensors (also DTensors) and plain data; all that isn't a DTensor is the same on all ranks.
-            manifest: what a person wants to know of it.
-            after: called in the main rank's thread once the checkpoint is committed.
+            path: folder of the checkpoint.
+            state: tensors (also DTensors) and plain data; everything except DTensors is equal on all ranks.
+            manifest: information for users.
+            after: called in the main rank's thread when the checkpoint is committed.
             failed: called on every rank, in `finish`, if the disk was full.
-            repeated: a callback writes another in its place, should it be lost with a rank.
+            repeated: if this checkpoint is lost with a rank, a callback will write it again.
 
         Raises:
-            CheckpointError: something in the state is neither a tensor nor plain data, or the one before failed.
+            CheckpointError: the state contains more than tensors and plain data, or the previous write has failed.
         """
         self.finish()
         rest, tensors = tree.split(dict(state))
@@ -95,10 +98,10 @@ class Writer:
             data = files.serialized(rest)
         except CheckpointError as error:
             refused = str(error)
-        told = self._world.gather_objects((refused, str(files.folder_to_write(path))))
-        if found := [text for text, _ in told if text]:
-            raise CheckpointError(found[0])
-        work = as_path(told[0][1])
+        answers = self._world.gather_objects((refused, str(files.folder_to_write(path))))
+        if reasons := [text for text, _ in answers if text]:
+            raise CheckpointError(reasons[0])
+        work = as_path(answers[0][1])
         part = sharded_tensors.plan(tensors, self._world, self._room)
         self._room = part.tensors
         copied = None
@@ -109,36 +112,40 @@ class Writer:
         self._path, self._failed, self._warned = path, failed, False
         self._write = _Write(snapshot, after, repeated)
         if not repeated:
-            self._tell([str(path), manifest.get("step")])
+            self._publish_saving([str(path), manifest.get("step")])
         self._tasks.put(self._write)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="fabricx-checkpoint", daemon=True)
             self._thread.start()
 
     def poll(self) -> None:
-        """Raise what went wrong in the background, as soon as that is known; costs nothing while nothing is written."""
+        """Raise an error of the background write as soon as it is known; takes no time while nothing is written.
+
+        Raises:
+            CheckpointError: the write has failed, and not because of a full disk.
+        """
         if self._write is not None and self._error is not None and self._write.done.is_set():
             self._raise_unless_full(self._error)
 
     def busy(self) -> bool:
-        """Return whether the latest checkpoint is still being written on any rank; every rank asks at the same moment.
+        """Return whether any rank is still writing the latest checkpoint; every rank calls it in the same step.
 
-        Ranks wait for each other in the store where a checkpoint is committed, and that may be out of reach.
+        It asks by a collective, because the place where ranks report may be out of reach.
         """
         if self._write is None:
             return False
-        own = torch.tensor(float(not self._write.done.is_set()), device=self._world.device)
-        return bool(self._world.all_reduce(own, "max"))
+        unfinished = torch.tensor(float(not self._write.done.is_set()), device=self._world.device)
+        return bool(self._world.all_reduce(unfinished, "max"))
 
     def finish(self) -> bool:
-        """Wait until nothing is being written; every rank calls this at the same moment.
+        """Wait until the write has ended; every rank calls this in the same step.
 
         Returns:
-            whether the latest checkpoint is there; False where the disk was full.
+            Whether the latest checkpoint is complete; False if the disk was full.
 
         Raises:
-            CheckpointError: it couldn't be written for another reason than a full disk.
-            Broken: another rank died meanwhile, so that its part will never be written.
+            CheckpointError: the write has failed for another reason than a full disk.
+            PeerLost: another rank has died, so its part will never be written.
         """
         write = self._write
         if write is None:
@@ -146,28 +153,28 @@ class Writer:
         while not write.done.wait(NOTICE_S):
             membership().check(self._world.generation)
         error, self._error = self._error, None
-        told = self._world.broadcast_object(None if error is None else _told(error))
-        self._write = None  # not before all know of it: the main rank may have died, and left the folder
+        reason = self._world.broadcast_object(None if error is None else _describe_error(error))
+        self._write = None  # after the broadcast: the main rank may die first, and leave the working folder to sweep
         if not write.repeated:
-            self._tell(None)
-        if told is None:
+            self._publish_saving(None)
+        if reason is None:
             return True
-        self._raise_unless_full(error if error is not None and self._world.size == 1 else OSError(*told))
+        self._raise_unless_full(error if error is not None and self._world.size == 1 else OSError(*reason))
         if self._failed is not None:
             self._failed()
         return False
 
     def close(self) -> None:
-        """Wait for this rank's own part; after an error, when other ranks may be gone."""
+        """Wait for this rank's part, but not long if there are other ranks; called after an error, too."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._tasks.put(None)
             thread.join(timeout=30.0 if self._world.size == 1 else 1.0)
 
     def abandon(self) -> None:
-        """Give up what is being written, without waiting for the disk: another rank is gone.
+        """Abandon the write without waiting for the disk, because another rank has died.
 
-        From now on this rank commits nothing. `sweep` is to follow once all other ranks have given up, too.
+        This rank commits nothing afterwards. Call `sweep` when all other ranks have abandoned the write, too.
         """
         if self._write is not None:
             with self._write.committing:
@@ -175,7 +182,7 @@ class Writer:
 
     @property
     def given_up(self) -> Path | None:
-        """Return the path of a checkpoint that was given up and is not there, unless a callback writes it again."""
+        """Return the path of an abandoned checkpoint that does not exist and that no callback will write again."""
         write = self._write
         if write is None or write.repeated or not write.abandoned:
             return None
@@ -184,14 +191,14 @@ class Writer:
         return None if committed else path
 
     def sweep(self) -> None:
-        """Let the thread delete what was abandoned, as soon as the disk lets it, and end."""
+        """Make the thread delete the working folder of an abandoned write and end, without waiting for it."""
         if self._write is not None:
             self._tasks.put(self._write.snapshot.work)
         self._tasks.put(None)
         self._thread = self._write = None
 
-    def _tell(self, saving: list[Any] | None) -> None:
-        """Let the supervisor know which checkpoint is lost if all workers end now; of one that is repeated, none is."""
+    def _publish_saving(self, saving: list[Any] | None) -> None:
+        """Publish in the store which checkpoint is lost if all workers end now; not for repeated writes."""
         if self._world.main_rank and self._world.store is not None and self._world.size > 1:
             self._world.store.set(SAVING, json.dumps(saving))
 
@@ -224,7 +231,7 @@ class Writer:
         try:
             if snapshot.copied is not None:
                 snapshot.copied.synchronize()
-            if write.abandoned:  # before its turn came
+            if write.abandoned:  # before the thread has begun it
                 return
             snapshot.work.mkdir(parents=True, exist_ok=True)
             file = snapshot.part.file
@@ -242,7 +249,7 @@ class Writer:
                 self._commit(write, everything)
         except Exception as error:
             self._error = self._error or error
-        if self._error is not None and not write.abandoned:  # else other ranks may still write there
+        if self._error is not None and not write.abandoned:  # if abandoned, other ranks may still write to the folder
             discard(snapshot.work)
 
     def _commit(self, write: _Write, everything: dict[str, Any]) -> None:
@@ -256,7 +263,7 @@ class Writer:
             write.after()
 
     def _wait(self, store: Any, keys: list[str], write: _Write) -> None:
-        """Wait until all ranks have said that their parts are written, or one is gone; others use the store, too."""
+        """Wait for the reports of all ranks by polling, since other threads use the store, too."""
         deadline = time.monotonic() + PARTS_S
         while not store.check(keys):
             membership().check(self._world.generation)
@@ -265,34 +272,46 @@ class Writer:
             time.sleep(0.005)
 
     def _gather(self, write: _Write, written: dict[str, Any]) -> dict[str, Any]:
-        """Bring the ranks' sizes and checksums to the main rank, or their errors."""
+        """Gather sizes and checksums of all parts on the main rank, or raise the error of a rank."""
         if self._world.size == 1 or self._world.store is None:
             return written
         store = self._world.store
         keys = [self._world.key(f"checkpoint/{write.snapshot.work.name}/{rank}") for rank in range(self._world.size)]
         error = self._error
-        told = {"written": written} if error is None else {"error": _told(error)}
-        store.set(keys[self._world.rank], json.dumps(told))
+        report = {"written": written} if error is None else {"error": _describe_error(error)}
+        store.set(keys[self._world.rank], json.dumps(report))
         everything: dict[str, Any] = {}
         if self._world.main_rank:
             self._wait(store, keys, write)
-            for rank, found in enumerate(json.loads(store.get(key)) for key in keys):
-                if "error" in found:
-                    number, text = found["error"]
+            for rank, received in enumerate(json.loads(store.get(key)) for key in keys):
+                if "error" in received:
+                    number, text = received["error"]
                     raise OSError(number, f"rank {rank}: {text}")
-                everything |= found["written"]
+                everything |= received["written"]
         return everything
 
 
-def _told(error: BaseException) -> tuple[int | None, str]:
-    """Return an error as another rank can be told of it, with the file's name."""
+def _describe_error(error: BaseException) -> tuple[int | None, str]:
+    """Return an error as (errno, text with the file name), to send to another rank."""
     if isinstance(error, OSError) and error.strerror:
         return error.errno, f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return None, str(error)
 
 
 def save(path: Place, state: Mapping[str, Any], manifest: Mapping[str, Any], world: World | None = None) -> Path:
-    """Write a checkpoint, and return when it is there; see `Writer.begin`."""
+    """Write a checkpoint and wait until it is complete.
+
+    Args:
+        path: folder of the checkpoint.
+        state, manifest: see `Writer.begin`.
+        world: the ranks; None for this process only.
+
+    Returns:
+        The path.
+
+    Raises:
+        CheckpointError: the checkpoint could not be written.
+    """
     writer = Writer(world or World())
     path = as_path(path)
     writer.begin(path, state, manifest)

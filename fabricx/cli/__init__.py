@@ -1,1 +1,1 @@
-"""The command `fabricx` and Hydra."""
+"""The command `fabricx`, and its integration with Hydra."""

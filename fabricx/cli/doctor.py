@@ -1,4 +1,4 @@
-"""A report of the machine for bug reports: versions, cores, devices, backends, a test of two ranks."""
+"""Report on the machine for bug reports: versions, cores, devices, backends, and a test of two ranks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ def _sum_of_ranks(world: World) -> float:
 
 
 def examine() -> int:
-    """Print what there is; returns 0 if two ranks could talk, else 1."""
+    """Print the report.
+
+    Returns:
+        exit status: 0 if two ranks could communicate, else 1.
+    """
     for name, version in versions().items():
         print(f"{name:<20} {version or 'not installed'}")
     print(f"{'cores':<20} {len(os.sched_getaffinity(0))}, torch uses {torch.get_num_threads()} threads")
     print(f"{'accelerators':<20} {', '.join(_accelerators()) or 'none'}")
     backends = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
-    print(f"{'backends':<20} {', '.join(name for name, there in backends.items() if there()) or 'none'}")
-    place = detect()
-    print(f"{'started by':<20} {'a person' if place is None else f'a launcher, as rank {place.rank} of {place.size}'}")
+    print(f"{'backends':<20} {', '.join(name for name, available in backends.items() if available()) or 'none'}")
+    world = detect()
+    print(f"{'started by':<20} {'a user' if world is None else f'a launcher, as rank {world.rank} of {world.size}'}")
     began = time.perf_counter()
     try:
         sums = run_workers(_sum_of_ranks, (), size=2)
@@ -36,11 +40,11 @@ def examine() -> int:
         print(f"{'two ranks':<20} FAILED: {error}")
         return 1
     works = sums == [3.0, 3.0]
-    took = f"all-reduce works ({time.perf_counter() - began:.1f} s with starting two processes)"
-    print(f"{'two ranks':<20} {took if works else f'WRONG: 1 + 2 gave {sums}'}")
+    success = f"all-reduce works ({time.perf_counter() - began:.1f} s, including the start of two processes)"
+    print(f"{'two ranks':<20} {success if works else f'WRONG: the sum of 1 and 2 is {sums}'}")
     return 0 if works else 1
 
 
 def _accelerators() -> list[str]:
-    found = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    return [*found, *(["mps"] if torch.backends.mps.is_available() else [])]
+    devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return [*devices, *(["mps"] if torch.backends.mps.is_available() else [])]

@@ -1,4 +1,4 @@
-"""Hydra around a function: `@fx.main` for scripts, and the base of the `fabricx` command."""
+"""Run a function under Hydra: `@fx.main` for scripts, and the base of the `fabricx` command."""
 
 from __future__ import annotations
 
@@ -30,21 +30,24 @@ from fabricx.errors import FabricxError, did_you_mean
 from fabricx.redaction import masked_text, records_masked
 from fabricx.trainer import provenance
 
-HERE = "pkg://fabricx.conf"
-_SHOWING = ("--cfg", "-c", "--info", "-i", "--help", "-h")  # flags with which Hydra prints a configuration
+CONFIG_PACKAGE = "pkg://fabricx.conf"
+_DISPLAY_FLAGS = ("--cfg", "-c", "--info", "-i", "--help", "-h")  # flags with which Hydra prints a configuration
 
 
 def main(
     config_path: str | None = "conf", config_name: str = "config"
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function the main program of a script, configured on the command line.
+    """Decorate the main function of a script that is configured on the command line.
 
-    The function is given the composed configuration. fabricx's own groups can be composed from: begin the script's
-    `defaults` with `fabricx`.
+    The function receives the composed configuration. To compose with fabricx's groups, begin the `defaults` of the
+    script's configuration with `fabricx`.
 
     Args:
-        config_path: the folder of the configuration, relative to the script.
-        config_name: its main file, without `.yaml`.
+        config_path: folder of the configuration, relative to the script; None for fabricx's configuration.
+        config_name: main file of the configuration, without `.yaml`.
+
+    Returns:
+        a decorator; the decorated function has no parameters.
 
     Example::
 
@@ -69,29 +72,37 @@ def main(
 
 
 def run_app(function: Callable[..., Any], arguments: list[str], folder: str | None, name: str) -> Any:
-    """Compose, run, and end with an exit code and a message that helps if something was wrong.
+    """Compose the configuration and run a function with it; print user errors as a message without a traceback.
 
     Args:
-        function: is given the configuration.
-        arguments: of the command line, without the program.
-        folder: where the main configuration is; fabricx's own if None.
-        name: of the main configuration.
+        function: called with the configuration.
+        arguments: command line, without the program.
+        folder: folder of the main configuration; None for fabricx's configuration.
+        name: name of the main configuration.
+
+    Returns:
+        result of the function.
+
+    Raises:
+        SystemExit: with status 1 after a user error.
     """
     config.register()
     _resolvers()
     if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a console script hasn't the current folder on its path
-    arguments = _own_groups(arguments)
+        sys.path.insert(0, os.getcwd())  # not on the import path of console scripts
+    arguments = _take_config_dir(arguments)
     before = sys.argv
-    sys.argv = [before[0], *_flags_first(_opened(arguments))]
-    full = os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to us, who can say more than Hydra
-    decorated = hydra.main(version_base="1.3", config_path=folder or HERE, config_name=name)(_masking(function))
-    shows = any(argument.partition("=")[0] in _SHOWING for argument in arguments)
+    sys.argv = [before[0], *_flags_first(_choose_open_groups(arguments))]
+    full = os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # makes Hydra raise errors, which are explained below
+    decorated = hydra.main(version_base="1.3", config_path=folder or CONFIG_PACKAGE, config_name=name)(
+        _masking(function)
+    )
+    shows = any(argument.partition("=")[0] in _DISPLAY_FLAGS for argument in arguments)
     try:
         with records_masked(), contextlib.redirect_stderr(_Masking(sys.stderr)):
-            return _shown_masked(decorated) if shows else decorated()
+            return _print_masked(decorated) if shows else decorated()
     except (HydraException, OmegaConfBaseException, FabricxError, ValueError, LookupError, TypeError) as error:
-        if full != "1" or os.environ.get("FABRICX_TRACEBACK") or not _is_users(error):
+        if full != "1" or os.environ.get("FABRICX_TRACEBACK") or not _is_user_error(error):
             raise
         print(f"error: {masked_text(explain(error, name, folder, arguments))}", file=sys.stderr)
         raise SystemExit(1) from None
@@ -100,7 +111,7 @@ def run_app(function: Callable[..., Any], arguments: list[str], folder: str | No
 
 
 def _masking(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mask what Hydra has written of a run's configuration, before the run begins."""
+    """Mask secrets in the configuration files that Hydra writes, before the run begins."""
 
     @functools.wraps(function)
     def masking(cfg: DictConfig) -> Any:
@@ -114,24 +125,28 @@ def _masking(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Masking:
-    """The error stream, on which Hydra prints the overrides of a job that has failed."""
+    """Wrapper of the error stream that masks Hydra's message about a failed job, which contains its overrides."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def write(self, text: str) -> Any:
-        """Write a text, and mask it if it is Hydra's."""
+        """Write a text; Hydra's messages are masked.
+
+        Args:
+            text: the text.
+        """
         return self._stream.write(masked_text(text) if text.startswith("Error executing job") else text)
 
     def flush(self) -> None:
-        """Write what is buffered."""
+        """Flush the stream."""
         self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def _shown_masked(show: Callable[[], Any]) -> Any:
+def _print_masked(show: Callable[[], Any]) -> Any:
     shown = io.StringIO()
     try:
         with contextlib.redirect_stdout(shown):
@@ -140,8 +155,8 @@ def _shown_masked(show: Callable[[], Any]) -> Any:
         print(masked_text(shown.getvalue()), end="")
 
 
-def _is_users(error: Exception) -> bool:
-    """Return whether the message is enough: an error in somebody's own code needs its traceback."""
+def _is_user_error(error: Exception) -> bool:
+    """Return whether to print only the message; errors raised in the code of a user need a traceback."""
     if isinstance(error, (HydraException, OmegaConfBaseException, FabricxError)):
         return True
     traceback = error.__traceback__
@@ -152,30 +167,41 @@ def _is_users(error: Exception) -> bool:
 
 
 class ProjectPath(SearchPathPlugin):
-    """Where groups are looked for: a project's own first, fabricx's last."""
+    """Search path of configuration groups: the project's folder first, fabricx's folder last.
 
-    own: ClassVar[str | None] = None
+    Attributes:
+        folder: the project's folder, from `--config-dir`; None without.
+    """
+
+    folder: ClassVar[str | None] = None
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Put the project's folder before the main one, and fabricx's behind it."""
-        if self.own is not None:
-            search_path.prepend("project", f"file://{self.own}", "main")
-        search_path.append("fabricx", HERE)
+        """Prepend the project's folder and append fabricx's folder.
+
+        Args:
+            search_path: Hydra's search path, which is changed.
+        """
+        if self.folder is not None:
+            search_path.prepend("project", f"file://{self.folder}", "main")
+        search_path.append("fabricx", CONFIG_PACKAGE)
 
 
-def _own_groups(arguments: list[str]) -> list[str]:
-    """Take `--config-dir` out of the arguments: as Hydra has it, it can't replace what fabricx has too."""
+def _take_config_dir(arguments: list[str]) -> list[str]:
+    """Remove `--config-dir` from the arguments, and prepend its folder to the search path.
+
+    Hydra's handling appends the folder, so that its files could not override fabricx's files of the same name.
+    """
     kept: list[str] = []
     rest = iter(arguments)
-    ProjectPath.own = None
+    ProjectPath.folder = None
     for argument in rest:
         flag, equals, value = argument.partition("=")
         if flag in ("--config-dir", "-cd"):
-            given = Path(value if equals else next(rest, ""))
-            if not given.is_dir():
-                print(f"error: --config-dir {given}: there is no such folder", file=sys.stderr)
+            folder = Path(value if equals else next(rest, ""))
+            if not folder.is_dir():
+                print(f"error: --config-dir {folder}: the folder does not exist", file=sys.stderr)
                 raise SystemExit(1)
-            ProjectPath.own = str(given.resolve())
+            ProjectPath.folder = str(folder.resolve())
         else:
             kept.append(argument)
     if ProjectPath not in Plugins.instance().discover(SearchPathPlugin):
@@ -184,13 +210,13 @@ def _own_groups(arguments: list[str]) -> list[str]:
 
 
 def _flags_first(arguments: list[str]) -> list[str]:
-    """Let flags stand anywhere: Hydra's parser wants all overrides together, behind them."""
-    overrides = [one for one in arguments if not one.startswith("-") and ("=" in one or one.startswith("~"))]
-    return [*(one for one in arguments if one not in overrides), *overrides]
+    """Move flags before the overrides: Hydra's parser requires consecutive overrides."""
+    overrides = [arg for arg in arguments if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
+    return [*(arg for arg in arguments if arg not in overrides), *overrides]
 
 
-def _opened(arguments: list[str]) -> list[str]:
-    """Choose the open variant of a group whose class is given on the command line."""
+def _choose_open_groups(arguments: list[str]) -> list[str]:
+    """Choose the open variant of each group with a `_target_` on the command line, so that any key may be set."""
     opened = list(arguments)
     for group in config.OPEN_GROUPS:
         chosen = any(argument.startswith((f"{group}=", f"+{group}=")) for argument in arguments)
@@ -205,7 +231,7 @@ def _resolvers() -> None:
 
 
 def _stamp() -> str:
-    """Return a name for a run's folder; ranks that torchrun started beside each other agree on it."""
+    """Return a name for the run's folder; equal for the ranks that the same torchrun process started."""
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         launcher = os.getppid()
         began = (
@@ -216,35 +242,42 @@ def _stamp() -> str:
 
 
 def explain(error: Exception, name: str, folder: str | None, arguments: Sequence[str]) -> str:
-    """Return what went wrong, with the nearest right key or choice."""
+    """Return an error message with the nearest valid key or choice.
+
+    Args:
+        error: error of Hydra or of the run.
+        name: name of the main configuration.
+        folder: folder of the main configuration; None for fabricx's configuration.
+        arguments: command line, without the program.
+    """
     text = str(error).strip()
     if isinstance(error, MissingConfigException) and error.options:
         choice = str(error.missing_cfg_file).rpartition("/")[2]
         return f"{text.splitlines()[0]}.{did_you_mean(choice, error.options)}\n  known: {', '.join(error.options)}"
-    found = re.search(r"Could not override '([^']+)'", text)
-    if found is None:
+    match = re.search(r"Could not override '([^']+)'", text)
+    if match is None:
         return text
-    key = found.group(1).partition("@")[0]
-    chosen = [one for one in arguments if re.fullmatch(r"[\w/]+=[\w/]+", one)]  # groups: their keys are known then
-    known = _known_keys(name, folder, chosen) or _known_keys(name, folder, [])
-    near = did_you_mean(key, [one for one in known if not key.startswith(f"{one}.")])
+    key = match.group(1).partition("@")[0]
+    choices = [arg for arg in arguments if re.fullmatch(r"[\w/]+=[\w/]+", arg)]  # choices of groups determine the keys
+    valid = _valid_keys(name, folder, choices) or _valid_keys(name, folder, [])
+    near = did_you_mean(key, [valid_key for valid_key in valid if not key.startswith(f"{valid_key}.")])
     if not near and "." in key:
         group = key.rpartition(".")[0]
-        under = [one for one in known if one.startswith(f"{group}.")]
-        near = f"\n  known: {', '.join(under)}\n  to give one more, write +{key}=..." if under else ""
+        under = [valid_key for valid_key in valid if valid_key.startswith(f"{group}.")]
+        near = f"\n  known: {', '.join(under)}\n  to add a new key, write +{key}=..." if under else ""
     return f"there is no key {key!r} to set.{near}"
 
 
-def _known_keys(name: str, folder: str | None, chosen: list[str]) -> list[str]:
+def _valid_keys(name: str, folder: str | None, choices: list[str]) -> list[str]:
     GlobalHydra.instance().clear()
     try:
         if folder:
             with hydra.initialize_config_dir(folder, version_base="1.3"):
-                cfg = hydra.compose(name, chosen)
+                cfg = hydra.compose(name, choices)
         else:
             with hydra.initialize_config_module("fabricx.conf", version_base="1.3"):
-                cfg = hydra.compose(name, chosen)
-    except Exception:  # while explaining an error, a second one would only hide it
+                cfg = hydra.compose(name, choices)
+    except Exception:  # a second error would hide the error to be explained
         return []
     keys: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The command `fabricx`. Nothing here imports torch before a run begins."""
+"""The command `fabricx`. Importing this module does not import torch, which would delay short commands."""
 
 from __future__ import annotations
 
@@ -7,37 +7,39 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabricx.errors import FabricxError, did_you_mean
+from fabricx.errors import FabricxError, WorkerFailed, did_you_mean
 from fabricx.redaction import masked_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from fabricx.trainer.trainer import Trainer
+
 STAGES = ("fit", "validate", "test", "predict")
 COMMANDS = (*STAGES, "resume", "scale", "report", "status", "checkpoint", "doctor")
 HELP = """\
-fabricx: training for PyTorch in which the way it is distributed is one word
+fabricx: training for PyTorch, distributed by a single setting
 
-  fabricx fit          train; with nothing more, handwritten digits on one process
+  fabricx fit          train; without arguments, on handwritten digits in a single process
   fabricx validate     validate a checkpoint:  fabricx validate ckpt_path=runs/.../checkpoints/last.ckpt
   fabricx test         test a checkpoint
   fabricx predict      write a checkpoint's predictions to predictions.pt in the run's folder
-  fabricx resume       go on with a run that was stopped:  fabricx resume runs/... [trainer.max_epochs=20]
-  fabricx scale        more or fewer workers for a run that goes on:  fabricx scale runs/... 3
-  fabricx report       what a run did, as tables and as a page; of a sweep's folder, a comparison
-  fabricx status       which ranks a run has, how far they are, when they were heard of last
-  fabricx checkpoint   ls, verify, or export checkpoints to safetensors
-  fabricx doctor       what this machine has; put it into a bug report
+  fabricx resume       continue a stopped run:  fabricx resume runs/... [trainer.max_epochs=20]
+  fabricx scale        change the number of workers of a run in progress:  fabricx scale runs/... 3
+  fabricx report       report a run as tables and as an HTML page; compare the runs of a sweep's folder
+  fabricx status       print the ranks of a run, with the newest step and last heartbeat of each
+  fabricx checkpoint   list, verify, or export checkpoints to safetensors
+  fabricx doctor       print versions, devices and a communication test, for bug reports
 
 Try:
   fabricx fit strategy=ddp trainer.devices=2
   fabricx fit experiment=charlm
-  fabricx fit --help                     all groups, all keys
+  fabricx fit --help                     print all groups and keys
 """
 
 
 def main() -> None:
-    """Run the command that the first argument names."""
+    """Run the command in the first argument of the command line."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         print(HELP)
@@ -75,7 +77,7 @@ def _run(command: str, arguments: list[str]) -> None:
     from fabricx.cli.hydra_app import run_app
     from fabricx.config import plain
 
-    if "COMP_LINE" in os.environ:  # completion knows no sub-command
+    if "COMP_LINE" in os.environ:  # Hydra's completion does not support subcommands
         os.environ["COMP_LINE"] = os.environ["COMP_LINE"].replace(f" {command}", "", 1)
 
     interrupted: list[bool] = []
@@ -95,27 +97,28 @@ def _run(command: str, arguments: list[str]) -> None:
 
 
 def _resume(arguments: list[str]) -> int:
-    """Go on with a run in its own folder, from its newest checkpoint."""
+    """Continue a run in its folder from its newest checkpoint; return the exit status."""
     from fabricx.config import configuration_of
-    from fabricx.launch.run_lock import only_here
+    from fabricx.launch.run_lock import exclusive_run
     from fabricx.trainer.run_dir import checkpoints_of, newest_whole
 
     if not arguments or arguments[0].startswith("-"):
         print(
-            "fabricx resume RUN_DIR [KEY=VALUE ...]\n\ngo on with a run, from its newest checkpoint, in its own folder"
+            "fabricx resume RUN_DIR [KEY=VALUE ...]\n\n"
+            "Continue a run from its newest checkpoint, in its folder. Overrides change its configuration."
         )
         return 0 if arguments else 1
     run_dir = Path(arguments[0])
     sys.path.insert(0, os.getcwd())
     try:
-        given = configuration_of(run_dir, arguments[1:])
-        with only_here(run_dir):  # else what is found may be gone a moment later
+        config = configuration_of(run_dir, arguments[1:])
+        with exclusive_run(run_dir):  # a run in progress could delete the checkpoints that are listed next
             pass
-        kept = ((given.get("callbacks") or {}).get("model_checkpoint") or {}).get("dirpath")
-        found = checkpoints_of(run_dir, kept)
-        if not found:
-            raise ValueError(f"{run_dir} has no complete checkpoint to go on from")
-        stopped, _ = run("fit", {**given, "ckpt_path": str(newest_whole(found))}, run_dir)
+        dirpath = ((config.get("callbacks") or {}).get("model_checkpoint") or {}).get("dirpath")
+        checkpoints = checkpoints_of(run_dir, dirpath)
+        if not checkpoints:
+            raise ValueError(f"{run_dir} has no complete checkpoint to resume from; start a new run with: fabricx fit")
+        stopped, _ = run("fit", {**config, "ckpt_path": str(newest_whole(checkpoints))}, run_dir)
     except (FabricxError, ValueError, LookupError) as error:
         if os.environ.get("FABRICX_TRACEBACK"):
             raise
@@ -125,80 +128,106 @@ def _resume(arguments: list[str]) -> int:
 
 
 def _scale(arguments: list[str]) -> int:
-    """Ask a run that goes on for another number of workers."""
+    """Request a number of workers of a run in progress; return the exit status."""
     if (
         len(arguments) != 2
         or arguments[0].startswith("-")
         or not arguments[1].isascii()
         or not arguments[1].isdecimal()
     ):
-        print("fabricx scale RUN_DIR WORKERS\n\nlet a run that goes on have so many workers, from its next step on")
+        print("fabricx scale RUN_DIR WORKERS\n\nChange the number of workers of a run in progress, at its next step.")
         return 0 if arguments and arguments[0] in ("-h", "--help") else 1
-    from fabricx.launch.resize import ask
+    from fabricx.launch.resize import request_workers
 
     try:
-        ask(Path(arguments[0]), int(arguments[1]))
+        request_workers(Path(arguments[0]), int(arguments[1]))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"asked for {arguments[1]}; the run says when they train")
+    print(f"requested {arguments[1]} workers; the run prints a message when they train")
     return 0
 
 
 def _demonstration(arguments: list[str]) -> list[str]:
-    """Choose the digits where nothing is said of what to train."""
-    own = ("experiment", "+experiment", "module", "data", "--config-dir", "-cd", "--config-name", "-cn")
-    said = any(
-        argument.split("=")[0].split(".")[0] in own
+    """Return the override for the digits experiment if the arguments choose neither module, data nor experiment."""
+    keys = ("experiment", "+experiment", "module", "data", "--config-dir", "-cd", "--config-name", "-cn")
+    chosen = any(
+        argument.split("=")[0].split(".")[0] in keys
         for argument in arguments
         if "._target_" in argument or not argument.startswith(("module.", "data."))
     )
-    return [] if said else ["experiment=digits"]
+    return [] if chosen else ["experiment=digits"]
 
 
-def run(command: str, given: dict[str, Any], run_dir: Path | None = None) -> tuple[bool, float | None]:
-    """Run one stage of a configuration, in a run's folder if one is given.
+def run(command: str, config: dict[str, Any], run_dir: Path | None = None) -> tuple[bool, float | None]:
+    """Run a stage of a configuration.
+
+    Args:
+        command: "fit", "validate", "test" or "predict".
+        config: the configuration, as plain data.
+        run_dir: the run's folder; None for a new folder.
 
     Returns:
-        whether it was interrupted, and the monitored metric, for sweepers.
+        whether the run was interrupted, and the last value of the monitored metric, for sweepers.
     """
     from fabricx.config import build
 
-    if given["seed"] is not None:
+    if config["seed"] is not None:
         from fabricx.core.rng import seed_everything
 
-        seed_everything(given["seed"])
-    trainer, module, data = build(given)
+        seed_everything(config["seed"])
+    trainer, module, data = build(config)
     run_dir = trainer.run_dir = run_dir or trainer.run_dir
     assert run_dir is not None
     if command == "fit":
-        trainer.fit(module, datamodule=data, ckpt_path=given["ckpt_path"])
-        if given["test"] and not trainer.interrupted and not trainer.fast_dev_run:
-            trainer.test(datamodule=data)
+        trainer.fit(module, datamodule=data, ckpt_path=config["ckpt_path"])
+        if config["test"] and not trainer.interrupted and not trainer.fast_dev_run:
+            _test(trainer, data, run_dir)
     elif command == "predict":
         import torch
 
-        torch.save(trainer.predict(module, datamodule=data, ckpt_path=given["ckpt_path"]), run_dir / "predictions.pt")
+        torch.save(trainer.predict(module, datamodule=data, ckpt_path=config["ckpt_path"]), run_dir / "predictions.pt")
         print(f"predictions: {run_dir / 'predictions.pt'}")
     else:
-        getattr(trainer, command)(module, datamodule=data, ckpt_path=given["ckpt_path"])
+        getattr(trainer, command)(module, datamodule=data, ckpt_path=config["ckpt_path"])
     if trainer.is_global_zero and command == "fit":
-        _closing_words(trainer, run_dir)
-    value = trainer.callback_metrics.get(given["monitor"] or "")
+        _print_summary(trainer, run_dir)
+    value = trainer.callback_metrics.get(config["monitor"] or "")
     return trainer.interrupted, None if value is None else float(value)
 
 
-def _closing_words(trainer: Any, run_dir: Path) -> None:
+def _test(trainer: Trainer, data: Any, run_dir: Path) -> None:
+    """Test the trained weights.
+
+    Args:
+        trainer: the trainer, after `fit`.
+        data: the datamodule.
+        run_dir: the run's folder.
+
+    Raises:
+        WorkerFailed: a worker failed; the message contains the command that repeats the test.
+    """
+    try:
+        trainer.test(datamodule=data)
+    except WorkerFailed as error:
+        if trainer.checkpoint_callback is not None:
+            error.add_remedy(
+                f"the training is complete; to repeat the test: {_command('fabricx')} resume {os.path.relpath(run_dir)}"
+            )
+        raise
+
+
+def _print_summary(trainer: Any, run_dir: Path) -> None:
     shown = "  ".join(f"{name}={float(value):.4g}" for name, value in sorted(trainer.callback_metrics.items()))
     where = os.path.relpath(run_dir)
     print(f"\n{trainer.global_step} steps, {trainer.current_epoch} epochs: {shown}")
-    print(f"the run's folder is {where}; look at it with: {_command('tensorboard')} --logdir {Path(where).parent}")
+    print(f"run folder: {where}; to show its charts: {_command('tensorboard')} --logdir {Path(where).parent}")
     if trainer.enable_telemetry and trainer.writes:
-        print(f"where the time went: {_command('fabricx')} report {where}")
+        print(f"for a report of the time spent: {_command('fabricx')} report {where}")
 
 
 def _command(name: str) -> str:
-    """Return how a command of this environment is called from here."""
+    """Return the path of a command of this environment, or its name if the environment is activated."""
     file = Path(sys.prefix, "bin", name)
     return name if "VIRTUAL_ENV" in os.environ or not file.exists() else os.path.relpath(file)
 

@@ -1,1 +1,1 @@
-"""Checks that all ranks of a run build and change the same things."""
+"""Checks that all ranks of a run build and change the same objects."""

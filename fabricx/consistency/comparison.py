@@ -1,13 +1,14 @@
 """Compares modules, options and optimizers of all ranks before the first forward.
 
-Ranks that train different models exchange gradients of different parameters: they hang, or train something else. So a
-digest of what each rank has built is gathered at set-up; the descriptions themselves only where digests differ.
+Ranks with different models exchange gradients of different parameters: they hang, or train incorrectly. Therefore each
+rank's digest of its objects is gathered at set-up, and the descriptions are gathered only if the digests differ.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabricx.distributed.generations import membership
 from fabricx.distributed.grad_hooks import number_of_hooks
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
@@ -34,13 +36,14 @@ LIMITS: Final = (
     "max_epochs", "max_steps", "min_epochs", "min_steps", "gradient_clip_val", "gradient_clip_algorithm",
     "check_val_every_n_epoch", "log_every_n_steps",
 )  # fmt: skip
-SHOWN: Final = 12  # differences of an error
-SMALL: Final = 8  # elements of a tensor that is compared by value in words
-COMPARED: Final = 2**20  # bytes of a tensor of a checkpoint that are compared by value
+SHOWN: Final = 12  # maximum differences in an error message
+SMALL: Final = 8  # maximum elements of a tensor whose values are described
+COMPARED: Final = 2**20  # maximum bytes of a checkpoint's tensor whose values are compared
+AT_SET_UP: Final = "the ranks at set-up"
 NOTHING: Final = "nothing"
 BUILD_ALIKE: Final = (
     "build the same on all ranks, in __init__, setup, configure_model, configure_optimizers, DataLoaders and the "
-    "Trainer (weights may differ: those of rank 0 are taken; a rank's own data may differ in an IterableDataset or "
+    "Trainer (weights may differ: those of rank 0 are used; a rank's own data may differ in an IterableDataset or "
     "another iterable of batches)"
 )
 NO_CONDITION: Final = (
@@ -54,56 +57,90 @@ CHANGE_ALIKE: Final = (
 
 
 def compare(world: World, described: Mapping[str, str], when: str = "at set-up", remedy: str = BUILD_ALIKE) -> None:
-    """Refuse ranks that have built different things; every rank calls it.
+    """Raise an error if ranks have built different objects; every rank calls it.
 
     Args:
         world: the ranks.
-        described: what this rank has built: a description by name, in an order that counts.
-        when: the moment, for the message.
-        remedy: what to do, for the message.
+        described: descriptions of this rank's objects by name; their order counts.
+        when: moment of the comparison, for the message.
+        remedy: next action, for the message.
 
     Raises:
-        RanksDisagree: on every rank; the message has what differs, by rank.
+        RanksDisagree: on every rank; the message lists the differences by rank.
     """
     if world.size == 1:
         return
-    own = hashlib.blake2b(repr(list(described.items())).encode(), digest_size=16).hexdigest()
-    if len(set(world.gather_objects(own))) == 1:
+    digest = hashlib.blake2b(repr(list(described.items())).encode(), digest_size=16).hexdigest()
+    if len(set(world.gather_objects(digest))) == 1:
         return
     by_rank: list[dict[str, str]] = world.gather_objects(dict(described))
-    lines = differences(by_rank)
-    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     raise RanksDisagree(
-        f"ranks differ {when}, and would not train one model:\n  "
-        + "\n  ".join([*lines[:SHOWN], *more])
-        + f"\n  {remedy}"
+        f"ranks differ {when}, and would not train one model:\n  {_lines(differences(by_rank))}\n  {remedy}"
     )
 
 
-def share_weights(world: World, module: nn.Module) -> None:
-    """Let all ranks have the parameters and buffers of rank 0; every rank calls it.
+def _lines(lines: Sequence[str]) -> str:
+    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return "\n  ".join([*lines[:SHOWN], *more])
 
-    Ranks build layers with random numbers of their own. Tensors travel only where those of some rank are others.
+
+def compare_at_set_up(world: World, part: str, described: Mapping[str, str]) -> None:
+    """Compare the objects of all ranks at set-up; a worker that joins later compares with the ranks' set-up.
+
+    Args:
+        world: the ranks; a newcomer's world contains only itself.
+        part: name of this comparison, unique in the run.
+        described: see `compare`.
+
+    Raises:
+        RanksDisagree: on every rank, or on the newcomer; the message lists the differences.
+    """
+    if not membership().changes or world.store is None:
+        compare(world, described)
+        return
+    key = world.key(f"built/{part}")
+    if not world.newcomer:
+        if world.main_rank:  # written before `compare`, so it exists when any rank trains
+            world.store.set(key, json.dumps(dict(described)))
+        compare(world, described)
+        return
+    first = json.loads(world.store.get(key))
+    if list(first.items()) != list(described.items()):
+        raise RanksDisagree(
+            "a worker that joins the run has built other objects than its ranks at set-up:\n  "
+            + _lines(differences([first, described], [AT_SET_UP, "this worker"]))
+            + f"\n  {BUILD_ALIKE}. Until it has joined, its global_rank is its worker number, {world.rank}"
+        )
+
+
+def share_weights(world: World, module: nn.Module) -> None:
+    """Copy parameters and buffers of rank 0 to all ranks if they differ; every rank calls it.
+
+    Ranks initialise layers with their own random numbers. Tensors are sent only if the digests of ranks differ.
 
     Args:
         world: the ranks.
-        module: to be evaluated. What is sharded is one model already; what has no shape yet is left out.
+        module: to be evaluated. Sharded tensors are consistent already; lazy tensors have no values yet.
     """
     if world.size == 1:
         return
-    found = (*module.parameters(), *module.buffers())
-    tensors = [one for one in found if not nn.parameter.is_lazy(one) and not hasattr(one, "full_tensor")]
-    own = hashlib.blake2b(digest_size=16)
+    candidates = (*module.parameters(), *module.buffers())
+    tensors = [p for p in candidates if not nn.parameter.is_lazy(p) and not hasattr(p, "full_tensor")]
+    digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        own.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    if len(set(world.gather_objects(own.hexdigest()))) > 1:
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    if len(set(world.gather_objects(digest.hexdigest()))) > 1:
         with torch.no_grad():
             for tensor in tensors:
                 world.broadcast(tensor.data)
 
 
-def differences(by_rank: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return a line for each thing that ranks describe differently.
+def differences(by_rank: Sequence[Mapping[str, str]], names: Sequence[str] = ()) -> list[str]:
+    """Return a line for each object that ranks describe differently.
+
+    Args:
+        by_rank: descriptions of each rank, by name.
+        names: names of the sources of the descriptions; by default "rank 0", "rank 1", and so on.
 
     >>> differences([{"a": "1", "b": "2"}, {"a": "1"}, {"a": "1"}])
     ['b: 2 on rank 0, nothing on ranks 1, 2']
@@ -114,37 +151,45 @@ def differences(by_rank: Sequence[Mapping[str, str]]) -> list[str]:
         for rank, described in enumerate(by_rank):
             ranks.setdefault(described.get(name, NOTHING), []).append(rank)
         if len(ranks) > 1:
-            lines.append(f"{name}: " + ", ".join(f"{what} on {_ranks(those)}" for what, those in ranks.items()))
-    return lines or [f"the order: {', '.join(described)} on rank {rank}" for rank, described in enumerate(by_rank)]
+            parts = (f"{text} on {_name_ranks(members, names)}" for text, members in ranks.items())
+            lines.append(f"{name}: " + ", ".join(parts))
+    return lines or [
+        f"the order: {', '.join(described)} on {_name_ranks([rank], names)}" for rank, described in enumerate(by_rank)
+    ]
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _name_ranks(ranks: Sequence[int], names: Sequence[str]) -> str:
+    if names:
+        return ", ".join(names[rank] for rank in ranks)
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def of_module(module: nn.Module) -> dict[str, str]:
-    """Return the kinds of a module's parts, and the shapes of its parameters and buffers.
+    """Describe a module: the classes of its submodules, and the shapes of its parameters and buffers.
+
+    Args:
+        module: at any depth.
 
     >>> list(of_module(nn.Linear(2, 1)).items())[1]
     ('weight', 'parameter, shape [1, 2], float32, trained')
     """
-    found = {name or "the module": _kind(part) for name, part in module.named_modules()}
+    described = {name or "the module": _kind(part) for name, part in module.named_modules()}
     first: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         same = first.setdefault(id(parameter), name)
         trained = "trained" if parameter.requires_grad else "frozen"
         hooks = number_of_hooks(parameter)
         kind = f"parameter, {_like(parameter)}, {trained}" + (f", {hooks} gradient hooks" if hooks else "")
-        found[name] = kind if same == name else f"tied to {same}"
+        described[name] = kind if same == name else f"tied to {same}"
     for name, buffer in module.named_buffers():
-        found[name] = f"buffer, {_like(buffer)}"
-    return found
+        described[name] = f"buffer, {_like(buffer)}"
+    return described
 
 
 def _kind(part: nn.Module) -> str:
-    """Return the class of a module, with the options that torch shows of its own ones."""
-    own = type(part).__module__.startswith("torch.nn.")
-    return f"{type(part).__qualname__}({part.extra_repr() if own else ''})"
+    """Return the class of a module, with `extra_repr` for modules of torch."""
+    of_torch = type(part).__module__.startswith("torch.nn.")
+    return f"{type(part).__qualname__}({part.extra_repr() if of_torch else ''})"
 
 
 def _like(tensor: Tensor) -> str:
@@ -153,77 +198,102 @@ def _like(tensor: Tensor) -> str:
     return f"shape {list(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def of_training(t: Trainer) -> dict[str, str]:
-    """Return the options of the trainer, of the strategy, and of callbacks that all ranks need."""
-    found = {name: _plain(getattr(t, name)) for name in OPTIONS}
-    found["automatic_optimization"] = str(t.module.automatic_optimization)
-    found["strategy"] = _options(t.strategy)
-    acting = [callback for callback in t.callbacks if callback.needs_all_ranks]
-    return found | {f"callback {number}": _options(callback) for number, callback in enumerate(acting)}
+def of_training(trainer: Trainer) -> dict[str, str]:
+    """Describe the options of the trainer, of the strategy, and of callbacks that need all ranks.
+
+    Args:
+        trainer: at set-up.
+    """
+    described = {name: _plain(getattr(trainer, name)) for name in OPTIONS}
+    described["automatic_optimization"] = str(trainer.module.automatic_optimization)
+    described["strategy"] = _options(trainer.strategy)
+    acting = [callback for callback in trainer.callbacks if callback.needs_all_ranks]
+    return described | {f"callback {number}": _options(callback) for number, callback in enumerate(acting)}
 
 
 def of_data(train: Feed | None, evaluation: Sequence[Feed]) -> dict[str, str]:
-    """Return the lengths and orders of DataLoaders, which are divided over the ranks."""
-    found = {} if train is None else {"training data": train.described()}
-    return found | {f"evaluation data {number}": feed.described() for number, feed in enumerate(evaluation)}
-
-
-def _options(one: Any) -> str:
-    """Return the class of an object, and the arguments that it was made with where it keeps them as plain data."""
-    names = inspect.signature(type(one).__init__).parameters
-    values = {name: getattr(one, name) for name in names if hasattr(one, name)}
-    plain = ", ".join(f"{name}={_plain(value)}" for name, value in values.items())
-    return f"{type(one).__qualname__}({plain})"
-
-
-def of_hooks(t: Trainer, changed: Collection[str] = ()) -> dict[str, str]:
-    """Return what hooks may have changed since set-up, and have to change on all ranks.
+    """Describe lengths and orders of DataLoaders, which are divided over the ranks.
 
     Args:
-        t: the trainer.
-        changed: hyperparameters that some rank has changed just now.
+        train: feed of the training data; None for an evaluation.
+        evaluation: feeds of the evaluation data.
     """
-    found = {name: _plain(getattr(t, name)) for name in OPTIONS} | of_module(t.module) | of_data(t.train_feed, ())
-    if t.strategy.dealer is not None:  # each rank has the hyperparameters of its newest update
-        groups = of_optimizers(t.module, t.optimizers, ()) if changed else {}
-        return found | {name: value for name, value in groups.items() if name in changed}
-    # What another optimizer keeps in its groups may be measured on this rank alone.
-    known = [o for o in t.optimizers if t.strategy.traits.synchronous or type(o).__module__.startswith("torch.")]
-    # In no order of their own: that of a group's options is another after a state was loaded.
-    return found | dict(sorted(of_optimizers(t.module, known, ()).items()))
+    described = {} if train is None else {"training data": train.described()}
+    return described | {f"evaluation data {number}": feed.described() for number, feed in enumerate(evaluation)}
+
+
+def _options(plugin: Any) -> str:
+    """Return the class of a plugin, with those constructor arguments that it stores as attributes."""
+    names = inspect.signature(type(plugin).__init__).parameters
+    values = {name: getattr(plugin, name) for name in names if hasattr(plugin, name)}
+    plain = ", ".join(f"{name}={_plain(value)}" for name, value in values.items())
+    return f"{type(plugin).__qualname__}({plain})"
+
+
+def of_hooks(trainer: Trainer, changed: Collection[str] = ()) -> dict[str, str]:
+    """Describe everything that hooks may have changed since set-up and have to change on all ranks.
+
+    Args:
+        trainer: of a fit.
+        changed: hyperparameters that hooks of some rank have just changed.
+    """
+    described = (
+        {name: _plain(getattr(trainer, name)) for name in OPTIONS}
+        | of_module(trainer.module)
+        | of_data(trainer.train_feed, ())
+    )
+    if trainer.strategy.dealer is not None:  # hyperparameters of each rank's newest update may differ
+        groups = of_optimizers(trainer.module, trainer.optimizers, ()) if changed else {}
+        return described | {name: value for name, value in groups.items() if name in changed}
+    # Optimizers from other packages may store values in their groups that were measured on this rank only.
+    known = [
+        o for o in trainer.optimizers if trainer.strategy.traits.synchronous or type(o).__module__.startswith("torch.")
+    ]
+    # Sorted: loading a state changes the order of a group's options.
+    return described | dict(sorted(of_optimizers(trainer.module, known, ()).items()))
 
 
 def of_optimizers(
     module: nn.Module, optimizers: Sequence[Optimizer], schedules: Sequence[Schedule]
 ) -> dict[str, str]:  # fmt: skip
-    """Return the optimizers: their classes, parameters and hyperparameters; and their schedules."""
+    """Describe optimizers (classes, parameters and hyperparameters) and their schedulers.
+
+    Args:
+        module: owner of the parameters.
+        optimizers: of the module.
+        schedules: schedulers with their options.
+    """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    found = {}
+    described = {}
     for number, optimizer in enumerate(optimizers):
         where = f"optimizer {number}"
-        found[where] = type(optimizer).__qualname__
-        for place, group in enumerate(optimizer.param_groups):
+        described[where] = type(optimizer).__qualname__
+        for index, group in enumerate(optimizer.param_groups):
             parameters = [names.get(id(p), f"a tensor, {_like(p)}") for p in group["params"]]
             for name, value in ({**group, "params": parameters}).items():
-                found[f"{where}, group {place}, {name}"] = _plain(value)
+                described[f"{where}, group {index}, {name}"] = _plain(value)
     for number, schedule in enumerate(schedules):
         where, scheduler = f"schedule {number}", schedule.scheduler
-        found[where] = f"{type(scheduler).__qualname__} each {schedule.frequency} {schedule.interval}"
-        found[f"{where}, monitor"] = repr(schedule.monitor)
+        described[where] = f"{type(scheduler).__qualname__} each {schedule.frequency} {schedule.interval}"
+        described[f"{where}, monitor"] = repr(schedule.monitor)
         for name, value in vars(scheduler).items() if hasattr(scheduler, "__dict__") else ():
             if not name.startswith("_") and name != "optimizer":
-                found[f"{where}, {name}"] = _plain(value)
-    return found
+                described[f"{where}, {name}"] = _plain(value)
+    return described
 
 
 def of_added(added: Mapping[str, Any]) -> dict[str, str]:
-    """Return what hooks add to a checkpoint; of large tensors, and of shards, the shapes only."""
+    """Describe values that hooks add to a checkpoint; of large and sharded tensors, only dtype and shape.
+
+    Args:
+        added: values by name.
+    """
     return {name: _with_values(value) for name, value in added.items()}
 
 
 def _with_values(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_plain(key)}: {_with_values(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{_plain(key)}: {_with_values(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_with_values, value))}]"
     if not isinstance(value, Tensor) or hasattr(value, "full_tensor") or value.nbytes > COMPARED or not value.numel():
@@ -233,14 +303,14 @@ def _with_values(value: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Return a value in words that are the same on all ranks: of what isn't plain data, the class."""
+    """Return a text that is equal on all ranks for equal values; the class, for anything but plain data."""
     if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype)):
         return repr(value)
     if isinstance(value, Tensor):
         small = not value.is_meta and value.numel() <= SMALL
         return f"tensor {value.tolist()}" if small else f"tensor, {_like(value)}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_plain(key)}: {_plain(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{_plain(key)}: {_plain(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_plain, value))}]"
     return type(value).__qualname__

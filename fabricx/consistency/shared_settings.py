@@ -1,7 +1,7 @@
-"""Settings that hooks may change on all ranks together only: trained parameters, limits, clipping.
+"""Checks that hooks change these settings on all ranks together: trained parameters, limits, clipping.
 
-Ranks that train other parameters exchange other gradients: gloo ends the process, or the weights drift apart. The
-others wait for a rank that has stopped earlier.
+Ranks that train different parameters exchange different gradients: gloo ends the process, or the weights diverge. And
+if a rank stops earlier, the other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -28,116 +28,131 @@ _is_trained: Final = operator.attrgetter("requires_grad")
 Settings = tuple[list[bool], tuple[Any, ...], bool]
 
 
-def share_settings(t: Trainer) -> None:
-    """Begin to compare what hooks change, with the ranks of this generation."""
-    compares = t.world.size > 1 and t.strategy.dealer is None and t.agreement is not None
-    t.shared = SharedSettings(t) if compares else None
+def share_settings(trainer: Trainer) -> None:
+    """Start to compare settings that hooks change, with the ranks of the present generation.
+
+    Args:
+        trainer: of a fit; receives `shared`.
+    """
+    compares = trainer.world.size > 1 and trainer.strategy.dealer is None and trainer.agreement is not None
+    trainer.shared = SharedSettings(trainer) if compares else None
 
 
 @final
 class SharedSettings:
-    """Compares settings that hooks have changed on some rank with those of the others, before gradients travel.
+    """Compares settings that hooks have changed on a rank with those of all ranks, before gradients are exchanged.
 
-    All ranks check at the same places. A rank whose settings have changed writes them to the run's store, and waits
-    until each other rank has done so at the same check, or turns out to have passed that. While no rank changes
-    anything, nothing is exchanged.
+    All ranks check at the same points. A rank with changed settings writes them to the run's store, and waits until
+    each other rank has written its settings at the same check, or turns out to have passed that check. While no rank
+    changes settings, the ranks exchange nothing.
 
     Args:
-        t: the trainer; its ranks take the same steps.
+        trainer: of a fit in lockstep.
     """
 
-    def __init__(self, t: Trainer) -> None:
-        named = dict(t.module.named_parameters())
+    def __init__(self, trainer: Trainer) -> None:
+        named = dict(trainer.module.named_parameters())
         self._names, self._parameters = [*named], [*named.values()]
-        self._known = self._now(t, skips=False)
+        self._known = self._now(trainer, skips=False)
         self._checks = self._changes = 0
-        self._read: list[str] = []  # keys of the comparison before
-        self._topic = self._next_topic(t)
-        self._each = t.strategy.traits.sharded or not t.module.automatic_optimization
+        self._read: list[str] = []  # keys of the previous comparison
+        self._topic = self._next_topic(trainer)
+        self._every = trainer.strategy.traits.sharded or not trainer.module.automatic_optimization
 
-    def before_forward(self, t: Trainer, micro: Microbatch) -> None:
-        """Compare the settings before a forward, which may communicate; every rank calls it."""
-        if self._each or micro.opens or micro.closes:
-            self.check(t)
-
-    def before_backward(self, t: Trainer, micro: Microbatch) -> None:
-        """Compare the settings before gradients travel: a step may have changed them; every rank calls it."""
-        if micro.closes:
-            self.check(t)
-
-    def _next_topic(self, t: Trainer) -> Agreement:
-        return Agreement(t.world, f"settings/{self._changes}", beside=t.agreement)
-
-    def _now(self, t: Trainer, *, skips: bool) -> Settings:
-        t.strategy.settle_trained()
-        return list(map(_is_trained, self._parameters)), _limits_of(t), skips
-
-    def check(self, t: Trainer, *, skips: bool = False) -> None:
-        """Compare the settings, if some rank has changed them.
+    def before_forward(self, trainer: Trainer, micro: Microbatch) -> None:
+        """Compare the settings before a forward, which may communicate; every rank calls it.
 
         Args:
-            t: the trainer.
-            skips: `on_train_batch_start` has asked to skip the rest of the epoch.
+            trainer: of the fit.
+            micro: the microbatch.
+        """
+        if self._every or micro.opens or micro.closes:
+            self.check(trainer)
+
+    def before_backward(self, trainer: Trainer, micro: Microbatch) -> None:
+        """Compare the settings before gradients are exchanged, since a step may have changed them; every rank calls it.
+
+        Args:
+            trainer: of the fit.
+            micro: the microbatch.
+        """
+        if micro.closes:
+            self.check(trainer)
+
+    def _next_topic(self, trainer: Trainer) -> Agreement:
+        return Agreement(trainer.world, f"settings/{self._changes}", beside=trainer.agreement)
+
+    def _now(self, trainer: Trainer, *, skips: bool) -> Settings:
+        trainer.strategy.settle_trained()
+        return list(map(_is_trained, self._parameters)), _limits_of(trainer), skips
+
+    def check(self, trainer: Trainer, *, skips: bool = False) -> None:
+        """Compare the settings, if any rank has changed them.
+
+        Args:
+            trainer: of the fit.
+            skips: `on_train_batch_start` has requested to skip the rest of the epoch.
 
         Raises:
-            RanksDisagree: ranks have changed different things, or some have changed nothing.
+            RanksDisagree: ranks have made different changes, or only some ranks have made changes.
         """
         self._checks += 1
-        now, topic = self._now(t, skips=skips), self._topic
-        if now == self._known and (topic.reason is None or self._asked_ahead(t.world)):
+        now, topic = self._now(trainer, skips=skips), self._topic
+        if now == self._known and (topic.reason is None or self._requested_ahead(trainer.world)):
             topic.pass_by(self._checks)
             return
         topic.request("changed")
-        self._compare(t, now)
+        self._compare(trainer, now)
         self._known = (*now[:2], False)
-        assert t.agreement is not None
-        t.agreement.forget(topic)
-        assert t.world.store is not None
+        assert trainer.agreement is not None
+        trainer.agreement.forget(topic)
+        assert trainer.world.store is not None
         for key in self._read:
-            t.world.store.delete_key(key)
-        # All ranks will have read these before any of them comes to the end of the next comparison.
-        self._read = [self._key(t.world, t.world.rank), *topic.keys_of_mine()]
+            trainer.world.store.delete_key(key)
+        # All ranks will have read these keys before any rank ends the next comparison.
+        self._read = [self._key(trainer.world, trainer.world.rank), *topic.local_keys()]
         self._changes += 1
-        self._topic = self._next_topic(t)
+        self._topic = self._next_topic(trainer)
 
-    def _asked_ahead(self, world: World) -> bool:
-        """Return whether the ranks that have changed something did so at a later check; they may be ahead."""
-        told = [self._told(world, rank) for rank in range(world.size)]
-        return all(one is None or one[0] > self._checks for one in told)
+    def _requested_ahead(self, world: World) -> bool:
+        """Return whether all changed ranks made their changes at a later check; ranks may be ahead of this rank."""
+        reports = [self._report_of(world, rank) for rank in range(world.size)]
+        return all(report is None or report[0] > self._checks for report in reports)
 
-    def _compare(self, t: Trainer, now: Settings) -> None:
-        world = t.world
+    def _compare(self, trainer: Trainer, now: Settings) -> None:
+        world = trainer.world
         assert world.store is not None
-        world.store.set(self._key(world, world.rank), json.dumps([self._checks, self._in_words(now)]))
-        known = [0, self._in_words(self._known)]
-        found: dict[int, Any] = {}
-        while len(found) < world.size:
+        world.store.set(self._key(world, world.rank), json.dumps([self._checks, self._describe(now)]))
+        unchanged = [0, self._describe(self._known)]
+        reports: dict[int, Any] = {}
+        while len(reports) < world.size:
             for rank in range(world.size):
-                # Asked for first: a rank that has changed something never passes the check at which it says so.
+                # Read `passed` before the report: a rank with changes never passes the check at which it reports them.
                 passed = self._topic.passed_by(rank) >= self._checks
-                told = self._told(world, rank)
-                if told is not None or passed:
-                    found[rank] = told or known
+                report = self._report_of(world, rank)
+                if report is not None or passed:
+                    reports[rank] = report or unchanged
             membership().check(world.generation)
-            time.sleep(LOOK_S if len(found) < world.size else 0.0)
-        by_rank = [found[rank] for rank in range(world.size)]
-        if any(one != by_rank[0] for one in by_rank):
-            raise RanksDisagree(self._explained(t, by_rank))
+            time.sleep(LOOK_S if len(reports) < world.size else 0.0)
+        by_rank = [reports[rank] for rank in range(world.size)]
+        if any(report != by_rank[0] for report in by_rank):
+            raise RanksDisagree(self._explained(trainer, by_rank))
 
-    def _explained(self, t: Trainer, by_rank: list[Any]) -> str:
-        settings = [one[1] for one in by_rank]
-        if any(one != settings[0] for one in settings):
+    def _explained(self, trainer: Trainer, by_rank: list[Any]) -> str:
+        settings = [described for _, described in by_rank]
+        if any(described != settings[0] for described in settings):
             what = "\n  ".join(differences(settings))
         else:
             what = "the same is changed on all ranks, but not in the same batch"
         return (
-            f"step {t.state.step}: hooks have changed on some ranks what all ranks have to do alike:\n  {what}\n"
+            f"step {trainer.state.step}: hooks have changed settings on some ranks only, and all ranks must share "
+            f"them:\n  {what}\n"
             f"  change requires_grad, limits and clipping on all ranks in the same hook and batch, {NO_CONDITION}; "
-            "where a rank has no sample, in on_train_batch_start or on_train_batch_end, which that rank follows. "
-            "trainer.should_stop = True stops all ranks, on whichever it is set"
+            "where a rank has no sample, in on_train_batch_start or on_train_batch_end, whose changes that rank "
+            "copies. trainer.should_stop = True stops all ranks, on whichever it is set"
         )
 
-    def _in_words(self, settings: Settings) -> dict[str, str]:
+    def _describe(self, settings: Settings) -> dict[str, str]:
         trained, limits, skips = settings
         words = {
             name: "trained" if is_trained else "frozen"
@@ -146,7 +161,7 @@ class SharedSettings:
         words |= {name: repr(value) for name, value in zip(LIMITS, limits, strict=True)}
         return words | {SKIPS: "skips the rest of the epoch" if skips else "goes on with the epoch"}
 
-    def _told(self, world: World, rank: int) -> Any:
+    def _report_of(self, world: World, rank: int) -> Any:
         key = self._key(world, rank)
         assert world.store is not None
         return json.loads(world.store.get(key)) if world.store.check([key]) else None

@@ -13,12 +13,12 @@ from torch import Tensor
 @final
 @dataclass(frozen=True)
 class AverageRule:
-    """How an exponential moving average follows weights.
+    """Decay and schedule of an exponential moving average.
 
     Attributes:
-        decay: share of the average that stays at each step of it, from 0 to 1.
+        decay: weight of the old average in each step of the average, from 0 to 1.
         every: weight updates between two steps of the average, at least 1.
-        start: until this many weight updates the average is a copy of the weights.
+        start: number of first weight updates during which the average is a copy of the weights.
     """
 
     decay: float
@@ -27,14 +27,14 @@ class AverageRule:
 
     @torch.no_grad()
     def follow(self, averages: Sequence[Tensor], weights: Sequence[Tensor], before: int, step: int) -> int:
-        """Take the weights of an update into averages, in place.
+        """Update averages in place.
 
         Args:
             averages: in float32 or float64.
             weights: of the same shapes, in any precision.
-            before: number of the update that the averages have seen last.
-            step: number of the update that the weights are of. If it is several updates later, the decay is taken to
-                the power of the steps in between.
+            before: number of the newest update in the averages.
+            step: number of the newest update in the weights. After several updates, the decay is raised to the power
+                of the steps in between.
 
         Returns:
             steps of the average; 0 if none was due, or the weights were copied.
@@ -54,13 +54,13 @@ class AverageRule:
 
 @final
 class FlatAverage:
-    """The average that a server keeps of its part of the weights: it sees those of each update.
+    """Moving average of a server's part of the weights, which the server updates at each weight update.
 
     Args:
-        rule: how it follows the weights.
+        rule: update rule of the average.
         step: weight updates of the run so far.
         version: weight updates that the server has counted so far.
-        values: the average as it is now, flat.
+        values: present average, shape [elements].
 
     Attributes:
         updates: steps of the average since then.
@@ -72,7 +72,12 @@ class FlatAverage:
         self.updates = 0
 
     def follow(self, weights: Tensor, version: int) -> None:
-        """Take the weights after an update into the average; `version` counts updates as the server does."""
+        """Update the average.
+
+        Args:
+            weights: after an update, shape [elements].
+            version: weight updates that the server has counted.
+        """
         step = version + self._offset
         self.updates += self._rule.follow([self.values], [weights], self._step, step)
         self._step = step

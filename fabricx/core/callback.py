@@ -1,4 +1,4 @@
-"""The contract of a callback: code at each moment of a run, outside of the module."""
+"""The contract of a callback: code that runs at the hooks of a run, outside of the module."""
 
 from __future__ import annotations
 
@@ -15,50 +15,51 @@ if TYPE_CHECKING:
 
 
 class Callback(NamesChecked):
-    """Override the hooks that you need; one that nobody overrides costs nothing.
+    """Base class of callbacks; a hook that is not overridden costs nothing.
 
-    Callbacks run before the module's hook of the same name, in list order; those with `watches_metrics` (early
-    stopping, then checkpointing) run after all others and after the module, when the metrics of the epoch are complete.
+    Callbacks run before the module's hook of the same name, in list order. Callbacks with `watches_metrics` (early
+    stopping, then checkpointing) run after all other callbacks and the module, when the metrics are complete.
     """
 
     watches_metrics: ClassVar[bool] = False
-    needs_all_ranks: ClassVar[bool] = False  # does it change or join what ranks do, so that each needs it, made alike?
-    every_batch: ClassVar[bool] = False  # is on_train_batch_end for batches of which a rank has no sample, too?
-    frozen_after: float | None = None  # seconds after which the supervisor ends a worker without a sign of life
-    stuck_after: float | Literal["learned"] | None = None  # and one that has come no batch further
-    patience: float | None = None  # seconds that workers wait for who takes a dead one's place; None: all start again
-    min_ranks: int = 1  # the fewest that go on
-    copy_every_n_steps: int | None = None  # weight updates between two copies of what a rank alone holds
-    traces: bool = False  # is each span of each process to be written down?
-    max_restarts: int = 0  # how often in a row, without getting any further
+    needs_all_ranks: ClassVar[bool] = False  # whether every rank needs it with equal arguments (it affects all ranks)
+    every_batch: ClassVar[bool] = False  # whether on_train_batch_end runs also on a rank without a sample of the batch
+    frozen_after: float | None = None  # seconds without a heartbeat after which the supervisor ends a worker
+    stuck_after: float | Literal["learned"] | None = None  # seconds without a new batch after which it ends a worker
+    patience: float | None = None  # seconds that workers wait for a dead worker's replacement; None restarts all
+    min_ranks: int = 1  # fewest ranks that continue
+    copy_every_n_steps: int | None = None  # weight updates between two in-memory checkpoints of unreplicated state
+    traces: bool = False  # whether each process records all spans in a trace
+    max_restarts: int = 0  # consecutive restarts without progress
 
     @property
     def state_key(self) -> str:
-        """Return the name under which a checkpoint keeps this callback's state."""
+        """Return the key of this callback's state in checkpoints."""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of this callback, as plain data and tensors: that of rank 0."""
+        """Return the state for checkpoints as plain data and tensors; only rank 0's state is saved."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Load a result of `state_dict`."""
 
     # the run as a whole
 
     def check_fit(self, trainer: Trainer, module: Module, global_batch: int | None) -> None:
-        """Raise an error if something doesn't fit, before any process starts that trains.
+        """Raise an error if the callback doesn't support the run, before worker processes start.
 
         Args:
-            trainer, module: of the run.
-            global_batch: samples of one, 0 where it can't be divided over ranks, None where that isn't known yet.
+            trainer: of the run.
+            module: of the run.
+            global_batch: samples of a global batch; 0 if it can't be divided over ranks, None if it is unknown yet.
         """
 
     def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
-        """Called on every rank before anything else; `stage` is "fit", "validate", "test" or "predict"."""
+        """First hook of every rank; `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
-        """Called on every rank at the very end."""
+        """Last hook of every rank."""
 
     def on_fit_start(self, trainer: Trainer, module: Module) -> None:
         """The strategy has set up the model and the optimizers exist."""
@@ -67,10 +68,10 @@ class Callback(NamesChecked):
         """After `on_train_end`."""
 
     def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
-        """Something was raised, in this rank's process."""
+        """An exception was raised in this rank's process."""
 
     def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
-        """Add to a checkpoint that is about to be written: every rank is called, and what rank 0 adds is kept."""
+        """Add entries to a checkpoint before it is written; called on every rank, and rank 0's entries are saved."""
 
     def on_load_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
         """Read from a checkpoint that is being restored."""
@@ -78,27 +79,34 @@ class Callback(NamesChecked):
     # training
 
     def restarts_after(self, error: Exception, step: int) -> bool:
-        """Return whether workers that failed are to be started again from a checkpoint of `step`, -1 if there is none.
+        """Return whether failed workers are restarted; called in the supervisor.
 
-        Called in the process that supervises, which doesn't train.
+        Args:
+            error: of a worker.
+            step: weight updates of the checkpoint to resume from; -1 without a checkpoint.
         """
         return False
 
     def repeats_after(self, trainer: Trainer, error: Exception) -> bool:
-        """Return whether all ranks are to begin the step again in which this rank had an error."""
+        """Return whether all ranks repeat the step in which this rank raised an error.
+
+        Args:
+            trainer: of the run.
+            error: of this rank.
+        """
         return False
 
     def on_sanity_check_start(self, trainer: Trainer, module: Module) -> None:
-        """Before the few validation batches that are run ahead of training."""
+        """Before the validation batches that precede training."""
 
     def on_sanity_check_end(self, trainer: Trainer, module: Module) -> None:
-        """After them; metrics and random state are as if nothing had happened."""
+        """After the validation batches that precede training; metrics and random states have been restored."""
 
     def on_train_start(self, trainer: Trainer, module: Module) -> None:
         """Training begins, after the sanity check and after a checkpoint was restored."""
 
     def on_train_end(self, trainer: Trainer, module: Module) -> None:
-        """Training has ended, by its limits or because it was asked to stop."""
+        """Training has ended by its limits or by a request to stop."""
 
     def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
         """An epoch begins."""

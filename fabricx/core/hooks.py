@@ -1,4 +1,4 @@
-"""Resolves once which module and callbacks override which hook, so that unused hooks cost nothing."""
+"""Determines once which hooks the module and the callbacks override, so that unused hooks cost nothing."""
 
 from __future__ import annotations
 
@@ -27,10 +27,15 @@ MODULE_HOOKS: Final = _hooks_of(ModuleHooks) | {"setup", "teardown"}
 
 
 class Hooks:
-    """For each hook name, the functions to call: callbacks, the module, callbacks that watch metrics, checkpoints last.
+    """Functions to call for each hook: callbacks, the module, callbacks that watch metrics, then checkpoints.
 
-    Reading an attribute gives a tuple, empty where nobody overrides the hook. Callbacks' functions have the trainer
-    and the module bound already; those of the module are its bound methods.
+    Each hook name is an attribute with a tuple of functions, which is empty if the hook is not overridden. The trainer
+    and the module are bound to the functions of callbacks; functions of the module are its bound methods.
+
+    Args:
+        trainer: passed to callbacks.
+        module: the user's module.
+        callbacks: in their order of calls.
     """
 
     if TYPE_CHECKING:
@@ -40,12 +45,12 @@ class Hooks:
     def __init__(self, trainer: Trainer, module: Module, callbacks: Sequence[Callback]) -> None:
         first = [callback for callback in callbacks if not callback.watches_metrics]
         watching = [callback for callback in callbacks if callback.watches_metrics]
-        watching.sort(key=lambda callback: hasattr(callback, "best_model_path"))  # a checkpoint has what others decided
+        watching.sort(key=lambda callback: hasattr(callback, "best_model_path"))  # checkpoints save others' decisions
         for name in CALLBACK_HOOKS | MODULE_HOOKS:
             before = _bound(name, first, trainer, module)
             overridden = name in MODULE_HOOKS and overrides(module, name, ModuleHooks)
-            own = (getattr(module, name),) if overridden else ()
-            setattr(self, name, (*before, *own, *_bound(name, watching, trainer, module)))
+            of_module = (getattr(module, name),) if overridden else ()
+            setattr(self, name, (*before, *of_module, *_bound(name, watching, trainer, module)))
         self.train_batch_end_watching: Hook = _bound("on_train_batch_end", watching, trainer, module)
         self.train_batch_end_others = _without(self.on_train_batch_end, self.train_batch_end_watching)
         every = [callback for callback in first if callback.every_batch]
@@ -71,7 +76,12 @@ def _bound(name: str, callbacks: Iterable[Callback], trainer: Trainer, module: M
 
 
 def overrides(obj: object, name: str, contract: type) -> bool:
-    """Return whether `obj` has its own version of a method of `contract`.
+    """Return whether an object overrides a method of its contract.
+
+    Args:
+        obj: module or callback.
+        name: of the method.
+        contract: class with the default.
 
     >>> class Mine(Callback):
     ...     def on_fit_start(self, trainer, module): ...
@@ -79,12 +89,15 @@ def overrides(obj: object, name: str, contract: type) -> bool:
     (True, False)
     """
     if name in vars(obj):
-        return True  # put onto the object itself, as mocks are
+        return True  # an attribute of the instance, such as a mock
     return getattr(type(obj), name, None) is not getattr(contract, name, None)
 
 
 def check_hooks(obj: object) -> None:
-    """Refuse an object with an `on_...` method that no hook is called by.
+    """Refuse an object with an `on_...` method that is not a hook.
+
+    Args:
+        obj: module or callback.
 
     Raises:
         ValueError: names the method and the nearest hook.
@@ -95,12 +108,16 @@ def check_hooks(obj: object) -> None:
             if name.startswith("on_") and inspect.isfunction(value) and name not in known:
                 raise ValueError(
                     f"{cls.__name__}.{name} would never be called: there is no hook of that name."
-                    f"{did_you_mean(name, known)}\n  hooks begin with 'on_'; give a method of your own another name"
+                    f"{did_you_mean(name, known)}\n  names that begin with 'on_' are for hooks; rename other methods"
                 )
 
 
 def accepts(function: Callable[..., Any], most: int) -> int:
-    """Return how many of `most` positional arguments a step takes, so that steps may take fewer.
+    """Return how many of `most` positional arguments a step accepts, so that steps may have fewer parameters.
+
+    Args:
+        function: the step.
+        most: number of arguments that the loop can pass.
 
     >>> accepts(lambda batch: None, 3), accepts(lambda batch, *rest: None, 3)
     (1, 3)
@@ -109,3 +126,14 @@ def accepts(function: Callable[..., Any], most: int) -> int:
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return most
     return min(most, sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters))
+
+
+def call(hook: Hook, *args: Any) -> None:
+    """Call every function of a hook, in order.
+
+    Args:
+        hook: attribute of `Hooks`.
+        args: arguments of the hook.
+    """
+    for function in hook:
+        function(*args)

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class AttributeDict(dict[str, Any]):
-    """A dict whose keys are attributes too.
+    """A dict whose keys are also attributes.
 
     >>> hparams = AttributeDict(lr=0.1)
     >>> hparams.lr
@@ -22,7 +22,7 @@ class AttributeDict(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"there is no hyperparameter '{name}'; there are {sorted(self)}") from None
+            raise AttributeError(f"there is no hyperparameter '{name}'.\n  known: {sorted(self)}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -32,19 +32,19 @@ class AttributeDict(dict[str, Any]):
 
 
 class HyperParameters:
-    """Keeps the arguments that an object was made with, so that checkpoints and loggers can have them."""
+    """Records the arguments of an object's constructor for checkpoints and loggers."""
 
     @property
     def hparams(self) -> AttributeDict:
-        """Return the hyperparameters; changing them is seen by checkpoints made later."""
-        found: AttributeDict | None = self.__dict__.get("_hparams")
-        if found is None:
-            found = self.__dict__["_hparams"] = AttributeDict()
-        return found
+        """Return the hyperparameters; later checkpoints save changes of them."""
+        hparams: AttributeDict | None = self.__dict__.get("_hparams")
+        if hparams is None:
+            hparams = self.__dict__["_hparams"] = AttributeDict()
+        return hparams
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """Return a copy of the hyperparameters as they were saved."""
+        """Return a copy of the hyperparameters at the call of `save_hyperparameters`."""
         saved: AttributeDict = self.__dict__.get("_hparams_initial", AttributeDict())
         return copy.deepcopy(saved)
 
@@ -55,26 +55,31 @@ class HyperParameters:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Keep the arguments of the calling `__init__` in `self.hparams`.
+        """Save the arguments of the calling `__init__` in `self.hparams`.
 
         Args:
-            names: which arguments to keep; all by default. One dict or namespace may be given instead.
-            ignore: names to leave out, such as a network given as an argument.
-            frame: the frame whose local variables are the arguments; found when it isn't given.
-            logger: whether loggers get them.
+            names: arguments to save; all by default. Alternatively a single dict or namespace with the values.
+            ignore: names of arguments not to save, such as a network.
+            frame: frame whose local variables are the arguments; by default the caller's.
+            logger: whether loggers receive the hyperparameters.
+
+        Raises:
+            ValueError: there is no argument of such a name.
         """
         if len(names) == 1 and isinstance(names[0], (Mapping, Namespace)):
-            given = vars(names[0]) if isinstance(names[0], Namespace) else names[0]
-            found = dict(given)
+            values = vars(names[0]) if isinstance(names[0], Namespace) else names[0]
+            arguments = dict(values)
         else:
-            found = _init_arguments(frame or inspect.currentframe().f_back, type(self))  # type: ignore[union-attr]
+            arguments = _init_arguments(frame or inspect.currentframe().f_back, type(self))  # type: ignore[union-attr]
             if names:
-                unknown = [name for name in names if name not in found]
+                unknown = [name for name in names if name not in arguments]
                 if unknown:
-                    raise ValueError(f"save_hyperparameters({unknown[0]!r}): no such argument; there are {list(found)}")
-                found = {name: found[name] for name in names}
+                    raise ValueError(
+                        f"save_hyperparameters({unknown[0]!r}): there is no such argument.\n  known: {list(arguments)}"
+                    )
+                arguments = {name: arguments[name] for name in names}
         dropped = {ignore} if isinstance(ignore, str) else set(ignore)
-        kept = {name: value for name, value in found.items() if name not in dropped}
+        kept = {name: value for name, value in arguments.items() if name not in dropped}
         self.hparams.update(kept)
         self.__dict__["_hparams_initial"] = copy.deepcopy(kept) if is_plain(kept) else AttributeDict(kept)
         self.__dict__["_hparams_initial"] = AttributeDict(self.__dict__["_hparams_initial"])
@@ -82,17 +87,17 @@ class HyperParameters:
 
 
 def _init_arguments(frame: FrameType | None, cls: type) -> dict[str, Any]:
-    """Collect the arguments of every `__init__` on the way from `frame` out to the outermost one of this object."""
+    """Collect the arguments of every `__init__` of the object, from `frame` to the outermost constructor."""
     collected: dict[str, Any] = {}
     first = frame.f_locals.get("self") if frame else None
     while frame is not None and frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is first:
         info = inspect.getargvalues(frame)
-        here = {name: info.locals[name] for name in info.args[1:] if name in info.locals}
+        arguments = {name: info.locals[name] for name in info.args[1:] if name in info.locals}
         if info.keywords:
-            here.update(info.locals.get(info.keywords, {}))
-        collected = {**collected, **here}
+            arguments.update(info.locals.get(info.keywords, {}))
+        collected = {**collected, **arguments}
         frame = frame.f_back
-    # a plain function's frame (dataclass-like use): its arguments, if the names are ones of the class's __init__
+    # A function's frame (dataclass-like use): its variables with the names of parameters of the class's `__init__`.
     if not collected and frame is not None:
         known = inspect.signature(cls).parameters
         collected = {name: value for name, value in frame.f_locals.items() if name in known}
@@ -100,7 +105,11 @@ def _init_arguments(frame: FrameType | None, cls: type) -> dict[str, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value, with all that is in it, is of Python's plain types."""
+    """Return whether a value and all its elements are of Python's built-in types.
+
+    Args:
+        value: any nesting of collections.
+    """
     if isinstance(value, Mapping):
         return all(is_plain(item) for item in value.values())
     if isinstance(value, (list, tuple, set)):
@@ -109,7 +118,11 @@ def is_plain(value: Any) -> bool:
 
 
 def plain(value: Any, otherwise: Callable[[Any], Any] = str) -> Any:
-    """Return hyperparameters as data that JSON and YAML can hold; what isn't plain becomes its text, or `otherwise`.
+    """Return hyperparameters as data for JSON and YAML.
+
+    Args:
+        value: any nesting of collections.
+        otherwise: converts other values; by default to their text.
 
     >>> plain({"sizes": (1, 2), "activation": len})
     {'sizes': [1, 2], 'activation': '<built-in function len>'}

@@ -15,14 +15,14 @@ Ending = Literal["success", "failed", "interrupted"]
 
 
 class Silent:
-    """Takes any call and attribute and does nothing: what `logger.experiment` is on ranks that don't log.
+    """Accepts any call and attribute and does nothing; `logger.experiment` on ranks that don't log.
 
     >>> Silent().add_scalar("loss", 1.0).anything.at_all
     <silent>
     """
 
     def __getattr__(self, name: str) -> Silent:
-        if name.startswith("__"):  # copy and pickle ask for these and take an answer seriously
+        if name.startswith("__"):  # copy and pickle would call any such attribute
             raise AttributeError(name)
         return self
 
@@ -34,69 +34,102 @@ class Silent:
 
 
 class Logger(NamesChecked, ABC):
-    """Writes metrics somewhere. Opened on the main rank only; everywhere else its methods are never called.
+    """Writes metrics to a destination; its methods are called on the main rank only.
 
-    A logger is a plain, picklable description until `open`: it is made in the caller's process and used in a worker.
+    A logger is a plain, picklable description until `open`: it is created in the caller's process and used in a worker.
     """
 
-    shows_telemetry: ClassVar[bool] = False  # is it for TensorBoard, which then shows all ranks beside the metrics?
+    shows_telemetry: ClassVar[bool] = False  # whether TensorBoard shows its folder, with telemetry of all ranks
 
     @abstractmethod
     def open(self, run_dir: Path) -> None:
-        """Make files and connections; `run_dir` is the run's folder. A second call does nothing."""
+        """Create files and connections; a second call does nothing.
+
+        Args:
+            run_dir: folder of the run.
+        """
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write numbers at a step (weight updates so far)."""
+        """Write metrics of a step.
+
+        Args:
+            metrics: by name.
+            step: weight updates so far.
+        """
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Write the run's hyperparameters, with its final metrics once they are known."""
+        """Write the run's hyperparameters.
+
+        Args:
+            params: by name.
+            metrics: final metrics; None before the end of the run.
+        """
 
     def log_text(self, name: str, text: str, step: int = 0) -> None:
-        """Write a text, such as the configuration."""
+        """Write a text, such as the configuration.
+
+        Args:
+            name: of the text.
+            text: to write.
+            step: weight updates so far.
+        """
 
     def log_graph(self, module: nn.Module, example: object) -> None:
-        """Write the graph of the model, traced with an example input."""
+        """Write the graph of the model.
+
+        Args:
+            module: the model.
+            example: input for tracing.
+        """
 
     def rewind(self, step: int) -> None:
-        """Forget numbers of later steps, should there be any: a run goes on from here that had come further."""
+        """Delete metrics of later steps, because the run resumes from an earlier step.
+
+        Args:
+            step: weight updates from which the run resumes.
+        """
 
     def flush(self) -> None:
-        """Bring what was written to disk."""
+        """Write buffered data to disk."""
 
     def close(self, status: Ending = "success") -> None:
-        """Finish; the logger can be opened again for another run."""
+        """Finish; the logger can be opened again for another run.
+
+        Args:
+            status: of the run.
+        """
 
     @property
     def name(self) -> str:
-        """Return a name for people."""
+        """Return a display name."""
         return type(self).__name__
 
     @property
     def version(self) -> str | int | None:
-        """Return what tells this run from others of the same name."""
+        """Return an identifier among runs of the same name; None without."""
         return None
 
     @property
     def log_dir(self) -> Path | None:
-        """Return the folder that is written to, or None where there is none."""
+        """Return the destination folder; None without."""
         return None
 
     @property
     def experiment(self) -> Any:
-        """Return the underlying writer; `Silent` where the logger isn't open."""
+        """Return the underlying writer; `Silent` if the logger isn't open."""
         return Silent()
 
 
 @runtime_checkable
 class FourMethods(Protocol):
-    """What makes an object a logger, whatever its class; a `Logger` can do more."""
+    """Minimal protocol of a logger of any class; `Logger` has more methods."""
 
     def open(self, run_dir: Path) -> None:
-        """Make files and connections; `run_dir` is the run's folder. A second call does nothing."""
+        """Create files and connections in the run's folder; a second call does nothing."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write numbers at a step (weight updates so far)."""
+        """Write metrics of a step (weight updates so far)."""
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write the run's hyperparameters."""
@@ -107,7 +140,11 @@ class FourMethods(Protocol):
 
 @final
 class Adapted(Logger):
-    """An object of four methods as a logger."""
+    """Adapter of an object with these four methods to `Logger`.
+
+    Args:
+        inner: the object.
+    """
 
     def __init__(self, inner: FourMethods) -> None:
         self.inner = inner
@@ -130,5 +167,5 @@ class Adapted(Logger):
 
     @property
     def experiment(self) -> Any:
-        """Return the object itself."""
+        """Return the adapted object."""
         return self.inner

@@ -1,4 +1,4 @@
-"""Manual optimization on several ranks: the module's own calls of backward, clipping and step."""
+"""Manual optimization on several ranks: calls of backward, clipping and step by the module."""
 
 from __future__ import annotations
 
@@ -16,72 +16,89 @@ if TYPE_CHECKING:
     from fabricx.data import Microbatch
     from fabricx.trainer.trainer import Trainer
 
-FIRST_STEPS: Final = 2  # of a run, whose gradients are compared over ranks
-COMPARE_EVERY: Final = 64  # and of later ones, every so many
+FIRST_STEPS: Final = 2  # first steps of a run, whose gradients are compared over ranks
+COMPARE_EVERY: Final = 64  # steps between later comparisons
 
 
-def check_options(t: Trainer) -> None:
-    """Refuse options that only automatic optimization can follow.
+def check_options(trainer: Trainer) -> None:
+    """Refuse options that only automatic optimization supports.
+
+    Args:
+        trainer: its module is manually optimised.
 
     Raises:
-        ValueError: one of them is set; the message names what to write in `training_step` instead.
+        ValueError: such an option is set; the message gives the equivalent code for `training_step`.
     """
     refused = {
-        f"accumulate_grad_batches={t.accumulate_grad_batches}": (
-            t.accumulate_grad_batches != 1,
-            "call optimizer.step() and optimizer.zero_grad() only every so many batches, on a loss divided by that",
+        f"accumulate_grad_batches={trainer.accumulate_grad_batches}": (
+            trainer.accumulate_grad_batches != 1,
+            "divide the loss by the number of batches, and call optimizer.step() and optimizer.zero_grad() after these",
         ),
-        f"gradient_clip_val={t.gradient_clip_val}": (
-            t.gradient_clip_val is not None,
+        f"gradient_clip_val={trainer.gradient_clip_val}": (
+            trainer.gradient_clip_val is not None,
             "call self.clip_gradients(optimizer, limit, algorithm) before optimizer.step()",
         ),
         "batch_weight": (
-            t.overridden.batch_weight,
-            "divide the loss by the global weight, from self.all_gather, or take automatic optimization",
+            trainer.overridden.batch_weight,
+            "divide the loss by the global weight, from self.all_gather, or use automatic optimization",
         ),
     }
-    for option, (given, instead) in refused.items():
-        if given:
-            raise ValueError(f"{option} has no effect on a manually optimised module: {instead}")
+    for option, (is_set, remedy) in refused.items():
+        if is_set:
+            raise ValueError(f"{option} has no effect on a manually optimised module: {remedy}")
 
 
-def train_manually(t: Trainer, micro: Microbatch, batch: Any) -> Any:
-    """Run one training step that computes its gradients and steps its optimizers itself; count the updates."""
-    t.window.took_part(micro)
-    t.window.loss_factor = micro.factor * t.strategy.gradient_factor
-    outputs = t.training_step(batch, micro.index)
-    t.count_manual_steps()
+def train_manually(trainer: Trainer, micro: Microbatch, batch: Any) -> Any:
+    """Run a training step that calls backward and steps its optimizers; count the updates.
+
+    Args:
+        trainer: its module is manually optimised.
+        micro: share of this rank in the global batch.
+        batch: on the device.
+
+    Returns:
+        the outputs of `training_step`.
+    """
+    trainer.window.took_part(micro)
+    trainer.window.loss_factor = micro.factor * trainer.strategy.gradient_factor
+    outputs = trainer.training_step(batch, micro.index)
+    trainer.count_manual_steps()
     return outputs
 
 
-def train_without_data(t: Trainer, micro: Microbatch, company: tuple[Any, ...]) -> None:
-    """Take the same steps as the other ranks in a batch of which this rank has no sample.
+def train_without_data(trainer: Trainer, micro: Microbatch, company: tuple[Any, ...]) -> None:
+    """Run the training step for a batch of which this rank has no sample, with a loss of zero weight.
 
-    How often a manual step calls `backward`, and for which parameters, is known to that step alone. So it runs on a
-    sample of another rank, or the newest batch of this one, with a loss of zero weight; logs, metric objects, random
-    numbers and batch statistics stay as they are.
+    Only the manual step determines how often it calls `backward`, and for which parameters, and all ranks have to make
+    the same calls. It therefore computes a sample of another rank, or this rank's newest batch; logs, metric objects,
+    random numbers and batch statistics do not change.
+
+    Args:
+        trainer: its module is manually optimised.
+        micro: share of this rank in the global batch, without samples.
+        company: arguments of the step; empty without any batch.
 
     Raises:
-        ValueError: this rank has had no batch at all.
+        ValueError: this rank has not had a batch.
     """
-    if t.shared is not None:
-        t.shared.before_forward(t, micro)
-    t.window.loss_factor = 0.0
+    if trainer.shared is not None:
+        trainer.shared.before_forward(trainer, micro)
+    trainer.window.loss_factor = 0.0
     if not company:
         raise ValueError(
-            f"rank {t.world.rank} has not had a batch yet, and a manually optimised module needs all ranks in each "
-            "step: let each rank's stream begin with one, or take fewer devices"
+            f"rank {trainer.world.rank} has not had a batch yet, and a manually optimised module needs all ranks in "
+            "each step; begin each rank's stream with a batch, or use fewer devices"
         )
-    devices = [t.world.device] if t.world.device.type == "cuda" else []
-    with t.logbook.muted(), torch.random.fork_rng(devices=devices), _statistics_kept(t.module):
-        t.training_step(*company)
-    t.logbook.pass_batch(t.state.step + 1)
-    t.count_manual_steps()
+    devices = [trainer.world.device] if trainer.world.device.type == "cuda" else []
+    with trainer.logbook.muted(), torch.random.fork_rng(devices=devices), _statistics_kept(trainer.module):
+        trainer.training_step(*company)
+    trainer.logbook.pass_batch(trainer.state.step + 1)
+    trainer.count_manual_steps()
 
 
 @contextlib.contextmanager
 def _statistics_kept(module: nn.Module) -> Iterator[None]:
-    """Undo what happens inside to the running statistics of batch normalisation."""
+    """Context that restores the running statistics of batch normalisation at its end."""
     norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     buffers = [buffer for norm in norms for buffer in norm.buffers()]
     copies = [buffer.clone() for buffer in buffers]
@@ -90,61 +107,80 @@ def _statistics_kept(module: nn.Module) -> Iterator[None]:
         buffer.copy_(copy)
 
 
-def backward(t: Trainer, loss: Tensor, *args: Any, **options: Any) -> None:
-    """Compute gradients that are the mean over the global batch."""
-    factor = t.window.loss_factor
-    scaled = t.precision_plugin.scale(loss if factor == 1.0 else loss * factor)
-    for hook in t.hooks.on_before_backward:
+def backward(trainer: Trainer, loss: Tensor, *args: Any, **options: Any) -> None:
+    """Compute gradients as the mean over the global batch, for `Module.manual_backward`.
+
+    Args:
+        trainer: its module is manually optimised.
+        loss: mean over this rank's samples, shape [].
+        args: passed to `Module.backward`.
+        options: passed to `Module.backward`.
+    """
+    factor = trainer.window.loss_factor
+    scaled = trainer.precision_plugin.scale(loss if factor == 1.0 else loss * factor)
+    for hook in trainer.hooks.on_before_backward:
         hook(loss)
-    t.backward(scaled, *args, **options)
-    for hook in t.hooks.on_after_backward:
+    trainer.backward(scaled, *args, **options)
+    for hook in trainer.hooks.on_after_backward:
         hook()
 
 
-def step(t: Trainer, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:
-    """Step one optimizer, and count that."""
-    t.precision_plugin.unscale(optimizer)
-    for hook in t.hooks.on_before_optimizer_step:
-        hook(optimizer)
-    t.precision_plugin.step(optimizer, t.strategy.step, closure)
-    t.precision_plugin.updated()
-    t.overridden.manual_steps[id(optimizer)] = t.overridden.manual_steps.get(id(optimizer), 0) + 1
+def step(trainer: Trainer, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:
+    """Step an optimizer, and count the step.
 
-
-def watch_gradients(t: Trainer) -> None:
-    """Compare the gradients of all ranks before an optimizer steps, in the first updates and then now and then.
-
-    A gradient that didn't come through `manual_backward` (`loss.backward()`, `torch.autograd.grad`) is a rank's own:
-    the ranks' weights would silently part.
+    Args:
+        trainer: its module is manually optimised.
+        optimizer: to step.
+        closure: recomputes the loss; None without.
     """
-    traits = t.strategy.traits
+    trainer.precision_plugin.unscale(optimizer)
+    for hook in trainer.hooks.on_before_optimizer_step:
+        hook(optimizer)
+    trainer.precision_plugin.step(optimizer, trainer.strategy.step, closure)
+    trainer.precision_plugin.updated()
+    trainer.overridden.manual_steps[id(optimizer)] = trainer.overridden.manual_steps.get(id(optimizer), 0) + 1
+
+
+def watch_gradients(trainer: Trainer) -> None:
+    """Compare the gradients of all ranks before optimizers step, in the first updates and then periodically.
+
+    A gradient that was not computed by `manual_backward` (but by `loss.backward()` or `torch.autograd.grad`) is not
+    averaged over ranks: the weights of the ranks would silently diverge.
+
+    Args:
+        trainer: its module is manually optimised.
+
+    Raises:
+        RanksDisagree: when an optimizer steps: gradients differ between ranks.
+    """
+    traits = trainer.strategy.traits
     if not traits.synchronous or traits.sharded:
         return
 
     def compare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if t.world.size == 1 or (t.state.step >= FIRST_STEPS and t.state.step % COMPARE_EVERY):
+        if trainer.world.size == 1 or (trainer.state.step >= FIRST_STEPS and trainer.state.step % COMPARE_EVERY):
             return
-        own = _fingerprint(optimizer).to(t.world.device)
-        largest, smallest = t.world.all_reduce(torch.stack([own, -own]), "max")
-        # Equal to the bit when they were joined; clipping may round in another way on another kind of processor.
+        fingerprint = _fingerprint(optimizer).to(trainer.world.device)
+        largest, smallest = trainer.world.all_reduce(torch.stack([fingerprint, -fingerprint]), "max")
+        # Averaged gradients are bitwise equal; clipping may round differently on other kinds of processors.
         if bool((largest + smallest > 1e-4 * largest[:, :1]).any()):
             raise RanksDisagree(
-                f"step {t.state.step}: the gradients of {type(optimizer).__name__} differ between ranks. A manually "
-                "optimised module computes them with self.manual_backward(loss), which joins them; loss.backward() "
-                "and torch.autograd.grad give each rank its own"
+                f"step {trainer.state.step}: the gradients of {type(optimizer).__name__} differ between ranks. Compute "
+                "them with self.manual_backward(loss), which averages them over ranks; loss.backward() and "
+                "torch.autograd.grad do not"
             )
 
-    t.overridden.undo += [optimizer.register_step_pre_hook(compare).remove for optimizer in t.optimizers]
+    trainer.overridden.undo += [optimizer.register_step_pre_hook(compare).remove for optimizer in trainer.optimizers]
 
 
 def _fingerprint(optimizer: Optimizer) -> Tensor:
-    """Return the norm and the scaled sum of each gradient, shape [parameters, 2]; zeros where there is none."""
+    """Return the norm and the scaled sum of each gradient, shape [parameters, 2]; zeros for parameters without one."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    found = torch.zeros(len(parameters), 2, dtype=torch.float64)
+    fingerprint = torch.zeros(len(parameters), 2, dtype=torch.float64)
     for number, parameter in enumerate(parameters):
         gradient = parameter.grad
         if gradient is not None:
             values = (gradient.coalesce().values() if gradient.is_sparse else gradient).detach().double()
-            found[number, 0] = values.norm().nan_to_num()
-            found[number, 1] = (values.sum() / max(1, values.numel()) ** 0.5).nan_to_num()
-    return found
+            fingerprint[number, 0] = values.norm().nan_to_num()
+            fingerprint[number, 1] = (values.sum() / max(1, values.numel()) ** 0.5).nan_to_num()
+    return fingerprint

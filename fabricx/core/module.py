@@ -1,4 +1,4 @@
-"""The contract of a module: a `torch.nn.Module` with its training."""
+"""The contract of a module: a `torch.nn.Module` with its training and evaluation steps."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
     from fabricx.trainer.trainer import Trainer
 
-_NOT_CARRIED = ("_trainer", "_log_to")  # what belongs to a running trainer and not to the module
+_NOT_CARRIED = ("_trainer", "_log_to")  # attributes of the running trainer, which are not pickled
 
 
 class Module(ModuleHooks, HyperParameters, nn.Module):
-    """Subclass this, write `training_step` and `configure_optimizers`, and hand it to `Trainer.fit`.
+    """Base class of users' modules: implement `training_step` and `configure_optimizers`, and call `Trainer.fit`.
 
     Attributes:
-        automatic_optimization: set it to False in `__init__` to call `manual_backward` and the optimizers yourself.
+        automatic_optimization: set it to False in `__init__` if `training_step` calls `manual_backward` and steps the
+            optimizers.
         example_input_array: an input of `forward`, for the summary and the graph.
     """
 
@@ -55,33 +56,38 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         rank_zero_only: bool = False,
         sync_dist: bool = True,
     ) -> None:
-        """Log one number under a name; it is right over all ranks without a flag.
+        """Log a number under a name, reduced over all ranks.
 
-        Means are weighted by batch size. In training steps the default is `on_step`, everywhere else `on_epoch`; with
-        both, loggers get `name_step` and `name_epoch`.
+        Means are weighted by batch size. The default is `on_step` in training steps, and `on_epoch` elsewhere; with
+        both, loggers receive `name_step` and `name_epoch`.
 
         Args:
-            name: what the number is called in the loggers and in `trainer.callback_metrics`.
-            value: a number, a tensor of one element, or a `torchmetrics.Metric`.
+            name: key in the loggers and in `trainer.callback_metrics`.
+            value: a number, a tensor with a single element, or a `torchmetrics.Metric`.
             prog_bar: show it in the progress bar.
-            logger: give it to the loggers.
-            on_step: the value of the latest step, joined over ranks.
-            on_epoch: the value over the whole epoch and all ranks.
+            logger: pass it to the loggers.
+            on_step: log the value of the latest step, reduced over ranks.
+            on_epoch: log the value over the whole epoch and all ranks.
             reduce_fx: "mean", "sum", "max" or "min".
-            batch_size: samples that the value stands for; found in the batch if not given.
-            add_dataloader_idx: with several loaders, put `/dataloader_idx_0` behind the name.
-            rank_zero_only: only the main rank logs this; implies `sync_dist=False`.
-            sync_dist: False keeps a value local to the main rank.
+            batch_size: number of samples of the value; by default that of the batch.
+            add_dataloader_idx: with several loaders, append `/dataloader_idx_0` to the name.
+            rank_zero_only: only the main rank logs the value; implies `sync_dist=False`.
+            sync_dist: False logs the main rank's value instead of the reduction over ranks.
 
         Raises:
-            ValueError: the value isn't one number, or the reduction isn't known.
-            RuntimeError: nothing is being trained or evaluated that could log.
+            ValueError: the value isn't a single number, or the reduction is unknown.
+            RuntimeError: the module is not being trained or evaluated, or the hook does not support logging.
         """
         log_to = self.__dict__.get("_log_to")
         if log_to is None:
             if self.__dict__.get("_trainer") is None:
-                raise RuntimeError(f"self.log({name!r}, ...) outside of a trainer: there is nothing that could log it")
-            raise RuntimeError(f"self.log({name!r}, ...) is called where nothing is logged, such as in predict_step")
+                raise RuntimeError(
+                    f"self.log({name!r}, ...) was called outside of a trainer; call it in a step or hook of a run"
+                )
+            raise RuntimeError(
+                f"self.log({name!r}, ...) was called where metrics can't be logged, such as in predict_step; call it "
+                "in a training or evaluation step, or in a hook of these"
+            )
         if type(value) is Tensor and value.dim() == 0:
             value = value.detach()
         log_to.log(
@@ -90,20 +96,30 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         )  # fmt: skip
 
     def log_dict(self, metrics: Mapping[str, Any], **options: Any) -> None:
-        """Log each entry of a dict; `options` are those of `log`."""
+        """Log each entry of a dict.
+
+        Args:
+            metrics: values by name.
+            options: of `log`.
+        """
         for name, value in metrics.items():
             self.log(name, value, **options)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the main rank only, above the progress bar."""
+        """Print on the main rank only, above the progress bar.
+
+        Args:
+            args: as in `print`.
+            kwargs: as in `print`.
+        """
         self.trainer.print(*args, **kwargs)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        """Bring tensors of all ranks together.
+        """Gather tensors of all ranks; collective.
 
         Args:
             data: a tensor of shape [...], or a collection of tensors; the same shapes on every rank.
-            sync_grads: let gradients flow back to the rank that a part came from.
+            sync_grads: propagate gradients to the rank of each part.
 
         Returns:
             The same structure with tensors of shape [world_size, ...].
@@ -111,24 +127,33 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         return self.trainer.all_gather(data, sync_grads)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer, or the list of them if there are several: for manual optimization."""
+        """Return the optimizer, or the list of several optimizers, for manual optimization.
+
+        Args:
+            use_pl_optimizer: return an `OptimizerHandle`, whose `step` runs through the trainer; False returns torch's
+                optimizer.
+        """
         handles = self.trainer.optimizer_handles if use_pl_optimizer else self.trainer.optimizers
         return handles[0] if len(handles) == 1 else handles
 
     def lr_schedulers(self) -> Any:
-        """Return the learning rate scheduler, the list of them if there are several, or None."""
+        """Return the learning rate scheduler, the list of several schedulers, or None."""
         schedulers = [schedule.scheduler for schedule in self.trainer.lr_schedulers]
         return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients of a loss, instead of `loss.backward()`, in manual optimization.
+        """Compute the gradients of a loss in manual optimization, instead of `loss.backward()`.
 
         With several ranks the loss is the mean over this rank's samples, and the gradient becomes the mean over the
         samples of all ranks.
 
         Args:
-            loss: one number.
-            args, kwargs: passed to `Tensor.backward`, such as `retain_graph=True`.
+            loss: shape [].
+            args: passed to `Tensor.backward`.
+            kwargs: passed to `Tensor.backward`, such as `retain_graph=True`.
+
+        Raises:
+            RuntimeError: the module is optimised automatically.
         """
         if self.automatic_optimization:
             raise RuntimeError("manual_backward needs self.automatic_optimization = False in __init__")
@@ -140,37 +165,45 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients of an optimizer's parameters, as `configure_gradient_clipping` and manual loops need it.
+        """Clip the gradients of an optimizer's parameters, in `configure_gradient_clipping` or a manual loop.
 
         Args:
-            optimizer: whose parameters.
-            gradient_clip_val: the limit; None or 0 clips nothing.
+            optimizer: of the parameters.
+            gradient_clip_val: limit of the norm or of each element; None or 0 clips nothing.
             gradient_clip_algorithm: "norm" (default) or "value".
         """
         self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Let gradients reach the parameters of this optimizer only, until `untoggle_optimizer`."""
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        """Disable gradients of the parameters of all other optimizers, until `untoggle_optimizer`.
+
+        Args:
+            optimizer: to train.
+        """
+        toggled = {id(p) for group in optimizer.param_groups for p in group["params"]}
         before = self.__dict__.setdefault("_requires_grad", {})
         for other in self.trainer.optimizers:
             for group in other.param_groups:
                 for parameter in group["params"]:
                     before.setdefault(parameter, parameter.requires_grad)
-                    parameter.requires_grad_(before[parameter] and id(parameter) in mine)
+                    parameter.requires_grad_(before[parameter] and id(parameter) in toggled)
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
-        """Undo `toggle_optimizer`."""
+        """Undo `toggle_optimizer`.
+
+        Args:
+            optimizer: as in `toggle_optimizer`.
+        """
         for parameter, required in self.__dict__.pop("_requires_grad", {}).items():
             parameter.requires_grad_(required)
 
     def freeze(self) -> None:
-        """Switch off all gradients and go to evaluation mode."""
+        """Disable all gradients, and switch to evaluation mode."""
         self.requires_grad_(False)
         self.eval()
 
     def unfreeze(self) -> None:
-        """Switch all gradients on and go to training mode."""
+        """Enable all gradients, and switch to training mode."""
         self.requires_grad_(True)
         self.train()
 
@@ -182,16 +215,19 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         strict: bool = True,
         **override: Any,
     ) -> Self:
-        """Make a module from a checkpoint: its saved hyperparameters are the arguments, its weights are loaded.
+        """Create a module from a checkpoint, with its hyperparameters as arguments, and load its weights.
 
         Args:
-            checkpoint_path: the checkpoint's folder.
-            map_location: the device for the weights; the CPU by default.
-            strict: the weights have to fit exactly.
-            override: arguments that replace saved hyperparameters, or add to them.
+            checkpoint_path: folder of the checkpoint.
+            map_location: device of the weights; the CPU by default.
+            strict: require that the names of all weights match.
+            override: arguments that replace or complete the saved hyperparameters.
+
+        Returns:
+            the module, outside of a trainer.
 
         Raises:
-            CheckpointError: it isn't there, isn't complete, or needs arguments that it doesn't hold.
+            CheckpointError: the checkpoint does not exist, is incomplete, or lacks arguments of the constructor.
         """
         from fabricx.checkpoint import load_module
 
@@ -204,7 +240,9 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         """Return the trainer that runs this module."""
         trainer: Trainer | None = self.__dict__.get("_trainer")
         if trainer is None:
-            raise RuntimeError(f"{type(self).__name__} is not attached to a trainer; it is while a trainer runs it")
+            raise RuntimeError(
+                f"{type(self).__name__} is not attached to a trainer; read `trainer` only in steps and hooks of a run"
+            )
         return trainer
 
     @trainer.setter
@@ -223,25 +261,25 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
 
     @property
     def current_epoch(self) -> int:
-        """Return how many epochs are completed."""
+        """Return the number of completed epochs."""
         trainer: Trainer | None = self.__dict__.get("_trainer")
         return trainer.current_epoch if trainer else 0
 
     @property
     def global_step(self) -> int:
-        """Return how many weight updates there were."""
+        """Return the number of weight updates."""
         trainer: Trainer | None = self.__dict__.get("_trainer")
         return trainer.global_step if trainer else 0
 
     @property
     def global_rank(self) -> int:
-        """Return which process of all this is."""
+        """Return the rank of this process among all processes."""
         trainer: Trainer | None = self.__dict__.get("_trainer")
         return trainer.global_rank if trainer else 0
 
     @property
     def local_rank(self) -> int:
-        """Return which process on this machine this is."""
+        """Return the rank of this process on its machine."""
         trainer: Trainer | None = self.__dict__.get("_trainer")
         return trainer.local_rank if trainer else 0
 
@@ -252,7 +290,7 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of the floating-point weights."""
+        """Return the dtype of the floating-point weights."""
         kinds = (tensor.dtype for tensor in _tensors(self) if tensor.is_floating_point())
         return next(kinds, torch.get_default_dtype())
 
@@ -267,12 +305,18 @@ def _tensors(module: nn.Module) -> Iterable[Tensor]:
 
 
 def batch_weight(module: Module, batch: Any) -> float:
-    """Return what a module says of a batch.
+    """Return the weight of a batch, from `Module.batch_weight`.
+
+    Args:
+        module: overrides `batch_weight`.
+        batch: of this rank.
 
     Raises:
-        ValueError: that is no weight.
+        ValueError: the weight is negative or not finite.
     """
     weight = float(module.batch_weight(batch))
     if not 0.0 <= weight < math.inf:
-        raise ValueError(f"{type(module).__name__}.batch_weight returned {weight:g}: a number of terms, 0 or more")
+        raise ValueError(
+            f"{type(module).__name__}.batch_weight returned {weight:g}; return a finite number of terms, 0 or more"
+        )
     return weight

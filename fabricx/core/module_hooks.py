@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class ModuleHooks:
-    """Override what you need; a hook that nobody overrides costs nothing.
+    """Hooks of a module; a hook that is not overridden costs nothing.
 
-    `hooks.md` beside this file has the order of all hooks, which `fabricx/loop/fit.py` follows.
+    `hooks.md` in this folder has the order of all hooks, which `fabricx/loop/fit.py` follows.
     """
 
     if TYPE_CHECKING:
-        # The steps take what they name: `training_step(batch)` is as good as `training_step(batch, batch_idx)`.
+        # Steps may have fewer parameters: `training_step(batch)` or `training_step(batch, batch_idx)`.
         training_step: Callable[..., Any]
         validation_step: Callable[..., Any]
         test_step: Callable[..., Any]
@@ -33,29 +33,29 @@ class ModuleHooks:
         return self(inputs)  # type: ignore[operator]
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer, a list, `(optimizers, schedulers)`, a dict, or None to train nothing."""
+        """Return an optimizer, a list, `(optimizers, schedulers)`, a dict, or None to train without updates."""
         return None
 
     def configure_model(self) -> None:
-        """Build layers here if they should be built on the worker's device."""
+        """Create layers that should be created in the worker, on its device."""
 
     def configure_callbacks(self) -> Callback | list[Callback]:
-        """Return callbacks that this module brings along; one of a class replaces the trainer's of that class."""
+        """Return additional callbacks; each replaces the trainer's callback of the same class."""
         return []
 
     # -- how a weight update is done ----------------------------------------------------------------------------
 
     def batch_weight(self, batch: Any) -> float:
-        """Return of how many terms the loss of a batch is the mean, where that aren't samples: tokens, say.
+        """Return the number of terms over which the loss of a batch is the mean, if these are not samples but tokens.
 
-        The gradient is then the mean over the terms of the whole global batch, whichever rank had how many, and so are
-        logged means; that takes one number to be summed over the ranks each step. With 0, the batch is left out.
-        Strategies that step without that number refuse it before training: local_sgd, mode="bounded", rounds.
+        The gradient is then the mean over the terms of the global batch, independent of their distribution over ranks,
+        and so are logged means; this costs an all-reduce of a number in each step. With 0, the batch is ignored.
+        Strategies that step without this number raise an error before training: local_sgd, mode="bounded", rounds.
 
         >>> import torch, fabricx as fx
         >>> class Tokens(fx.Module):
         ...     def batch_weight(self, batch):
-        ...         return (batch != -100).sum()  # what `ignore_index` leaves
+        ...         return (batch != -100).sum()  # tokens except those of `ignore_index`
         >>> int(Tokens().batch_weight(torch.tensor([[4, 2, -100], [7, -100, -100]])))
         3
         """
@@ -81,11 +81,11 @@ class ModuleHooks:
         optimizer: Any,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Update the weights; `optimizer_closure` gives the loss, and computes it anew when called again."""
+        """Update the weights; `optimizer_closure` returns the loss, and recomputes it in further calls."""
         optimizer.step(optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Forget the gradients."""
+        """Reset the gradients."""
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
@@ -95,36 +95,36 @@ class ModuleHooks:
     # -- data ---------------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Download or write files; runs on one rank per node, so keep no state here."""
+        """Download or write files; runs on a single rank per node, so do not set attributes."""
 
     def train_dataloader(self) -> Any:
-        """Return the training batches, if none are given to `fit`."""
+        """Return the training batches, if `fit` has no argument for them."""
         return None
 
     def val_dataloader(self) -> Any:
-        """Return the validation batches, if none are given."""
+        """Return the validation batches, if the trainer's method has no argument for them."""
         return None
 
     def test_dataloader(self) -> Any:
-        """Return the test batches, if none are given."""
+        """Return the test batches, if `test` has no argument for them."""
         return None
 
     def predict_dataloader(self) -> Any:
-        """Return the batches to predict, if none are given."""
+        """Return the batches to predict, if `predict` has no argument for them."""
         return None
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch before it goes to the device."""
+        """Return a batch, changed before its transfer to the device."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Bring a batch to the device; override for types that fabricx doesn't know."""
+        """Move a batch to the device; override for types that fabricx doesn't support."""
         from fabricx.core.transfer import to_device
 
         return to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch on the device."""
+        """Return a batch, changed on the device."""
         return batch
 
     # -- moments ------------------------------------------------------------------------------------------------
@@ -134,10 +134,10 @@ class ModuleHooks:
         return None
 
     def setup(self, stage: str) -> None:
-        """Build what depends on the data, on every rank; `stage` is "fit", "validate", "test" or "predict"."""
+        """Create parts that depend on the data, on every rank; `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
-        """Give back what `setup` took."""
+        """Release the resources of `setup`."""
 
     def on_fit_start(self) -> None:
         """The model is set up and the optimizers exist."""
@@ -173,19 +173,19 @@ class ModuleHooks:
         """Gradients are the global mean, not yet clipped."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add to a checkpoint that is about to be written: every rank is called, and what rank 0 adds is kept."""
+        """Add entries to a checkpoint before it is written; called on every rank, and rank 0's entries are saved."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Read from a checkpoint that is being restored."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Something was raised, in this rank's process."""
+        """An exception was raised in this rank's process."""
 
     def on_validation_model_eval(self) -> None:
-        """Go to evaluation mode, before validation; sets every submodule to it unless overridden."""
+        """Set every submodule to evaluation mode, before validation."""
 
     def on_validation_model_train(self) -> None:
-        """Go back, after validation; gives every submodule its own mode again unless overridden."""
+        """Restore the mode of every submodule, after validation."""
 
     def on_validation_start(self) -> None:
         """Before validation begins."""
@@ -206,10 +206,10 @@ class ModuleHooks:
         """The batch is done."""
 
     def on_test_model_eval(self) -> None:
-        """Go to evaluation mode, before the test; sets every submodule to it unless overridden."""
+        """Set every submodule to evaluation mode, before the test."""
 
     def on_test_model_train(self) -> None:
-        """Go back, after the test; gives every submodule its own mode again unless overridden."""
+        """Restore the mode of every submodule, after the test."""
 
     def on_test_start(self) -> None:
         """Before the test begins."""
@@ -230,10 +230,10 @@ class ModuleHooks:
         """The batch is done."""
 
     def on_predict_model_eval(self) -> None:
-        """Go to evaluation mode, before prediction; sets every submodule to it unless overridden."""
+        """Set every submodule to evaluation mode, before prediction."""
 
     def on_predict_model_train(self) -> None:
-        """Go back, after prediction; gives every submodule its own mode again unless overridden."""
+        """Restore the mode of every submodule, after prediction."""
 
     def on_predict_start(self) -> None:
         """Before prediction begins."""

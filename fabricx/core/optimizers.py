@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Schedule:
-    """A learning rate scheduler, and when it advances.
+    """A learning rate scheduler, and the times at which it advances.
 
     Attributes:
-        scheduler: torch's scheduler, or anything with `step` and a state dict.
-        interval: advance after weight updates or after epochs.
-        frequency: every how many of them.
-        monitor: the logged metric that a plateau scheduler looks at.
-        strict: a missing metric is an error rather than a skipped advance.
+        scheduler: torch's scheduler, or an object with `step`, `state_dict` and `load_state_dict`.
+        interval: advance after weight updates ("step") or after epochs ("epoch").
+        frequency: updates or epochs between two advances.
+        monitor: name of the logged metric of a plateau scheduler.
+        strict: a missing metric raises an error; otherwise the advance is skipped.
         name: for the learning rate monitor.
-        reduce_on_plateau: `step` takes the metric.
+        reduce_on_plateau: the scheduler's `step` has the metric as an argument.
     """
 
     scheduler: Any
@@ -42,16 +42,16 @@ class Schedule:
     def __post_init__(self) -> None:
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
         if self.interval not in ("step", "epoch"):
-            raise ValueError(f"a scheduler's interval is 'step' or 'epoch', not {self.interval!r}")
+            raise ValueError(f"interval={self.interval!r} of a scheduler: must be 'step' or 'epoch'")
         if self.reduce_on_plateau and self.monitor is None:
             raise ValueError(
-                f"{type(self.scheduler).__name__} needs a metric to look at: return "
+                f"{type(self.scheduler).__name__} needs the name of a metric; return "
                 '{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}}'
             )
 
     @property
     def described(self) -> str:
-        """Return what the scheduler's state depends on: another schedule could not go on from it."""
+        """Return a description of the schedule; a scheduler's state fits only schedules of equal description."""
         every = f"{self.frequency} {self.interval}s" if self.frequency > 1 else self.interval
         return f"{type(self.scheduler).__qualname__} by {every}"
 
@@ -60,13 +60,16 @@ _KEYS = tuple(field.name for field in fields(Schedule))
 
 
 def parse_optimizers(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
-    """Read what `configure_optimizers` returned, in any of its forms.
+    """Parse the result of `configure_optimizers`.
+
+    Args:
+        result: in any of the supported forms.
 
     Returns:
-        the optimizers, and the schedules of all of them.
+        the optimizers, and the schedules of all optimizers.
 
     Raises:
-        ValueError: it is none of the forms; the message lists them.
+        ValueError: the form is not supported; the message lists the supported forms.
     """
     if result is None:
         return [], []
@@ -83,10 +86,13 @@ def parse_optimizers(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
             return list(result), []
         if all(isinstance(part, Mapping) for part in result):
             pairs = [_from_dict(part) for part in result]
-            return [o for found, _ in pairs for o in found], [s for _, found in pairs for s in found]
+            return (
+                [optimizer for optimizers, _ in pairs for optimizer in optimizers],
+                [schedule for _, schedules in pairs for schedule in schedules],
+            )
     raise ValueError(
-        f"configure_optimizers returned {type(result).__name__}, which can't be read. It may return an optimizer, a "
-        'list of them, (optimizers, schedulers), or {"optimizer": ..., "lr_scheduler": ...}'
+        f"configure_optimizers returned {type(result).__name__}, which is not supported. Return an optimizer, a list "
+        'of optimizers, (optimizers, schedulers), or {"optimizer": ..., "lr_scheduler": ...}'
     )
 
 
@@ -115,12 +121,12 @@ def _schedule(scheduler: Any, monitor: str | None = None) -> Schedule:
 def load_schedules(
     schedules: Sequence[Schedule], states: Sequence[dict[str, Any]], described: Sequence[str] | None
 ) -> None:  # fmt: skip
-    """Take over the states of the schedules of a checkpoint.
+    """Load the states of a checkpoint's schedulers.
 
     Args:
         schedules: of the module.
         states: of the checkpoint's schedulers.
-        described: `Schedule.described` of those; None if the checkpoint does not have it.
+        described: `Schedule.described` of the checkpoint's schedules; None if the checkpoint does not have it.
 
     Raises:
         ValueError: the module has other schedules.
@@ -136,78 +142,92 @@ def load_schedules(
         schedule.scheduler.load_state_dict(state)
 
 
-def follow_schedules(t: Trainer, step: int) -> None:
-    """Let the schedulers that go by steps have the values of an update, where ranks go at their own pace.
+def follow_schedules(trainer: Trainer, step: int) -> None:
+    """Advance the schedulers with interval "step" to an update, if ranks work at their own pace.
 
-    They go by global batches, however many updates those make, and never back: what they were for earlier updates is
-    kept for gradients that come later than others.
+    They advance per global batch, which may make several updates, and never backwards: the dealer keeps their values
+    at earlier updates for late gradients.
 
     Args:
-        t: the trainer.
+        trainer: its strategy has a dealer.
         step: number of the update, from 0.
     """
-    dealer, each = t.strategy.dealer, t.strategy.updates_per_batch
-    while dealer.scheduled // each < step // each:
-        batch = dealer.scheduled // each + 1
-        dealer.passes(batch * each)
-        step_schedules(t, "step", batch)
+    dealer, updates = trainer.strategy.dealer, trainer.strategy.updates_per_batch
+    while dealer.scheduled // updates < step // updates:
+        batch = dealer.scheduled // updates + 1
+        dealer.passes(batch * updates)
+        step_schedules(trainer, "step", batch)
 
 
-def step_schedules(t: Trainer, interval: str, count: int) -> None:
-    """Advance the schedulers of an interval that are due; in manual optimization the user does it.
+def step_schedules(trainer: Trainer, interval: str, count: int) -> None:
+    """Advance the due schedulers of an interval; in manual optimization the user advances them.
 
     Args:
-        t: the trainer.
+        trainer: has made an update, or ends an epoch.
         interval: "step" or "epoch".
-        count: how many of them there were.
+        count: number of updates or epochs so far.
+
+    Raises:
+        ValueError: the metric of a strict schedule is missing.
     """
-    if not t.lr_schedulers or not t.module.automatic_optimization:
+    if not trainer.lr_schedulers or not trainer.module.automatic_optimization:
         return
-    for schedule in t.lr_schedulers:
+    for schedule in trainer.lr_schedulers:
         if schedule.interval != interval or count % schedule.frequency:
             continue
         metric = None
         if schedule.reduce_on_plateau:
-            metric = _monitored(t, schedule)
+            metric = _monitored(trainer, schedule)
             if metric is None:
                 if schedule.strict:
-                    raise ValueError(missing_metric(str(schedule.monitor), t.published.metrics, "the scheduler"))
+                    raise ValueError(missing_metric(str(schedule.monitor), trainer.published.metrics, "the scheduler"))
                 continue
-        t.module.lr_scheduler_step(schedule.scheduler, metric)
+        trainer.module.lr_scheduler_step(schedule.scheduler, metric)
 
 
-def _monitored(t: Trainer, schedule: Schedule) -> Any:
-    """Return the newest value of a schedule's metric, the same on all ranks: else their learning rates would part."""
-    metric = t.callback_metrics.get(schedule.monitor or "")
-    return metric if t.world.size == 1 else t.world.broadcast_object(metric)
+def _monitored(trainer: Trainer, schedule: Schedule) -> Any:
+    """Return the newest value of a schedule's metric on rank 0, so that all ranks have equal learning rates."""
+    metric = trainer.callback_metrics.get(schedule.monitor or "")
+    return metric if trainer.world.size == 1 else trainer.world.broadcast_object(metric)
 
 
-def need_metrics_each_step(t: Trainer) -> bool:
-    """Return whether a schedule looks at a metric after each weight update.
+def need_metrics_each_step(trainer: Trainer) -> bool:
+    """Return whether a schedule reads a metric after each weight update.
+
+    Args:
+        trainer: has its schedules.
 
     Raises:
-        ValueError: there is one where each rank goes at its own pace.
+        ValueError: there is such a schedule, and ranks work at their own pace.
     """
-    found = any(schedule.reduce_on_plateau and schedule.interval == "step" for schedule in t.lr_schedulers)
-    if found and t.strategy.dealer is not None:
+    reads_metric = any(schedule.reduce_on_plateau and schedule.interval == "step" for schedule in trainer.lr_schedulers)
+    if reads_metric and trainer.strategy.dealer is not None:
         raise ValueError(
-            f"a plateau scheduler with interval='step' looks at a metric of all ranks after each update, and under "
-            f"{type(t.strategy).__name__} they meet at the end of sections only: take interval='epoch'"
+            f"a plateau scheduler with interval='step' reads a metric of all ranks after each update, and under "
+            f"{type(trainer.strategy).__name__} ranks do not synchronise at each update; set interval='epoch'"
         )
-    return found
+    return reads_metric
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer computes the loss by itself, several times a step, as L-BFGS does."""
+    """Return whether an optimizer's `step` requires a closure, which it calls several times, as L-BFGS does.
+
+    Args:
+        optimizer: of the module.
+    """
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 @final
 class OptimizerHandle:
-    """What `self.optimizers()` gives: the optimizer, whose `step` also does what the trainer has to do.
+    """Proxy of an optimizer, returned by `self.optimizers()`; its `step` runs through the trainer.
 
-    Everything else is the optimizer's own.
+    All other attributes are those of the optimizer.
+
+    Args:
+        optimizer: of the module.
+        trainer: runs the module.
     """
 
     def __init__(self, optimizer: Optimizer, trainer: Trainer) -> None:
@@ -215,11 +235,19 @@ class OptimizerHandle:
         self.__dict__["_trainer"] = trainer
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update the weights, through the strategy and the precision; counts as a weight update."""
+        """Update the weights through the strategy and the precision, and count the update.
+
+        Args:
+            closure: recomputes the loss; None without.
+        """
         self._trainer.optimizer_step(self.optimizer, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Reset the gradients.
+
+        Args:
+            set_to_none: set them to None instead of zero.
+        """
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def __getattr__(self, name: str) -> Any:

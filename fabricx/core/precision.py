@@ -1,4 +1,4 @@
-"""Dtypes of computation and storage."""
+"""Dtypes of storage and computation: 32-bit, true 16- or 64-bit, and mixed precision."""
 
 from __future__ import annotations
 
@@ -18,16 +18,24 @@ _KEPT: Final = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true"
 
 
 class Precision:
-    """Numbers are kept and computed as 32-bit floats; the other kinds change one thing each."""
+    """Storage and computation in 32-bit floats; subclasses implement the other precisions.
+
+    Args:
+        name: full name, as in `KNOWN`.
+    """
 
     def __init__(self, name: str = "32-true") -> None:
         self.name = name
 
     def convert(self, module: nn.Module) -> None:
-        """Bring weights and buffers to the type that they are kept in."""
+        """Convert weights and buffers to the storage dtype, in place.
+
+        Args:
+            module: to convert.
+        """
 
     def convert_batch(self) -> Callable[[Any], Any] | None:
-        """Return what brings a batch to the type of the weights, or None where nothing has to be done."""
+        """Return a function that converts a batch to the dtype of the weights; None without a conversion."""
         return None
 
     def wrap_step(self, step: Callable[..., Any], *, updates_weights: bool = False) -> Callable[..., Any]:
@@ -35,43 +43,68 @@ class Precision:
 
         Args:
             step: of the module.
-            updates_weights: the step may change weights between two forwards, as a manually optimised one does.
+            updates_weights: the step may change weights between two forwards (manual optimization).
         """
         return step
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Scale a loss, so that its gradients don't vanish."""
+        """Return the loss, scaled so that small gradients do not underflow.
+
+        Args:
+            loss: shape [].
+        """
         return loss
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Undo `scale` on the gradients."""
+        """Undo `scale` on the gradients.
+
+        Args:
+            optimizer: of these gradients.
+        """
 
     def step(self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None = None) -> bool:
-        """Update the weights by calling `step(optimizer, closure)`; returns whether it was done."""
+        """Update the weights by `step(optimizer, closure)`, unless gradients overflowed.
+
+        Args:
+            optimizer: to step.
+            step: of the strategy.
+            closure: recomputes the loss; None without.
+
+        Returns:
+            whether the weights were updated.
+        """
         step(optimizer, closure)
         return True
 
     def updated(self) -> None:
-        """Adapt to what the step of all optimizers met."""
+        """Adapt the loss scale after the steps of all optimizers."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state for checkpoints."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Load a state.
+
+        Args:
+            state: result of `state_dict`.
+        """
 
 
 @final
 class TruePrecision(Precision):
-    """Weights, batches and computation all have one type."""
+    """Weights, batches and computation in the same dtype.
+
+    Args:
+        name: "64-true", "bf16-true" or "16-true".
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.dtype = _KEPT[name]
 
     def convert(self, module: nn.Module) -> None:
-        module._apply(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor)  # no complex ones
+        module._apply(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor)  # not complex
 
     def convert_batch(self) -> Callable[[Any], Any]:
         return lambda batch: to_dtype(batch, self.dtype)
@@ -79,7 +112,7 @@ class TruePrecision(Precision):
     def wrap_step(self, step: Callable[..., Any], *, updates_weights: bool = False) -> Callable[..., Any]:
         def with_default_dtype(*args: Any) -> Any:
             before = torch.get_default_dtype()
-            torch.set_default_dtype(self.dtype)  # tensors made in the step have it too
+            torch.set_default_dtype(self.dtype)  # for tensors that the step creates
             try:
                 return step(*args)
             finally:
@@ -90,10 +123,14 @@ class TruePrecision(Precision):
 
 @final
 class MixedPrecision(Precision):
-    """Weights stay 32-bit; matrix products and convolutions run in 16 bits (Micikevicius et al., ICLR 2018).
+    """32-bit weights; matrix products and convolutions in 16 bits (Micikevicius et al., ICLR 2018).
 
-    With 16-bit floats ("16-mixed", CUDA) the loss is scaled so that small gradients survive; a step whose gradients
-    overflow is skipped and the scale lowered. "bf16-mixed" needs none of this.
+    With 16-bit floats ("16-mixed", CUDA) the loss is scaled so that small gradients do not underflow; a step whose
+    gradients overflow is skipped, and the scale reduced. "bf16-mixed" does not need loss scaling.
+
+    Args:
+        name: "16-mixed" or "bf16-mixed".
+        device_type: of this rank, such as "cuda".
     """
 
     def __init__(self, name: str, device_type: str) -> None:
@@ -105,8 +142,8 @@ class MixedPrecision(Precision):
 
     def wrap_step(self, step: Callable[..., Any], *, updates_weights: bool = False) -> Callable[..., Any]:
         def under_autocast(*args: Any) -> Any:
-            # Autocast keeps each weight's 16-bit copy for the whole context: a forward after an update would see the
-            # weights from before it, and one after FSDP's backward would give no gradient.
+            # Autocast caches a 16-bit copy of each weight for the whole context: a forward after an update would use
+            # the old weights, and a forward after FSDP's backward would yield no gradient.
             with torch.autocast(self._device_type, dtype=self.dtype, cache_enabled=not updates_weights):
                 return step(*args)
 
@@ -126,7 +163,7 @@ class MixedPrecision(Precision):
         self.unscale(optimizer)
         done: list[bool] = []
 
-        class Stepper:  # what GradScaler calls when the gradients are finite
+        class Stepper:  # GradScaler calls its `step` if the gradients are finite
             param_groups = optimizer.param_groups
 
             def step(self) -> None:
@@ -134,7 +171,7 @@ class MixedPrecision(Precision):
                 done.append(True)
 
         stepper = Stepper()
-        states = self._scaler._per_optimizer_states  # GradScaler knows its optimizers by id
+        states = self._scaler._per_optimizer_states  # keyed by the optimizer's id
         states[id(stepper)] = states[id(optimizer)]
         self._scaler.step(stepper)  # type: ignore[arg-type]
         states.pop(id(stepper), None)
@@ -154,10 +191,13 @@ class MixedPrecision(Precision):
 
 
 def check_precision(precision: str | int) -> str:
-    """Return the full name of a precision; "32", "64", "16", "bf16" are taken as users of Lightning mean them.
+    """Return the full name of a precision.
+
+    Args:
+        precision: a full name, or "32", "64", "16", "bf16" with the meaning of Lightning.
 
     Raises:
-        ValueError: there is no such precision.
+        ValueError: the precision is unknown.
     """
     name = _ALIASES.get(str(precision), str(precision))
     if name not in KNOWN:
@@ -168,13 +208,17 @@ def check_precision(precision: str | int) -> str:
 
 
 def make_precision(name: str, device: torch.device) -> Precision:
-    """Return the precision of a name on a device.
+    """Create the precision plugin of a device.
+
+    Args:
+        name: full name, from `check_precision`.
+        device: of this rank.
 
     Raises:
         ValueError: "16-mixed" without CUDA: 16-bit floats are too slow and too narrow on a CPU.
     """
     if name == "16-mixed" and device.type != "cuda":
-        raise ValueError(f"precision='16-mixed' needs a CUDA device and this is {device.type}; take 'bf16-mixed'")
+        raise ValueError(f"precision='16-mixed' needs a CUDA device, and this is {device.type}; use 'bf16-mixed'")
     if name in _KEPT:
         return TruePrecision(name)
     return MixedPrecision(name, device.type) if name.endswith("mixed") else Precision(name)

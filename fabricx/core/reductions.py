@@ -1,4 +1,4 @@
-"""How `self.log` joins values over batches and ranks: mean, sum, max or min."""
+"""Reductions of logged values over batches and ranks: mean, sum, max or min."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ REDUCTIONS: Final = ("mean", "sum", "max", "min")
 
 
 def check_reduction(name: str, reduce_fx: Any) -> Reduction:
-    """Return the reduction's name; `torch.mean` and its kin are taken by their names.
+    """Return the name of a reduction.
+
+    Args:
+        name: of the logged value, for the message.
+        reduce_fx: name, or a function with such a name, such as `torch.mean`.
 
     Raises:
-        ValueError: it isn't one of mean, sum, max, min.
+        ValueError: it is not mean, sum, max or min.
     """
     word = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", str(reduce_fx))
     if word not in REDUCTIONS:
-        raise ValueError(f"self.log({name!r}, ..., reduce_fx={reduce_fx!r}): known are {', '.join(REDUCTIONS)}")
+        raise ValueError(
+            f"self.log({name!r}, ..., reduce_fx={reduce_fx!r}): unknown reduction.\n  known: {', '.join(REDUCTIONS)}"
+        )
     return word  # type: ignore[return-value]

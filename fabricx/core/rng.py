@@ -1,4 +1,4 @@
-"""Random seeds and states of all generators."""
+"""Random seeds, and states of all random number generators."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ import torch
 def seed_everything(seed: int, workers: bool = False) -> int:
     """Seed python, numpy and torch, on all devices.
 
-    Ranks other than the first get a stream of their own when a run starts; the order of data is the same on all.
+    When a run starts, each rank except rank 0 derives its own stream from the seed; the data order is the same on all
+    ranks.
 
     Args:
-        seed: a whole number from 0 to 2**32 - 1.
-        workers: accepted for users of Lightning; processes of a DataLoader are always seeded.
+        seed: an integer from 0 to 2**32 - 1.
+        workers: ignored; accepted for compatibility with Lightning. DataLoader worker processes are always seeded.
+
+    Returns:
+        the seed.
 
     Raises:
-        ValueError: the seed is outside of that range.
+        ValueError: the seed is out of range.
     """
     if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed}: a whole number from 0 to {2**32 - 1}")
+        raise ValueError(f"seed={seed}: must be an integer from 0 to {2**32 - 1}")
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
@@ -36,7 +40,7 @@ def seed_everything(seed: int, workers: bool = False) -> int:
 
 @final
 class RandomState:
-    """Where the random numbers of this process stood when it was made."""
+    """Snapshot of the random number generators of this process."""
 
     def __init__(self) -> None:
         self.python: tuple[Any, ...] = _python_state()
@@ -45,7 +49,7 @@ class RandomState:
         self.numpy: Any = _numpy_state() if "numpy" in sys.modules else None
 
     def restore(self) -> None:
-        """Go back there."""
+        """Restore the generators to this snapshot."""
         random.setstate(self.python)
         torch.set_rng_state(self.torch)
         if self.cuda is not None and torch.cuda.is_available():
@@ -56,7 +60,7 @@ class RandomState:
             np.random.set_state(self.numpy)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data and tensors."""
+        """Return the snapshot as plain data and tensors."""
         version, numbers, gauss = self.python
         state: dict[str, Any] = {"torch": self.torch, "python": [version, list(numbers), gauss]}
         if self.cuda is not None:
@@ -67,7 +71,7 @@ class RandomState:
         return state
 
     def packed(self) -> Any:
-        """Return what `unpacked` needs, in a form that is pickled quickly."""
+        """Return the snapshot in a form that pickles quickly, for `unpacked`."""
         version, numbers, gauss = self.python
         cuda = None if self.cuda is None else self.cuda.numpy().tobytes()
         if numbers is not _PACKED[0]:
@@ -76,38 +80,46 @@ class RandomState:
 
     @classmethod
     def unpacked(cls, packed: Any) -> RandomState:
-        """Return what has given this `packed`."""
-        found = cls()
-        version, numbers, gauss, cpu, cuda, found.numpy = packed
-        found.python = (version, struct.unpack(f"{len(numbers) // 4}I", numbers), gauss)
-        found.torch = torch.frombuffer(bytearray(cpu), dtype=torch.uint8)
-        found.cuda = None if cuda is None else torch.frombuffer(bytearray(cuda), dtype=torch.uint8)
-        return found
+        """Return the snapshot of a packed form.
+
+        Args:
+            packed: result of `packed`.
+        """
+        state = cls()
+        version, numbers, gauss, cpu, cuda, state.numpy = packed
+        state.python = (version, struct.unpack(f"{len(numbers) // 4}I", numbers), gauss)
+        state.torch = torch.frombuffer(bytearray(cpu), dtype=torch.uint8)
+        state.cuda = None if cuda is None else torch.frombuffer(bytearray(cuda), dtype=torch.uint8)
+        return state
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> RandomState:
-        """Return what has given this `state_dict`."""
-        found = cls()
+        """Return the snapshot of a state dict.
+
+        Args:
+            state: result of `state_dict`.
+        """
+        snapshot = cls()
         version, numbers, gauss = state["python"]
-        found.python, found.torch = (version, tuple(numbers), gauss), state["torch"].cpu()
-        found.cuda = state["cuda"].cpu() if "cuda" in state else None
-        found.numpy = None
+        snapshot.python, snapshot.torch = (version, tuple(numbers), gauss), state["torch"].cpu()
+        snapshot.cuda = state["cuda"].cpu() if "cuda" in state else None
+        snapshot.numpy = None
         if "numpy" in state:
             import numpy as np
 
             kind, keys, *rest = state["numpy"]
-            found.numpy = (kind, np.array(keys, dtype=np.uint32), *rest)
-        return found
+            snapshot.numpy = (kind, np.array(keys, dtype=np.uint32), *rest)
+        return snapshot
 
 
-_PACKED: list[Any] = [None, b""]  # python's numbers when they were packed last
-_PYTHON: list[Any] = [b"", None]  # the same of python's generator as below
-_PYTHON_AT: Final = 2 * ctypes.sizeof(ctypes.c_void_p)  # where CPython keeps its numbers, behind an object's header
-_NUMPY: list[Any] = [b"", None]  # numpy's numbers when its state was asked for last, and that state
+_PACKED: list[Any] = [None, b""]  # cache: python's numbers, and their packed form
+_PYTHON: list[Any] = [b"", None]  # cache: memory of python's generator, and its state
+_PYTHON_AT: Final = 2 * ctypes.sizeof(ctypes.c_void_p)  # offset of the numbers in CPython's object, after its header
+_NUMPY: list[Any] = [b"", None]  # cache: memory of numpy's generator, and its state
 
 
 def _python_state() -> tuple[Any, ...]:
-    """Return python's state; asking for it takes 15 microseconds, and looking whether anything was drawn takes one."""
+    """Return python's state; `getstate` costs 15 microseconds, and the comparison with the cached memory costs 1."""
     generator: Any = random._inst  # type: ignore[attr-defined]
     if sys.implementation.name != "cpython":
         return random.getstate()
@@ -115,28 +127,28 @@ def _python_state() -> tuple[Any, ...]:
     known = _PYTHON[1]
     if known is None or now != _PYTHON[0] or known[2] != generator.gauss_next:
         state = random.getstate()
-        # An index, and the numbers; if they lie elsewhere, what is there is asked for again each time.
-        found = now == struct.pack("625I", state[1][-1], *state[1][:-1])
-        _PYTHON[:] = [now if found else b"", state]
+        # Verify the memory layout (an index, then the numbers); with another layout, cache nothing.
+        verified = now == struct.pack("625I", state[1][-1], *state[1][:-1])
+        _PYTHON[:] = [now if verified else b"", state]
     return _PYTHON[1]  # type: ignore[no-any-return]
 
 
 def _numpy_state() -> Any:
-    """Return numpy's state; asking for it takes 30 microseconds, and looking whether anything was drawn takes one."""
+    """Return numpy's state; `get_state` costs 30 microseconds, and the comparison with the cached memory costs 1."""
     import numpy as np
 
     generator: Any = np.random.mtrand._rand._bit_generator  # type: ignore[attr-defined]
     if type(generator) is not np.random.MT19937:
         return np.random.get_state()
     now = ctypes.string_at(generator.ctypes.state_address, 625 * 4)
-    if now != _NUMPY[0] or _NUMPY[1][3]:  # half of a pair of normal numbers is given without drawing anything
+    if now != _NUMPY[0] or _NUMPY[1][3]:  # numpy may return a cached normal number without any change of this memory
         _NUMPY[:] = [now, np.random.get_state()]
     return _NUMPY[1]
 
 
 @contextlib.contextmanager
 def random_kept() -> Iterator[None]:
-    """Let what happens inside draw random numbers without a trace."""
+    """Context that restores all random number generators at its end."""
     before = RandomState()
     try:
         yield

@@ -1,4 +1,4 @@
-"""The position of a run: the only record that checkpoints keep and other modules read."""
+"""The position of a run, as a record that checkpoints save and other modules read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Phase(StrEnum):
-    """What the trainer is doing at this moment."""
+    """Present activity of the trainer."""
 
     IDLE = "idle"
     SANITY = "sanity"
@@ -20,12 +20,12 @@ class Phase(StrEnum):
 
 
 class Stage(IntEnum):
-    """What comes next on this rank, in the order of an epoch; those that are begun are begun again after a fault."""
+    """Next stage of this rank, in the order of an epoch; a stage that was interrupted by a fault is repeated."""
 
-    BATCH_TOLD = 0  # whoever is told last of a batch is being told
+    BATCH_TOLD = 0  # `on_train_batch_end` of callbacks that watch metrics
     BETWEEN = 1
-    EPOCH_ENDS = 2  # the end of an epoch is being made known
-    EPOCH_TOLD = 3  # whoever is told last of an epoch is being told
+    EPOCH_ENDS = 2  # `on_train_epoch_end` of the other callbacks and the module
+    EPOCH_TOLD = 3  # `on_train_epoch_end` of callbacks that watch metrics
     EPOCH_OVER = 4
 
 
@@ -34,27 +34,28 @@ class RunState:
     """The position of a run.
 
     Attributes:
-        phase: what is going on; saved, never inferred from the counters.
-        epoch: epochs completed.
+        phase: present activity; saved, never inferred from the counters.
+        epoch: completed epochs.
         batch: batches of the current epoch that this rank has finished.
-        shared_by: ranks among which the batches that `batch` counts were divided.
-        accumulate: microbatches of their windows.
-        together: samples of one on all ranks that the run began with; 0 where that isn't known.
-        step: weight updates of the model, however many optimizers there are.
+        shared_by: number of ranks among which the batches in `batch` were divided.
+        accumulate: microbatches per accumulation window of these batches.
+        together: samples of a batch on all ranks at the start of the run; 0 if unknown.
+        step: weight updates of the model, for any number of optimizers.
         samples: position in the data: samples of the current epoch's global order that have been trained.
-        ranks: how many the run began with; the global batch is theirs, whoever trains it now.
-        seed: what the data order and the ranks' random streams are drawn from.
-        attempt: how often the run was taken up again.
+        ranks: number of ranks at the start of the run, which determines the global batch.
+        seed: seed of the data order and of the ranks' random streams.
+        attempt: number of restarts and resumes of the run.
         drained: all batches of the epoch are trained.
-        closing: the epoch's batches and hooks are done, its schedules are not.
-        passed: global batches whose place in the data is behind, since the run began; not counted where ranks go at
-            their own pace, or the module optimises manually.
-        trained: global batches whose update is in the weights, or that gave no loss; so much as `passed`, unless some
+        closing: the epoch's batches and hooks are complete, its schedules are not.
+        passed: global batches since the start of the run whose position in the data has been passed; not counted if
+            ranks work at their own pace, or with manual optimization.
+        trained: global batches whose update is in the weights, or that had no loss; equal to `passed` unless batches
             were lost or trained twice.
-        left_out: samples of the global order that lie between two windows that were trained one after the other.
-        again: samples of the global order in windows that begin before the end of the one before.
-        validating: a validation of these weights is due, or has begun, and isn't done.
-        judging: it is done, and callbacks that watch metrics have not seen it yet.
+        left_out: samples of the global order that were skipped between two consecutive windows.
+        again: samples of the global order in windows that begin before the end of the previous window.
+        validating: a validation of the present weights is due or has begun, and is not complete.
+        judging: the validation is complete, but callbacks that watch metrics have not processed it.
+        run: random name of the run, which restarts and resumes keep.
     """
 
     phase: Phase = Phase.IDLE
@@ -76,9 +77,14 @@ class RunState:
     trained: int = 0
     left_out: int = 0
     again: int = 0
+    run: str = ""
 
     def jump(self, start: int) -> None:
-        """Count the samples between the end of the window before and a window that begins elsewhere."""
+        """Count the samples that are skipped or repeated when a window does not begin at the end of the previous one.
+
+        Args:
+            start: first sample of the window in the global order.
+        """
         self.left_out += max(0, start - self.samples)
         self.again += max(0, self.samples - start)
 
@@ -87,7 +93,11 @@ class RunState:
         return {**dataclasses.asdict(self), "phase": str(self.phase)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a record made by `state_dict`; unknown keys are ignored, so that older readers cope."""
+        """Load a record; unknown keys are ignored, so that older versions can read newer records.
+
+        Args:
+            state: result of `state_dict`.
+        """
         for field in dataclasses.fields(self):
             if field.name in state:
                 setattr(self, field.name, state[field.name])

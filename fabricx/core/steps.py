@@ -1,4 +1,4 @@
-"""A module's steps in the form that the loop calls."""
+"""Steps of a module in the form that the loop calls, and checks of their results."""
 
 from __future__ import annotations
 
@@ -13,52 +13,63 @@ if TYPE_CHECKING:
     from fabricx.trainer.trainer import Trainer
 
 
-def wrap_steps(t: Trainer) -> None:
-    """Look at the steps' signatures once, and put the precision around them."""
+def wrap_steps(trainer: Trainer) -> None:
+    """Wrap the module's steps in the precision, and adapt them to the number of their parameters.
+
+    Args:
+        trainer: `training_step` and `steps` are set.
+    """
     names = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
     for word, name in names.items():
-        step = getattr(t.module, name, None)
+        step = getattr(trainer.module, name, None)
         if callable(step):
-            t.steps[word] = _fitting(
-                t.precision_plugin.wrap_step(step), accepts(step, 3), 3 if t.several_loaders else 2
+            trainer.steps[word] = _fitting(
+                trainer.precision_plugin.wrap_step(step), accepts(step, 3), 3 if trainer.several_loaders else 2
             )
-    if callable(getattr(t.module, "training_step", None)):
-        step = t.module.training_step
-        manual = not t.module.automatic_optimization
-        wrapped = t.precision_plugin.wrap_step(step, updates_weights=manual)
-        t.training_step = _fitting(wrapped, accepts(step, 2), 2)
-        t.steps["training"] = t.training_step
+    if callable(getattr(trainer.module, "training_step", None)):
+        step = trainer.module.training_step
+        manual = not trainer.module.automatic_optimization
+        wrapped = trainer.precision_plugin.wrap_step(step, updates_weights=manual)
+        trainer.training_step = _fitting(wrapped, accepts(step, 2), 2)
+        trainer.steps["training"] = trainer.training_step
 
 
-def _fitting(step: Callable[..., Any], takes: int, given: int) -> Callable[..., Any]:
-    if takes >= given:
+def _fitting(step: Callable[..., Any], accepted: int, passed: int) -> Callable[..., Any]:
+    if accepted >= passed:
         return step
-    return lambda *args: step(*args[:takes])
+    return lambda *args: step(*args[:accepted])
 
 
 def checked_loss(loss: Any) -> Tensor:
-    """Return the loss of `training_step`, shape [].
+    """Return the loss of `training_step` with shape [].
+
+    Args:
+        loss: result of the step.
 
     Raises:
-        ValueError: it is no tensor of one element with a gradient.
+        ValueError: it is not a tensor with a single element and a gradient.
     """
     if not isinstance(loss, Tensor):
-        what = f"a dict without 'loss' ({sorted(loss)})" if isinstance(loss, Mapping) else type(loss).__name__
-        raise ValueError(f"training_step returned {what}; it returns a loss tensor, a dict with 'loss', or None")
+        kind = f"a dict without 'loss' ({sorted(loss)})" if isinstance(loss, Mapping) else type(loss).__name__
+        raise ValueError(f"training_step returned {kind}; return a loss tensor, a dict with 'loss', or None")
     if loss.numel() != 1:
         raise ValueError(
-            f"training_step returned a loss of shape {tuple(loss.shape)}; a loss is one number, such as loss.mean()"
+            f"training_step returned a loss of shape {tuple(loss.shape)}; return a single number, such as loss.mean()"
         )
     if not loss.requires_grad:
         raise ValueError(
-            "training_step returned a loss without a gradient: it doesn't depend on any parameter that "
-            "requires one. Is it detached, computed under no_grad, or are all parameters frozen?"
+            "training_step returned a loss without a gradient: it doesn't depend on any parameter that requires a "
+            "gradient. Check that it is not detached or computed under no_grad, and that not all parameters are frozen"
         )
     return loss.reshape(())
 
 
 def detached(outputs: Any) -> Any:
-    """Return what a training step has returned, for hooks: without its graph."""
+    """Return the outputs of a training step without their graph, for hooks.
+
+    Args:
+        outputs: of the step; only tensors of a mapping are detached.
+    """
     if isinstance(outputs, Mapping):
         return {name: value.detach() if isinstance(value, Tensor) else value for name, value in outputs.items()}
     return outputs

@@ -1,4 +1,4 @@
-"""Moves batches to devices and dtypes, and counts their samples."""
+"""Moves batches to devices, converts their dtypes, and counts their samples."""
 
 from __future__ import annotations
 
@@ -12,17 +12,31 @@ from torch import Tensor
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with every tensor, and everything else that has a `to`, on the device."""
+    """Return a batch with every tensor, and every other object with a method `to`, on a device.
+
+    Args:
+        batch: any nesting of collections.
+        device: destination.
+    """
     return apply_to_collection(batch, _Movable, lambda item: _move(item, device))
 
 
 def to_dtype(batch: Any, dtype: torch.dtype) -> Any:
-    """Return the batch with every floating-point tensor in another type."""
+    """Return a batch with every floating-point tensor converted.
+
+    Args:
+        batch: any nesting of collections.
+        dtype: of the result.
+    """
     return apply_to_collection(batch, Tensor, lambda item: item.to(dtype) if item.is_floating_point() else item)
 
 
 def cpu(outputs: Any) -> Any:
-    """Return outputs detached and in main memory."""
+    """Return outputs, detached and in main memory.
+
+    Args:
+        outputs: any nesting of collections.
+    """
     return apply_to_collection(outputs, Tensor, lambda item: item.detach().cpu())
 
 
@@ -39,17 +53,20 @@ def _move(item: Any, device: torch.device) -> Any:
     if isinstance(item, Tensor):
         return item.to(device, non_blocking=device.type == "cuda")
     moved = item.to(device)
-    return item if moved is None else moved  # some objects move themselves and return nothing
+    return item if moved is None else moved  # some objects move in place and return None
 
 
 def batch_size_of(batch: Any) -> int:
-    """Return the samples of a batch: the first dimension of the first tensor in it, 1 if there is none.
+    """Return the number of samples of a batch: the first dimension of its first tensor, or 1 without a tensor.
+
+    Args:
+        batch: any nesting of collections.
 
     >>> batch_size_of({"x": torch.zeros(3, 2), "name": "a"})
     3
     """
-    found = _first_size(batch)
-    return 1 if found is None else found
+    size = _first_size(batch)
+    return 1 if size is None else size
 
 
 def _first_size(value: Any) -> int | None:

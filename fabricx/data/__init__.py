@@ -1,4 +1,4 @@
-"""The data pipeline: one global order, divided into shares of ranks, moved to the device."""
+"""Data pipeline: one global order of samples per epoch, divided over ranks and loaded as microbatches."""
 
 from __future__ import annotations
 

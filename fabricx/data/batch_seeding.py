@@ -1,4 +1,4 @@
-"""Random numbers of a data set that depend on the batch, and not on what a process has drawn before."""
+"""Seeds the random numbers of a dataset per batch, so that they don't depend on earlier draws of a process."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fabricx.core.rng import random_kept
 
 
 @final
-class Seeded:
-    """A map-style dataset, read batch by batch with a seed for each: what it draws can be drawn again.
+class BatchSeededDataset:
+    """Wraps a map-style dataset and seeds the random number generators before each batch, so that draws are repeatable.
 
-    A run that goes on in the middle of an epoch has new loader processes. Under a seed of the batch, an augmentation
-    that uses torch, numpy or random as they come gives in them what it would have given in the old ones. It also gives
-    the same on whichever rank reads the batch. Everything else is the dataset's own.
+    A run that resumes in the middle of an epoch has new loader processes. Because of the seed per batch, augmentations
+    that draw from torch, numpy or random produce the same values as in the original processes, on whichever rank the
+    batch is read. All other attributes are those of the dataset.
 
     Args:
-        dataset: that is read.
-        keeps: the random numbers of this process stay where they are: it doesn't only load data.
+        dataset: a map-style dataset.
+        keeps: restore this process's random state after each batch, because the process does not only load data.
     """
 
     def __init__(self, dataset: Any, *, keeps: bool = False) -> None:
@@ -31,20 +31,28 @@ class Seeded:
         self.__dict__["_keeps"] = keeps
 
     def __getitems__(self, seed_and_places: tuple[int, Sequence[Any]]) -> list[Any]:
-        """Return the samples of a batch, drawn under its seed."""
-        seed, places = seed_and_places
+        """Return the samples of a batch, drawn under the batch's seed.
+
+        Args:
+            seed_and_places: seed of the batch, and indices of its samples.
+        """
+        seed, indices = seed_and_places
         dataset = self.__dict__["_dataset"]
         with self._under(seed):
             if callable(several := getattr(dataset, "__getitems__", None)):
-                found: Any = several(places)
-                return list(found)
-            return [dataset[place] for place in places]
+                samples: Any = several(indices)
+                return list(samples)
+            return [dataset[index] for index in indices]
 
     def __getitem__(self, seed_and_place: tuple[int, Any]) -> Any:
-        """Return what a dataset that makes batches by itself has at a place, drawn under a seed."""
-        seed, place = seed_and_place
+        """Return an item of a dataset that makes batches by itself, drawn under a seed.
+
+        Args:
+            seed_and_place: seed of the item, and its index.
+        """
+        seed, index = seed_and_place
         with self._under(seed):
-            return self.__dict__["_dataset"][place]
+            return self.__dict__["_dataset"][index]
 
     @contextlib.contextmanager
     def _under(self, seed: int) -> Iterator[None]:
@@ -61,7 +69,7 @@ class Seeded:
         return getattr(self.__dict__["_dataset"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["_dataset"], name, value)  # a worker_init_fn may tell the dataset something
+        setattr(self.__dict__["_dataset"], name, value)  # a worker_init_fn may set attributes of the dataset
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__

@@ -1,4 +1,4 @@
-"""Chooses how the user's data is read."""
+"""Factory of feeds: selects the implementation that reads a user's data."""
 
 from __future__ import annotations
 
@@ -29,24 +29,26 @@ def make_feed(
     undivided: bool = False,
     fixed: bool = False,
 ) -> Feed:
-    """Return the feed for what a user gave: a map-style DataLoader is read along the global order, all else as it is.
+    """Build the feed for a user's data: a map-style DataLoader is read in the global order, any other source as it is.
 
     Args:
         source: a DataLoader or any iterable of batches.
         world: the ranks.
-        seed: of the data order.
-        limit: batches an epoch at most (int), or the part of them (float).
-        began_with: ranks that the global batch was fixed for; 0 if those that there are.
-        shard: cut a DataLoader's data over ranks; False takes it as it is.
-        company: give a rank without a sample of a global batch one of the others', or the newest of its own stream.
-        parts: cut each global batch into so many parts, whoever gets them; 0 for the loader's batches.
-        dealt: ranks will go at their own pace; batches are counted as if those were there that the run began with.
-        balance: of the ranks' shares; equal ones if not given.
-        undivided: one batch for a rank's whole part of a global batch.
-        fixed: give each epoch the same order; that of the data set, where a DataLoader shuffles.
+        seed: seed of the data order.
+        limit: maximum batches per epoch (int), or fraction of the batches (float).
+        shard: divide the data of a DataLoader over ranks; if False, each rank reads all of it.
+        began_with: number of ranks that determines the global batch size; 0 for the present number.
+        company: provide a rank without a sample of a global batch with a sample of the global batch, or with the
+            newest batch of the rank's stream.
+        parts: divide each global batch into this number of parts, independent of the number of ranks; 0 to divide it
+            into the loader's batches.
+        dealt: ranks will work at their own pace; batches are counted for the number of ranks at the begin of the run.
+        balance: shares of the ranks; None for equal shares.
+        undivided: a rank's whole share of a global batch is one batch.
+        fixed: use the same order in every epoch, without shuffling by the DataLoader.
 
     Raises:
-        ValueError: what is no map-style DataLoader can't be cut into parts; or a DistributedSampler is of another rank.
+        ValueError: `parts` for a source other than a map-style DataLoader, or a DistributedSampler of another rank.
     """
     divided = _distributed_sampler(source)
     if divided is not None and not world.newcomer:
@@ -66,7 +68,7 @@ def make_feed(
         )  # fmt: skip
     if parts:
         raise ValueError(
-            f"deterministic='elastic' cuts the order of the data itself: it needs a map-style DataLoader, without a "
+            f"deterministic='elastic' divides the order of the data itself: it needs a map-style DataLoader, without a "
             f"DistributedSampler and with use_distributed_sampler=True, not {type(source).__name__}"
         )
     if ordered:
@@ -75,7 +77,7 @@ def make_feed(
 
 
 def _distributed_sampler(source: Any) -> DistributedSampler[Any] | None:
-    """Return torch's `DistributedSampler`, where a loader's order or its batches are of one."""
+    """Return the loader's `DistributedSampler`, if it orders the loader's samples or batches."""
     if not isinstance(source, DataLoader):
         return None
     for sampler in (source.sampler, source.batch_sampler, getattr(source.batch_sampler, "sampler", None)):
@@ -85,14 +87,14 @@ def _distributed_sampler(source: Any) -> DistributedSampler[Any] | None:
 
 
 def _check_division(sampler: DistributedSampler[Any], world: World) -> None:
-    """Refuse a sampler that was made for another rank, or for another number of them.
+    """Refuse a sampler that was made for a different rank or number of ranks.
 
     Raises:
-        ValueError: it was.
+        ValueError: the sampler does not fit this rank.
     """
     if (sampler.rank, sampler.num_replicas) != (world.rank, world.size):
         raise ValueError(
             f"DistributedSampler(num_replicas={sampler.num_replicas}, rank={sampler.rank}) is not that of rank "
-            f"{world.rank} of {world.size}: leave the sampler out (fabricx divides the data), or make it in "
+            f"{world.rank} of {world.size}: remove the sampler (fabricx divides the data), or create it in "
             "train_dataloader() with self.trainer.world_size and self.global_rank"
         )

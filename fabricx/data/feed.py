@@ -1,4 +1,4 @@
-"""The contract between the loop and whatever data it reads."""
+"""Interface between the training loop and a source of data."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from fabricx.distributed.world import World
 
 @dataclass(slots=True)
 class Microbatch:
-    """One rank's next piece of work.
+    """A rank's next unit of work: the data of one forward and backward.
 
     Attributes:
-        data: the batch as the user's loader gives it; where `empty`, None, or another rank's sample or an earlier batch
-            to compute along with.
-        index: its number in the epoch.
-        size: this rank's samples, or None where only the batch itself can tell; of an `empty` one, None says that the
-            loader's length promised a batch, and none came.
-        factor: what part of the global batch's mean this rank's mean is.
-        opens, closes: first and last of an accumulation window.
-        last: last of the epoch, as far as that is known.
-        empty: nothing to compute here; other ranks have something.
-        planned: microbatches of the window that `factor` reckons with.
-        position: samples of the epoch's global order that are done after this one's window.
-        start: those that are done before it; None where no order is known.
-        apart: other ranks may be anywhere; they are together at the next one that isn't.
-        meets: nothing to compute: ranks that were apart are together here.
-        done: leases of the epoch that are done, where they meet.
-        begin: where in the global order its first sample is.
-        part: others of the same index follow.
-        idle: ranks that have nothing to compute in it.
-        portion: what part of a whole microbatch of `planned` the ranks' batches are together.
+        data: batch of the user's loader. If `empty`: None, or a sample of another rank or an earlier batch, with which
+            the rank can take part in the forward and backward of the others.
+        index: number of the batch in the epoch.
+        size: samples of this rank; None if only the batch shows it. For an `empty` microbatch, None means that the
+            loader ended before its length.
+        factor: weight of this rank's mean in the mean of the global batch.
+        opens, closes: first and last microbatch of an accumulation window.
+        last: last of the epoch, as far as that is determined.
+        empty: this rank has no samples, but other ranks have.
+        planned: microbatches of the window, as assumed by `factor`.
+        position: samples of the epoch's global order that are trained after this microbatch's window.
+        start: samples that are trained before the window; None for a source without a global order.
+        apart: ranks are not synchronised; they are again at the next microbatch with `apart=False`.
+        meets: no data: ranks that worked at their own pace synchronise at this point.
+        done: if `meets`, leases of the epoch that are trained.
+        begin: position of the first sample in the global order.
+        part: more microbatches with the same index follow.
+        idle: number of ranks without a sample in this microbatch.
+        portion: samples of all ranks relative to `planned`.
     """
 
     data: Any
@@ -58,81 +58,131 @@ class Microbatch:
 
 
 class Feed(ABC):
-    """Batches of one loader for one rank."""
+    """Batches of one loader for one rank.
 
-    exact_position = True  # can it start anywhere without reading what lies before?
-    order = ""  # what tells the order of the epoch from others; empty where none is known
-    order_before = ""  # that of the checkpoint of this epoch
-    drawn: dict[str, Any] | None = None  # what drawing the newest order has changed in a sampler: before and after
-    at_first: dict[str, Any] | None = None  # all that drawing orders has changed in it, as it was before the first
-    reads_again = False  # to start within an epoch, does it read what lies before?
-    global_batch = 0  # samples of one, without accumulation; 0 where they can't be divided
-    ahead = 0  # the most global batches whose shares may be taken already when one is trained
-    processes: int | None = None  # that load data, where that is known
+    Attributes:
+        exact_position: can start at any position without reading the data before it.
+        order: identifies the order of the epoch; "" if there is no known order.
+        order_before: `order` as recorded in the checkpoint of this epoch.
+        drawn: values of the sampler that drawing the newest order has changed, before and after.
+        at_first: original values of everything that drawing orders has changed in the sampler.
+        reads_again: to start within an epoch, the data before the position are read again.
+        global_batch: samples of a global batch without accumulation; 0 if the shares can't be changed.
+        ahead: maximum number of global batches whose shares may be fixed already while a batch is trained.
+        processes: number of loader processes; None if unknown.
+    """
+
+    exact_position = True
+    order = ""
+    order_before = ""
+    drawn: dict[str, Any] | None = None
+    at_first: dict[str, Any] | None = None
+    reads_again = False
+    global_batch = 0
+    ahead = 0
+    processes: int | None = None
     _world: World
 
     def world_changed(self, world: World) -> None:
-        """Give each of other ranks its share, from the next epoch or section on."""
+        """Change the ranks over which the data is divided, from the next epoch or section.
+
+        Args:
+            world: the new ranks.
+        """
         self._world = world
 
     @abstractmethod
     def batches(self, accumulate: int = 1) -> int | float:
-        """Return the batches of an epoch on each rank, infinity where that isn't known."""
+        """Return the number of batches per epoch on each rank; infinity if unknown.
+
+        Args:
+            accumulate: microbatches of an accumulation window.
+        """
 
     def global_batches(self, accumulate: int) -> int | None:
-        """Return the global batches of an epoch; None where each is `accumulate` batches of every rank."""
+        """Return the number of global batches per epoch; None if each consists of `accumulate` batches per rank.
+
+        Args:
+            accumulate: microbatches of an accumulation window.
+        """
         return None
 
     def state_dict(self) -> Any:
-        """Return where this rank's own stream is; None where the position in the global order says it all."""
+        """Return the state of this rank's own stream; None if the position in the global order is sufficient."""
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Let the next epoch begin where a `state_dict` was taken."""
+        """Resume the next epoch from a state.
+
+        Args:
+            state: result of `state_dict`.
+        """
 
     def generators(self) -> dict[str, Any]:
-        """Return the generators of the data's own, by path, from which this process draws."""
+        """Return generators of the dataset that this process draws from, by path."""
         return {}
 
     def lost_generators(self, *, within: bool) -> list[str]:
-        """Return the generators of the data's own that loader processes draw from, which begin anew in a resumed run.
+        """Return generators of the dataset in loader processes, whose state is lost when a run resumes.
 
         Args:
-            within: the run goes on within an epoch.
+            within: the run resumes within an epoch.
         """
         return []
 
     def place_sampler(self, epoch: int) -> None:
-        """Let a sampler be where `drawn` says that it was, for an epoch that begins or goes on."""
+        """Restore the sampler's state of `drawn`.
+
+        Args:
+            epoch: that begins or resumes.
+        """
 
     def described(self) -> str:
-        """Return what the ranks' feeds have in common."""
+        """Describe the properties that the feeds of all ranks have in common."""
         return "an iterable of batches"
 
     def leaves_out(self, accumulate: int) -> bool:
-        """Return whether it is known that some rank has no sample of some batch."""
+        """Return whether some rank certainly has no sample of some batch.
+
+        Args:
+            accumulate: microbatches of an accumulation window.
+        """
         return False
 
     def batches_before(self, position: int, accumulate: int) -> int | None:
-        """Return how many of an epoch's batches lie before a position; None where only counting tells."""
+        """Return the number of batches of an epoch before a position; None if only counting determines it.
+
+        Args:
+            position: samples of the global order.
+            accumulate: microbatches of an accumulation window.
+        """
         return None
 
     @abstractmethod
     def epoch(
         self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0, together: bool = True
     ) -> Iterator[Microbatch]:
-        """Yield an epoch's batches from a position on.
+        """Yield the batches of an epoch from a position.
 
         Args:
-            epoch: its number.
-            accumulate: microbatches of a window.
-            position: samples of the global order that are done.
+            epoch: number of the epoch.
+            accumulate: microbatches of an accumulation window.
+            position: samples of the global order that are trained already.
             first: number of the first batch.
-            together: all ranks go through them batch by batch; else none waits for another.
+            together: ranks process the batches in lockstep; otherwise no rank waits for another rank.
         """
 
     @abstractmethod
     def leased(
         self, dealer: Dealer, section: Section, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0
     ) -> Iterator[Microbatch]:
-        """Yield what a dealer gives this rank of an epoch, and one that `meets` at the end of each section."""
+        """Yield the leased batches of this rank, and a microbatch with `meets` at the end of each section.
+
+        Args:
+            dealer: distributes leases to the ranks.
+            section: determines the number of leases in a section.
+            epoch: number of the epoch.
+            accumulate: microbatches of a lease.
+            position: samples of the global order that are trained already.
+            first: number of the first batch.
+        """

@@ -1,4 +1,4 @@
-"""Any iterable of batches, read independently on each rank."""
+"""Feed of any iterable of batches, which each rank reads independently."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ from fabricx.distributed.world import World
 
 @final
 class ListFeed(Feed):
-    """Anything else that gives batches: taken as it is on each rank, with ranks' lengths told to each other.
+    """Reads any iterable of batches without dividing it; ranks exchange their lengths.
 
-    A length, or a limit, is a promise; a batch that is missing then is empty, and its `size` unknown. Where there is
-    neither, ranks that train together say before each batch whether they have another one: one number is summed.
+    A length, or a limit, is a promise: a batch that is missing then is empty, with unknown `size`. Without both, ranks
+    in lockstep sum a flag before each batch, to determine how many ranks have a further batch.
 
-    A source with `state_dict` and `load_state_dict` is asked where it is, and put there again, by these; of others the
-    batches that were trained already are read once more, with the random numbers that the epoch began with. With
-    `company`, a rank whose source has ended has its newest batch in an empty one, so that it can compute something
-    while the others need it.
+    If the source has `state_dict` and `load_state_dict`, these save and restore its position. Otherwise the trained
+    batches of the epoch are read again, with the random state of the epoch's begin.
+
+    Args:
+        source: iterable of batches, such as a DataLoader.
+        world: the ranks.
+        limit: maximum batches per epoch (int), or fraction of the batches (float).
+        fixed: pass epoch 0 to `set_epoch` in every epoch.
+        company: a rank whose source has ended receives its newest batch in an empty microbatch, so that it can run the
+            same collectives.
     """
 
     exact_position = False
@@ -35,15 +41,15 @@ class ListFeed(Feed):
     ) -> None:
         self._source = source
         self._company = company
-        self._newest: Any = _NOTHING  # batch of this rank, kept for `company`
+        self._newest: Any = _NOTHING  # this rank's newest batch, for `company`
         self._fixed = fixed
         self._world = world
         self._limit = limit
         self._stateful = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
         self.reads_again = not self._stateful
-        self._began: Any = None  # random numbers as they were when the epoch's first batch was asked for
-        self._ahead: Any = _NOTHING  # the source's state before it was asked for one batch too many
-        self._over = False  # has the source ended its epoch, so that its state is that of the next one?
+        self._began: Any = None  # random state when the epoch's first batch was requested
+        self._ahead: Any = _NOTHING  # the source's state before the batch that was prefetched
+        self._over = False  # the source has ended its epoch, so that its state belongs to the next epoch
         self._restored: Any = None
 
     def state_dict(self) -> Any:
@@ -64,7 +70,7 @@ class ListFeed(Feed):
         return {} if self._stateful or in_processes else find_generators(self._source, "data")
 
     def _random(self) -> dict[str, Any]:
-        """Return the state of all random numbers that a source in this process may draw."""
+        """Return the state of all generators that a source in this process may draw from."""
         return RandomState().state_dict() | {"own": states_of_generators(self.generators())}
 
     def _length(self) -> int | float:
@@ -104,8 +110,8 @@ class ListFeed(Feed):
     ) -> Iterator[Microbatch]:
         if dealer.leases_per_update > 1:
             raise ValueError(
-                f"{type(self._source).__name__} gives each rank batches of its own, and a global batch of the ranks' "
-                "parts needs one order of the data: give a DataLoader over a map-style dataset, or apply='arrival'"
+                f"{type(self._source).__name__} yields separate batches on each rank, but global batches that workers "
+                "share need a single order of the data: use a DataLoader over a map-style dataset, or apply='arrival'"
             )
         data, index, more = self._data(first), first, True
         done = 0
@@ -123,33 +129,33 @@ class ListFeed(Feed):
                     index += 1
                     if closes:
                         break
-            told = self._world.gather_objects((upcoming is not _NOTHING, index // accumulate))
-            more, done = any(one for one, _ in told), sum(trained for _, trained in told)
+            states = self._world.gather_objects((upcoming is not _NOTHING, index // accumulate))
+            more, done = any(continues for continues, _ in states), sum(trained for _, trained in states)
             yield Microbatch(
                 None, index - 1, 0, 0.0, True, True, not more, 1, empty=True, position=index, meets=True, done=done
             )
 
     def _data(self, first: int) -> Iterator[Any]:
-        """Return the source's batches from one of the epoch on."""
-        left = None if self._limit == float("inf") else _stop(self._length() - first)
+        """Return the source's batches from a position of the epoch."""
+        remaining = None if self._limit == float("inf") else _stop(self._length() - first)
         self._ahead, self._over = _NOTHING, False
         if self._restored is None:
             if not first or self._began is None:
                 self._began = self._random()
             if not first:
-                return itertools.islice(iter(self._source), left)
-            with random_kept():  # the draws of reading are of the earlier run
+                return itertools.islice(iter(self._source), remaining)
+            with random_kept():  # reading again must not change the restored random state of this run
                 RandomState.of(self._began).restore()
                 set_generators(self.generators(), self._began.get("own", {}))
                 data = iter(self._source)
                 for batch in itertools.islice(data, first):
                     self._keep(batch)
-            return itertools.islice(data, left)
+            return itertools.islice(data, remaining)
         source: Any = self._source
         source.load_state_dict(self._restored["source"])
-        self._over = bool(self._restored["over"] and first)  # else an epoch begins
+        self._over = bool(self._restored["over"] and first)  # at first=0 an epoch begins
         self._restored = None
-        return iter(()) if self._over else itertools.islice(iter(source), left)
+        return iter(()) if self._over else itertools.islice(iter(source), remaining)
 
     def _keep(self, batch: Any) -> Any:
         if self._company and batch is not _NOTHING:
@@ -157,47 +163,47 @@ class ListFeed(Feed):
         return batch
 
     def _along(self) -> Any:
-        """Return a batch to compute along with the ranks that have one; None if it isn't needed, or there is none."""
+        """Return a batch to compute with while other ranks have data; None if not required or not available."""
         if self._company and self._newest is _NOTHING and self._stateful:  # the run was resumed after the last batch
             source: Any = self._source
             with random_kept():
                 state = source.state_dict()
-                self._keep(next(iter(source), _NOTHING))  # the first of the next epoch
+                self._keep(next(iter(source), _NOTHING))  # the first batch of the next epoch
                 source.load_state_dict(state)
         return None if self._newest is _NOTHING else self._newest
 
     def _with_lengths(
         self, data: Iterator[Any], lengths: Sequence[int], accumulate: int, first: int
     ) -> Iterator[Microbatch]:
-        total, mine = max(lengths), lengths[self._world.rank]
+        total, local = max(lengths), lengths[self._world.rank]
         for index in range(first, total):
             window = index - (index - first) % accumulate
             stop = min(window + accumulate, total)
-            # Every batch of the window, on whatever rank, counts the same.
+            # Every batch of the window has the same weight, on whichever rank it is.
             batches = sum(max(0, min(stop, length) - window) for length in lengths)
-            empty = index >= mine
+            empty = index >= local
             batch = self._along() if empty else self._keep(next(data, _NOTHING))
             if batch is _NOTHING and self._world.size > 1:
-                empty, batch = True, None  # the loader's len() promised more than it gave
+                empty, batch = True, None  # the loader has ended before its len()
             if batch is _NOTHING:
-                if index > window:  # update with what there is of the window
+                if index > window:  # close the incomplete window
                     yield Microbatch(
                         None, index, 0, 0.0, False, True, True, stop - window, empty=True, portion=0.0
                     )  # fmt: skip
                 return
             yield Microbatch(
-                batch, index, 0 if index >= mine else None, 0.0 if empty else 1 / batches,
+                batch, index, 0 if index >= local else None, 0.0 if empty else 1 / batches,
                 index == window, index == stop - 1, index == total - 1, stop - window, empty=empty,
                 idle=sum(index >= length for length in lengths),
             )  # fmt: skip
-        if self._stateful and mine == total:
-            next(data, None)  # as a plain loop does: only then does the source know that its epoch is over
+        if self._stateful and local == total:
+            next(data, None)  # as in a plain loop: only then does the source end its epoch
         self._over = True
 
     def _until_all_end(
         self, data: Iterator[Any], accumulate: int, first: int, *, together: bool
     ) -> Iterator[Microbatch]:  # fmt: skip
-        """Yield the batches of a source without a length, and empty ones while other ranks still have some."""
+        """Yield the batches of a source without a length, then empty batches while other ranks have data."""
         ranks = self._world.size if together else 1
         batch = next(data, _NOTHING)
         present, index = self._present(batch, ranks), first
@@ -205,11 +211,11 @@ class ListFeed(Feed):
             empty = batch is _NOTHING
             if self._stateful and not empty:
                 self._ahead = cast(Any, self._source).state_dict()
-            upcoming = _NOTHING if empty else next(data, _NOTHING)  # one ahead: so the last one is known
+            upcoming = _NOTHING if empty else next(data, _NOTHING)  # prefetched, to detect the last batch
             to_come = self._present(upcoming, ranks)
             held = (index - first) % accumulate + 1
             closes = held == accumulate or not to_come
-            # How many batches a window has in the end isn't known yet: `portion` corrects the factor.
+            # The final number of batches in a window is unknown at this point: `portion` corrects the factor.
             counted = present if accumulate == 1 else accumulate * ranks
             yield Microbatch(
                 self._along() if empty else self._keep(batch), index,
@@ -223,9 +229,9 @@ class ListFeed(Feed):
         self._ahead, self._over = _NOTHING, True
 
     def _present(self, batch: Any, ranks: int) -> int:
-        """Return how many ranks have another batch."""
-        mine = int(batch is not _NOTHING)
-        return mine if ranks == 1 else int(self._world.all_reduce(torch.tensor(mine, device=self._world.device)))
+        """Return the number of ranks that have a further batch."""
+        present = int(batch is not _NOTHING)
+        return present if ranks == 1 else int(self._world.all_reduce(torch.tensor(present, device=self._world.device)))
 
 
 _NOTHING: Any = object()

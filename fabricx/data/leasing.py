@@ -1,4 +1,4 @@
-"""Data that ranks lease part by part, each at its own pace."""
+"""Leases of the data order, for ranks that work at their own pace."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from fabricx.data.order import Share
 
 
 class Dealer(Protocol):
-    """Gives leases to the ranks; `fabricx.parameter_server` has one.
+    """Distributes leases to ranks; implemented by `fabricx.parameter_server`.
 
     Attributes:
-        lease: what this rank is training.
-        section: number of the newest one.
-        planned: workers that the run began with.
-        scheduled: updates that the schedules by steps have followed.
-        dropped: the newest gradient came too late, and its data is dealt again.
-        may_drop: that may happen.
-        workers: numbers of those that train, by rank.
+        lease: lease that this rank is training.
+        section: number of the newest section.
+        planned: number of workers at the begin of the run.
+        scheduled: number of updates that step schedulers have followed.
+        dropped: the newest gradient arrived too late, and its data will be leased again.
+        keeps_state: batches change buffers or metric objects of this rank's module; set before training starts.
+        may_drop: gradients may be dropped, and this rank has state to restore then.
+        begins_update: the lease is the first whose gradient is not sent yet.
+        workers: numbers of the training workers, by rank.
     """
 
     lease: Any
@@ -27,75 +29,107 @@ class Dealer(Protocol):
     planned: int
     scheduled: int
     dropped: bool
+    keeps_state: bool
     may_drop: bool
+    begins_update: bool
     workers: tuple[int, ...]
 
     def position(self) -> Any:
-        """Return what a worker that comes later has to know, for its `take_position`."""
+        """Return the state that a worker that joins later needs for `take_position`."""
 
     def take_position(self, position: Any) -> None:
-        """Be where another worker is."""
+        """Continue at the position of another worker.
+
+        Args:
+            position: result of `position`.
+        """
 
     @property
     def leases_per_update(self) -> int:
-        """Return how many leases make an update."""
+        """Return the number of leases per update."""
         ...
 
     def open(self, leases: int) -> None:
-        """Begin a section of so many leases; every rank does."""
+        """Begin a section; every rank calls it.
+
+        Args:
+            leases: number of leases of the section.
+        """
 
     def lost_and_repeated(self) -> tuple[int, int, int]:
-        """Return the leases that are missing in the weights, those trained twice, and the step counted from.
+        """Return (leases missing in the weights, leases trained twice, step at which counting began).
 
-        All ranks are together, and all sections are over.
+        Called when all ranks have met and all sections are over.
         """
         ...
 
+    def mark(self) -> None:
+        """Note the state of this rank before a lease with `begins_update`."""
+
+    def take_back(self) -> None:
+        """Return to the state of `mark`, because the gradient since then was dropped."""
+
     def begin_lease(self, take_logged: Callable[[], dict[str, Any]]) -> None:
-        """Begin a lease; what it logs is taken by that function, and goes with its gradient."""
+        """Begin a lease.
+
+        Args:
+            take_logged: returns the metric sums that the lease has logged, which are sent with its gradient.
+        """
 
     def logged(self) -> dict[str, Any]:
-        """Return the sums that all ranks have logged with gradients of the newest section which are in the weights.
+        """Return the metric sums of all ranks for those gradients of the newest section that are in the weights.
 
-        All ranks are together, and the section is over.
+        Called when all ranks have met and the section is over.
         """
         ...
 
     def ask(self, *, wait: bool) -> Any:
-        """Return a lease; with `wait`, this rank holds none and wants one as soon as there is one."""
+        """Request a lease.
+
+        Args:
+            wait: this rank holds no lease; wait until there is a lease or the section is over.
+        """
 
 
-Section = Callable[[int, int | float], int]  # given the leases that are done and left, how many until the ranks meet
+Section = Callable[[int, int | float], int]  # (trained leases, remaining leases) -> leases until the ranks meet
 
 
 @final
-class Deal:
-    """One section: what this rank was given, and where in the order it lies.
+class LeasedSection:
+    """A section on one rank: its leases and their positions in the order.
 
     Args:
-        dealer: who is asked.
-        begin: the first place of the section.
-        items: the end of the order.
-        batch: places of a microbatch.
+        dealer: distributes the leases.
+        begin: first position of the section.
+        items: end of the order.
+        batch: samples of a microbatch.
         accumulate: microbatches of a lease.
+
+    Attributes:
+        end: end of the section, valid when it is over.
+        over: the section is over.
     """
 
     def __init__(self, dealer: Dealer, begin: int, items: int, batch: int, accumulate: int) -> None:
         self._dealer = dealer
         self._begin, self._items = begin, items
         self._batch, self._places = batch, batch * accumulate
-        self._held: deque[Any] = deque()  # leases that aren't trained
-        self._fetched: deque[tuple[Share, Any]] = deque()  # with their leases
-        self.end = begin  # of the section, once it is over
+        self._held: deque[Any] = deque()  # leases that are not trained yet
+        self._fetched: deque[tuple[Share, Any]] = deque()  # fetched microbatches with their leases
+        self.end = begin
         self.over = False
 
     def plan(self, section: Section) -> int:
-        """Return how many leases the section has."""
-        left = -(-(self._items - self._begin) // self._places)
-        return min(left, section(self._begin // self._places, left))
+        """Return the number of leases of the section.
+
+        Args:
+            section: determines the number.
+        """
+        remaining = -(-(self._items - self._begin) // self._places)
+        return min(remaining, section(self._begin // self._places, remaining))
 
     def shares(self) -> Iterator[Share]:
-        """Yield the microbatches of lease after lease, as long as there are any for this rank now."""
+        """Yield the microbatches of this rank's leases until the dealer has no further lease at present."""
         while True:
             granted = self._dealer.ask(wait=not self._held)
             if granted.lease is None:
@@ -123,7 +157,11 @@ class Deal:
             )
 
     def taken(self, data: Iterator[Any]) -> Iterator[tuple[Share, Any]]:
-        """Yield the microbatches that were fetched; a lease is done when the next microbatch is asked for."""
+        """Yield the fetched microbatches; a lease is complete when the next microbatch is requested.
+
+        Args:
+            data: batches of the microbatches that `shares` has yielded.
+        """
         for batch in data:
             share, granted = self._fetched.popleft()
             if share.opens:

@@ -1,4 +1,4 @@
-"""Signal handling of loader processes when all processes of a run are asked to end."""
+"""Signal handling in loader processes, when a scheduler sends SIGTERM to all processes of a job."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any, final
 
 
 @final
-class EndsWithItsTrainer:
-    """Lets a process that loads data be ended by the one that trains, and by no other that asks it to.
+class TerminatedByTrainer:
+    """`worker_init_fn` of loader processes that obey SIGTERM of the training process only.
 
-    A scheduler that ends a job asks each of its processes; who trains still wants to reach the end of a step.
+    A scheduler that ends a job signals every process, while the training process still needs data to finish the step.
 
     Args:
-        first: what the user wants to be called in each process, with its number, if anything.
+        first: the user's `worker_init_fn`, called with the number of the loader process; None for none.
     """
 
     def __init__(self, first: Callable[[int], Any] | None) -> None:
         self._first = first
-        self._trainer = os.getpid()  # it needn't be the parent: there may be a fork server between them
+        self._trainer = os.getpid()  # may differ from the parent process: there may be a fork server between them
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        _block()  # in a process that loads data, before torch makes threads there, one of which could take the signal
+        _block()  # in the loader process, before torch creates threads that could receive the signal
         self.__dict__.update(state)
 
     def __call__(self, number: int) -> None:
-        if hasattr(signal, "sigwaitinfo"):  # else nobody can tell who has asked
+        if hasattr(signal, "sigwaitinfo"):  # elsewhere the sender of a signal is unknown
             _block()
             threading.Thread(target=_wait, args=(self._trainer,), name="fabricx-signals", daemon=True).start()
         if self._first is not None:
@@ -37,8 +37,8 @@ class EndsWithItsTrainer:
 
 
 @contextlib.contextmanager
-def forks_are_not_ended() -> Iterator[None]:
-    """Let processes that are forked inside begin with SIGTERM blocked; here it is handled a moment later."""
+def block_sigterm_in_forks() -> Iterator[None]:
+    """Block SIGTERM in processes that are forked inside; this process handles the signal at the end of the context."""
     before = _block()
     try:
         yield
@@ -48,7 +48,7 @@ def forks_are_not_ended() -> Iterator[None]:
 
 
 def _block() -> set[Any]:
-    """Block SIGTERM in this thread and in threads that it starts; returns what was blocked before."""
+    """Block SIGTERM in this thread and in threads that it starts; returns the signals blocked before."""
     if not hasattr(signal, "pthread_sigmask"):
         return set()
     return signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

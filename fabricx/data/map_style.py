@@ -1,4 +1,4 @@
-"""A map-style DataLoader, read along the global order."""
+"""Feed of a map-style DataLoader, read in the global order."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from fabricx.core.rng import random_kept, seed_everything
-from fabricx.data.batch_seeding import Seeded
+from fabricx.data.batch_seeding import BatchSeededDataset
 from fabricx.data.feed import Feed, Microbatch
-from fabricx.data.leasing import Deal, Dealer, Section
-from fabricx.data.loader_signals import EndsWithItsTrainer, forks_are_not_ended
+from fabricx.data.leasing import Dealer, LeasedSection, Section
+from fabricx.data.loader_signals import TerminatedByTrainer, block_sigterm_in_forks
 from fabricx.data.order import Balance, Cut, epoch_order, epoch_seed
 from fabricx.data.own_state import changes, find_generators, put_back_sampler, sampler_values
 from fabricx.data.preprocess import Preprocess
@@ -27,7 +27,7 @@ from fabricx.errors import RanksDisagree
 
 
 class _Picked:
-    """A batch sampler that DataLoader takes; what it yields is exchanged at each epoch."""
+    """Batch sampler of the copied DataLoader, whose source of indices is replaced in each epoch."""
 
     def __init__(self) -> None:
         self.source: Callable[[], Iterator[Any]] = lambda: iter(())
@@ -42,14 +42,27 @@ class _Picked:
 
 @final
 class OrderedFeed(Feed):
-    """A map-style DataLoader: its dataset is read along the global order.
+    """Reads the dataset of a map-style DataLoader in the global order.
 
-    The order is that of the loader's own sampler, drawn with the seed of the epoch, so that every rank has the same
-    one; a plain `shuffle=True` becomes a permutation by (seed, epoch). With `company`, a rank without a sample reads
-    the first one of the global batch, so that it can compute something while the others need it. With `undivided`, a
-    rank's part of a global batch is one batch, also where fewer ranks than at the beginning share it. With `fixed`,
-    each epoch has the order of the first, and a plain `shuffle=True` is ignored. So many ranks as `beside` each read an
-    order of their own, undivided.
+    The order is that of the loader's sampler, drawn under the epoch's seed, so all ranks have the same order; a plain
+    `shuffle=True` becomes a permutation that depends on (seed, epoch) only.
+
+    Args:
+        loader: the user's loader.
+        world: the ranks.
+        seed: seed of the data order.
+        limit: maximum batches per epoch (int), or fraction of the batches (float).
+        began_with: number of ranks that determines the global batch size; 0 for the present number.
+        company: a rank without a sample reads the first sample of the global batch, so that it can take part in the
+            computation of others.
+        parts, balance: see `Cut`.
+        dealt: ranks work at their own pace; batches are counted for `began_with` ranks.
+        undivided: a rank's share of a global batch is one batch, also if fewer ranks than `began_with` divide it.
+        fixed: every epoch has the order of the first epoch, and a plain `shuffle=True` is ignored.
+        beside: number of ranks that each read an order of their own, not divided.
+
+    Raises:
+        ValueError: `undivided` with fewer ranks than `began_with`, and batches that can't be joined.
     """
 
     def __init__(
@@ -69,19 +82,19 @@ class OrderedFeed(Feed):
         self._sampler: Any
         self._sampler, self._batch, self._drop_last = order_of(loader)
         self._seed = _seed_of(loader, self._sampler, seed)
-        self._placed = False  # has the sampler been put back since the newest order was drawn?
-        # A batch sampler of the user's own class: the places of the order are then whole batches.
+        self._placed = False  # the sampler was restored since the newest order was drawn
+        # With a user's own batch sampler, the items of the order are whole batches.
         self._whole_batches = own_batches = self._sampler is loader.batch_sampler
         self._picked = _Picked()
         if undivided and self._began_with > world.size and (own_batches or loader.batch_sampler is None):
             raise ValueError(
-                f"a manually optimised module steps once a batch, and the global batches of this run are of "
-                f"{self._began_with} batches that can't be joined: go on with {self._began_with} ranks"
+                f"a manually optimised module steps once per batch, and each global batch of this run consists of "
+                f"{self._began_with} batches that can't be joined: resume with {self._began_with} ranks"
             )
-        self._own = _copy_loader(loader, self._picked, max(1, world.local_size), seeded=parts > 0)
+        self._loader = _copy_loader(loader, self._picked, max(1, world.local_size), seeded=parts > 0)
 
     def _items(self) -> int:
-        """Return the places of the order that an epoch uses."""
+        """Return the number of items of the order that an epoch uses."""
         total = len(self._sampler)
         together = self._batch * self._began_with
         if self._drop_last:
@@ -103,7 +116,7 @@ class OrderedFeed(Feed):
         length = f"DataLoader of {len(self._sampler)} {'batches' if self._whole_batches else 'samples'}"
         if not self._whole_batches:
             length += f", {self._batch} in a batch" + (", drop_last" if self._drop_last else "")
-        if self._world.size == 1:  # not divided: the order is this rank's own
+        if self._world.size == 1:  # not divided: the order may differ between ranks
             return length
         seed = f", seed {self._seed}" if _shuffles(self._sampler) else ""
         return f"{length}, {type(self._sampler).__name__}{seed}"
@@ -112,12 +125,12 @@ class OrderedFeed(Feed):
         return self._cut(self._items(), accumulate).leaves_out
 
     def batches_before(self, position: int, accumulate: int) -> int | None:
-        if self._dealt:  # in the middle of a global batch, too
+        if self._dealt:  # the position may lie within a global batch
             return -(-position // (self._batch * self._began_with))
         return self._numbered(accumulate).batches_before(position)
 
     def _numbered(self, accumulate: int) -> Cut:
-        """Return the cut by which batches are numbered: where they are dealt out, that of the ranks that began."""
+        """Return the cut that numbers batches: with leases, that of the initial number of ranks."""
         cut = self._cut(self._items(), accumulate)
         return replace(cut, ranks=self._began_with) if self._dealt else cut
 
@@ -134,13 +147,13 @@ class OrderedFeed(Feed):
 
     @property
     def ahead(self) -> int:  # type: ignore[override]
-        workers = self._own.num_workers
-        return workers * (self._own.prefetch_factor or 2) + 1 if workers else 0
+        workers = self._loader.num_workers
+        return workers * (self._loader.prefetch_factor or 2) + 1 if workers else 0
 
     @property
     def processes(self) -> int:  # type: ignore[override]
-        """Return how many processes load the data of this rank."""
-        return self._own.num_workers
+        """Return the number of loader processes of this rank."""
+        return self._loader.num_workers
 
     def _order(self, epoch: int) -> Any:
         sampler = self._sampler
@@ -148,7 +161,7 @@ class OrderedFeed(Feed):
             return range(len(sampler))
         epoch = 0 if self._fixed else epoch
         if _shuffles(sampler):
-            # An array: a slice of it is ten times cheaper than one of a tensor.
+            # A numpy array: slicing it is ten times cheaper than slicing a tensor.
             return epoch_order(len(sampler), self._seed, epoch).numpy()
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
@@ -157,7 +170,7 @@ class OrderedFeed(Feed):
         self._placed = False
         before = sampler_values(sampler)
         with random_kept(), _seeded(getattr(sampler, "generator", None), seed):
-            seed_everything(seed % 2**32)  # any other sampler, which may draw from python's or numpy's generator
+            seed_everything(seed % 2**32)  # a user's sampler may draw from python's or numpy's generator
             torch.manual_seed(seed)
             order = list(sampler)
         was, now = changes(before, sampler_values(sampler))
@@ -166,31 +179,35 @@ class OrderedFeed(Feed):
         return order
 
     def generators(self) -> dict[str, Any]:
-        return {} if self.processes else find_generators(self._own.dataset, "data")
+        return {} if self.processes else find_generators(self._dataset, "data")
 
     def lost_generators(self, *, within: bool) -> list[str]:
-        if not self.processes or not (within or self._own.persistent_workers):
+        if not self.processes or not (within or self._loader.persistent_workers):
             return []
-        dataset = self._own.dataset
-        dataset = vars(dataset)["_dataset"] if isinstance(dataset, Seeded) else dataset
-        return list(find_generators(dataset, type(dataset).__name__))
+        return list(find_generators(self._dataset, type(self._dataset).__name__))
+
+    @property
+    def _dataset(self) -> Any:
+        """Return the user's dataset, without the wrapper that seeds its batches."""
+        dataset: Any = self._loader.dataset
+        return vars(dataset)["_dataset"] if isinstance(dataset, BatchSeededDataset) else dataset
 
     def place_sampler(self, epoch: int) -> None:
-        if self.drawn is None:  # it is that of a state in which no order had been drawn
+        if self.drawn is None:  # no order had been drawn when the state was saved
             put_back_sampler(self._sampler, self.at_first or {})
             return
         if self.drawn["sampler"] != _form(self._sampler):
             self.drawn = None
             return
         self._put_back(epoch, placed=True)
-        self._placed = True  # for this epoch; the order that is drawn next is the next one's if this one is over
+        self._placed = True  # for this epoch; if it is over, the next order drawn is that of the next epoch
 
     def _put_back(self, epoch: int, *, placed: bool) -> None:
-        """Let a sampler be where it was before the order of an epoch was drawn.
+        """Restore the sampler's state from before the order of an epoch was drawn.
 
         Args:
-            epoch: whose order will be drawn.
-            placed: the sampler isn't where the newest order has left it.
+            epoch: epoch whose order will be drawn.
+            placed: the sampler is not in the state that drawing the newest order has produced.
         """
         if self.drawn is not None and (placed or self.drawn["epoch"] == epoch):
             put_back_sampler(self._sampler, self.drawn["before" if self.drawn["epoch"] == epoch else "after"])
@@ -203,7 +220,7 @@ class OrderedFeed(Feed):
             self.drawn = state
 
     def _compare_order(self, order: Any, position: int) -> None:
-        """Warn of an order that isn't that of the checkpoint of this epoch."""
+        """Warn if the order differs from that of the checkpoint of this epoch."""
         if isinstance(order, range):
             self.order = f"{len(order)} in the order of the data"
         elif isinstance(order, np.ndarray):
@@ -212,15 +229,15 @@ class OrderedFeed(Feed):
             self.order = f"{len(order)} by {type(self._sampler).__name__} {_digest(order)}"
         if position and self.order_before not in ("", self.order) and self._world.main_rank:
             warnings.warn(
-                f"the epoch goes on in another order of the data ({self.order}) than that of the checkpoint "
-                f"({self.order_before}): some of its samples are trained twice, and others not at all. A sampler has "
-                "to draw from torch's, numpy's or python's global generator, or from its attribute generator",
+                f"the epoch continues in an order of the data ({self.order}) that differs from the checkpoint's "
+                f"({self.order_before}): some of its samples are trained twice, and others not at all. A sampler must "
+                "draw from torch's, numpy's or python's global generator, or from its attribute generator",
                 stacklevel=2,
             )
         self.order_before = ""
 
     def _check_order(self, order: Any) -> None:
-        """Refuse a sampler that gives each rank another order: samples would be trained twice, others never.
+        """Refuse a sampler whose order differs between ranks: samples would be trained twice or never.
 
         Raises:
             RanksDisagree: the orders differ.
@@ -229,10 +246,10 @@ class OrderedFeed(Feed):
             return
         if len(set(self._world.gather_objects(_digest(order)))) > 1:
             raise RanksDisagree(
-                f"{type(self._sampler).__name__} gives each rank another order of the data, and the order is divided "
-                "over the ranks: give all ranks the same order (drawn from torch's, numpy's or python's global "
-                "generator, which are seeded alike), or set use_distributed_sampler=False, with which each rank reads "
-                "all that its own sampler gives"
+                f"{type(self._sampler).__name__} returns a different order of the data on each rank, but the order is "
+                "divided over the ranks: return the same order on all ranks (drawn from torch's, numpy's or python's "
+                "global generator, which have the same seed on all ranks), or set use_distributed_sampler=False, so "
+                "that each rank reads all samples of its own sampler"
             )
 
     def epoch(
@@ -253,7 +270,7 @@ class OrderedFeed(Feed):
                 next(data) if size or self._company else None, index, size, size / (whole * self._beside),
                 share.opens, share.closes, share.last, share.planned, empty=size == 0, position=share.window_end,
                 begin=share.begin, part=share.part, start=share.window_begin,
-                idle=share.idle if self._world.size > 1 else 0,  # nobody waits for an empty part of this rank
+                idle=share.idle if self._world.size > 1 else 0,  # with an order per rank, no rank waits for this one
             )  # fmt: skip
             index += not share.part
 
@@ -262,8 +279,8 @@ class OrderedFeed(Feed):
     ) -> Iterator[Microbatch]:
         if self._beside > 1:
             raise ValueError(
-                "use_distributed_sampler=False gives each rank an order of its own, and this strategy deals one order "
-                "to ranks that go at their own pace: leave use_distributed_sampler out, or take strategy=ddp"
+                "use_distributed_sampler=False gives each rank an order of its own, but this strategy leases a single "
+                "order to ranks that work at their own pace: remove use_distributed_sampler, or use strategy=ddp"
             )
         order = self._order(epoch)
         self._compare_order(order, position)
@@ -271,7 +288,7 @@ class OrderedFeed(Feed):
         sizes, batch = self._sizes(order), self._batch
         self._picked.count = len(self._cut(items, accumulate))
         while position < items:
-            deal = Deal(dealer, position, items, batch, accumulate)
+            deal = LeasedSection(dealer, position, items, batch, accumulate)
             dealer.open(deal.plan(section))
             while not deal.over:
                 fetches = functools.partial(self._fetches, deal, order)
@@ -288,31 +305,31 @@ class OrderedFeed(Feed):
                 empty=True, position=position, meets=True, done=-(-position // (batch * accumulate)), start=start,
             )  # fmt: skip
 
-    def _fetches(self, deal: Deal, order: Any) -> Iterator[tuple[int, Any]]:
+    def _fetches(self, deal: LeasedSection, order: Any) -> Iterator[tuple[int, Any]]:
         return _picks(deal.shares(), order, self._alone, company=False)
 
     @property
     def _alone(self) -> bool:
-        """Return whether a place of the order is all that is fetched at a time."""
-        return self._own.batch_sampler is None or self._whole_batches
+        """Return whether the loader fetches a single item of the order at a time."""
+        return self._loader.batch_sampler is None or self._whole_batches
 
     def _sizes(self, order: Any) -> Callable[[int, int], int]:
-        """Return what counts the samples between two places."""
+        """Return a function that counts the samples between two positions of the order."""
         if self._whole_batches:
             return lambda a, b: sum(len(batch) for batch in order[a:b])
         return lambda a, b: b - a
 
     def _data(self, epoch: int, picks: Callable[[], Iterator[tuple[int, Any]]]) -> Iterator[Any]:
-        """Return the loader's batches of what is picked."""
-        if isinstance(self._own.dataset, Seeded):
+        """Return an iterator over the loader's batches for the selected items."""
+        if isinstance(self._loader.dataset, BatchSeededDataset):
             seed = epoch_seed(self._seed, epoch)
             self._picked.source = lambda: ((epoch_seed(seed, begin), picked) for begin, picked in picks())
         else:
             self._picked.source = lambda: (picked for _, picked in picks())
-        if self._own.generator is not None:  # seeds of loader processes: by rank and epoch, not by what ran before
-            self._own.generator.manual_seed(epoch_seed(self._seed + 7919 * (self._world.rank + 1), epoch) % 2**62)
-        with forks_are_not_ended():
-            return iter(self._own)
+        if self._loader.generator is not None:  # seeds loader processes by rank and epoch, independent of earlier draws
+            self._loader.generator.manual_seed(epoch_seed(self._seed + 7919 * (self._world.rank + 1), epoch) % 2**62)
+        with block_sigterm_in_forks():
+            return iter(self._loader)
 
 
 def _form(sampler: Any) -> str:
@@ -321,7 +338,7 @@ def _form(sampler: Any) -> str:
 
 @contextlib.contextmanager
 def _seeded(generator: Any, seed: int) -> Iterator[None]:
-    """Seed the generator that a sampler has as its attribute; its own seed stays that of all epochs."""
+    """Seed a sampler's own generator inside this context; `initial_seed` stays the seed of all epochs."""
     if not isinstance(generator, torch.Generator):
         yield
         return
@@ -338,31 +355,34 @@ def _digest(order: Any) -> str:
 
 
 def _picks(shares: Iterable[Any], order: Any, alone: bool, *, company: bool) -> Iterator[tuple[int, Any]]:
-    """Yield what a loader is to fetch, and where in the order it lies."""
+    """Yield (position in the order, items to fetch) for the loader."""
     for share in shares:
         begin, end = share.begin, share.end
         if begin == end:
             if not company:
                 continue
             begin, end = share.window_begin, share.window_begin + 1
-        places = order[begin:end]
-        picked: list[Any] = places.tolist() if isinstance(places, np.ndarray) else list(places)
-        if alone:  # a place is a batch of the user's own, or a sample that isn't collated
-            yield from ((begin + offset, place) for offset, place in enumerate(picked))
+        items = order[begin:end]
+        picked: list[Any] = items.tolist() if isinstance(items, np.ndarray) else list(items)
+        if alone:  # an item is a user's own batch, or a sample that is not collated
+            yield from ((begin + offset, item) for offset, item in enumerate(picked))
         else:
             yield begin, picked
 
 
 def _shuffles(sampler: Any) -> bool:
-    """Return whether a sampler is what `shuffle=True` makes."""
+    """Return whether a sampler is the one that `shuffle=True` creates."""
     return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
 
 
 def order_of(loader: DataLoader[Any]) -> tuple[Any, int, bool]:
-    """Return what gives a loader's order, the places of one batch, and whether a last partial batch is left out.
+    """Return a loader's sampler, items of the order per batch, and whether an incomplete last batch is dropped.
 
-    A `BatchSampler` that the user made is taken apart as the one that `DataLoader(batch_size=...)` makes. The places of
-    any other batch sampler are whole batches.
+    A `BatchSampler` that the user made is treated like `DataLoader(batch_size=...)`. With any other batch sampler, the
+    items of the order are whole batches.
+
+    Args:
+        loader: map-style.
     """
     batches: Any = loader.batch_sampler
     if type(batches) is BatchSampler:
@@ -373,7 +393,7 @@ def order_of(loader: DataLoader[Any]) -> tuple[Any, int, bool]:
 
 
 def _seed_of(loader: DataLoader[Any], sampler: Any, seed: int) -> int:
-    """Return the seed of a loader's own generator, where the user gave it one."""
+    """Return the seed of a loader's own generator, if the user has set a generator."""
     for generator in (loader.generator, getattr(sampler, "generator", None)):
         if isinstance(generator, torch.Generator):
             return generator.initial_seed() % 2**62
@@ -381,13 +401,13 @@ def _seed_of(loader: DataLoader[Any], sampler: Any, seed: int) -> int:
 
 
 def _copy_loader(loader: DataLoader[Any], picked: _Picked, ranks: int, *, seeded: bool) -> DataLoader[Any]:
-    """Return a loader like another one that reads what is picked.
+    """Copy a loader with another source of indices.
 
     Args:
-        loader: of the user.
-        picked: what is read.
-        ranks: of this machine.
-        seeded: what is drawn for a batch depends on the batch without loader processes, too.
+        loader: the user's loader.
+        picked: batch sampler of the copy.
+        ranks: ranks on this machine.
+        seeded: seed each batch also without loader processes.
     """
     workers, ahead = loader.num_workers, loader.prefetch_factor
     if isinstance(loader, Preprocess):
@@ -396,7 +416,7 @@ def _copy_loader(loader: DataLoader[Any], picked: _Picked, ranks: int, *, seeded
         {"prefetch_factor": ahead, "persistent_workers": loader.persistent_workers} if workers > 0 else {}
     )
     alone = loader.batch_sampler is None
-    dataset: Any = Seeded(loader.dataset, keeps=not several) if several or seeded else loader.dataset
+    dataset: Any = BatchSeededDataset(loader.dataset, keeps=not several) if several or seeded else loader.dataset
     return DataLoader(
         dataset,
         **({"sampler": picked, "batch_size": None} if alone else {"batch_sampler": picked}),
@@ -404,7 +424,7 @@ def _copy_loader(loader: DataLoader[Any], picked: _Picked, ranks: int, *, seeded
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
-        worker_init_fn=EndsWithItsTrainer(loader.worker_init_fn) if workers > 0 else None,
+        worker_init_fn=TerminatedByTrainer(loader.worker_init_fn) if workers > 0 else None,
         multiprocessing_context=loader.multiprocessing_context,
         generator=torch.Generator(),
         **several,

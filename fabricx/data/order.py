@@ -1,4 +1,4 @@
-"""One global order per epoch, cut into global batches and ranks' shares: pure functions of a few numbers."""
+"""Global order of an epoch, cut into global batches and shares of ranks: pure functions of integers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from torch import Tensor
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """Return a seed for an epoch, far from those of its neighbours (splitmix64, Steele et al. 2014)."""
+    """Mix seed and epoch to a seed far from those of neighbouring epochs (splitmix64, Steele et al. 2014).
+
+    Args:
+        seed: seed of the run.
+        epoch: number of the epoch.
+    """
     mixed = (seed + 0x9E3779B97F4A7C15 * (epoch + 1)) & (2**64 - 1)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = ((mixed ^ (mixed >> shift)) * factor) & (2**64 - 1)
@@ -21,22 +26,31 @@ def epoch_seed(seed: int, epoch: int) -> int:
 
 
 def epoch_order(items: int, seed: int, epoch: int) -> Tensor:
-    """Return the permutation of an epoch, shape [items]; the same on every rank and for any number of them."""
+    """Return the permutation of an epoch, the same on every rank and for any number of ranks.
+
+    Args:
+        items: length of the order.
+        seed: seed of the run.
+        epoch: number of the epoch.
+
+    Returns:
+        Tensor of shape [items], int64.
+    """
     generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
     return torch.randperm(items, generator=generator)
 
 
-class Share(NamedTuple):  # a tuple: one is made per batch, and a frozen dataclass takes five times as long
-    """A rank's part of one microbatch of a global batch.
+class Share(NamedTuple):  # a named tuple: created for each batch, five times faster than a frozen dataclass
+    """A rank's share of one microbatch of a global batch.
 
     Attributes:
-        begin, end: which places of the global order; none where they are equal.
-        window_begin, window_end: the places of the whole global batch.
+        begin, end: positions in the global order; equal for an empty share.
+        window_begin, window_end: positions of the whole global batch.
         opens, closes: first and last microbatch of the accumulation window.
         last: last microbatch of the epoch.
         planned: microbatches of the window.
-        part: others that count as the same batch follow.
-        idle: ranks that have no place of the microbatch.
+        part: more microbatches that count as the same batch follow.
+        idle: number of ranks with an empty share of the microbatch.
     """
 
     begin: int
@@ -52,32 +66,38 @@ class Share(NamedTuple):  # a tuple: one is made per batch, and a frozen datacla
 
 
 def divide(places: int, weights: Sequence[float], first: int = 0) -> list[int]:
-    """Divide places in proportion to weights, by largest remainder (Hamilton, 1792), so that all are given.
+    """Divide items in proportion to weights, by largest remainder (Hamilton, 1792); the parts sum to all items.
 
-    Where remainders are equal the `first` of the weights has the precedence, and then the ones after it.
+    Ties go to the weights from number `first` on, in cyclic order.
+
+    Args:
+        places: number of items.
+        weights: positive, shape [ranks].
+        first: number of the weight that wins ties.
+
 
     >>> divide(16, [1, 1, 2]), divide(5, [1, 1]), divide(5, [1, 1], first=1)
     ([4, 4, 8], [3, 2], [2, 3])
     """
     total = sum(weights)
     exact = [places * weight / total for weight in weights]
-    given = [int(part) for part in exact]
-    count = len(given)
-    order = sorted(range(count), key=lambda n: (round(given[n] - exact[n], 9), (n - first) % count))
-    for n in order[: places - sum(given)]:
-        given[n] += 1
-    return given
+    parts = [int(part) for part in exact]
+    count = len(parts)
+    order = sorted(range(count), key=lambda n: (round(parts[n] - exact[n], 9), (n - first) % count))
+    for n in order[: places - sum(parts)]:
+        parts[n] += 1
+    return parts
 
 
 @final
 @dataclass(frozen=True)
 class Shares:
-    """Who gets how much of a global batch.
+    """Relative shares of the ranks in a global batch.
 
     Attributes:
-        weights: one for each rank.
-        turns: what is left over goes to each rank in turn, from global batch to global batch.
-        most: samples of a microbatch, by rank; those of a larger share are computed in several. None for any number.
+        weights: relative share of each rank.
+        turns: rotate over the ranks which rank receives the remainder, from global batch to global batch.
+        most: maximum samples of a microbatch, by rank; a larger share is computed in several. None for no maximum.
     """
 
     weights: tuple[float, ...]
@@ -85,11 +105,17 @@ class Shares:
     most: tuple[int, ...] | None = None
 
     def cut(self, start: int, stop: int, turn: int, count: int) -> list[list[int]]:
-        """Return where the microbatches of each rank begin and end in a global batch.
+        """Return the boundaries of each rank's microbatches in a global batch.
 
-        All ranks have as many, so a rank that needs fewer has empty ones, before the others. A batch that would have
-        been `count` microbatches is that many at least.
+        All ranks have the same number of microbatches, so a rank that needs fewer has empty ones, at the beginning.
 
+        Args:
+            start, stop: positions of the global batch.
+            turn: number of the global batch, for the rotation of remainders.
+            count: minimum number of microbatches.
+
+        Returns:
+            Boundaries by rank, shape [ranks, microbatches + 1].
         >>> Shares((3.0, 1.0), most=(4, 4)).cut(0, 12, 0, count=1)
         [[0, 3, 6, 9], [9, 9, 9, 12]]
         """
@@ -99,56 +125,70 @@ class Shares:
             needed = [max(count, -(-size // most)) for size, most in zip(sizes, self.most, strict=True)]
         begins = itertools.accumulate(sizes, initial=start)
         return [
-            [begin] * (max(needed) - mine) + [begin + size * number // mine for number in range(mine + 1)]
-            for begin, size, mine in zip(begins, sizes, needed, strict=False)
+            [begin] * (max(needed) - pieces) + [begin + size * number // pieces for number in range(pieces + 1)]
+            for begin, size, pieces in zip(begins, sizes, needed, strict=False)
         ]
 
 
 @final
 @dataclass
 class Balance:
-    """The shares of the ranks, from which global batch on; all ranks change them alike, and in time.
+    """Changes of the ranks' shares over the run; all ranks record the same changes before the data is loaded.
 
     Attributes:
-        changes: (epoch, place, shares), in this order; before the first, and for other numbers of ranks, all are equal.
+        changes: (epoch, position, shares), sorted; before the first change, and for other numbers of ranks, shares are
+            equal.
     """
 
     changes: list[tuple[int, int, Shares]] = field(default_factory=list)
 
     def change(
-        self, epoch: int, place: int, weights: tuple[float, ...], *, turns: bool = False,
+        self, epoch: int, position: int, weights: tuple[float, ...], *, turns: bool = False,
         most: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
-        """Let shares hold from a global batch on, which isn't cut yet on any rank; see `Shares`."""
-        self.changes = [*self.changes[-8:], (epoch, place, Shares(weights, turns, most))]  # loaders aren't so far ahead
+        """Change the shares from a global batch on, which no rank has cut yet.
 
-    def at(self, epoch: int, place: int, ranks: int) -> Shares | None:
-        """Return the shares of a global batch; None where all are equal."""
-        found = bisect.bisect_right(self.changes, (epoch, place), key=lambda change: change[:2])
-        shares = self.changes[found - 1][2] if found else None
+        Args:
+            epoch: number of the epoch.
+            position: of the global batch in the order.
+            weights, turns, most: see `Shares`.
+        """
+        # Eight earlier changes suffice: loaders are not further ahead.
+        self.changes = [*self.changes[-8:], (epoch, position, Shares(weights, turns, most))]
+
+    def at(self, epoch: int, position: int, ranks: int) -> Shares | None:
+        """Return the shares in a global batch; None for equal shares.
+
+        Args:
+            epoch: number of the epoch.
+            position: of the global batch in the order.
+            ranks: number of ranks.
+        """
+        count = bisect.bisect_right(self.changes, (epoch, position), key=lambda change: change[:2])
+        shares = self.changes[count - 1][2] if count else None
         return shares if shares is not None and len(shares.weights) == ranks else None
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How an order of `items` places is cut for one rank.
+    """Division of an order of `items` positions for one rank.
 
-    A global batch takes `batch * began_with * accumulate` places, the last one what is left. Rank r takes the r-th part
-    (sizes differ by at most one) and goes through it in microbatches of `batch`. All ranks have the same number of
-    microbatches; a rank whose part ends earlier has empty ones. So the same samples make up a weight update whatever
-    the number of ranks, as long as `began_with` stays. With `parts`, a microbatch is one of so many equal parts of the
-    global batch, which are the same whatever the number of ranks.
+    A global batch has `batch * began_with * accumulate` items; the last global batch has the remainder. Rank r receives
+    the r-th part (sizes differ by at most 1) and processes it in microbatches of `batch`. All ranks have the same
+    number of microbatches; a rank with a smaller part has empty microbatches at its end. Therefore a weight update
+    consists of the same samples for any number of ranks, while `began_with` stays the same. With `parts`, each global
+    batch is divided into that number of equal microbatches, the same for any number of ranks.
 
     Args:
-        items: places that are used, at most the length of the order.
-        batch: places of a microbatch on one rank.
-        rank, ranks: which part of how many.
-        accumulate: microbatches of a window.
-        began_with: ranks that the global batch was fixed for; 0 if those that there are.
-        parts: see above; 0 for microbatches of `batch`.
-        balance: of the ranks' shares; they are no part of the order, so the same samples make up an update.
-        epoch: of which the order is.
-        undivided: a rank's part of a global batch is one microbatch, however large: for steps that can't be divided.
+        items: used items, at most the length of the order.
+        batch: items of a microbatch on one rank.
+        rank, ranks: number of this rank, and number of ranks.
+        accumulate: microbatches of an accumulation window.
+        began_with: number of ranks that determines the global batch size; 0 for `ranks`.
+        parts: microbatches per global batch; 0 for microbatches of `batch` items.
+        balance: shares of the ranks; they do not change which samples make up an update.
+        epoch: epoch of the order.
+        undivided: a rank's share of a global batch is one microbatch of any size, for steps that can't be divided.
 
     >>> [len(list(Cut(items=16, batch=4, ranks=ranks, began_with=2).shares())) for ranks in (1, 2, 3, 4)]
     [4, 2, 2, 2]
@@ -167,11 +207,11 @@ class Cut:
 
     @property
     def global_batch(self) -> int:
-        """Return the places of a whole global batch."""
+        """Return the number of items of a complete global batch."""
         return self.batch * (self.began_with or self.ranks) * self.accumulate
 
     def __len__(self) -> int:
-        """Return the microbatches of an epoch, the same on every rank.
+        """Return the number of microbatches per epoch, the same on every rank.
 
         >>> len(Cut(items=10, batch=4)), len(Cut(items=10, batch=4, ranks=2))
         (3, 2)
@@ -185,7 +225,7 @@ class Cut:
 
     @property
     def leaves_out(self) -> bool:
-        """Return whether some rank has no sample of some microbatch.
+        """Return whether any rank has an empty share of any microbatch.
 
         >>> [Cut(items=items, batch=4, ranks=2).leaves_out for items in (16, 17, 18)]
         [False, True, False]
@@ -196,7 +236,13 @@ class Cut:
         return any(places // self.ranks <= (self._microbatches(places) - 1) * self.batch for places in windows)
 
     def batches_before(self, position: int) -> int:
-        """Return by which number the microbatches from a position on begin, so that the last one's is the same.
+        """Number the microbatches from a position on so that the last has the same number as in a full epoch.
+
+        Args:
+            position: items that are trained already.
+
+        Returns:
+            Number of the first microbatch from `position`.
 
         >>> cut = Cut(items=10, batch=4, ranks=2)
         >>> [cut.batches_before(position) for position in (0, 2, 8, 10)]
@@ -213,7 +259,10 @@ class Cut:
         return -(-largest // self.batch)
 
     def shares(self, position: int = 0) -> Iterator[Share]:
-        """Yield the microbatches from a position (a number of places) on.
+        """Yield the microbatches from a position on.
+
+        Args:
+            position: items that are trained already.
 
         >>> [(s.begin, s.end) for s in Cut(items=5, batch=2, rank=1, ranks=2).shares()]
         [(2, 4), (5, 5)]
@@ -231,13 +280,13 @@ class Cut:
             size, extra = divmod(pieces, self.ranks)
             begin = self.rank * size + min(self.rank, extra)
             end = begin + size + (self.rank < extra)
-            each, count = 1 if self.parts else self.batch, self._microbatches(places)
+            stride, count = 1 if self.parts else self.batch, self._microbatches(places)
             if self.undivided:
-                each = -(-places // self.ranks)
+                stride = -(-places // self.ranks)
             for number in range(count):
-                low = min(begin + number * each, end)
-                high = min(low + each, end)
-                idle = 0 if number * each < size and places >= pieces else self._idle(places, pieces, number * each)
+                low = min(begin + number * stride, end)
+                high = min(low + stride, end)
+                idle = 0 if number * stride < size and places >= pieces else self._idle(places, pieces, number * stride)
                 if self.parts:
                     low, high = low * places // pieces, high * places // pieces
                 closes = number == count - 1
@@ -245,16 +294,17 @@ class Cut:
                 yield Share(start + low, start + high, start, stop, number == 0, closes, last, count, idle=idle)
 
     def _idle(self, places: int, pieces: int, done: int) -> int:
-        """Return how many ranks have no place left in a global batch once each has had `done` pieces."""
+        """Return the number of ranks without a remaining item in a global batch after `done` pieces per rank."""
         size, extra = divmod(pieces, self.ranks)
         if places >= pieces:
             return 0 if done < size else self.ranks - (extra if done == size else 0)
-        own = [
+        blocks = [
             range(rank * size + min(rank, extra), (rank + 1) * size + min(rank + 1, extra))
             for rank in range(self.ranks)
         ]
         return sum(
-            done >= len(mine) or mine[done] * places // pieces == (mine[done] + 1) * places // pieces for mine in own
+            done >= len(block) or block[done] * places // pieces == (block[done] + 1) * places // pieces
+            for block in blocks
         )
 
     def _unequal(self, shares: Shares, start: int, stop: int) -> Iterator[Share]:

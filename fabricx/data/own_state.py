@@ -1,6 +1,6 @@
-"""State inside samplers and data sets: their own generators, counters, orders shuffled in place.
+"""State inside samplers and datasets: their own generators, counters, orders that are shuffled in place.
 
-torch's, numpy's and python's global generators are seeded, and saved, elsewhere.
+The global generators of torch, numpy and python are seeded and saved in `fabricx/core/rng.py`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,27 @@ from torch.utils.data import Sampler
 Values = dict[str, Any]
 
 _GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_DEPTH: Final = 6  # of data sets within data sets, transforms within transforms
+_DEPTH: Final = 6  # nesting of datasets and transforms
 _NOT_SEARCHED: Final = (type, ModuleType, FunctionType, MethodType, Tensor, np.ndarray)
-_ITEMS: Final = 64  # a list of transforms or of data sets is searched, a list of samples isn't
+_ITEMS: Final = 64  # longer lists are assumed to hold samples, not transforms or datasets, and are not searched
 
 
 def sampler_values(sampler: Any) -> Values:
-    """Return copies of what drawing an order may change in a sampler, and in samplers within it, by path."""
+    """Copy all values that drawing an order may change in a sampler and in nested samplers, by path.
+
+    Args:
+        sampler: any sampler.
+    """
     return {path: packed for path, _, _, value in _attributes(sampler) if (packed := _packed(value)) is not None}
 
 
 def put_back_sampler(sampler: Any, values: Values) -> None:
-    """Let a sampler's attributes have the values of `sampler_values`; values of another kind of attribute are left."""
+    """Restore a sampler's attributes; attributes whose kind has changed are skipped.
+
+    Args:
+        sampler: changed in place.
+        values: result of `sampler_values`.
+    """
     for path, owner, name, value in list(_attributes(sampler)):
         kind, saved = values.get(path, (None, None))
         if kind is None or kind != _kind(value):
@@ -45,13 +54,21 @@ def put_back_sampler(sampler: Any, values: Values) -> None:
 
 
 def changes(before: Values, after: Values) -> tuple[Values, Values]:
-    """Return the values that differ, as they were and as they are."""
+    """Return the values that differ, from before and from after.
+
+    Args:
+        before, after: results of `sampler_values`.
+    """
     paths = [path for path in after if path in before and not _equal(before[path], after[path])]
     return {path: before[path] for path in paths}, {path: after[path] for path in paths}
 
 
 def find_generators(owner: Any, name: str) -> dict[str, Any]:
-    """Return the generators that an object, and what it consists of, have as attributes, by path.
+    """Return the random generators among the attributes of an object and of its parts, by path.
+
+    Args:
+        owner: a dataset, a module, a list or a dictionary.
+        name: first part of the paths.
 
     >>> class Noisy:
     ...     def __init__(self):
@@ -63,12 +80,21 @@ def find_generators(owner: Any, name: str) -> dict[str, Any]:
 
 
 def states_of_generators(generators: dict[str, Any]) -> Values:
-    """Return the states of generators, by path."""
-    return {path: (generator_kind(one), generator_state(one)) for path, one in generators.items()}
+    """Return kind and state of generators, by path.
+
+    Args:
+        generators: result of `find_generators`.
+    """
+    return {path: (generator_kind(item), generator_state(item)) for path, item in generators.items()}
 
 
 def set_generators(generators: dict[str, Any], states: Values) -> None:
-    """Let generators have the states of `states_of_generators`; a generator of another kind is left as it is."""
+    """Restore the states of generators; a generator whose kind has changed is skipped.
+
+    Args:
+        generators: result of `find_generators`.
+        states: result of `states_of_generators`.
+    """
     for path, generator in generators.items():
         kind, state = states.get(path, (None, None))
         if kind == generator_kind(generator):
@@ -76,7 +102,11 @@ def set_generators(generators: dict[str, Any], states: Values) -> None:
 
 
 def generator_state(generator: Any) -> Any:
-    """Return the state of a generator of torch, numpy or python as plain data and tensors."""
+    """Return the state of a generator as plain data and tensors.
+
+    Args:
+        generator: of torch, numpy or python.
+    """
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -88,7 +118,12 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator(generator: Any, state: Any) -> None:
-    """Let a generator have a state of `generator_state`."""
+    """Set the state of a generator.
+
+    Args:
+        generator: of the same kind as the saved generator.
+        state: result of `generator_state`.
+    """
     if isinstance(generator, torch.Generator):
         generator.set_state(state.cpu())
     elif isinstance(generator, random.Random):
@@ -103,7 +138,11 @@ def set_generator(generator: Any, state: Any) -> None:
 
 
 def generator_kind(generator: Any) -> str:
-    """Return what generators have in common that can take over each other's state."""
+    """Return a name that is equal for generators with compatible states.
+
+    Args:
+        generator: of torch, numpy or python.
+    """
     bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
     if isinstance(generator, np.random.RandomState):
         bits = generator._bit_generator  # type: ignore[attr-defined]
@@ -111,7 +150,7 @@ def generator_kind(generator: Any) -> str:
 
 
 def _attributes(owner: Any) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
-    """Yield (path, owner's attributes, name, value) of a sampler and of samplers within it."""
+    """Yield (path, owner's attributes, name, value) for the attributes of a sampler and of nested samplers."""
     open_, seen = [("", owner)], set()
     while open_:
         prefix, part = open_.pop()
@@ -120,14 +159,14 @@ def _attributes(owner: Any) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
         seen.add(id(part))
         for name, value in vars(part).items():
             several = value if isinstance(value, (list, tuple)) and len(value) <= _ITEMS else [value]
-            within = [(f"{prefix}{name}.{i}.", one) for i, one in enumerate(several) if _draws(one)]
+            within = [(f"{prefix}{name}.{i}.", item) for i, item in enumerate(several) if _draws(item)]
             open_ += within
             if not within:
                 yield prefix + name, vars(part), name, value
 
 
 def _draws(part: Any) -> bool:
-    """Return whether it is a sampler, by its class or by what it can do: data sets, arrays and lists give items."""
+    """Return whether an object is a sampler, by class or behaviour: iterable without indexing, unlike data."""
     return isinstance(part, Sampler) or (
         hasattr(part, "__dict__") and hasattr(part, "__iter__") and not hasattr(part, "__getitem__")
         and not isinstance(part, (type, nn.Module))
@@ -135,7 +174,7 @@ def _draws(part: Any) -> bool:
 
 
 def _kind(value: Any) -> str | None:
-    """Return a word for a value that is copied; None for any other."""
+    """Return the kind of a value that can be copied; None for any other value."""
     if isinstance(value, random.SystemRandom):
         return None
     if isinstance(value, _GENERATORS):
@@ -167,7 +206,7 @@ def _equal(first: tuple[str, Any], second: tuple[str, Any]) -> bool:
 
 
 def _mapped(state: Mapping[str, Any], kind: type, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return nested dicts with each value of a kind changed."""
+    """Apply a function to all values of a type in nested dictionaries."""
     return {
         key: _mapped(value, kind, change) if isinstance(value, Mapping)
         else change(value) if isinstance(value, kind) else value
@@ -180,7 +219,7 @@ def _search(part: Any, path: str, seen: set[int], depth: int, *, objects: bool =
         return
     seen.add(id(part))
     if isinstance(part, _GENERATORS):
-        if not isinstance(part, random.SystemRandom) and not any(part is one for one in _global()):
+        if not isinstance(part, random.SystemRandom) and not any(part is shared for shared in _global()):
             yield path, part
         return
     inside: Any = ()

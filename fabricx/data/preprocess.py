@@ -1,4 +1,4 @@
-"""A function over the samples of a data set, in separate processes."""
+"""`Preprocess`: a DataLoader that applies a function to each sample in separate processes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 _MIB: Final = 2**20
-_AHEAD: Final = 16  # batches at most that one process prepares ahead; more hide no longer pause
+_AHEAD: Final = 16  # maximum batches that a process prepares ahead; more hide no longer pauses
 
 
 @final
 class Mapped(Dataset[Any]):
-    """A map-style dataset, each sample of it through a function when it is asked for."""
+    """Map-style dataset that applies a function to each sample when the sample is read.
+
+    Args:
+        dataset: map-style.
+        function: from a sample to a sample.
+    """
 
     def __init__(self, dataset: Any, function: Callable[[Any], Any]) -> None:
         self.dataset, self.function = dataset, function
@@ -35,23 +40,23 @@ class Mapped(Dataset[Any]):
 
 
 class Preprocess(DataLoader[Any]):
-    """A `DataLoader` whose processes put each sample through a function, never further ahead than memory allows.
+    """A `DataLoader` whose processes apply a function to each sample, limited by memory.
 
-    Samples come in the order in which the same loader without processes would give them, whichever process is faster;
-    a run that was stopped goes on at its next batch, also under another number of ranks, and what the function draws by
-    torch, numpy or random is drawn again. One sample is mapped when the loader is made, to learn its size and to show
-    mistakes before training begins.
+    Samples have the same order as without processes, whichever process is faster. A stopped run resumes at its next
+    batch, also with a different number of ranks, and values that the function draws from torch, numpy or random are
+    drawn again. One sample is processed at construction, to measure its size and to report errors before training
+    begins.
 
     Args:
-        dataset: map-style: with a length, and samples by number.
+        dataset: map-style: with a length, and samples by index.
         function: from a sample to a sample; importable, or defined in the script.
-        workers: processes of each rank; "auto" for the cores that ranks of this machine leave over, one at least; 0
-            maps in the process that trains.
-        memory_mib: the most that samples may take that wait to be trained, in MiB, on each rank.
+        workers: processes per rank; "auto" for the cores that the ranks of this machine do not use, at least 1; 0
+            processes samples in the training process.
+        memory_mib: maximum memory of prepared samples per rank, in MiB.
         options: of `DataLoader`: batch_size, shuffle, drop_last, collate_fn, and so on.
 
     Raises:
-        ValueError: the dataset isn't map-style or is empty, or an option is one that this class decides.
+        ValueError: the dataset is not map-style or is empty, or an option is decided by this class.
 
     Example::
 
@@ -71,14 +76,18 @@ class Preprocess(DataLoader[Any]):
         count, ahead = self.processes(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         if count and batch_mib * 2 > memory_mib:
             warnings.warn(
-                f"Preprocess: two batches of {batch_mib:.1f} MiB are more than memory_mib={memory_mib:g}, and one that "
-                "is ready beside one in work is the least that a process has",
+                f"Preprocess: two batches of {batch_mib:.1f} MiB exceed memory_mib={memory_mib:g}, but a process "
+                "holds at least one batch that is ready and one in preparation: raise memory_mib or lower batch_size",
                 stacklevel=2,
             )
         super().__init__(mapped, num_workers=count, prefetch_factor=ahead if count else None, **options)
 
     def processes(self, ranks: int) -> tuple[int, int]:
-        """Return how many processes each of so many ranks on this machine has, and how many batches each may have."""
+        """Return the number of processes per rank, and the maximum number of batches per process.
+
+        Args:
+            ranks: ranks on this machine.
+        """
         count = free_cores(ranks) if self._workers == "auto" else int(self._workers)
         return bounded(count, self._batch_mib, self._memory_mib)
 
@@ -87,40 +96,52 @@ def _check(dataset: Any, function: Any, workers: Any, memory_mib: float, options
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ValueError(
             f"Preprocess: {type(dataset).__name__} isn't map-style (a length, and samples by number), so samples can't "
-            "be shared out among processes in a fixed order; map the stream inside of its own dataset"
+            "be divided over processes in a fixed order; call the function inside of the stream's own dataset"
         )
     if not len(dataset):
         raise ValueError("Preprocess: the dataset is empty")
     if not callable(function):
         raise ValueError(f"Preprocess: function={function!r} can't be called with a sample")
     if workers != "auto" and (not isinstance(workers, int) or workers < 0):
-        raise ValueError(f"Preprocess(workers={workers!r}): 0 or more processes, or 'auto'")
+        raise ValueError(f"Preprocess(workers={workers!r}): must be 0 or more processes, or 'auto'")
     if memory_mib <= 0.0:
-        raise ValueError(f"Preprocess(memory_mib={memory_mib}): more than 0 MiB")
+        raise ValueError(f"Preprocess(memory_mib={memory_mib}): must be more than 0 MiB")
     for name, instead in (("num_workers", "workers"), ("prefetch_factor", "memory_mib")):
         if name in options:
-            raise ValueError(f"Preprocess decides about {name}: say {instead} instead")
+            raise ValueError(f"Preprocess sets {name} itself: use {instead} instead")
 
 
 def bounded(workers: int, batch_mib: float, memory_mib: float) -> tuple[int, int]:
-    """Return how many processes may work, and how many batches each may have ready or in work.
+    """Return the number of processes and the maximum batches per process, ready or in preparation.
+
+    Args:
+        workers: desired processes.
+        batch_mib: size of a batch, MiB.
+        memory_mib: maximum memory of all batches, MiB.
 
     >>> bounded(4, 8.0, 256.0), bounded(4, 50.0, 256.0), bounded(4, 1000.0, 256.0), bounded(0, 8.0, 256.0)
     ((4, 8), (2, 2), (1, 1), (0, 0))
     """
     fit = int(memory_mib / max(batch_mib, 1e-9))
-    workers = min(workers, max(1, fit // 2))  # one batch that is ready, and one in work
+    workers = min(workers, max(1, fit // 2))  # at least one batch that is ready and one in preparation
     return (workers, max(1, min(_AHEAD, fit // workers))) if workers else (0, 0)
 
 
 def free_cores(ranks: int) -> int:
-    """Return how many processes each of so many ranks can have beside itself on this machine, one at least."""
+    """Return the number of free cores per rank on this machine, at least 1.
+
+    Args:
+        ranks: ranks on this machine, each of which uses one core.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, (cores - ranks) // ranks)
 
 
 def size_of(sample: Any) -> int:
-    """Return the bytes that a sample takes.
+    """Return the memory of a sample in bytes.
+
+    Args:
+        sample: tensors, arrays, nested in mappings, sequences or dataclasses.
 
     >>> size_of({"image": torch.zeros(3, 4), "label": np.zeros(2)})
     64
@@ -140,7 +161,7 @@ def size_of(sample: Any) -> int:
 
 @contextmanager
 def _random_kept() -> Iterator[None]:
-    """Let what is drawn inside change nothing of what is drawn later."""
+    """Restore the random state of torch (CPU), numpy and python at the end of this context."""
     plain, arrays = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:

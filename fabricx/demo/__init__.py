@@ -1,1 +1,1 @@
-"""Real models on real data that need no download: what the command line runs to show itself."""
+"""Demonstration models for the command line, on real data that needs no download."""

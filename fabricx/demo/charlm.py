@@ -1,4 +1,4 @@
-"""A language model of characters on the documentation that every Python carries."""
+"""Character-level language model on the documentation in Python's standard library."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch.utils.data import DataLoader, Dataset
 from fabricx.core.datamodule import DataModule
 from fabricx.core.module import Module
 
-SYMBOLS = 128  # ASCII; anything else becomes a question mark
+SYMBOLS = 128  # ASCII; other characters are replaced by question marks
 
 
 def text() -> str:
-    """Return `pydoc_data.topics`, 465 thousand characters in the order of its topics."""
+    """Return the texts of `pydoc_data.topics`, 465 thousand characters, sorted by topic."""
     from pydoc_data.topics import topics
 
     return "".join(topics[name] for name in sorted(topics))
 
 
 class Passages(Dataset[Any]):
-    """Passages of a text, each with the same one character on.
+    """Pairs of passages of a text: inputs, and targets that are shifted by a character.
 
     Args:
-        codes: the characters as numbers, shape [characters].
+        codes: codes of the characters, shape [characters].
         length: characters of a passage.
     """
 
@@ -43,10 +43,10 @@ class Passages(Dataset[Any]):
 
 
 class CharGRU(Module):
-    """A GRU that reads a character at a time and guesses the next one.
+    """A GRU that predicts the next character.
 
     Args:
-        width: of the embedding and of the state.
+        width: size of the embedding and of the hidden state.
         lr: highest learning rate of the one-cycle schedule.
     """
 
@@ -58,7 +58,14 @@ class CharGRU(Module):
         self.out = nn.Linear(width, SYMBOLS)
 
     def forward(self, characters: Tensor) -> Tensor:
-        """Return logits, shape [batch, length, 128], of the characters that follow."""
+        """Predict the next character at each position.
+
+        Args:
+            characters: codes, shape [batch, length].
+
+        Returns:
+            logits, shape [batch, length, 128].
+        """
         states, _ = self.gru(self.embedding(characters))
         logits: Tensor = self.out(states)
         return logits
@@ -68,17 +75,27 @@ class CharGRU(Module):
         return nn.functional.cross_entropy(self(seen).flatten(0, 1), following.flatten())
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the cross entropy; log it in bits a character."""
+        """Return the cross entropy; log it in bits per character.
+
+        Args:
+            batch: inputs and targets, each of shape [batch, length].
+            batch_idx: number of the batch.
+        """
         loss = self._loss(batch)
         self.log("bits", loss / math.log(2), prog_bar=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the cross entropy in bits a character."""
+        """Log the cross entropy in bits per character.
+
+        Args:
+            batch: inputs and targets, each of shape [batch, length].
+            batch_idx: number of the batch.
+        """
         self.log("val_bits", self._loss(batch) / math.log(2), prog_bar=True)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Return AdamW under a one-cycle schedule over the whole run."""
+        """Return AdamW with a one-cycle schedule over the whole run."""
         optimizer = torch.optim.AdamW(self.parameters(), self.hparams.lr)
         steps = max(2, int(self.trainer.estimated_stepping_batches))
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams.lr, total_steps=steps + 1, pct_start=0.1)
@@ -86,10 +103,10 @@ class CharGRU(Module):
 
 
 class CharData(DataModule):
-    """The first nine tenths of the text to train on, the last to validate.
+    """The text: nine tenths for training, the last tenth for validation.
 
     Args:
-        batch_size: passages of a batch on each rank.
+        batch_size: passages per batch on each rank.
         length: characters of a passage.
     """
 
@@ -99,7 +116,11 @@ class CharData(DataModule):
         self.codes = torch.empty(0, dtype=torch.long)
 
     def setup(self, stage: str) -> None:
-        """Read the text."""
+        """Read the text.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+        """
         self.codes = torch.tensor(list(text().encode("ascii", "replace")))
 
     def train_dataloader(self) -> DataLoader[Any]:

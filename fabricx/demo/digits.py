@@ -13,10 +13,10 @@ from fabricx.core.module import Module
 
 
 class DigitsClassifier(Module):
-    """One convolution and two linear layers.
+    """A convolution and two linear layers.
 
     Args:
-        hidden: width of the linear layer between; the convolution has a quarter of it as channels.
+        hidden: width of the hidden linear layer; the convolution has a quarter as many channels.
         lr: learning rate of Adam.
     """
 
@@ -36,27 +36,58 @@ class DigitsClassifier(Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits, shape [batch, 10], of images, shape [batch, 64], in [0, 1]."""
+        """Classify images.
+
+        Args:
+            images: pixels in [0, 1], shape [batch, 64].
+
+        Returns:
+            logits, shape [batch, 10].
+        """
         logits: Tensor = self.net(images)
         return logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the cross entropy."""
+        """Return the cross entropy.
+
+        Args:
+            batch: images, shape [batch, 64], and labels, shape [batch].
+            batch_idx: number of the batch.
+        """
         images, labels = batch
         loss = nn.functional.cross_entropy(self(images), labels)
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log loss and accuracy."""
+        """Log loss and accuracy.
+
+        Args:
+            batch: images, shape [batch, 64], and labels, shape [batch].
+            batch_idx: number of the batch.
+        """
         self._evaluate(batch, "val")
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log loss and accuracy."""
+        """Log loss and accuracy.
+
+        Args:
+            batch: images, shape [batch, 64], and labels, shape [batch].
+            batch_idx: number of the batch.
+        """
         self._evaluate(batch, "test")
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Return the likeliest digit of each image, shape [batch]."""
+        """Return the most likely digit of each image.
+
+        Args:
+            batch: images, shape [batch, 64], and labels, shape [batch].
+            batch_idx: number of the batch.
+            dataloader_idx: number of the loader.
+
+        Returns:
+            digits, shape [batch].
+        """
         return torch.as_tensor(self(batch[0]).argmax(1))
 
     def _evaluate(self, batch: tuple[Tensor, Tensor], name: str) -> None:
@@ -71,11 +102,11 @@ class DigitsClassifier(Module):
 
 
 class DigitsData(DataModule):
-    """1,197 images to train on, 300 to validate and 300 to test, always the same.
+    """The images: 1,197 for training, 300 for validation and 300 for the test, in a fixed split.
 
     Args:
-        batch_size: images of a batch on each rank.
-        num_workers: processes that load data; the data is in memory, so none are needed.
+        batch_size: images per batch on each rank.
+        num_workers: data loader processes; 0 suffices, because the data is in memory.
     """
 
     def __init__(self, batch_size: int = 32, num_workers: int = 0) -> None:
@@ -84,7 +115,11 @@ class DigitsData(DataModule):
         self.parts: list[Dataset[Any]] = []
 
     def setup(self, stage: str) -> None:
-        """Load and split."""
+        """Load and split the images.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+        """
         from sklearn.datasets import load_digits
 
         images, labels = load_digits(return_X_y=True)

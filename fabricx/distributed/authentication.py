@@ -1,4 +1,4 @@
-"""Message authentication between the processes of a run, under a key of that run only."""
+"""Authentication of messages between the processes of a run, with a secret key per run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any, BinaryIO, Final, final
 
 KEY_BYTES: Final = 32
 TAG_BYTES: Final = hashlib.sha256().digest_size
-ANSWER_S: Final = 20.0  # how long a connecting process may take to prove that it has the key
-LARGEST: Final = 1 << 30  # bytes of a message over a network
-ALIVE_S: Final = (15, 5, 3)  # silence of a machine before it is asked for a sign of life; pause; times
+ANSWER_S: Final = 20.0  # time for a connecting process to prove that it has the key
+LARGEST: Final = 1 << 30  # maximum bytes of a message over a network
+ALIVE_S: Final = (15, 5, 3)  # TCP keep-alive: seconds of silence before the first probe; interval; number of probes
 
 
 class AuthenticationError(Exception):
-    """Data came from a process that does not have the run's key, or was altered on its way."""
+    """Data was sent by a process without the run's key, or was altered in transit."""
 
 
 def new_key() -> bytes:
@@ -30,34 +30,39 @@ def new_key() -> bytes:
 
 
 def tag(key: bytes, context: Sequence[object], data: bytes) -> bytes:
-    """Return the HMAC-SHA256 of data and of its context, `TAG_BYTES` bytes.
+    """Return the HMAC-SHA256 of data and its context, `TAG_BYTES` bytes.
 
     Args:
-        key: of the run.
+        key: secret of the run.
         context: where and when the data is valid, such as a name and a generation. Data signed in one context is
             refused in any other, so that a recorded message can't be replayed.
         data: any bytes.
     """
     code = hmac.new(key, digestmod=hashlib.sha256)
     for part in (*(str(part).encode() for part in context), data):
-        code.update(len(part).to_bytes(8, "little"))  # else ("ab", "c") would equal ("a", "bc")
+        code.update(len(part).to_bytes(8, "little"))  # distinguishes ("ab", "c") from ("a", "bc")
         code.update(part)
     return code.digest()
 
 
 def sign(key: bytes, context: Sequence[object], data: bytes) -> bytes:
-    """Return the data behind its tag; see `tag` for the arguments."""
+    """Return the tag followed by the data; see `tag` for the arguments."""
     return tag(key, context, data) + data
 
 
 def verify(key: bytes, context: Sequence[object], signed: bytes) -> bytes:
     """Return the data that was signed with the same key in the same context.
 
+    Args:
+        key: secret of the run.
+        context: see `tag`.
+        signed: result of `sign`.
+
     Raises:
-        AuthenticationError: it was not.
+        AuthenticationError: the tag does not match.
     """
-    found, data = signed[:TAG_BYTES], signed[TAG_BYTES:]
-    if not hmac.compare_digest(found, tag(key, context, data)):
+    received, data = signed[:TAG_BYTES], signed[TAG_BYTES:]
+    if not hmac.compare_digest(received, tag(key, context, data)):
         what = " ".join(map(str, context))
         raise AuthenticationError(
             f"{what!r} was not signed with this run's key: another program has written it, or processes of the run "
@@ -67,23 +72,33 @@ def verify(key: bytes, context: Sequence[object], signed: bytes) -> bytes:
 
 
 def dumps(key: bytes, context: Sequence[object], message: Any) -> bytes:
-    """Return a message with its tag: pickled, or as plain data where there is no key that would prove its origin.
+    """Serialise and sign a message: with pickle, or as plain data if there is no key that would prove its origin.
+
+    Args:
+        key: secret of the run; b"" for none.
+        context: see `tag`.
+        message: any object; without a key, plain data and tensors.
 
     Raises:
         TypeError: there is no key, and the message is not plain data and tensors.
     """
     if key:
         return sign(key, context, pickle.dumps(message))
-    from fabricx.distributed import plain_data  # here, since the process that hosts a launch's store does without torch
+    from fabricx.distributed import plain_data  # local import: the host process of a launch's store runs without torch
 
     return sign(key, context, plain_data.dumps(message))
 
 
 def loads(key: bytes, context: Sequence[object], signed: bytes) -> Any:
-    """Return a message of `dumps`, once its tag has been verified; without a key reading it can't run code.
+    """Verify and deserialise a message of `dumps`; without a key, no code of the message can run.
+
+    Args:
+        key: secret of the run; b"" for none.
+        context: see `tag`.
+        signed: result of `dumps`.
 
     Raises:
-        AuthenticationError: it was not signed with the same key in the same context; nothing was unpickled.
+        AuthenticationError: the message was not signed with the same key in the same context; it was not unpickled.
         ValueError: there is no key, and the message is not plain data and tensors.
     """
     data = verify(key, context, signed)
@@ -98,9 +113,17 @@ def loads(key: bytes, context: Sequence[object], signed: bytes) -> Any:
 
 
 def listen(folder: str | os.PathLike[str], name: str, backlog: int = 64) -> socket.socket:
-    """Return a listening Unix socket in a folder; the folder's mode decides who reaches it.
+    """Return a listening Unix socket in a private folder, whose mode restricts access to this user.
 
-    The path is given relative to the open folder, because a socket's address holds 107 bytes only.
+    A socket address holds 107 bytes only, so long paths are bound relative to the open folder.
+
+    Args:
+        folder: private folder; see `check_private`.
+        name: file name of the socket.
+        backlog: of `socket.listen`.
+
+    Raises:
+        PermissionError: the folder is not private.
     """
     check_private(folder)
     listener = socket.socket(socket.AF_UNIX)
@@ -114,14 +137,22 @@ def listen(folder: str | os.PathLike[str], name: str, backlog: int = 64) -> sock
 
 
 def listen_on_network(backlog: int = 128) -> socket.socket:
-    """Return a socket that listens at a free port of all interfaces; use `admit` on what connects."""
+    """Return a socket that listens at a free port of all interfaces; call `admit` for each accepted connection.
+
+    Args:
+        backlog: of `socket.listen`.
+    """
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=both)
 
 
 def accept(listener: socket.socket, key: bytes) -> Connection | None:
-    """Wait for the next process; returns None if that has not proved within `ANSWER_S` that it has the key.
+    """Accept the next connection; returns None if its process has not proved within `ANSWER_S` that it has the key.
+
+    Args:
+        listener: of `listen`.
+        key: secret of the run.
 
     Raises:
         OSError: the listener was closed.
@@ -131,7 +162,12 @@ def accept(listener: socket.socket, key: bytes) -> Connection | None:
 
 
 def admit(peer: socket.socket, key: bytes) -> Connection | SignedConnection | None:
-    """Return the connection to a process that has connected; None if it has not proved that it has the key."""
+    """Authenticate an accepted connection; returns None, and closes it, without proof of the key.
+
+    Args:
+        peer: accepted socket.
+        key: secret of the run.
+    """
     if (numbers := _proof_of(peer, key)) is None:
         return None
     if peer.family == socket.AF_UNIX:
@@ -140,9 +176,9 @@ def admit(peer: socket.socket, key: bytes) -> Connection | SignedConnection | No
 
 
 def _proof_of(peer: socket.socket, key: bytes) -> bytes | None:
-    """Return the random numbers of both sides once a connecting process has proved that it has the key.
+    """Return the random numbers of both sides after a connecting process has proved that it has the key.
 
-    Else the connection is closed, and the result is None.
+    Otherwise close the connection and return None.
     """
     try:
         peer.settimeout(ANSWER_S)
@@ -153,18 +189,22 @@ def _proof_of(peer: socket.socket, key: bytes) -> bytes | None:
             peer.sendall(tag(key, ["server"], ours + theirs))
             peer.settimeout(None)
             return ours + theirs
-    except OSError:  # the process has ended, or is too slow
+    except OSError:  # the process has ended, or the timeout has passed
         pass
     peer.close()
     return None
 
 
 def connect(path: str, key: bytes) -> Connection:
-    """Return a connection to a process that listens at a path and has the same key.
+    """Connect to a listening process of this machine that has the same key.
+
+    Args:
+        path: of its Unix socket.
+        key: secret of the run.
 
     Raises:
-        AuthenticationError: it does not have the key.
-        OSError: nothing listens there, or not any longer.
+        AuthenticationError: the process does not have the key.
+        OSError: no process listens at the path, or it has closed the connection.
     """
     folder, name = os.path.split(path)
     peer = socket.socket(socket.AF_UNIX)
@@ -182,15 +222,15 @@ def connect(path: str, key: bytes) -> Connection:
 
 
 def connect_to(address: tuple[str, int], key: bytes) -> SignedConnection:
-    """Return a connection to a process of another machine, of which each message is signed.
+    """Connect to a process of another machine; each message of the connection is signed.
 
     Args:
-        address: host name and port at which the other process listens.
-        key: that both processes have.
+        address: host name and port at which the process listens.
+        key: secret that both processes have.
 
     Raises:
-        AuthenticationError: what listens there does not have the key.
-        OSError: nothing listens there, or it can't be reached within `ANSWER_S`.
+        AuthenticationError: the process does not have the key.
+        OSError: no process listens there, or it can't be reached within `ANSWER_S`.
     """
     peer = socket.create_connection(address, ANSWER_S)
     try:
@@ -202,28 +242,28 @@ def connect_to(address: tuple[str, int], key: bytes) -> SignedConnection:
     return SignedConnection(peer, tag(key, ["session"], numbers), "client", "server")
 
 
-def _prove(peer: socket.socket, key: bytes, place: str) -> bytes:
-    """Prove to a listening process that this one has the key, and have it do the same; returns the random numbers."""
+def _prove(peer: socket.socket, key: bytes, address: str) -> bytes:
+    """Authenticate both sides of a connection to a listening process; returns the random numbers of both sides."""
     theirs, ours = _read(peer, KEY_BYTES), secrets.token_bytes(KEY_BYTES)
     peer.sendall(ours + tag(key, ["client"], theirs + ours))
     if not hmac.compare_digest(_read(peer, TAG_BYTES), tag(key, ["server"], theirs + ours)):
-        raise AuthenticationError(f"the process that listens at {place} does not have this run's key")
+        raise AuthenticationError(f"the process that listens at {address} does not have this run's key")
     return theirs + ours
 
 
 @final
 class SignedConnection:
-    """A connection over a network, whose messages can be read on their way, but not altered, omitted or repeated.
+    """A network connection that detects altered, omitted and repeated messages; the messages are not encrypted.
 
     Args:
-        peer: socket of the connection.
-        key: of this connection alone.
-        ours, theirs: names of both sides, part of what is signed.
+        peer: connected socket.
+        key: secret of this connection only.
+        ours, theirs: names of both sides, part of the signed context.
     """
 
     def __init__(self, peer: socket.socket, key: bytes, ours: str, theirs: str) -> None:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # else a machine that vanishes is waited for
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects a machine that has vanished
         for name, value in zip(("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"), ALIVE_S, strict=True):
             if hasattr(socket, name):
                 peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -240,24 +280,24 @@ class SignedConnection:
         """Wait for the next message.
 
         Raises:
-            AuthenticationError: it is not the one that the other side has sent next.
-            OSError: the connection was lost, or a message is larger than `LARGEST`.
-            EOFError: the other side has closed it.
+            AuthenticationError: it is not the next message of the other side.
+            OSError: the connection was lost, or the message is larger than `LARGEST`.
+            EOFError: the other side has closed the connection.
         """
         data = verify(self._key, [self._theirs, self._received], self._connection.recv_bytes(LARGEST))
         self._received += 1
         return data
 
     def poll(self) -> bool:
-        """Return whether a message, or the end, has come."""
+        """Return whether a message, or the end of the connection, can be read."""
         return self._connection.poll()
 
     def fileno(self) -> int:
-        """Return the number of its file."""
+        """Return the file descriptor."""
         return self._connection.fileno()
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         self._connection.close()
 
 
@@ -279,17 +319,20 @@ def _read(peer: socket.socket, size: int) -> bytes:
 
 
 def check_private(folder: str | os.PathLike[str]) -> None:
-    """Refuse a folder that another user could have made, or could write to.
+    """Refuse a folder that another user could have made or could write to.
+
+    Args:
+        folder: path.
 
     Raises:
-        PermissionError: it is a link, belongs to another user, or its mode admits others.
-        OSError: it is not there.
+        PermissionError: it is a link, belongs to another user, or its mode admits other users.
+        OSError: it does not exist.
     """
     _check(Path(folder), os.lstat(folder), 0o040000, 0o700)
 
 
 def read_private(path: Path) -> bytes:
-    """Return the content of a file that only this user can read and write; errors are those of `open_private`."""
+    """Return the content of a file that only this user can access; errors are those of `open_private`."""
     with open_private(path) as file:
         return file.read()
 
@@ -297,8 +340,11 @@ def read_private(path: Path) -> bytes:
 def open_private(path: Path) -> BinaryIO:
     """Open a file that only this user can read and write.
 
+    Args:
+        path: of the file.
+
     Raises:
-        PermissionError: it is a link, belongs to another user, or its mode admits others.
+        PermissionError: it is a link, belongs to another user, or its mode admits other users.
         OSError: it can't be read.
     """
     number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -313,8 +359,12 @@ def open_private(path: Path) -> BinaryIO:
 def write_private(path: Path, data: bytes) -> None:
     """Write a new file that only this user can read and write.
 
+    Args:
+        path: must not exist.
+        data: content.
+
     Raises:
-        FileExistsError: there is one already.
+        FileExistsError: the path exists.
     """
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
@@ -324,6 +374,6 @@ def _check(path: Path, status: os.stat_result, kind: int, mode: int) -> None:
     if status.st_mode & 0o170000 != kind:
         raise PermissionError(f"{path} is a link or not of the expected kind: remove it")
     if status.st_uid != os.geteuid():
-        raise PermissionError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}: choose another place")
+        raise PermissionError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}: choose another path")
     if status.st_mode & 0o077:
         raise PermissionError(f"{path} admits other users: chmod {mode:o} {path}")

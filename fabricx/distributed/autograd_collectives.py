@@ -1,4 +1,7 @@
-"""Differentiable collectives over the current process group; torch's own keep the group of their import."""
+"""Differentiable collectives over the current default process group.
+
+`torch.distributed.nn` binds the default group at import, which is stale after a new generation of ranks has formed.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +41,23 @@ class _Gather(torch.autograd.Function):
 
 
 def sum_of_all(tensor: Tensor) -> Tensor:
-    """Return the sum of all ranks' tensors, whose shape stays; a gradient is the sum of all ranks' gradients."""
+    """Sum a tensor over all ranks; the backward sums the gradients of all ranks.
+
+    Args:
+        tensor: same shape on all ranks.
+    """
     total: Tensor = _Sum.apply(tensor)  # type: ignore[no-untyped-call]
     return total
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return all ranks' tensors, shape [ranks, ...]; a gradient is the sum of what all ranks have for this one's."""
+    """Gather the tensors of all ranks; the backward sums the gradients of all ranks for this rank's tensor.
+
+    Args:
+        tensor: same shape on all ranks.
+
+    Returns:
+        Tensor of shape [ranks, ...].
+    """
     gathered: Tensor = _Gather.apply(tensor)  # type: ignore[no-untyped-call]
     return gathered

@@ -1,4 +1,4 @@
-"""Block bounds of sharded tensors, and undoing `fully_shard`, which torch applies only once to a module."""
+"""Shards and offsets of FSDP parameters; reversal of `fully_shard`, which torch applies to a module only once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ _FSDP = "torch.distributed.fsdp"
 
 
 def own_block(tensor: Any) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Return what this rank has of a tensor, and where in it that begins; None if it has all of it."""
+    """Return this rank's shard of a tensor and the shard's offset in each dim.
+
+    Args:
+        tensor: a DTensor or an ordinary tensor.
+
+    Returns:
+        The local shard and its global offsets; for an ordinary tensor, the tensor and None.
+    """
     if not hasattr(tensor, "to_local"):
         return tensor, None
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -26,25 +33,25 @@ def own_block(tensor: Any) -> tuple[Tensor, tuple[int, ...] | None]:
 
 
 def units_of(module: nn.Module) -> list[Any]:
-    """Return FSDP's groups of parameters that are gathered together.
+    """Return FSDP's parameter groups; the parameters of a group are gathered together.
 
     Args:
-        module: sharded, as are some of its parts.
+        module: sharded with `fully_shard`, as are some submodules.
     """
     from torch.distributed.fsdp import FSDPModule
 
-    found: list[Any] = []
+    units: list[Any] = []
     for part in module.modules():
         if isinstance(part, FSDPModule):
             state: Any = part._get_fsdp_state()
-            several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
-            found += [state._fsdp_param_group] if several is None else several
-    return [unit for unit in found if unit is not None]
+            groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
+            units += [state._fsdp_param_group] if groups is None else groups
+    return [unit for unit in units if unit is not None]
 
 
 @final
-class AsBuilt:
-    """What a module is before it is sharded.
+class UnshardedModule:
+    """State of a module before `fully_shard`, so that the module can be sharded again for other ranks.
 
     Args:
         module: not sharded yet.
@@ -64,7 +71,7 @@ class AsBuilt:
 
     @contextmanager
     def sharding(self) -> Iterator[None]:
-        """Note what becomes of the module's attributes inside."""
+        """Record the attributes of the module that change inside this context."""
         before = [(vars(part), dict(vars(part))) for part, _ in self._kinds]
         yield
         self._changed = [
@@ -73,17 +80,17 @@ class AsBuilt:
         ]
 
     def restore(self, device: torch.device) -> None:
-        """Let the module be as it was, with parameters whose values are lost.
+        """Reverse `fully_shard`; the parameters are new and their values are undefined.
 
-        Works at any moment, also after an error in the middle of a forward or backward.
+        Can be called at any time, also after an error in the middle of a forward or backward.
 
         Args:
-            device: of the parameters; "meta" gives them no memory.
+            device: device of the new parameters; "meta" allocates no memory.
         """
         from torch.distributed._composable_state import _module_state_mapping
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-        _clear_sharding_prop_cache()  # meshes of one size are equal for it, though a rank's place in them isn't
+        _clear_sharding_prop_cache()  # its key does not contain the rank's coordinate in the mesh
         trained = {name: parameter.requires_grad for name, parameter in self._module.named_parameters()}
         for part, kind in self._kinds:
             _module_state_mapping.pop(part, None)
@@ -106,7 +113,7 @@ def _like(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def _remove_hooks(part: nn.Module) -> None:
-    """Remove what `fully_shard` has hooked in, then or at the first forward; others' hooks stay."""
+    """Remove the hooks that `fully_shard` has registered, at once or at the first forward; keep all other hooks."""
     for name, hooks in vars(part).items():
         if name.endswith("hooks") and isinstance(hooks, dict):
             for key in [key for key, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith(_FSDP)]:
@@ -114,19 +121,19 @@ def _remove_hooks(part: nn.Module) -> None:
 
 
 @final
-class Pauses:
-    """Marks when a device waits for what other ranks have to give to a sharded module, within its steps.
+class DeviceWaits:
+    """Marks the periods in which a device waits for other ranks in the collectives of a sharded module.
 
-    FSDP lets the stream that computes wait for others' shards before a block is used, and after its backward for the
-    reduction of gradients of the one before. What it does beside that there, copying, takes as long for any number of
-    samples.
+    FSDP makes the compute stream wait for the shards of other ranks before a unit is used and, after its backward, for
+    the gradient reduction of the previous unit. The copies that FSDP makes in these periods take the same time for any
+    number of samples.
 
     Args:
-        module: sharded, as are some of its parts.
-        mark: returns a moment of the device's time, such as an event that was just recorded.
+        module: sharded with `fully_shard`, as are some submodules.
+        mark: returns a device timestamp, such as an event that was just recorded.
 
     Attributes:
-        spans: begin and end of each pause so far.
+        spans: begin and end of each period so far.
     """
 
     def __init__(self, module: nn.Module, mark: Callable[[], Any]) -> None:
@@ -135,35 +142,35 @@ class Pauses:
         for unit in units_of(module):
             for name in ("wait_for_unshard", "post_backward"):
                 method = getattr(unit, name)
-                method = getattr(method, "unmarked", method)  # of an earlier run in this process
+                method = getattr(method, "unmarked", method)  # unwrap the mark of an earlier run in this process
                 marked: Any = functools.partial(self._within, method)
                 marked.unmarked = method
                 setattr(unit, name, marked)
 
     def _within(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
         began = self._mark()
-        found = method(*args, **options)
+        output = method(*args, **options)
         self.spans.append((began, self._mark()))
-        return found
+        return output
 
 
 @final
-class Waits:
-    """Counts the seconds that a sharded module's collectives take, in which a rank on a CPU waits for the others.
+class CollectiveTimer:
+    """Measures the time that a sharded module spends in collectives, in which a CPU rank waits for the other ranks.
 
     Args:
-        module: sharded, as are some of its parts.
-        note: called before each collective with a description of it; None for no call.
+        module: sharded with `fully_shard`, as are some submodules.
+        note: called with a description of each collective before the collective starts; None for no call.
 
     Attributes:
-        seconds: so far.
+        seconds: total so far.
     """
 
     def __init__(self, module: nn.Module, note: Callable[[str], None] | None = None) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         self.seconds = 0.0
-        # torch 2.13 has new names for them, and warns of the old ones.
+        # torch 2.13 has new names for them and warns about the old names.
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         for name, part in module.named_modules():
@@ -177,10 +184,10 @@ class Waits:
 
 @final
 class _Timed:
-    """A collective as FSDP calls it, with memory for its result."""
+    """A collective with the interface that FSDP requires: it also allocates memory for the output."""
 
     def __init__(
-        self, collective: Callable[..., Any], waits: Waits, what: str, note: Callable[[str], None] | None
+        self, collective: Callable[..., Any], waits: CollectiveTimer, what: str, note: Callable[[str], None] | None
     ) -> None:  # fmt: skip
         self._collective, self._waits = collective, waits
         self._what, self._note = what, note

@@ -1,8 +1,10 @@
-"""What users change of weights that FSDP has gathered, and would forget as it shards these again."""
+"""Detect changes by users to weights that FSDP has gathered, which FSDP discards when it shards them again."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any, Final, final
 
 import torch
@@ -10,42 +12,68 @@ from torch import Tensor, nn
 
 from fabricx.distributed.fsdp_internals import units_of
 
-_WORDS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # NaN is equal to itself as a word
+_WORDS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # compared as integers, NaN equals NaN
 
 
 @final
-class Gathered:
-    """Lets shards be trained, or frozen, as their gathered weights are; refuses values that are changed there.
+class GatheredWeights:
+    """Copies `requires_grad` from gathered weights to their shards; refuses changes of gathered values.
 
-    The module has gathered weights in the place of its shards while a unit computes; the outermost unit has them from
-    the begin of a step to the end of its backward. torch gives a shard's `requires_grad` to the gathered weights, never
-    the other way round.
+    A module has gathered weights in place of its shards while a unit computes; the outermost unit is gathered from the
+    begin of a step to the end of its backward. torch copies `requires_grad` from shards to gathered weights only.
 
     Args:
-        module: sharded, as are some of its parts.
+        module: sharded with `fully_shard`, as are some submodules.
+
+    Attributes:
+        unfrozen: names of shards that were unfrozen while their gathered weights were in use, since `settle_step`.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._units = units_of(module)
-        self._known: list[dict[int, tuple[bool, int]]] = [{} for _ in self._units]  # of each gathered parameter
+        self.unfrozen: list[str] = []
+        self._known: list[dict[int, tuple[bool, int]]] = [{} for _ in self._units]  # (requires_grad, version) by index
         for number, unit in enumerate(self._units):
             unit._to_unsharded = functools.partial(self._gather, number)
             for name in ("_to_sharded", "_to_sharded_post_forward"):
                 setattr(unit, name, functools.partial(self._shard, number, name))
 
     def settle(self) -> None:
-        """Let gathered weights and their shards require a gradient alike: as what was changed of them last."""
+        """Set `requires_grad` of gathered weights and of their shards to the value that was changed last."""
         for unit, known in zip(self._units, self._known, strict=True):
-            for place, (trained, version) in known.items():
-                each = unit.fsdp_params[place]
-                whole, shard = each._unsharded_param, each.sharded_param
+            for index, (trained, version) in known.items():
+                param = unit.fsdp_params[index]
+                whole, shard = param._unsharded_param, param.sharded_param
                 if whole.requires_grad != shard.requires_grad:
                     changed, other = (whole, shard) if whole.requires_grad != trained else (shard, whole)
                     other.requires_grad_(changed.requires_grad)
-                known[place] = shard.requires_grad, version
+                    if changed is shard and shard.requires_grad:
+                        self.unfrozen.append(param._param_fqn or "a parameter")
+                known[index] = shard.requires_grad, version
+
+    @contextlib.contextmanager
+    def settle_step(self) -> Iterator[None]:
+        """Refuse a training step that unfreezes shards whose weights are already gathered.
+
+        The gathered weights would compute without a gradient in this step. A frozen shard needs no check:
+        it receives no gradient, because torch checks `requires_grad` again when a gradient arrives.
+
+        Raises:
+            ValueError: the step has unfrozen such shards; the message names the first shard.
+        """
+        self.settle()
+        self.unfrozen.clear()
+        yield
+        self.settle()
+        if self.unfrozen:
+            raise ValueError(
+                f"training_step has set requires_grad=True on the optimizer's {self.unfrozen[0]}, and strategy=fsdp "
+                "had gathered the weights of this step before: it would be trained from the next step on. Set it on "
+                "the module's own parameters (self.parameters()), or in on_train_batch_start"
+            )
 
     def shard(self) -> None:
-        """Shard what was gathered for a forward without a backward, as in a validation."""
+        """Shard weights that were gathered for a forward without a backward, as in a validation."""
         for unit in self._units:
             if unit.is_unsharded:
                 unit.reshard()
@@ -56,8 +84,8 @@ class Gathered:
             return
         type(unit)._to_unsharded(unit)
         self._known[number] = {
-            place: (each._unsharded_param.requires_grad, _version(each._unsharded_param))
-            for place, each in enumerate(unit.fsdp_params)
+            index: (param._unsharded_param.requires_grad, _version(param._unsharded_param))
+            for index, param in enumerate(unit.fsdp_params)
         }
 
     def _shard(self, number: int, name: str) -> None:
@@ -65,9 +93,9 @@ class Gathered:
         if known:
             self.settle()
         changed = [
-            each._param_fqn
-            for each, (_, version) in zip(unit.fsdp_params, known.values(), strict=False)
-            if _is_changed(each, version)
+            param._param_fqn
+            for param, (_, version) in zip(unit.fsdp_params, known.values(), strict=False)
+            if _is_changed(param, version)
         ]
         self._known[number] = {}
         getattr(type(unit), name)(unit)
@@ -75,7 +103,7 @@ class Gathered:
             raise ValueError(
                 f"{changed[0] or 'a parameter'} was changed while strategy=fsdp had gathered it, where a change is "
                 "lost: change weights in on_train_batch_start, on_after_backward, on_before_optimizer_step or "
-                "on_train_batch_end, where each rank has its shard, or take strategy=ddp"
+                "on_train_batch_end, where each rank has its shard, or use strategy=ddp"
             )
 
 
@@ -83,16 +111,17 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _is_changed(each: Any, version: int) -> bool:
-    """Return whether gathered weights are others than those that were gathered.
+def _is_changed(param: Any, version: int) -> bool:
+    """Return whether the gathered weights of an FSDP parameter were changed since they were gathered.
 
-    What is written to `.data` isn't counted; on a CPU this rank's part is compared. A GPU would have to be waited for.
+    Writes to `.data` do not increase the version. On a CPU, this rank's part is compared with its shard; on a GPU that
+    comparison would synchronise the device.
     """
-    if _version(each._unsharded_param) != version:
+    if _version(param._unsharded_param) != version:
         return True
-    whole, shard = each.all_gather_outputs[0], each._sharded_param_data
+    whole, shard = param.all_gather_outputs[0], param._sharded_param_data
     if whole.device.type != "cpu":
         return False
-    part = whole.view(-1, shard.numel())[each.mesh_info.shard_mesh_rank]
+    part = whole.view(-1, shard.numel())[param.mesh_info.shard_mesh_rank]
     words = _WORDS.get(part.itemsize, torch.uint8)
     return not torch.equal(part.view(words), shard.to(part.dtype).view(words))

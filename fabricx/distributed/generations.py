@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
-SAVING: Final = "saving"  # key of the store: path and step of a checkpoint of the user's being written, as JSON
+SAVING: Final = "saving"  # store key: path and step of a user's checkpoint that is being written, as JSON
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,18 @@ class Generation:
     Attributes:
         number: counted from 0.
         workers: worker numbers by rank. A worker keeps its number when its rank changes.
-        heirs: for each replacement that may not have taken over state yet, the workers that it replaces, newest first.
-        gone: empty places whose state the present members may lack: (first generation without a worker, the workers
-            that had the place, newest first).
+        replacements: for each replacement that may lack restored state, the workers that it replaces, newest first.
+        departed: vacant ranks whose state the present members may lack: (first generation without a worker, the workers
+            that had the rank, newest first).
         whole: all members of the previous generation are alive.
         failures: descriptions of all failures of the run.
-        settled: newest generation in which a worker has started to train, so that all members had taken over its state.
+        settled: newest generation in which a worker has started to train, so that all members had restored its state.
     """
 
     number: int
     workers: tuple[int, ...]
-    heirs: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    gone: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    replacements: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    departed: tuple[tuple[int, tuple[int, ...]], ...] = ()
     whole: bool = False
     failures: tuple[str, ...] = ()
     settled: int = 0
@@ -47,18 +47,22 @@ class PeerLost(RuntimeError):
     """A worker of the process group has died."""
 
 
-def gone(worker: int) -> str:
-    """Return the key of the store that the supervisor sets when a worker dies before it has returned its result."""
+def death_key(worker: int) -> str:
+    """Return the store key that the supervisor sets when a worker dies before it has returned its result.
+
+    Args:
+        worker: worker number.
+    """
     return f"gone/{worker}"
 
 
 @final
 class _Sockets:
-    """The connections that process groups open: what there is after they were built and wasn't before.
+    """Sockets that process groups open: all sockets that exist after a group was built and did not exist before.
 
     Args:
-        store: connections to it aren't a group's.
-        silent: the groups have links of their own, which don't end with sockets; they have to be aborted.
+        store: connections to it belong to no group.
+        silent: the groups use transports other than sockets (NCCL) and have to be aborted as well.
     """
 
     def __init__(self, store: Any, silent: bool) -> None:
@@ -69,17 +73,17 @@ class _Sockets:
         self._before: set[str] | None = None
 
     def opening(self) -> None:
-        """Let sockets that are opened from now on be a group's."""
+        """Assign sockets that are opened from now on to the group."""
         self._before = set(_open_sockets())
 
     def opened(self) -> None:
-        """Let sockets that are opened from now on be others'."""
+        """Stop to assign new sockets to the group."""
         if self._before is not None:
             self._own |= set(_open_sockets()) - self._before
         self._before = None
 
     def shut(self) -> None:
-        """End all connections; never a socket that listens, at which gloo would end the process."""
+        """Shut down all connections, but no listening socket: gloo would end the process."""
         if self.silent:
             _abort(self._aborted)
         for name, number in _open_sockets().items():
@@ -89,94 +93,110 @@ class _Sockets:
             try:
                 with socket.socket(fileno=os.dup(number)) as link:
                     peer, internet = link.getpeername(), link.family in (socket.AF_INET, socket.AF_INET6)
-                    # Asked for now: the address is known once the store has a connection.
+                    # Read on each call: the store's address exists only after its first connection.
                     store = getattr(self._store, "port" if internet else "peer", None)
                     if (peer[1] if internet else peer) != store:
                         link.shutdown(socket.SHUT_RDWR)
             except OSError:
-                continue  # it isn't connected, or is closed by now
+                continue  # not connected, or closed meanwhile
 
 
 def _abort(aborted: set[int]) -> None:
-    """Abort this process's groups, but for those that were already: who waits for one gets a result, of anything.
+    """Abort this process's groups that were not aborted before; pending collectives then end with undefined data.
 
-    In one go, since else each abort would wait for what another group has begun (pytorch/pytorch#119797).
+    All groups are aborted in one NCCL group call: separate aborts would wait for operations of the other groups
+    (pytorch/pytorch#119797).
     """
     import torch
     from torch.distributed import distributed_c10d as c10d
 
     names = dict(c10d._world.pg_names)
-    groups = sorted((group for group in names if id(group) not in aborted), key=lambda one: names[one], reverse=True)
+    groups = sorted((group for group in names if id(group) not in aborted), key=lambda g: names[g], reverse=True)
     aborted.update(map(id, groups))
-    found: list[Any] = []
-    with contextlib.suppress(RuntimeError):  # a group has none, or is being built
-        found = [group._get_backend(torch.device("cuda")) for group in groups[:1] if c10d.is_nccl_available()]
-    for nccl in found:
+    backends: list[Any] = []
+    with contextlib.suppress(RuntimeError):  # a group has no NCCL backend, or is being built
+        backends = [group._get_backend(torch.device("cuda")) for group in groups[:1] if c10d.is_nccl_available()]
+    for nccl in backends:
         nccl._group_start()
     for group in groups:
         with contextlib.suppress(RuntimeError):
             group.abort()
-    for nccl in found:
+    for nccl in backends:
         nccl._group_end()
 
 
 def _open_sockets() -> dict[str, int]:
-    """Return this process's sockets, by a name that no other socket of the machine has; Linux only, else none."""
-    found = {}
+    """Return file descriptors of this process's sockets by inode name, unique on the machine; empty except on Linux."""
+    sockets = {}
     for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         try:
             name = os.readlink(f"/proc/self/fd/{number}")
         except OSError:
             continue
         if name.startswith("socket:"):
-            found[name] = int(number)
-    return found
+            sockets[name] = int(number)
+    return sockets
 
 
 @final
 class Membership:
-    """What this worker knows of its generation; the thread that hears the supervisor tells it.
+    """State of this worker's membership, shared by the main thread and the thread that receives from the supervisor.
+
+    Args:
+        worker, folder, leave, slot: see Attributes.
+        send: sends a message (kind, content) to the supervisor; None without a supervisor.
 
     Attributes:
         worker: this worker's number.
-        folder: where workers leave what others need if they die; "" where nothing outlives them.
-        leave: ends this process, which the others don't need any more.
-        slot: under which this worker's copies are in the folder, if not under its number.
+        folder: folder for records that other workers need after a death; "" if no process outlives the workers.
+        leave: ends this process when the run does not need it any more.
+        slot: number of this worker's in-memory checkpoints in the folder, if it differs from the worker number.
     """
 
     def __init__(
-        self, worker: int = 0, folder: str = "", say: Callable[[str, Any], None] | None = None,
+        self, worker: int = 0, folder: str = "", send: Callable[[str, Any], None] | None = None,
         leave: Callable[[], None] = lambda: None, slot: int | None = None,
     ) -> None:  # fmt: skip
         self.worker, self.folder, self.leave, self.slot = worker, folder, leave, slot
-        self._say = say
+        self._send = send
         self._newest: Generation | None = None
         self._broken = -1
         self._sockets: _Sockets | None = None
-        self._current = -1  # whose sockets those are
+        self._current = -1  # generation that owns `_sockets`
         self._news = threading.Condition()
         self._died: set[int] = set()
         self._on_death: Callable[[int], None] = lambda worker: None
 
     @property
     def changes(self) -> bool:
-        """Return whether there is a supervisor that lets others go on when one dies."""
-        return self._say is not None
+        """Return whether a supervisor forms a new generation when a worker dies."""
+        return self._send is not None
 
-    # -- what the main thread asks ----------------------------------------------------------------------------------
+    # -- called by the main thread ------------------------------------------------------------------------------------
 
-    def say(self, kind: str, content: Any = None) -> None:
-        """Tell the supervisor something, if there is one that listens."""
-        if self._say is not None:
-            self._say(kind, content)
+    def send(self, kind: str, content: Any = None) -> None:
+        """Send a message to the supervisor, if there is one.
+
+        Args:
+            kind: of the message.
+            content: can be pickled.
+        """
+        if self._send is not None:
+            self._send(kind, content)
 
     def building(self, number: int, store: Any, *, silent: bool = False) -> None:
-        """Note that the group of a generation is about to be built; one that is silent has to be aborted."""
+        """Prepare for building the group of a generation.
+
+        Args:
+            number: of the generation.
+            store: connections to it are not shut down with the group's.
+            silent: aborted collectives end without an error, so the groups have to be aborted explicitly.
+        """
         self._sockets, self._current = _Sockets(store, silent), number
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Let connections that are opened inside be those of this generation's groups."""
+        """Assign connections that are opened inside this context to this generation's groups."""
         sockets = self._sockets
         if sockets is not None:
             sockets.opening()
@@ -187,40 +207,72 @@ class Membership:
                 sockets.opened()
 
     def shut(self) -> None:
-        """Shut the links of this worker's group: it has done with it, and the others have to notice."""
+        """Shut down the connections of this worker's group, so that its other members detect that it has left."""
         sockets, self._sockets = self._sockets, None
         if sockets is not None:
             sockets.shut()
 
     def outdated(self, number: int) -> bool:
-        """Return whether there is, or will be, a newer generation than this one."""
+        """Return whether a generation is over, or about to end.
+
+        Args:
+            number: of the generation.
+        """
         return self._broken >= number or (self._newest is not None and self._newest.number > number)
 
     def members(self, number: int, size: int) -> tuple[int, ...]:
-        """Return the workers of the generation that this one is in, by rank; those of the first are their numbers."""
+        """Return the worker numbers of a generation by rank.
+
+        Args:
+            number: of a generation that this worker belongs to.
+            size: number of its ranks.
+        """
         newest = self._newest
         return newest.workers if newest is not None and newest.number == number else tuple(range(size))
 
     def check(self, number: int) -> None:
-        """Raise an error if a generation has lost somebody."""
+        """Raise `PeerLost` if a generation has lost a worker.
+
+        Args:
+            number: of the generation.
+
+        Raises:
+            PeerLost: a worker has died.
+        """
         if self._broken >= number:
-            raise PeerLost("another worker is gone")
+            raise PeerLost("another worker has died")
 
     def stay(self, number: int) -> None:
-        """Raise an error if a generation is, or will be, followed by another one."""
+        """Raise `PeerLost` if a generation is over, or about to end.
+
+        Args:
+            number: of the generation.
+
+        Raises:
+            PeerLost: a worker has died, or a worker has joined.
+        """
         if self.outdated(number):
-            raise PeerLost("others are gone, or have come")
+            raise PeerLost("other workers have died or joined")
 
     def becomes_outdated(self, number: int, timeout: float) -> bool:
-        """Wait so many seconds for the news that there is a newer generation, or will be; returns whether it came."""
+        """Wait until a generation is over or about to end; returns whether that happened in time.
+
+        Args:
+            number: of the generation.
+            timeout: in seconds.
+        """
         with self._news:
             return self._news.wait_for(lambda: self.outdated(number), timeout)
 
     def newer_than(self, number: int, timeout: float) -> Generation:
-        """Wait for the next generation.
+        """Wait for a generation after the present one.
+
+        Args:
+            number: of the present generation.
+            timeout: in seconds.
 
         Raises:
-            Broken: there is none after so many seconds.
+            PeerLost: no new generation within the timeout.
         """
         with self._news:
             self._news.wait_for(lambda: self._newest is not None and self._newest.number > number, timeout)
@@ -228,10 +280,16 @@ class Membership:
                 raise PeerLost(f"no new generation after {timeout:g} s")
             return self._newest
 
-    # -- what the listening thread does -----------------------------------------------------------------------------
+    # -- called by the receiving thread -------------------------------------------------------------------------------
 
-    def heard(self, kind: str, content: Any) -> None:
-        """Take news from the supervisor."""
+    def on_message(self, kind: str, content: Any) -> None:
+        """Process a message of the supervisor.
+
+        Args:
+            kind: "leave", "broken", "generation" or "died".
+            content: for "broken" the number of the generation, for "generation" a `Generation`, for "died" the worker
+                number.
+        """
         if kind == "leave":
             self.leave()
         with self._news:
@@ -245,16 +303,20 @@ class Membership:
             self._on_death(content)
 
     def watch_deaths(self, call: Callable[[int], None]) -> None:
-        """Call a function with the number of each worker that has died, or dies; a server is told of those."""
+        """Register a callback for deaths, which is also called for each worker that has already died.
+
+        Args:
+            call: called with the worker number; used by parameter servers.
+        """
         self._on_death = call
         for worker in sorted(self._died):
             call(worker)
 
     def shut_broken(self) -> bool:
-        """Shut the links of a group that has lost somebody; returns whether more of them may be opened."""
+        """Shut down the connections of a group that has lost a worker; returns whether to call this again."""
         sockets = self._sockets
         if sockets is None or not (self._broken >= self._current or (sockets.silent and self.outdated(self._current))):
-            return False  # others who leave without being lost end their links, and who waits for them notices
+            return False  # a worker that leaves in order shuts its own connections, which its peers detect
         sockets.shut()
         return True
 
@@ -263,10 +325,14 @@ _CURRENT = [Membership()]
 
 
 def membership() -> Membership:
-    """Return what this process knows of its generation."""
+    """Return the membership of this process."""
     return _CURRENT[0]
 
 
 def enter(membership: Membership) -> None:
-    """Let a membership be this process's."""
+    """Set the membership of this process.
+
+    Args:
+        membership: replaces the present one.
+    """
     _CURRENT[0] = membership

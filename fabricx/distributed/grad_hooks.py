@@ -1,4 +1,4 @@
-"""Refuses gradient hooks of parameters that torch drops when it pickles or shards the parameters."""
+"""Refuse gradient hooks of parameters that torch drops when it pickles or shards the parameters."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fabricx.errors import NotPicklable
 
 
 def number_of_hooks(parameter: Any, *, accumulated: bool = True) -> int:
-    """Return how many gradient hooks a parameter has.
+    """Return the number of gradient hooks of a parameter.
 
     Args:
         parameter: any tensor.
-        accumulated: count those of `register_post_accumulate_grad_hook`, too.
+        accumulated: include hooks of `register_post_accumulate_grad_hook`.
     """
     return len(parameter._backward_hooks or ()) + len((accumulated and parameter._post_accumulate_grad_hooks) or ())
 
@@ -26,10 +26,13 @@ def _first_hooked(module: nn.Module) -> str | None:
 
 
 def check_before_pickling(module: nn.Module) -> None:
-    """Refuse to send a module with gradient hooks to other processes.
+    """Refuse to pickle a module with gradient hooks, which pickle drops.
+
+    Args:
+        module: to send to worker processes.
 
     Raises:
-        NotPicklable: a parameter has one; the message names it.
+        NotPicklable: a parameter has a gradient hook; the message names the parameter.
     """
     if (name := _first_hooked(module)) is not None:
         raise NotPicklable(
@@ -39,24 +42,30 @@ def check_before_pickling(module: nn.Module) -> None:
 
 
 def check_before_sharding(module: nn.Module) -> None:
-    """Refuse gradient hooks of parameters in whose place there will be shards.
+    """Refuse gradient hooks of parameters that FSDP is about to replace by shards.
+
+    Args:
+        module: not sharded yet.
 
     Raises:
-        ValueError: a parameter has one; the message names it.
+        ValueError: a parameter has a gradient hook; the message names the parameter.
     """
     if (name := _first_hooked(module)) is not None:
         raise ValueError(
             f"{name} has a gradient hook, which is lost when strategy=fsdp shards it: call "
-            "register_post_accumulate_grad_hook in on_fit_start, where the parameter is this rank's shard, or take "
+            "register_post_accumulate_grad_hook in on_fit_start, where the parameter is this rank's shard, or use "
             "strategy=ddp"
         )
 
 
 def check_sharded(module: nn.Module) -> None:
-    """Refuse hooks of shards that are never called, since autograd knows only whole parameters.
+    """Refuse `register_hook` on shards: autograd sees only the gathered parameters and never calls such a hook.
+
+    Args:
+        module: sharded.
 
     Raises:
-        ValueError: a shard has one; the message names it.
+        ValueError: a shard has such a hook; the message names the parameter.
     """
     for name, parameter in module.named_parameters():
         if hasattr(parameter, "full_tensor") and number_of_hooks(parameter, accumulated=False):
@@ -64,16 +73,24 @@ def check_sharded(module: nn.Module) -> None:
 
 
 def no_hook(name: str) -> str:
-    """Return the error for a hook of a shard."""
+    """Return the error message for `register_hook` on a shard.
+
+    Args:
+        name: of the parameter.
+    """
     return (
         f"{name} has a hook of register_hook, which is never called under strategy=fsdp: call "
-        "register_post_accumulate_grad_hook in on_fit_start, where the parameter is this rank's shard, or take "
+        "register_post_accumulate_grad_hook in on_fit_start, where the parameter is this rank's shard, or use "
         "strategy=ddp"
     )
 
 
 def keep_hooks(before: Mapping[str, nn.Parameter], now: Mapping[str, nn.Parameter]) -> None:
-    """Give shards the hooks of those that they replace, by name.
+    """Copy post-accumulate gradient hooks to the parameters that replace the original ones, by name.
+
+    Args:
+        before: original parameters by name.
+        now: present parameters by name.
 
     >>> old, new = ({"weight": nn.Linear(1, 1).weight} for _ in range(2))
     >>> _ = old["weight"].register_post_accumulate_grad_hook(print)

@@ -1,4 +1,4 @@
-"""Returns freed memory that the C library keeps to the system."""
+"""Return freed memory from the C library to the operating system."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import functools
 import sys
 from typing import Any, Final
 
-LARGE: Final = 64 << 20  # bytes of weights from which on it pays: 31 ms for 150 MiB, 0.1 ms where nothing was freed
+LARGE: Final = 64 << 20  # bytes of weights above which a call pays: 31 ms for 150 MiB, 0.1 ms if nothing was freed
 
 
 def release_freed_memory() -> bool:
-    """Give freed memory back to the system; returns whether the C library can (glibc).
+    """Return freed memory to the operating system.
 
-    glibc keeps blocks of up to 32 MiB that were freed between others in use, such as gathered weights on a CPU.
+    glibc keeps freed blocks of up to 32 MiB that lie between blocks in use, such as gathered weights on a CPU.
+
+    Returns:
+        Whether the C library supports it (glibc does).
     """
     trim = _malloc_trim()
     return trim is not None and trim(0) >= 0

@@ -1,4 +1,4 @@
-"""Heartbeats: the progress and the current activity of this process."""
+"""Progress counter and current activity of this process, for its heartbeats."""
 
 from __future__ import annotations
 
@@ -22,27 +22,35 @@ _JOINED: Final = [0]
 
 
 def advance() -> None:
-    """Note that the main thread has come a batch further."""
+    """Count a batch that the main thread has finished."""
     _STEPS[0] += 1
 
 
 def set_reached(steps: int) -> None:
-    """Count from where others are, whom this process comes to."""
+    """Set the number of finished batches, when this process joins a run that has already made progress.
+
+    Args:
+        steps: batches that the other ranks have finished.
+    """
     _STEPS[0] = steps
 
 
 def reached() -> int:
-    """Return how often it has."""
+    """Return the number of finished batches."""
     return _STEPS[0]
 
 
 def is_users(path: str) -> bool:
-    """Return whether a file of code is neither Python's own, nor torch's or fabricx's."""
+    """Return whether a source file belongs to the user: not to Python, torch or fabricx.
+
+    Args:
+        path: file name of a stack frame.
+    """
     return not path.startswith((_TORCH, _OWN, _PYTHON, "<"))
 
 
 def where() -> str:
-    """Return what the main thread is at: the innermost line of the user's own, if it is in any."""
+    """Return the current line of the main thread: the innermost line of user code, else the innermost line."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = traceback.extract_stack(frame) if frame is not None else []
     users = [entry for entry in stack if is_users(entry.filename)]
@@ -53,25 +61,25 @@ def where() -> str:
 
 
 def waits() -> bool:
-    """Return whether the main thread is in torch at this moment, as one that waits for other ranks is."""
+    """Return whether the innermost frame of the main thread is in torch, as during a blocking collective."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
 
 
 def joined() -> None:
-    """Note that this process belongs to another group from now on: what the one before has left doesn't count."""
+    """Ignore collectives of earlier process groups from now on: this process has joined a new group."""
     _JOINED[0] = time.time_ns()
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a process is at.
+    """Current activity of a process, for the report of a hang.
 
     Attributes:
-        where: the line of the main thread.
-        pending: the first collective that it has begun and that isn't done, such as "all_reduce #119"; "" if none is.
-        done: the last one that is.
-        stacks: of all threads, as text.
+        where: current line of the main thread.
+        pending: first collective that was started and is not complete, such as "all_reduce #119"; "" if there is none.
+        done: last complete collective; "" if there is none.
+        stacks: stack traces of all threads.
     """
 
     where: str
@@ -81,26 +89,27 @@ class Diagnosis:
 
 
 def diagnosis() -> Diagnosis:
-    """Return what this process is at."""
+    """Collect the current activity of this process."""
     pending, done = _collectives()
     return Diagnosis(where(), pending, done, _stacks())
 
 
 def _collectives() -> tuple[str, str]:
-    """Return the first collective that isn't done, and the last that is, from torch's flight recorder."""
-    found: list[Any] = []
-    with contextlib.suppress(Exception):  # a build without it
+    """Return the first incomplete and the last complete collective, from torch's flight recorder."""
+    entries: list[Any] = []
+    with contextlib.suppress(Exception):  # torch was built without the flight recorder
         dump = torch._C._distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
-        found = [entry for entry in json.loads(dump)["entries"] if entry["time_created_ns"] >= _JOINED[0]]
+        entries = [entry for entry in json.loads(dump)["entries"] if entry["time_created_ns"] >= _JOINED[0]]
     names = [
-        (f"{one['profiling_name'].rpartition(':')[2]} #{one['collective_seq_id']}", one["retired"]) for one in found
+        (f"{entry['profiling_name'].rpartition(':')[2]} #{entry['collective_seq_id']}", entry["retired"])
+        for entry in entries
     ]
     pending = next((name for name, over in names if not over), "")
     return pending, next((name for name, over in reversed(names) if over), "")
 
 
 def _stacks() -> str:
-    """Return the stacks of this process's threads, the main one first."""
+    """Return the stack traces of all threads except the calling thread, the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)

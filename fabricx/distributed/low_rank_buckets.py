@@ -11,20 +11,23 @@ from torch import Tensor
 
 
 @final
-class ThinSums:
-    """Averages buckets by PowerSGD: what is lost is kept by parameter, not by bucket, so that it fits other buckets.
+class LowRankAverager:
+    """Averages gradients of DDP buckets with PowerSGD and error feedback, whose state is kept per parameter.
 
-    A bucket is summed at once, in the order in which DDP hands them out: the same on all ranks. torch's own hook begins
-    its second and third sum when the one before has ended, and its state is of one layout of buckets only.
+    State per parameter, in place of per bucket, stays valid when DDP rebuilds its buckets. A bucket is reduced
+    synchronously, in the order in which DDP provides the buckets, which is the same on all ranks. torch's PowerSGD hook
+    starts its second and third all-reduce when the previous all-reduce has ended, and its state fits only one bucket
+    layout.
 
-    Source: Vogels et al., "PowerSGD", NeurIPS 2019, algorithm 1, with the worker's own part as what is lost.
+    Source: Vogels et al., "PowerSGD", NeurIPS 2019, algorithm 1, except that a worker's error is the difference to the
+    worker's own contribution.
 
     Args:
-        parameters: by name, those that have gradients.
-        rank: of the matrices.
+        parameters: trainable parameters by name.
+        rank: rank of the low-rank factors.
 
     Attributes:
-        active: compress; else buckets are averaged as they are.
+        active: compress; if False, buckets are averaged without compression.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], rank: int) -> None:
@@ -42,7 +45,14 @@ class ThinSums:
             self._basis[name] = torch.randn(columns, rank, generator=chance).to(parameter.device, **like)
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Average a bucket's gradients over the ranks."""
+        """Average the gradients of a bucket over all ranks, in place.
+
+        Args:
+            bucket: of torch's DDP communication hook.
+
+        Returns:
+            A complete future of the bucket's buffer.
+        """
         buffer, size = bucket.buffer(), dist.get_world_size()
         pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True)) if self.active else []
         thin = [(self._names[id(p)], gradient) for p, gradient in pairs if id(p) in self._names]
@@ -55,29 +65,37 @@ class ThinSums:
             dist.all_reduce(flat)
             for other, mean in zip(others, flat.split([other.numel() for other in others]), strict=True):
                 other.copy_(mean.view(other.shape))
-        given = [self._lost[name] + gradient.reshape(self._lost[name].shape) for name, gradient in thin]
-        lefts = _summed([mine @ self._basis[name] for mine, (name, _) in zip(given, thin, strict=True)])
+        corrected = [self._lost[name] + gradient.reshape(self._lost[name].shape) for name, gradient in thin]
+        lefts = _summed([matrix @ self._basis[name] for matrix, (name, _) in zip(corrected, thin, strict=True)])
         sides = [torch.linalg.qr(left)[0] for left in lefts]
-        own = [mine.T @ side for mine, side in zip(given, sides, strict=True)]
-        rights = _summed(own)
-        for (name, gradient), mine, side, factor, right in zip(thin, given, sides, own, rights, strict=True):
+        factors = [matrix.T @ side for matrix, side in zip(corrected, sides, strict=True)]
+        rights = _summed(factors)
+        for (name, gradient), matrix, side, factor, right in zip(thin, corrected, sides, factors, rights, strict=True):
             self._before[name] = self._lost[name], self._basis[name]
-            self._lost[name], self._basis[name] = mine - side @ factor.T, right
+            self._lost[name], self._basis[name] = matrix - side @ factor.T, right
             gradient.copy_((side @ right.T).div_(size).view(gradient.shape))
         return _done(buffer)
 
     def undo(self, parameters: Iterable[Tensor]) -> None:
-        """Forget the newest averages of some parameters: no rank had a gradient of them."""
+        """Restore the state of parameters from before the newest average, because no rank had a gradient for them.
+
+        Args:
+            parameters: those without a gradient on any rank.
+        """
         for name in [self._names[id(parameter)] for parameter in parameters if id(parameter) in self._names]:
             if name in self._before:
                 self._lost[name], self._basis[name] = self._before[name]
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return what is kept for the next gradients, by name."""
+        """Return the error and the basis of each compressed parameter, by parameter name."""
         return {name: {"lost": lost.clone(), "basis": self._basis[name].clone()} for name, lost in self._lost.items()}
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over what `state` has returned, of parameters that are here."""
+        """Load the result of `state`; unknown parameters and bases of another shape are skipped.
+
+        Args:
+            state: by parameter name, {"lost": [rows, columns], "basis": [columns, rank]}.
+        """
         for name, saved in state.items():
             if name in self._lost and saved["basis"].shape == self._basis[name].shape:
                 self._lost[name] = saved["lost"].to(self._lost[name], copy=True)
@@ -85,14 +103,14 @@ class ThinSums:
 
 
 def _summed(parts: list[Tensor]) -> list[Tensor]:
-    """Return the sums of some matrices over the ranks; the parts stay.
+    """Sum matrices over the ranks into new tensors.
 
-    Each has memory of its own: where a matrix begins in memory decides how a product with it is rounded.
+    Each sum is a separate allocation: the alignment of a matrix in memory affects how a product with it is rounded.
     """
     flat = torch.cat([part.reshape(-1) for part in parts])
     dist.all_reduce(flat)
     sums = flat.split([part.numel() for part in parts])
-    return [found.clone().view(part.shape) for found, part in zip(sums, parts, strict=True)]
+    return [total.clone().view(part.shape) for total, part in zip(sums, parts, strict=True)]
 
 
 def _done(buffer: Tensor) -> torch.futures.Future[Tensor]:

@@ -1,4 +1,4 @@
-"""Sums of logged values of several ranks: by name, [kind of the series, total, weights]."""
+"""Merge sums of logged values of several ranks: {name: [reduction options, total, weights]}."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from torch import Tensor
 
 
 def plain(value: Any) -> Any:
-    """Return a number as Python's own; a tensor of one element is pickled a hundred times as slowly."""
+    """Convert a one-element tensor to a Python number, which is pickled a hundred times faster."""
     return value.item() if isinstance(value, Tensor) else value
 
 
 def merge_sums(sums: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
-    """Return the sums of two parts of an epoch.
+    """Merge two dictionaries of metric sums, such as the sums of two parts of an epoch; the inputs stay unchanged.
+
+    Args:
+        sums: by metric name, [reduction options, total, weights]; the first option is "mean", "sum", "max" or "min".
+        added: sums in the same form.
 
     >>> kind = ["mean", False, True, False, True, False]
     >>> merge_sums({"loss": [kind, 2.0, 1]}, {"loss": [kind, 4.0, 3]})["loss"][1:]
@@ -26,11 +30,11 @@ def merge_sums(sums: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
             merged[name] = [kind, total, weights]
             continue
         _, before, weights_before = merged[name]
-        merged[name] = [kind, _joined(kind[0], plain(before), plain(total)), weights_before + weights]
+        merged[name] = [kind, _reduce(kind[0], plain(before), plain(total)), weights_before + weights]
     return merged
 
 
-def _joined(reduction: str, old: float, new: float) -> float:
+def _reduce(reduction: str, old: float, new: float) -> float:
     if reduction in ("mean", "sum"):
         return old + new
     if math.isnan(old) or math.isnan(new):

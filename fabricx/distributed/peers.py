@@ -1,9 +1,8 @@
-"""Finds connections that other programs have made to a process group's ports while its ranks joined.
-
-gloo authenticates nobody: whoever connects to a rank's port at that time, with the right number, takes the place of
-another rank. So each rank tells the run's store which connections it has begun, from where to where, and each
-connection that a rank has accepted has to be one of those. Both ends are compared: another user's program can begin a
-connection at the same address and port as a rank does, but not to the same place at the same time.
+"""Detect connections of foreign programs to the ports of a gloo process group while its ranks connect.
+gloo does not authenticate: any program that connects to a rank's port during set-up, with the right number, replaces
+another rank. Therefore each rank publishes both addresses of every connection that it has opened in the run's store,
+and every accepted connection must be in that list. Both addresses are compared: a program of another user can open a
+connection from the same address and port as a rank, but not to the same destination at the same time.
 """
 
 from __future__ import annotations
@@ -25,40 +24,40 @@ Address = tuple[str, int]
 
 
 def check_eager() -> None:
-    """Refuse to let gloo connect at the first collective, when nobody looks any more at who has connected.
+    """Refuse lazy connections of gloo, which are opened at the first collective, after the check of connections.
 
     Raises:
-        ValueError: the environment asks for it.
+        ValueError: the environment variable `TORCH_GLOO_LAZY_INIT` is set.
     """
     if os.environ.get(LAZY, "").lower() in ("1", "y", "yes", "t", "true"):
-        raise ValueError(f"{LAZY} lets ranks connect after it was checked who does (docs/security.md): unset it")
+        raise ValueError(f"{LAZY} lets ranks connect after connections were checked (docs/security.md): unset it")
 
 
 def ports() -> set[int]:
-    """Return the TCP ports at which this process listens; Linux only, else none."""
+    """Return the TCP ports at which this process listens; empty on systems other than Linux."""
     return {ours[1] for ours, theirs in _internet_sockets() if theirs is None}
 
 
-def confirm(store: Any, rank: int, size: int, own: set[int], limit: timedelta, stay: Callable[[], None]) -> None:
-    """Check that each connection to a group's ports comes from a rank of the group; all its ranks call it.
+def confirm(store: Any, rank: int, size: int, listening: set[int], limit: timedelta, stay: Callable[[], None]) -> None:
+    """Check that every connection to a group's ports belongs to a rank of the group; all ranks of the group call it.
 
     Args:
-        store: of the run, with a prefix of this group.
-        rank, size: in the group.
-        own: ports at which this rank listens for the group.
-        limit: how long the others may take.
-        stay: raises an error when waiting is of no use any more.
+        store: the run's store, with a prefix for this group.
+        rank, size: rank of this process in the group and number of ranks.
+        listening: ports at which this rank listens for the group.
+        limit: maximum time to wait for the other ranks.
+        stay: raises an error if the group is no longer valid; called while waiting.
 
     Raises:
-        AuthenticationError: on all ranks: another program has connected in the place of one.
-        RuntimeError: not all ranks have answered.
+        AuthenticationError: on all ranks: a foreign program has connected in place of a rank.
+        RuntimeError: not all ranks have answered within `limit`.
     """
     connected = [(ours, theirs) for ours, theirs in _internet_sockets() if theirs is not None]
-    begun = [(ours, theirs) for ours, theirs in connected if ours[1] not in own]
+    begun = [(ours, theirs) for ours, theirs in connected if ours[1] not in listening]
     deadline = time.monotonic() + limit.total_seconds()
 
-    def told(what: str, value: Any) -> list[Any]:
-        """Tell all ranks something, and return what they tell, by rank."""
+    def exchange(what: str, value: Any) -> list[Any]:
+        """Publish a value in the store and return the values of all ranks, by rank."""
         store.set(f"{what}/{rank}", json.dumps(value))
         keys = [f"{what}/{other}" for other in range(size)]
         while not store.check(keys):
@@ -68,27 +67,27 @@ def confirm(store: Any, rank: int, size: int, own: set[int], limit: timedelta, s
             time.sleep(LOOK_S)
         return [json.loads(store.get(key)) for key in keys]
 
-    known = {(tuple(ours), tuple(theirs)) for pairs in told("begun", begun) for ours, theirs in pairs}
-    strangers = [theirs for ours, theirs in connected if ours[1] in own and (theirs, ours) not in known]
-    for other, found in enumerate(told("strangers", strangers)):
-        if found:
+    expected = {(tuple(ours), tuple(theirs)) for pairs in exchange("begun", begun) for ours, theirs in pairs}
+    strangers = [theirs for ours, theirs in connected if ours[1] in listening and (theirs, ours) not in expected]
+    for other, addresses in enumerate(exchange("strangers", strangers)):
+        if addresses:
             raise AuthenticationError(
-                f"another program has connected to rank {other} while ranks joined, in the place of one of them, from "
-                f"{', '.join(f'{host}:{port}' for host, port in found)} (docs/security.md)"
+                f"another program has connected to rank {other} while ranks joined, in place of another rank, from "
+                f"{', '.join(f'{host}:{port}' for host, port in addresses)} (docs/security.md)"
             )
 
 
 def _internet_sockets() -> Iterator[tuple[Address, Address | None]]:
-    """Yield both ends of each of this process's TCP connections, its own end first; None for one that listens."""
+    """Yield (local, remote) address of each TCP socket of this process; remote is None for a listening socket."""
     for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(number))) as found:
-                if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
+            with socket.socket(fileno=os.dup(int(number))) as opened:
+                if opened.family not in (socket.AF_INET, socket.AF_INET6) or opened.type != socket.SOCK_STREAM:
                     continue
-                listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                ends = _plain(found.getsockname()), None if listens else _plain(found.getpeername())
+                listens = opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                ends = _plain(opened.getsockname()), None if listens else _plain(opened.getpeername())
             yield ends
 
 

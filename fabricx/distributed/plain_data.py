@@ -1,4 +1,4 @@
-"""Serialisation of plain data and tensors that runs no code when untrusted bytes are read."""
+"""Serialisation of plain data and tensors that never executes code from the bytes that it reads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import torch
 
 
 def dumps(obj: Any) -> bytes:
-    """Return numbers, text, lists, tuples, sets, dicts, and tensors as bytes.
+    """Serialise numbers, text, lists, tuples, sets, dicts and tensors.
+
+    Args:
+        obj: nested plain data.
 
     Raises:
-        TypeError: the object holds anything else; the message says what.
+        TypeError: the object contains an unsupported type; the message names it.
     """
     stream = io.BytesIO()
     try:
@@ -27,32 +30,35 @@ def dumps(obj: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Return the object of `dumps`, its tensors in main memory; nothing in the data is executed.
+    """Deserialise the bytes of `dumps` to an object with tensors on the CPU; the data are never executed.
+
+    Args:
+        data: may be untrusted.
 
     Raises:
-        ValueError: the data hold anything but plain data and tensors; the message says what.
+        ValueError: the data contain more than plain data and tensors; the message names the type.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if sum(entry.file_size for entry in archive.infolist()) > len(data):
                 raise ValueError("an entry of the archive states more bytes than the file has")
         return _read(data)
-    except Exception as error:  # torch's own message advises to switch the protection off
+    except Exception as error:  # torch's message suggests to disable the protection
         raise ValueError(_reason(error)) from None
 
 
 def _read(data: bytes) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch asks for reports of files that it refuses
+        warnings.simplefilter("ignore")  # torch asks users to report files that it refuses
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _reason(error: Exception) -> str:
-    """Return what torch has refused, without its advice to allow it."""
+    """Describe the type that torch has refused, without torch's suggestion to allow it."""
     text = str(error)
-    found = re.search(r"GLOBAL (\S+)|class (\S+?)[ .,]", text)
-    if found is not None:
-        return f"it holds {found.group(1) or found.group(2)}, and making that would run code"
+    refused = re.search(r"GLOBAL (\S+)|class (\S+?)[ .,]", text)
+    if refused is not None:
+        return f"it contains {refused.group(1) or refused.group(2)}, whose construction would run code"
     if "weights_only" in text:
         return "its pickle does more than making plain data"
     return f"it can't be read ({type(error).__name__})"

@@ -1,4 +1,4 @@
-"""Ranks agree on an action at one step boundary, such as a stop, without a collective on the steps before."""
+"""Agree on one step boundary for an action of all ranks, such as a stop, without a collective on earlier steps."""
 
 from __future__ import annotations
 
@@ -13,31 +13,35 @@ from fabricx.distributed.authentication import AuthenticationError
 from fabricx.distributed.generations import membership
 from fabricx.distributed.world import World
 
-POLL_S = 0.05  # how often a rank looks whether somebody asks
-ANSWER_S = 0.005  # how often it tells where it is, once somebody does
-EVERYBODY = "stop/requested"  # set by the supervisor: not of one run, of all
+POLL_S = 0.05  # interval at which a rank checks for requests
+ANSWER_S = 0.005  # interval at which it publishes its position while a request is open
+STOP_KEY = "stop/requested"  # set by the supervisor; applies to all runs
 
 
 @final
 class Agreement:
-    """Asks all ranks to do something, and finds the boundary at which all of them can.
+    """Requests an action on all ranks, and determines the boundary at which all ranks can perform it.
 
-    Ranks pass the same boundaries in the same order, though not at the same moment. One that has been asked says
-    at each boundary that it wants to, and waits there until all ranks want to at that very one (then all do), or one of
-    them turns out to have passed it (then it goes on to the next one, at which that rank will want to as well).
-    Ranks that are all asked at the same boundary stop exactly there. A thread of each rank looks for requests and says
-    which boundary its rank has passed; as long as nobody asks, a boundary costs two attribute accesses.
+    Ranks pass the same boundaries in the same order, though not at the same time. A rank with a request publishes at
+    each boundary that it wants to act, and waits until all ranks want to act at this boundary (then all do) or until a
+    rank turns out to have passed it (then it continues to the next boundary, where that rank will want to act as well).
+    Ranks that receive the request at the same boundary stop exactly at that boundary. A thread of each rank polls for
+    requests and publishes the boundary that its rank has passed; without a request, a boundary costs two attribute
+    accesses.
 
     Args:
         world: all ranks.
-        name: of what is agreed upon; "stop" is asked for by the supervisor, too.
-        beside: an agreement upon something else of the same world, whose thread looks after this one, too.
+        name: name of the action; for "stop" the supervisor's request counts, too.
+        beside: agreement on another action of the same world, whose thread also serves this agreement.
+
+    Attributes:
+        reason: of the request; None without a request.
     """
 
     def __init__(self, world: World, name: str = "stop", beside: Agreement | None = None) -> None:
         self.reason: str | None = None
         self._world, self._name = world, name
-        self._passed = self._told = -1
+        self._passed = self._published = -1
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
         self._watched: list[Agreement] = [self]
@@ -52,19 +56,31 @@ class Agreement:
             self._watcher.start()
 
     def forget(self, other: Agreement) -> None:
-        """Look no more after an agreement that was made beside this one."""
+        """Stop to serve an agreement that shares this agreement's thread.
+
+        Args:
+            other: created with `beside=self`.
+        """
         if other in self._watched:
             self._watched.remove(other)
 
     def request(self, reason: str) -> None:
-        """Ask all ranks; from any thread, also from a signal handler."""
+        """Request the action on all ranks; may be called from any thread or signal handler.
+
+        Args:
+            reason: text for all ranks; the first request counts.
+        """
         if self.reason is None:
             self.reason = reason
         if self._watcher is not None:
             self._store.set(self._key("requested"), reason)
 
     def at_boundary(self, index: int) -> bool:
-        """Return whether all ranks do it here; `index` grows by one from boundary to boundary."""
+        """Return whether all ranks perform the action at this boundary.
+
+        Args:
+            index: number of the boundary; increases by 1 from boundary to boundary.
+        """
         if self.reason is None:
             self.pass_by(index)
             return False
@@ -81,20 +97,28 @@ class Agreement:
         return True
 
     def pass_by(self, index: int) -> None:
-        """Go on from a boundary without having asked there."""
+        """Record that this rank has passed a boundary without a request.
+
+        Args:
+            index: number of the boundary.
+        """
         self._passed = index
 
     def passed_by(self, rank: int) -> int:
-        """Return the newest boundary that a rank is known to have passed since somebody has asked; -1 for none."""
+        """Return the newest boundary that a rank has published since a request; -1 for none.
+
+        Args:
+            rank: any other rank.
+        """
         key = self._key(f"passed/{rank}")
         return int(self._store.get(key)) if self._store.check([key]) else -1
 
-    def keys_of_mine(self) -> list[str]:
-        """Return the keys of the store that this rank has to delete."""
+    def local_keys(self) -> list[str]:
+        """Return the store keys that this rank has to delete."""
         return [self._key(f"passed/{self._world.rank}"), *([self._key("requested")] if self._world.main_rank else [])]
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the polling thread."""
         self._closed.set()
         if self._watcher is not None:
             self._watcher.join()
@@ -105,30 +129,30 @@ class Agreement:
 
     def _watch(self) -> None:
         try:
-            while not self._closed.wait(POLL_S if all(one.reason is None for one in self._watched) else ANSWER_S):
-                for one in tuple(self._watched):
-                    one._look_and_answer()
+            while not self._closed.wait(POLL_S if all(a.reason is None for a in self._watched) else ANSWER_S):
+                for agreement in tuple(self._watched):
+                    agreement._poll()
         except Exception:
-            return  # the store is gone, and with it everybody who could ask
+            return  # the store has closed, and all processes that could send a request have ended
 
-    def _look_and_answer(self) -> None:
+    def _poll(self) -> None:
         if self.reason is None and self._name == "stop":
-            self._look(self._store, [self._key("requested"), EVERYBODY])
-        elif self.reason is None:  # asked for no reason: the key may be deleted meanwhile, and that would be waited for
+            self._read_request(self._store, [self._key("requested"), STOP_KEY])
+        elif self.reason is None:  # check only: the key may be deleted meanwhile, and `get` would wait for it
             self.reason = self._name if self._store.check([self._key("requested")]) else self.reason
-        elif self._passed != self._told:
-            self._told = self._passed
-            self._store.set(self._key(f"passed/{self._world.rank}"), str(self._told))
+        elif self._passed != self._published:
+            self._published = self._passed
+            self._store.set(self._key(f"passed/{self._world.rank}"), str(self._published))
 
-    def _look(self, store: Store, keys: list[str]) -> None:
-        """Take over a request of another process."""
-        found = _requested(store, keys)
-        if found is not None:  # else this rank's own request, made while the store was asked, would be lost
-            self.reason = found
+    def _read_request(self, store: Store, keys: list[str]) -> None:
+        """Read the request of another process."""
+        reason = _requested(store, keys)
+        if reason is not None:  # do not overwrite a request that this rank has made during the store access
+            self.reason = reason
 
 
 def _requested(store: Store, keys: list[str]) -> str | None:
-    """Return the reason of a request, if there is one that a process of the run has signed."""
+    """Return the reason of a request that a process of the run has signed; None without such a request."""
     for key in keys:
         with contextlib.suppress(AuthenticationError):
             if store.check([key]):

@@ -1,8 +1,7 @@
-"""Client of the run's key-value store, through which the processes of a run find each other.
-
-torch's TCPStore listens on a network port without authentication, and lists all its keys to each connection. Its
-FileStore keeps half a record when a writer is killed, at which all readers spin for ever. So each run has a store of
-its own (`store_server.py`): behind a Unix socket in the run's private folder, or across machines with signed messages.
+"""Client of the run's key-value store, which the processes of a run use for rendezvous.
+torch's TCPStore listens on a network port without authentication and lists all keys to every connection. Its FileStore
+contains half a record after a writer was killed, and all readers then spin forever. Therefore each run has its own
+store (`store_server.py`): behind a Unix socket in the run's private folder or, across machines, with signed messages.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from fabricx.distributed import authentication
 from fabricx.distributed.authentication import AuthenticationError
 from fabricx.distributed.store_server import Channel, pack, unpack
 
-_KEPT: Final[list[dist.Store]] = []  # torch calls a store's Python methods only while Python refers to it
+_KEPT: Final[list[dist.Store]] = []  # torch calls Python methods of a store only while a Python reference exists
 
 
 @final
 class PrivateStore(dist.Store):
-    """A process's access to the store of its run, for any number of threads.
+    """Thread-safe client of the run's store.
 
-    Each request takes a connection that no other request uses, so that a thread that waits holds up no other thread. A
+    Each request uses a connection that no concurrent request uses, so a waiting thread never blocks another thread. A
     new connection takes less than 1 ms. Errors are those of torch's TCPStore.
 
     Args:
-        address: path of the server's Unix socket, or host name and port.
-        key: of the run.
+        address: path of the server's Unix socket, or (host name, port).
+        key: secret of the run.
 
     Attributes:
-        peer: what the system calls the server's end of a connection over a Unix socket.
-        port: of the server, if it is on the network.
+        peer: address of the server's end of a Unix socket connection, as `getpeername` returns it.
+        port: TCP port of the server; 0 for a Unix socket.
 
     Raises:
-        torch.distributed.DistNetworkError: the server can't be reached, or this process doesn't have its key.
+        torch.distributed.DistNetworkError: the server can't be reached or has another key.
     """
 
     def __init__(self, address: str | tuple[str, int], key: bytes) -> None:
@@ -52,7 +51,7 @@ class PrivateStore(dist.Store):
         _KEPT.append(self)
 
     def clone(self) -> PrivateStore:
-        """Return this store: its threads never wait for each other."""
+        """Return this store, which is safe for any number of threads."""
         return self
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -60,22 +59,22 @@ class PrivateStore(dist.Store):
         self._request(b"set", key.encode(), _bytes(value))
 
     def get(self, key: str) -> bytes:
-        """Return a value; waits for it until `timeout`."""
+        """Return a value; wait until it exists, at most `timeout`."""
         return self._wait([key], self.timeout)[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, from 0; returns its value."""
+        """Add to a counter that starts at 0, and return its new value."""
         return int(self._request(b"add", key.encode(), str(amount).encode()))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a value if the present one is as expected; returns the value after that."""
+        """Set a value if the present value is `expected` (or missing), and return the value afterwards."""
         return self._request(b"compare_set", key.encode(), _bytes(expected), _bytes(desired))
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; returns whether it existed."""
+        """Delete a key, and return whether it existed."""
         return bool(self._request(b"delete_key", key.encode()))
 
-    deleteKey = delete_key  # noqa: N815 - torch's name for it where C++ calls Python
+    deleteKey = delete_key  # noqa: N815 - name of the method that torch's C++ code calls
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys exist."""
@@ -84,13 +83,17 @@ class PrivateStore(dist.Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys exist.
 
+        Args:
+            keys: to wait for.
+            timeout: maximum time; None for the store's `timeout`.
+
         Raises:
-            torch.distributed.DistStoreError: some don't when the time is over.
+            torch.distributed.DistStoreError: a key is missing at the timeout.
         """
         self._wait(keys, self.timeout if timeout is None else timeout)
 
     def has_extended_api(self) -> bool:
-        """Return whether there are append, multi_get and multi_set; torch goes without."""
+        """Return False: append, multi_get and multi_set are not supported; torch then does without them."""
         return False
 
     def _wait(self, keys: list[str], timeout: timedelta) -> list[bytes]:
@@ -114,7 +117,7 @@ class PrivateStore(dist.Store):
             connection.close()
             raise dist.DistNetworkError(f"the connection to the run's store was lost: {error!r}") from error
         except BaseException:
-            connection.close()  # an answer may still come
+            connection.close()  # a late answer would be read as the answer of the next request
             raise
         self._idle.append(connection)
         return answer

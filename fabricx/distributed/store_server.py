@@ -1,4 +1,4 @@
-"""Hosts the key-value store of a run, which only processes with the run's key can read or write; without torch."""
+"""Server of a run's key-value store, for processes with the run's key only; does not import torch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ from fabricx.distributed import authentication
 from fabricx.distributed.authentication import AuthenticationError, SignedConnection
 
 Channel = Connection | SignedConnection
-SOCKET: Final = "store"  # its name in the run's folder
-LOOK_S: Final = 1.0  # how often a waiting request checks whether its process still exists
-UNPROVEN: Final = 512  # connections that have not proved yet to have the key; the oldest is closed for another one
+SOCKET: Final = "store"  # name of the Unix socket in the run's folder
+LOOK_S: Final = 1.0  # interval at which a waiting request checks whether its process still exists
+UNPROVEN: Final = 512  # maximum connections before authentication; a further connection closes the oldest
 
 
 def pack(*parts: bytes) -> bytes:
-    """Return parts as one message."""
+    """Join byte strings to one message."""
     return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
 
 def unpack(data: bytes) -> list[bytes]:
-    """Return the parts of a message."""
+    """Split a message of `pack` into its parts.
+
+    Args:
+        data: concatenation of (4 bytes of length, little-endian; content).
+    """
     parts, at = [], 0
     while at < len(data):
         end = at + 4 + int.from_bytes(data[at : at + 4], "little")
@@ -37,16 +41,16 @@ def unpack(data: bytes) -> list[bytes]:
 
 @final
 class StoreServer:
-    """Hosts a store for the processes of one run; a thread for each of their connections.
+    """Serves a store to the processes of one run, with one thread per connection.
 
     Args:
-        folder: the run's private folder, in which a Unix socket is made; None to listen on the network, where each
-            message is signed.
-        key: of the run; connections that don't prove to have it are closed.
+        folder: the run's private folder for the Unix socket; None to listen on the network, where each message is
+            signed.
+        key: secret of the run; connections without proof of the key are closed.
 
     Attributes:
-        path: of the Unix socket; "" on the network.
-        port: on the network, else 0.
+        path: path of the Unix socket; "" on the network.
+        port: TCP port on the network, else 0.
     """
 
     def __init__(self, folder: str | None, key: bytes) -> None:
@@ -72,17 +76,30 @@ class StoreServer:
         return bool(self._connections)
 
     def set(self, key: str, value: bytes) -> None:
-        """Set a value, from the process that hosts the store."""
+        """Set a value, in the process that hosts the store.
+
+        Args:
+            key: of the value.
+            value: any bytes.
+        """
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
 
     def get(self, key: str) -> bytes | None:
-        """Return a value, in the process that hosts the store; None if there is none."""
+        """Return a value, in the process that hosts the store; None if the key does not exist.
+
+        Args:
+            key: of the value.
+        """
         return self._values.get(key)
 
     def has(self, key: str) -> bool:
-        """Return whether a key exists."""
+        """Return whether a key exists.
+
+        Args:
+            key: any key.
+        """
         return key in self._values
 
     def close(self) -> None:
@@ -94,7 +111,7 @@ class StoreServer:
                 _shut(connection.fileno())
             for peer in self._unproven:
                 _shut(peer.fileno())
-        _shut(self._listener.fileno())  # ends the wait for connections
+        _shut(self._listener.fileno())  # wakes the accepting thread
         self._thread.join()
         self._listener.close()
 
@@ -107,7 +124,7 @@ class StoreServer:
                     if len(self._unproven) > UNPROVEN:
                         _shut(self._unproven.popleft().fileno())
                 threading.Thread(target=self._serve, args=(peer,), name="fabricx-store", daemon=True).start()
-            except (OSError, RuntimeError):  # closed, or no file or thread is left for another connection
+            except (OSError, RuntimeError):  # closed, or out of file descriptors or threads
                 if not self._closed:
                     time.sleep(0.1)
 
@@ -128,7 +145,7 @@ class StoreServer:
                 answer: bytes = getattr(self, f"_do_{operation.decode()}")(connection, *arguments)
                 connection.send_bytes(answer)
         except (EOFError, OSError, AuthenticationError):
-            pass  # the process has ended, or something was altered on its way: the connection ends
+            pass  # the process has ended, or a message was altered: close the connection
         finally:
             with self._changed:
                 self._connections.discard(connection)
@@ -141,17 +158,17 @@ class StoreServer:
         return b""
 
     def _do_wait(self, connection: Channel, seconds: bytes, *keys: bytes) -> bytes:
-        """Wait for keys; answers with their values, or with nothing when the time is over."""
+        """Wait for keys, and return their values; returns an empty answer at the timeout."""
         names = [key.decode() for key in keys]
         deadline = time.monotonic() + float(seconds)
         with self._changed:
             while not all(name in self._values for name in names):
-                left = deadline - time.monotonic()
-                if self._closed or left <= 0:
+                rest = deadline - time.monotonic()
+                if self._closed or rest <= 0:
                     return b""
-                if connection.poll():  # it says nothing while it waits: it has ended
+                if connection.poll():  # a client sends nothing while it waits, so its end of the connection has closed
                     raise EOFError
-                self._changed.wait(min(left, LOOK_S))
+                self._changed.wait(min(rest, LOOK_S))
             return pack(*(self._values[name] for name in names))
 
     def _do_add(self, connection: Channel, key: bytes, amount: bytes) -> bytes:
@@ -178,5 +195,5 @@ class StoreServer:
 
 
 def _shut(number: int) -> None:
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
-        found.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as duplicate:
+        duplicate.shutdown(socket.SHUT_RDWR)

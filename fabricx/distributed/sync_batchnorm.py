@@ -1,4 +1,4 @@
-"""Batch normalisation over the samples of all ranks, also on CPUs, where torch has none."""
+"""Synchronised batch normalisation on CPUs, where torch does not provide it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fabricx.distributed.autograd_collectives import sum_of_all
 
 @final
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """What torch's computes on GPUs, on CPUs: by two sums over ranks, and two more backward.
+    """Computes on CPUs what `torch.nn.SyncBatchNorm` computes on GPUs, with two all-reduces forward and two backward.
 
-    Ranks may have different numbers of samples: mean and variance are those of all samples together. It isn't a kind of
-    torch's own, which DistributedDataParallel refuses on CPUs.
+    Ranks may have different numbers of samples: mean and variance are those of all samples together. The class does not
+    derive from `torch.nn.SyncBatchNorm`, which DistributedDataParallel refuses on CPUs.
 
     Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015, algorithm 1, with the sums taken over ranks.
     """
@@ -33,22 +33,27 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         count = values.new_tensor([values.numel() / values.shape[1]])
         *sums, count = sum_of_all(torch.cat([values.sum(axes), count])).split([values.shape[1], 1])
         if count <= 1:
-            raise ValueError(f"batch normalisation of {int(count)} value per channel: all ranks together need more")
+            raise ValueError(
+                f"batch normalisation needs more than one value per channel over all ranks, got {int(count)}: increase "
+                "the batch size"
+            )
         mean = sums[0] / count
         centred = values - mean.view(shape)
         variance = sum_of_all(centred.square().sum(axes)) / count
-        self._remember(mean.detach(), variance.detach() * count / (count - 1))
-        found = centred * torch.rsqrt(variance + self.eps).view(shape)
+        self._update_running(mean.detach(), variance.detach() * count / (count - 1))
+        output = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:
-            found = found * self.weight.view(shape) + self.bias.view(shape)
-        normalised: Tensor = found.to(input.dtype)
+            output = output * self.weight.view(shape) + self.bias.view(shape)
+        normalised: Tensor = output.to(input.dtype)
         return normalised
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"batch normalisation of inputs of shape {tuple(input.shape)}: [samples, channels, ...]")
+            raise ValueError(
+                f"batch normalisation needs an input of shape [samples, channels, ...], got {tuple(input.shape)}"
+            )
 
-    def _remember(self, mean: Tensor, variance: Tensor) -> None:
+    def _update_running(self, mean: Tensor, variance: Tensor) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
@@ -61,10 +66,14 @@ _SYNCHRONISED: Final = (SyncBatchNorm, nn.SyncBatchNorm)
 
 
 def synchronise(module: nn.Module, device: torch.device) -> None:
-    """Let batch normalisation, at whatever depth inside of a module, see the samples of all ranks.
+    """Convert all batch normalisation layers of a module to layers that use the samples of all ranks.
 
-    Parts that already do stay as they are: a module may be trained or evaluated again, and parameters and hooks of its
-    parts then belong to a strategy.
+    Synchronised layers stay unchanged: a module may be trained or evaluated again, when a strategy owns the parameters
+    and hooks of these layers.
+
+    Args:
+        module: changed in place, at any depth.
+        device: of the module; on "cpu" the layers become `SyncBatchNorm` of this module, else torch's.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     >>> synchronise(model, torch.device("cpu"))
@@ -82,11 +91,11 @@ def synchronise(module: nn.Module, device: torch.device) -> None:
 
 
 def synchronised(module: nn.Module) -> bool:
-    """Return whether a forward of this module takes all ranks."""
+    """Return whether a module has synchronised batch normalisation, so that its forward is a collective."""
     return any(isinstance(part, _SYNCHRONISED) for part in module.modules())
 
 
 def has_own_statistics(module: nn.Module) -> bool:
-    """Return whether batch normalisation in this module sees a rank's own samples only."""
-    own = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    return any(not isinstance(part, _SYNCHRONISED) for part in own)
+    """Return whether a module has batch normalisation that uses only this rank's samples."""
+    layers = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    return any(not isinstance(layer, _SYNCHRONISED) for layer in layers)

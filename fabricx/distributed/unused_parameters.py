@@ -1,4 +1,4 @@
-"""Parameters without a gradient in a backward whose gradients torch's DDP averages."""
+"""Complete DDP's gradient reduction when a backward has not reached all parameters."""
 
 from __future__ import annotations
 
@@ -13,31 +13,35 @@ from torch import Tensor, nn
 from fabricx.distributed.world import World
 
 
-class Unused:
-    """Completes the reduction of a backward that has not reached all parameters.
+class UnusedParameters:
+    """Completes DDP's gradient reduction when a backward has not reached all parameters.
 
-    DDP reduces a bucket when all its parameters have got a gradient, and leaves the gradients of this rank where one
-    has got none. A backward of zeros reaches the parameters that are missing. A parameter that has no gradient on any
-    rank has none afterwards, as in one process: weight decay and momentum leave it alone.
+    DDP reduces a bucket when every parameter of the bucket has a gradient, and keeps this rank's gradients if a
+    gradient is missing. An additional backward with zero gradients reaches the missing parameters. A parameter without
+    a gradient on any rank has `grad = None` afterwards, as in one process, so weight decay and momentum skip it.
 
-    Each rank with missing parameters writes them to the store before that backward. When the backward has ended, all
-    ranks were in it; a rank that has not written has a gradient for all parameters. So no collective is needed, and
-    ranks without missing parameters do nothing.
+    Each rank with missing parameters writes them to the store before that backward. After the backward, all ranks have
+    taken part; a rank that has written nothing has gradients for all parameters. Therefore no further collective is
+    needed, and ranks without missing parameters do nothing.
 
     Args:
         world: the ranks.
-        parameters: that DDP knows, in the same order on all ranks.
-        sparse: parameters whose gradients are sparse; DDP takes no dense ones for them.
-        before: object of the reductions before, with other parameters.
+        parameters: of DDP, in the same order on all ranks.
+        sparse: parameters with sparse gradients; DDP accepts no dense gradients for them.
+        before: previous object, for other parameters of the same run; its counters continue.
 
     Attributes:
-        parameters: see above.
+        parameters: see Args.
         reductions: number of reductions so far, the same on all ranks.
     """
 
     def __init__(
-        self, world: World, parameters: Sequence[nn.Parameter], sparse: Set[Tensor], before: Unused | None = None
-    ) -> None:  # fmt: skip
+        self,
+        world: World,
+        parameters: Sequence[nn.Parameter],
+        sparse: Set[Tensor],
+        before: UnusedParameters | None = None,
+    ) -> None:
         self.reductions: int = 0 if before is None else before.reductions
         self._world = world
         self.parameters = parameters
@@ -46,20 +50,20 @@ class Unused:
         self._written: str = "" if before is None else before._written
 
     def complete(self, loss: Tensor | None, *, warns: bool) -> None:
-        """Take part in the reduction for all parameters that a backward has not reached.
+        """Reduce zero gradients for all parameters that a backward has not reached.
 
         Args:
-            loss: of that backward; None if there was none.
-            warns: warn once that there are such parameters.
+            loss: of that backward; None without a backward.
+            warns: warn once that such parameters exist.
         """
-        found = set() if loss is None else reached(loss)
-        missing = [parameter for parameter in self.parameters if parameter not in found]
+        leaves = set() if loss is None else reached(loss)
+        missing = [parameter for parameter in self.parameters if parameter not in leaves]
         if loss is not None and warns and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{len(missing)} of {len(self.parameters)} parameters got no gradient in this step. The step is "
-                "right, and takes longer than one without them: freeze parameters (requires_grad_(False)) before "
-                "training, or say DDP(find_unused_parameters=True) if this is meant",
+                "correct but slower: freeze these parameters before training (requires_grad_(False)), or set "
+                "DDP(find_unused_parameters=True) if this is intended",
                 stacklevel=2,
             )
         self._write(bytes(parameter.grad is None for parameter in self.parameters))
@@ -78,7 +82,7 @@ class Unused:
         store.set(self._key(self._world.rank), absent.decode("latin-1"))
 
     def _absent_everywhere(self) -> list[bool]:
-        """Return which parameters have a gradient on no rank; the reduction has ended."""
+        """Return, for each parameter, whether it has no gradient on any rank; called after the reduction."""
         store = self._world.store
         assert store is not None
         everywhere = [True] * len(self.parameters)
@@ -87,18 +91,21 @@ class Unused:
                 everywhere = [False] * len(self.parameters)
                 break
             everywhere = [a and bool(b) for a, b in zip(everywhere, store.get(key), strict=True)]
-        if self._written:  # all ranks have read it before they took part in this reduction
+        if self._written:  # all ranks have read this key before they took part in this reduction
             store.delete_key(self._written)
         self._written = self._key(self._world.rank)
         return everywhere
 
 
 def reached(loss: Tensor) -> set[Tensor]:
-    """Return the leaves of a loss's graph that require a gradient, by a walk through it.
+    """Return the leaves of a loss's autograd graph that require a gradient.
+
+    Args:
+        loss: scalar with a graph.
 
     >>> weight, other = (torch.ones(2, requires_grad=True) for _ in range(2))
-    >>> found = reached((weight * 2).sum())
-    >>> weight in found, other in found
+    >>> leaves = reached((weight * 2).sum())
+    >>> weight in leaves, other in leaves
     (True, False)
     """
     nodes: list[Any] = [loss.grad_fn]
@@ -117,18 +124,18 @@ def reached(loss: Tensor) -> set[Tensor]:
 
 
 def zero(parameters: Sequence[Tensor], sparse: Set[Tensor] = frozenset()) -> Tensor:
-    """Return a loss of zero that reaches all given parameters; an empty slice keeps NaN weights out of it.
+    """Return a zero loss whose graph reaches all parameters; empty slices keep NaN weights out of the sum.
 
     Args:
-        parameters: to reach.
-        sparse: those that get a sparse gradient, without any row.
+        parameters: leaves to reach.
+        sparse: parameters among them that receive a sparse gradient without rows.
 
     >>> weight = torch.ones(3, 2, requires_grad=True)
     >>> zero([weight], {weight}).backward()
     >>> weight.grad.is_sparse, weight.grad._nnz()
     (True, 0)
     """
-    terms = [(_no_rows(one) if one in sparse else one.reshape(-1)[:0]).sum() for one in parameters]
+    terms = [(_no_rows(p) if p in sparse else p.reshape(-1)[:0]).sum() for p in parameters]
     return torch.stack([term.to(terms[0]) for term in terms]).sum()
 
 
@@ -137,14 +144,22 @@ def _no_rows(table: Tensor) -> Tensor:
 
 
 def with_sparse_gradients(module: nn.Module) -> set[Tensor]:
-    """Return the weights of embeddings that get sparse gradients."""
+    """Return the weights of all embedding layers with `sparse=True`.
+
+    Args:
+        module: searched at any depth.
+    """
     tables = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
     return {part.weight for part in tables if part.sparse}
 
 
 @contextmanager
 def requiring_grad(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let parameters require a gradient inside, those too that are frozen."""
+    """Set `requires_grad` of all parameters inside this context, also of frozen parameters.
+
+    Args:
+        parameters: frozen parameters are frozen again at the end.
+    """
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)

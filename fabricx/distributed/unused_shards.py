@@ -1,4 +1,4 @@
-"""Parameters of a sharded module without a gradient in a backward on this rank."""
+"""Complete FSDP's gradient reduction when ranks have gradients for different parameters of a unit."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from fabricx.distributed.world import World
 
 @final
 class UnusedShards:
-    """Lets ranks that use different parameters of a unit reduce the same gradients.
+    """Makes all ranks reduce the same gradients of a unit, also if they use different parameters of the unit.
 
-    FSDP reduces the gradients that a rank has, so ranks with gradients for different parameters of a unit would mix
-    them. Here a missing gradient is zero. A parameter that has no gradient on any rank has none afterwards, as in one
-    process: weight decay and momentum leave it alone.
+    FSDP reduces only the gradients that a rank has, so ranks with gradients for different parameters of a unit would
+    mix them. This class replaces missing gradients by zeros. A parameter without a gradient on any rank has `grad =
+    None` afterwards, as in one process, so weight decay and momentum skip it.
 
-    A rank with missing gradients writes them to the store before it reduces a unit. When the backward has ended, all
-    ranks have reduced all units; a rank that has not written has all gradients. So no collective is needed, and ranks
-    without missing gradients do nothing.
+    A rank with missing gradients writes them to the store before it reduces a unit. After the backward, all ranks have
+    reduced all units; a rank that has written nothing has all gradients. Therefore no further collective is needed, and
+    ranks without missing gradients do nothing.
 
     Args:
         world: the ranks.
-        module: sharded, as are some of its parts.
-        unreached: reduce units too that a backward does not reach, since it may reach them on another rank. Not where
-            a step may leave units out on all ranks, and does so in most steps (manual optimization).
+        module: sharded with `fully_shard`, as are some submodules.
+        unreached: also reduce units that this rank's backward does not reach, because another rank's backward may reach
+            them. False where most steps skip units on all ranks (manual optimization).
     """
 
     def __init__(self, world: World, module: nn.Module, *, unreached: bool) -> None:
         self._world = world
-        self._skipped = {"POST_BACKWARD"} if unreached else {"POST_BACKWARD", "IDLE"}  # the first is called once more
+        self._skipped = {"POST_BACKWARD"} if unreached else {"POST_BACKWARD", "IDLE"}  # FSDP calls POST_BACKWARD twice
         self._units = units_of(module)
-        self._missing: dict[int, set[int]] = {}  # by unit, numbers of parameters, in this backward
-        self._reductions = 0  # backwards that have reduced, the same on all ranks
+        self._missing: dict[int, set[int]] = {}  # unit -> indices of parameters without a gradient in this backward
+        self._reductions = 0  # number of backwards with a reduction, the same on all ranks
         self._reduced = False
         self._written: list[str] = []  # keys of this backward
-        self._read: list[str] = []  # keys of the one before, which all ranks have read before they reduce again
+        self._read: list[str] = []  # keys of the previous backward, which all ranks read before they reduce again
         for number, unit in enumerate(self._units):
             unit.post_backward = functools.partial(self._post_backward, number, unit)
 
@@ -51,28 +51,28 @@ class UnusedShards:
         return type(unit).post_backward(unit, *args)
 
     def check_hooks(self) -> None:
-        """Refuse hooks of shards that are never called; some may be new.
+        """Refuse `register_hook` on shards, also hooks added since the last check: such hooks are never called.
 
         Raises:
-            ValueError: a shard has one; the message names it.
+            ValueError: a shard has such a hook; the message names the parameter.
         """
         for unit in self._units:
-            for each in unit.fsdp_params:
-                if each.sharded_param._backward_hooks:
-                    raise ValueError(no_hook(each._param_fqn or "a parameter"))
+            for param in unit.fsdp_params:
+                if param.sharded_param._backward_hooks:
+                    raise ValueError(no_hook(param._param_fqn or "a parameter"))
 
     def _complete(self, number: int, unit: Any) -> None:
-        """Give each parameter of a unit a gradient, and tell the other ranks which had none."""
+        """Set missing gradients of a unit to zero, and publish the indices of these parameters in the store."""
         missing, kept = set(), set()
-        for place, each in enumerate(unit.fsdp_params):
-            whole = getattr(each, "_unsharded_param", None)
+        for index, param in enumerate(unit.fsdp_params):
+            whole = getattr(param, "_unsharded_param", None)
             if whole is None or not whole.requires_grad:
                 continue
-            if whole.grad is None and getattr(each, "unsharded_accumulated_grad", None) is None:
+            if whole.grad is None and getattr(param, "unsharded_accumulated_grad", None) is None:
                 whole.grad = torch.zeros_like(whole)
-                missing.add(place)
-                if each.sharded_param.grad is not None:  # of a backward before
-                    kept.add(place)
+                missing.add(index)
+                if param.sharded_param.grad is not None:  # gradient of an earlier backward
+                    kept.add(index)
         before = self._missing.get(number)  # a unit that is called twice in a step is reduced twice
         missing = missing - kept if before is None else missing & before
         self._missing[number] = missing
@@ -83,14 +83,14 @@ class UnusedShards:
             self._written.append(key)
 
     def end(self) -> None:
-        """Take the gradients of zero away that no rank has computed; a backward has ended."""
+        """Remove the zero gradients of parameters that no rank has used; called after a backward."""
         if not self._reduced:
             return
         if any(self._missing.values()) and self._world.device.type == "cuda":
             torch.cuda.current_stream(self._world.device).synchronize()  # until all ranks have reduced
         for number, missing in self._missing.items():
-            for place in self._missing_everywhere(number, missing):
-                self._units[number].fsdp_params[place].sharded_param.grad = None
+            for index in self._missing_everywhere(number, missing):
+                self._units[number].fsdp_params[index].sharded_param.grad = None
         for key in set(self._read):
             assert self._world.store is not None
             self._world.store.delete_key(key)
@@ -99,10 +99,10 @@ class UnusedShards:
         self._reductions += 1
 
     def forget(self) -> None:
-        """Forget the gradients of microbatches whose window isn't closed: FSDP keeps them where zero_grad can't see."""
-        for each in (each for unit in self._units for each in unit.fsdp_params):
-            each.unsharded_accumulated_grad = None
-            if (whole := getattr(each, "_unsharded_param", None)) is not None:
+        """Discard gradients of an incomplete accumulation window, which FSDP keeps where zero_grad does not reach."""
+        for param in (param for unit in self._units for param in unit.fsdp_params):
+            param.unsharded_accumulated_grad = None
+            if (whole := getattr(param, "_unsharded_param", None)) is not None:
                 whole.grad = None
 
     def _missing_everywhere(self, number: int, missing: set[int]) -> set[int]:

@@ -1,4 +1,4 @@
-"""A rank's place among the ranks that train together, and their basic collectives."""
+"""Rank, world size and device of this process, and its basic collectives."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricx.distributed import authentication, autograd_collectives, heartbeat, peers
-from fabricx.distributed.generations import gone, membership
+from fabricx.distributed.generations import death_key, membership
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _CPU = torch.device("cpu")
-WAITED_S: Final = [0.0]  # seconds that this process has spent in the collectives here, which are mostly waiting
-_LEFT: list[Any] = []  # process groups of generations before, which strategies may still refer to
+WAITED_S: Final = [0.0]  # seconds that this process has spent in the collectives of World, mostly waiting
+_LEFT: list[Any] = []  # destroyed process groups of earlier generations, which strategies may still refer to
 _CURRENT: list[World] = []  # the world that this process has joined, if any
-MEET: Final = timedelta(seconds=4)  # how long members of a later generation may take to find each other
-CONFIRM: Final = timedelta(seconds=20)  # how long they may take to compare their connections then
-OPERATION: Final = timedelta(minutes=30)  # how long a collective may take
+MEET: Final = timedelta(seconds=4)  # time for members of a later generation to connect
+CONFIRM: Final = timedelta(seconds=20)  # minimum time for ranks to compare their connections afterwards
+OPERATION: Final = timedelta(minutes=30)  # timeout of a collective
 KEYLESS: Final = (
     "\n  without a key, processes on several machines exchange plain data and tensors only, as anything else could "
     "run code: umask 077; openssl rand -hex 32 > key; then set FABRICX_KEY_FILE=key (a path) for all processes "
     "(docs/security.md)"
 )
-DEPARTURE_S: Final = 60.0  # ranks have all done the same collectives: they differ by moments, and by users' hooks
+DEPARTURE_S: Final = 60.0  # all ranks have run the same collectives: they differ by moments, and by users' hooks
 
 
 def _counted(method: Callable[Concatenate[World, P], R]) -> Callable[Concatenate[World, P], R]:
-    """Count the time that a collective takes; an error of one that was aborted is that somebody is gone."""
+    """Add a collective's duration to `WAITED_S`; if the group was aborted, raise `PeerLost` in place of its error."""
 
     @functools.wraps(method)
     def counted(world: World, /, *arguments: P.args, **options: P.kwargs) -> R:
         began = time.monotonic()
         try:
-            found = method(world, *arguments, **options)
+            output = method(world, *arguments, **options)
         except Exception:
-            world.settle()  # what has come may be anything, and so may the error be
+            world.settle()  # after an abort, both the data and the error are meaningless
             raise
         else:
             world.settle()
-            return found
+            return output
         finally:
             WAITED_S[0] += time.monotonic() - began
 
@@ -58,24 +58,25 @@ def _counted(method: Callable[Concatenate[World, P], R]) -> Callable[Concatenate
 
 @dataclass(frozen=True)
 class World:
-    """One rank's view of all ranks.
+    """Identity of this rank among all ranks, with basic collectives.
 
-    Every process group belongs to a generation: it is built over a store prefixed with its number, so that nothing of
-    an earlier one can be mistaken for it. A world of one rank needs no group; everything works and costs nothing.
+    Every process group belongs to a generation: its store keys are prefixed with the generation's number, so that
+    messages of an earlier generation are never mistaken for its own. A world with a single rank builds no group, and
+    its collectives cost nothing.
 
     Attributes:
-        rank, size: which process of how many.
-        local_rank, local_size: which process of how many on this machine.
-        node_rank: which machine.
+        rank, size: number of this process and number of processes.
+        local_rank, local_size: the same on this machine.
+        node_rank: number of this machine.
         generation: number of this membership, counted from 0.
-        job: number of the run in this world; keys in the store carry it.
-        store: where ranks find each other, hosted by none of them; its threads never wait for each other.
-        secret: key of this run, under which its processes sign what they send each other; b"" where the launcher of
-            several machines gave none.
-        device: what this rank works on.
-        backend: torch's library for collectives.
-        newcomer: others train already, and this rank isn't in their group yet: its rank is its number among all that
-            ever were, its size 1, and its local size that of the group to be.
+        job: number of the run in this world; part of the run's keys in the store.
+        store: rendezvous store, hosted outside the ranks; its threads never wait for each other.
+        secret: key of this run, with which its processes sign their messages; b"" if the launcher of several machines
+            has set none.
+        device: device of this rank.
+        backend: backend of torch.distributed.
+        newcomer: the other ranks train already and this rank is not in their group yet. Then `rank` is its worker
+            number (counted over all workers of the run), `size` is 1, and `local_size` is that of the group to join.
     """
 
     rank: int = 0
@@ -93,39 +94,44 @@ class World:
 
     @property
     def main_rank(self) -> bool:
-        """Return whether this is the rank that writes files and speaks to people."""
+        """Return whether this rank writes files and prints messages (rank 0)."""
         return self.rank == 0
 
     @property
     def silent(self) -> bool:
-        """Return whether collectives that were aborted end without an error, and with any result; NCCL's do."""
+        """Return whether aborted collectives end without an error and with undefined data, as with NCCL."""
         return "nccl" in self.backend
 
     def settle(self) -> None:
-        """Wait until this rank's device has done all that it was given to do, where none of that can be trusted else.
+        """Synchronise the device and check that the group is intact, if aborted collectives are silent.
 
         Raises:
-            Broken: somebody has left the group, so that collectives may have been aborted meanwhile.
+            PeerLost: a rank has left the group, so that collectives may have been aborted.
         """
-        own = membership()
-        if not (self.silent and own.changes):
+        member = membership()
+        if not (self.silent and member.changes):
             return
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        own.stay(self.generation)
+        member.stay(self.generation)
 
     def join(self, timeout: timedelta = OPERATION) -> None:
-        """Build the process group of this generation, and wait until all its members have."""
+        """Build the process group of this generation; returns when all members have joined.
+
+        Args:
+            timeout: of the rendezvous and, until changed, of collectives.
+        """
         assert self.store is not None
-        own = membership()
-        if own.changes:
-            own.building(self.generation, self.store, silent=self.silent)
-        if own.changes and self.silent:
-            # Else torch ends the process when an operation fails, while the others can still go on without its peer.
+        member = membership()
+        if member.changes:
+            member.building(self.generation, self.store, silent=self.silent)
+        if member.changes and self.silent:
+            # By default torch ends the process when an operation fails; surviving ranks have to continue without the
+            # lost peer.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
         before = self._checked_ports()
-        with own.opening():
+        with member.opening():
             dist.init_process_group(
                 self.backend,
                 store=dist.PrefixStore(f"gen{self.generation}", self.store),
@@ -138,14 +144,14 @@ class World:
         heartbeat.joined()
 
     def _checked_ports(self) -> set[int]:
-        """Return where this process listens already, before a group is built."""
+        """Return the ports at which this process listens before a group is built."""
         if self.size == 1 or self.silent:
             return set()
         peers.check_eager()
         return peers.ports()
 
     def _confirm(self, name: str, ranks: Sequence[int], before: set[int], timeout: timedelta) -> None:
-        """Check that a group that was just built has connections of its ranks only; all of them call it."""
+        """Check that a new group has connections of its ranks only; all ranks of the group call it."""
         if len(ranks) == 1 or not self.secret or self.silent:
             return
         assert self.store is not None
@@ -157,57 +163,64 @@ class World:
         membership().check(self.generation)
 
     def follow(self) -> None:
-        """Leave the group of the generation before, if any, and join this one; all its members do.
+        """Leave the group of the previous generation, if any, and join this generation; all its members call it.
 
         Raises:
-            RuntimeError: one of them didn't come.
+            RuntimeError: a member did not join within the timeout.
         """
         self.leave_groups()
-        # A peer that dies meanwhile is waited for; gloo takes five times as long as it is told.
+        # Short timeout: a peer that dies meanwhile is waited for, and gloo waits five times the timeout.
         self.join(MEET)
         dist.distributed_c10d._set_pg_timeout(OPERATION)  # type: ignore[attr-defined]
 
     @staticmethod
     def leave_groups() -> None:
-        """Leave all process groups, if any; `forget_left` is to follow."""
+        """Destroy all process groups, if any; call `release_left_groups` afterwards."""
         if dist.is_initialized():
             _LEFT.extend(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
 
     @staticmethod
-    def forget_left() -> None:
-        """Wait until groups that were left have ended; nothing of their operations can change a tensor after that.
+    def release_left_groups() -> None:
+        """Wait until destroyed groups have ended; afterwards none of their operations can write to a tensor.
 
-        The end of an operation may take the interpreter's lock. What a strategy has built on a group (DDP's reducer)
-        would wait for it with that lock held, and nothing would go on in this process; Python's own reference, which is
-        the last one here, gives the lock back first.
+        The end of an operation may need the interpreter's lock. A C++ object that a strategy has built on a group
+        (DDP's reducer) would wait for it while it holds that lock, which is a deadlock. The last Python reference,
+        which this module keeps, releases the lock first.
         """
         _LEFT.clear()
 
-    def group_of_mine(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """Build a group for each of several parts of the ranks, on all ranks; returns the one that this rank is in.
+    def new_subgroup(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """Build a process group for each part of the ranks and return the group of this rank; all ranks call it.
+
+        Args:
+            parts: the ranks of each group; every rank is in exactly one part.
 
         Raises:
-            RuntimeError: a rank didn't come.
-            AuthenticationError: another program has connected in the place of one.
+            RuntimeError: a rank did not join within the timeout.
+            AuthenticationError: a foreign program has connected in place of a rank.
         """
-        found: list[Any] = []
+        groups: list[tuple[Sequence[int], Any]] = []
         before, timeout = self._checked_ports(), MEET if self.generation else OPERATION
         with membership().opening():
             for ranks in parts:
                 group = dist.new_group(list(ranks), timeout=timeout)
                 if self.rank in ranks:
-                    found.append((ranks, group))
-        own, group = found[0]
+                    groups.append((ranks, group))
+        members, local_group = groups[0]
         if self.store is not None:
-            number = self.store.add(f"groups/{self.generation}/{self.rank}", 1)  # each rank builds the same ones
-            self._confirm(f"{number}/{'-'.join(map(str, own))}", own, before, timeout)
-        mine: dist.ProcessGroup = group
-        dist.distributed_c10d._set_pg_timeout(OPERATION, mine)  # type: ignore[attr-defined]
-        return mine
+            number = self.store.add(f"groups/{self.generation}/{self.rank}", 1)  # the same on all ranks
+            self._confirm(f"{number}/{'-'.join(map(str, members))}", members, before, timeout)
+        subgroup: dist.ProcessGroup = local_group
+        dist.distributed_c10d._set_pg_timeout(OPERATION, subgroup)  # type: ignore[attr-defined]
+        return subgroup
 
     def key(self, name: str) -> str:
-        """Return a key of the store that belongs to this run."""
+        """Return a store key with the prefix of this run.
+
+        Args:
+            name: key within the run.
+        """
         return f"job{self.job}/{name}"
 
     @_counted
@@ -217,38 +230,50 @@ class World:
             dist.barrier()
 
     def await_departure(self, timeout_s: float = DEPARTURE_S) -> None:
-        """Wait until all ranks have finished their last collective; called by each rank after its own.
+        """Wait until all ranks have finished their last collective; each rank calls it after its own last collective.
 
-        A rank that has its result closes its connections, and what another rank has not yet read from them can be lost
-        (a reset of the connection drops received data). So ranks report in the store, which is no rank's, and leave
-        when all have. One that dies meanwhile isn't waited for where a supervisor sees that; else torchrun ends this
-        process, or `timeout_s` the wait.
+        A rank that exits closes its connections, and data that another rank has not yet read from them can be lost (a
+        connection reset drops received data). Therefore each rank reports in the store, which no rank hosts, and exits
+        when all ranks have reported. If a rank dies meanwhile, the wait ends where a supervisor detects it; else
+        torchrun ends this process, or the timeout ends the wait.
+
+        Args:
+            timeout_s: maximum time to wait, in seconds.
         """
         if self.size == 1 or self.store is None:
             return
-        own, name = membership(), f"departure/{self.generation}"
+        member, name = membership(), f"departure/{self.generation}"
         store, deadline = self.store, time.monotonic() + timeout_s
-        left = dict(enumerate(own.members(self.generation, self.size)))
-        with contextlib.suppress(OSError, dist.DistError):  # who hosts the store has gone: nobody can be waited for
+        remaining = dict(enumerate(member.members(self.generation, self.size)))
+        with contextlib.suppress(OSError, dist.DistError):  # the store's host has exited: no rank can report any more
             store.set(self.key(f"{name}/{self.rank}"), "done")
-            while left and time.monotonic() < deadline and not own.outdated(self.generation):
-                for rank, worker in list(left.items()):
-                    if store.check([self.key(f"{name}/{rank}")]) or store.check([gone(worker)]):
-                        del left[rank]
-                time.sleep(0.001 if left else 0.0)
+            while remaining and time.monotonic() < deadline and not member.outdated(self.generation):
+                for rank, worker in list(remaining.items()):
+                    if store.check([self.key(f"{name}/{rank}")]) or store.check([death_key(worker)]):
+                        del remaining[rank]
+                time.sleep(0.001 if remaining else 0.0)
 
     @_counted
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
-        """Join a tensor of all ranks, in place; shape stays."""
+        """Reduce a tensor over all ranks, in place.
+
+        Args:
+            tensor: same shape on all ranks.
+            op: "sum", "max" or "min".
+        """
         if self.size > 1:
             kinds = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
             dist.all_reduce(tensor, kinds[op])
         return tensor
 
-    def join_moments(self, optimizer: Optimizer) -> None:
-        """Give all ranks the mean of what their optimizers remember, where each has stepped by itself.
+    def average_moments(self, optimizer: Optimizer) -> None:
+        """Average the state tensors of optimizers that have stepped independently on each rank.
 
-        A rank that has not stepped yet remembers nothing, and takes over what the others do.
+        A rank whose optimizer has not stepped yet has no state, and receives the average of the others. State that is
+        not a floating-point tensor with at least one dim is copied from another rank where it is missing.
+
+        Args:
+            optimizer: with the same parameters on all ranks; its state is changed in place.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         joined = {
@@ -263,34 +288,42 @@ class World:
             for name, value in optimizer.state.get(parameter, {}).items()
             if (number, name) not in joined
         }
-        told = self.gather_objects(({key: (v.shape, v.dtype) for key, v in joined.items()}, rest))
-        for number, name in sorted(set().union(*(rests for _, rests in told)) - rest.keys()):
-            found = next(rests[number, name] for _, rests in told if (number, name) in rests)
-            optimizer.state[parameters[number]][name] = found
-        kinds = {key: kind for moments, _ in told for key, kind in moments.items()}
+        states = self.gather_objects(({key: (v.shape, v.dtype) for key, v in joined.items()}, rest))
+        for number, name in sorted(set().union(*(rests for _, rests in states)) - rest.keys()):
+            value = next(rests[number, name] for _, rests in states if (number, name) in rests)
+            optimizer.state[parameters[number]][name] = value
+        kinds = {key: kind for moments, _ in states for key, kind in moments.items()}
         for key in sorted(kinds):
             shape, dtype = kinds[key]
-            own = joined.get(key)
-            if own is None:
-                own = torch.zeros(shape, dtype=dtype, device=parameters[key[0]].device)
-                optimizer.state[parameters[key[0]]][key[1]] = own
-            self.all_reduce(own).div_(sum(key in moments for moments, _ in told))
+            moment = joined.get(key)
+            if moment is None:
+                moment = torch.zeros(shape, dtype=dtype, device=parameters[key[0]].device)
+                optimizer.state[parameters[key[0]]][key[1]] = moment
+            self.all_reduce(moment).div_(sum(key in moments for moments, _ in states))
 
     @_counted
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Take over the tensor of one rank, in place."""
+        """Copy the tensor of one rank to all ranks, in place.
+
+        Args:
+            tensor: same shape and dtype on all ranks.
+            src: source rank.
+        """
         if self.size > 1:
             raw = tensor.detach().contiguous()
-            dist.broadcast(raw.view(torch.uint8) if raw.dtype is torch.bool else raw, src)  # gloo knows no bool
+            dist.broadcast(raw.view(torch.uint8) if raw.dtype is torch.bool else raw, src)  # gloo has no bool
             if raw.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(raw)
         return tensor
 
     @_counted
     def shift(self, sent: Tensor, received: Tensor, by: int) -> None:
-        """Send a tensor to the rank that is so many places further, and receive the one from as far before.
+        """Send a tensor to rank `rank + by` and receive a tensor from rank `rank - by`, modulo the world size.
 
-        Either may be empty, on both of its ends; `by` isn't a multiple of the number of ranks.
+        Args:
+            sent: tensor to send; if it is empty, the receiver's `received` must be empty, too.
+            received: written in place.
+            by: distance in ranks; not a multiple of the world size.
         """
         room = torch.empty_like(received, device=self.device) if self.device.type != "cpu" else received
         operations = []
@@ -305,7 +338,15 @@ class World:
 
     @_counted
     def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
-        """Return the tensors of all ranks, shape [size, ...]; with `sync_grads`, gradients flow back."""
+        """Gather the tensors of all ranks.
+
+        Args:
+            tensor: same shape on all ranks.
+            sync_grads: make the operation differentiable.
+
+        Returns:
+            Tensor of shape [size, ...].
+        """
         if self.size == 1:
             return tensor.unsqueeze(0)
         if sync_grads:
@@ -316,13 +357,16 @@ class World:
 
     @_counted
     def gather_objects(self, obj: Any) -> list[Any]:
-        """Return the objects of all ranks, by rank, on every rank.
+        """Gather the objects of all ranks on every rank, by rank.
+
+        Args:
+            obj: anything that can be pickled; without a key on several machines, plain data and tensors only, which
+                arrive on the CPU.
 
         Raises:
-            TypeError: on every rank: the object of one can't be sent; without a key on several machines only plain data
-                and tensors can, and those arrive in main memory.
-            AuthenticationError: a message does not come from a process of this run.
-            ValueError: there is no key, and a message is not plain data; nothing in it was executed.
+            TypeError: on every rank: the object of one rank can't be sent.
+            AuthenticationError: a message was not sent by a process of this run.
+            ValueError: there is no key, and a message is not plain data; it was not executed.
         """
         if self.size == 1:
             return [obj]
@@ -341,7 +385,12 @@ class World:
 
     @_counted
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of one rank, on every rank; errors are those of `gather_objects`."""
+        """Send the object of one rank to all ranks; errors are those of `gather_objects`.
+
+        Args:
+            obj: used on the source rank only.
+            src: source rank.
+        """
         if self.size == 1:
             return obj
         sends = self.rank == src
@@ -357,13 +406,13 @@ class World:
 
     @property
     def _wire(self) -> torch.device:
-        """Return the device whose tensors the default group exchanges."""
+        """Return the device of tensors that the default group exchanges."""
         return self.device if self.silent else _CPU
 
     def _packed(self, kind: str, obj: Any) -> tuple[Tensor, str]:
-        """Return an object of this rank as signed bytes: an address in a store or a port may be another program's.
+        """Serialise and sign an object: an address in a store or a port may belong to a foreign program.
 
-        Where it can't be sent, the bytes are the reason, which all ranks raise, and the reason is returned as well.
+        If it can't be sent, the bytes contain the reason, which all ranks raise; the reason is returned, too.
         """
         context, refused = [kind, self.generation, self.rank], ""
         try:
@@ -376,7 +425,7 @@ class World:
         return torch.frombuffer(bytearray(signed), dtype=torch.uint8).to(self._wire), refused
 
     def _unpacked(self, kind: str, rank: int, message: Tensor) -> Any:
-        """Return the object that a rank has packed."""
+        """Verify and deserialise the object of a rank."""
         signed = message.cpu().numpy().tobytes()
         refused, obj = authentication.loads(self.secret, [kind, self.generation, rank], signed)
         if refused:

@@ -55,26 +55,26 @@ class ElasticController:
         self._arrived: set[int] = set()  # workers that train in this generation
         self._ended: set[int] = set()  # workers that have finished training
         self._coming: set[int] = set()  # replacements that are starting
-        self._heirs: dict[int, tuple[int, ...]] = {}  # as in Generation
-        self._lost: list[tuple[int, tuple[int, ...]]] = []  # as Generation.gone
+        self._replacements: dict[int, tuple[int, ...]] = {}  # as in Generation
+        self._lost: list[tuple[int, tuple[int, ...]]] = []  # as Generation.departed
         self._settled = 0  # as in Generation
         self._ready: list[int] = []  # replacements that wait to join, in order of arrival
         self._since = 0.0  # time of the first event that is not settled
         self._broken = False  # a next generation is needed
-        self._to_tell: list[tuple[tuple[int, ...], str, Any]] = []
+        self._outbox: list[tuple[tuple[int, ...], str, Any]] = []
         self._step, self._tries = -1, 0
 
-    # -- what has happened --------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------
 
-    def told(self, worker: int, kind: str, content: Any) -> None:
-        """Take a message of a worker.
+    def receive(self, worker: int, kind: str, content: Any) -> None:
+        """Process a message of a worker.
 
         Args:
-            worker: whose.
-            kind: "inside", "outside" (it can or can't go on in another generation from now on), "ready" (it is to be
-                let in), "cut" (it has lost its links, in the generation `content`), "again" (all are to begin again;
-                `content` is the generation, and why), or "step" (`content` is the generation in which it trains, and
-                from which step on).
+            worker: sender.
+            kind: "inside" or "outside" (the worker can, or can't, join another generation from now on), "ready" (a
+                replacement waits to join), "cut" (the worker has lost connections), "again" (the worker requests a
+                new generation), or "step" (the worker trains).
+            content: of "cut", the generation; of "again", (generation, reason); of "step", (generation, step).
         """
         if kind == "inside":
             self._inside.add(worker)
@@ -83,9 +83,9 @@ class ElasticController:
         elif kind == "outside":
             self._inside.discard(worker)
             self._ended.add(worker)
-            came = [other for other in self._seats if other not in self._holding and other not in self._dead]
-            self._seats = [other for other in self._seats if other not in came]
-            self._send_away([*came, *self._ready])  # it is too late for them
+            stateless = [other for other in self._seats if other not in self._holding and other not in self._dead]
+            self._seats = [other for other in self._seats if other not in stateless]
+            self._dismiss([*stateless, *self._ready])  # the run ends before they could train
         elif kind == "ready":
             self._coming.discard(worker)
             self._ready.append(worker)
@@ -97,7 +97,7 @@ class ElasticController:
             generation, step = content
             self._holding.add(worker)
             self._settled = max(self._settled, generation)
-            self._lost = [(since, left) for since, left in self._lost if since > self._settled]
+            self._lost = [(since, workers) for since, workers in self._lost if since > self._settled]
             if generation == self._number:
                 self._arrived.add(worker)
             if step > self._step:
@@ -107,25 +107,33 @@ class ElasticController:
         if generation != self._number or worker not in self._seats or self._broken:
             return
         self._tries += 1
-        if self._tries <= self._elastic.tries:  # else it is told nothing, and raises what it has
+        if self._tries <= self._elastic.tries:  # otherwise no message: the worker raises its error
             self._failures.append(f"rank {self._seats.index(worker)} {why}")
             self._break()
 
     def died(self, worker: int, why: str) -> bool:
-        """Note a death; returns whether the others can go on."""
-        if self._gone_early(worker) or worker not in self._seats:
+        """Record a death.
+
+        Args:
+            worker: that has died.
+            why: its error or exit status.
+
+        Returns:
+            whether the other workers can continue.
+        """
+        if self._died_early(worker) or worker not in self._seats:
             return True
-        left = tuple(other for other in self.workers if other != worker)
-        if worker in self._ended and worker != self._seats[0]:  # it had nothing left to do
+        survivors = tuple(other for other in self.workers if other != worker)
+        if worker in self._ended and worker != self._seats[0]:  # it had finished
             self._dead.add(worker)
             return True
         self._tries += 1
         if self._elastic.outlived:
             able = not self._ended and (self._number > 0 or worker in self._holding)
         else:
-            begun = self._number > 0 or worker in self._holding  # else what it would have drawn at the start is lost
-            able = begun and not self._holding.isdisjoint(left) and len(left) >= self._elastic.least
-        if not able or not self._inside.issuperset(left) or self._tries > self._elastic.tries:
+            begun = self._number > 0 or worker in self._holding  # otherwise its initial random state is lost
+            able = begun and not self._holding.isdisjoint(survivors) and len(survivors) >= self._elastic.least
+        if not able or not self._inside.issuperset(survivors) or self._tries > self._elastic.tries:
             return False
         self._failures.append(f"rank {self._seats.index(worker)} failed: {why}")
         self._inside.discard(worker)
@@ -134,13 +142,21 @@ class ElasticController:
         return True
 
     def could_not_join(self, worker: int, why: str) -> bool:
-        """Note an error of a worker that others don't know yet; returns whether it was one."""
-        if not self._gone_early(worker):
+        """Record an error of a worker before it joined, and print it.
+
+        Args:
+            worker: that has failed.
+            why: traceback.
+
+        Returns:
+            whether the worker had not joined yet; otherwise nothing is recorded.
+        """
+        if not self._died_early(worker):
             return False
         print(f"a worker could not join:\n{why}", file=sys.stderr)
         return True
 
-    def _gone_early(self, worker: int) -> bool:
+    def _died_early(self, worker: int) -> bool:
         early = worker in self._coming or worker in self._ready
         self._coming.discard(worker)
         if worker in self._ready:
@@ -152,40 +168,51 @@ class ElasticController:
         if not self._broken:
             self._since = self._clock()
         self._broken = True
-        self._to_tell.append((self.workers, "broken", self._number))
+        self._outbox.append((self.workers, "broken", self._number))
 
     def resize(self, workers: int) -> str:
-        """Let there be so many workers from now on; returns what to say of it."""
+        """Change the number of workers.
+
+        Args:
+            workers: from now on.
+
+        Returns:
+            the answer for the user.
+        """
         if workers < self._elastic.least:
-            return f"{workers} workers are too few: min_ranks={self._elastic.least}"
+            return f"{workers} workers are too few: min_ranks={self._elastic.least}; request as many, or more"
         if self._ended or not self._inside.issuperset(self.workers):
-            return "workers can't be changed now: the run begins or ends"
+            return "the number of workers can't be changed while the run starts or ends; try again later"
         self._size = workers
         return f"{workers} worker{'s' if workers != 1 else ''} from now on"
 
-    # -- what comes of it ---------------------------------------------------------------------------------------
+    # -- decisions ----------------------------------------------------------------------------------------------
 
     @property
     def missing(self) -> frozenset[int]:
-        """Return who died, and the others haven't gone on since."""
+        """Return the dead workers of the present generation."""
         return frozenset(self._dead)
 
     def rank_of(self, worker: int) -> int | None:
-        """Return the rank that a worker has, or had last; None for one that has never been a member."""
+        """Return the newest rank of a worker; None if it has never been a member.
+
+        Args:
+            worker: any number.
+        """
         return self._ranks.get(worker)
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """Return the members that are alive, by rank."""
+        """Return the living members, by rank."""
         return tuple(worker for worker in self._seats if worker not in self._dead)
 
     @property
     def settled(self) -> bool:
-        """Return whether all members have gone on since somebody has died."""
+        """Return whether all members of the present generation train."""
         return not self._broken and not self._dead and self._arrived.issuperset(self._seats)
 
     def wanted(self) -> int | None:
-        """Return for which rank another worker is to be started, if for any."""
+        """Return the rank for which a worker is to be started; None if no worker is needed."""
         coming = len(self._coming) + len(self._ready)
         if self._ended or self._tries > self._elastic.tries or coming >= self._size - len(self.workers):
             return None
@@ -193,64 +220,68 @@ class ElasticController:
         return empty[coming] if coming < len(empty) else len(self.workers) + coming
 
     def started(self, worker: int) -> None:
-        """Note that it was."""
+        """Record the start of a worker.
+
+        Args:
+            worker: number of the worker.
+        """
         self._coming.add(worker)
 
     def due(self) -> float:
-        """Return in how many seconds there may be news though nothing happens, 1 at most."""
+        """Return the seconds until `messages` has to be called again without an event; at most 1."""
         return min(1.0, max(0.0, self._since + self._patience() - self._clock())) if self._broken else 1.0
 
-    def news(self) -> Iterator[tuple[tuple[int, ...], str, Any]]:
-        """Yield what is to be told now: to whom, and a message."""
+    def messages(self) -> Iterator[tuple[tuple[int, ...], str, Any]]:
+        """Yield the messages to send now: (workers, kind, content)."""
         complete = bool(self._dead) and len(self.workers) + len(self._ready) >= self._size
         if self._ended:
             pass
         elif self._broken:
             enough = len(self.workers) + len(self._ready) >= max(1, self._elastic.least)
             if complete or (enough and self._clock() - self._since >= self._patience()):
-                self._go_on()
+                self._begin_generation()
         elif self._arrived.issuperset(self.workers):
             more = max(0, self._size - len(self.workers))
-            self._send_away(self._ready[more:])
+            self._dismiss(self._ready[more:])
             if self._ready or len(self.workers) > self._size:
-                self._go_on(leaving=self.workers[self._size :])
-        yield from self._to_tell
-        self._to_tell.clear()
+                self._begin_generation(leaving=self.workers[self._size :])
+        yield from self._outbox
+        self._outbox.clear()
 
     def _patience(self) -> float:
         return self._elastic.waits if self._dead else SETTLE_S
 
-    def _left_by(self, worker: int) -> tuple[int, ...]:
-        """Return the workers whose slots have a dead worker's state: also its predecessors until it has taken over."""
-        return (worker,) if worker in self._holding else (worker, *self._heirs.get(worker, ()))
+    def _state_slots(self, worker: int) -> tuple[int, ...]:
+        """Return the slots with the state of a dead worker: with those of its predecessors, if it had not loaded it."""
+        return (worker,) if worker in self._holding else (worker, *self._replacements.get(worker, ()))
 
-    def _send_away(self, surplus: list[int]) -> None:
-        """Let those end that came and aren't wanted any more."""
+    def _dismiss(self, surplus: list[int]) -> None:
+        """End replacements that are not needed any more."""
         if surplus:
-            self._to_tell.append((tuple(surplus), "leave", None))
+            self._outbox.append((tuple(surplus), "leave", None))
             self._ready = [worker for worker in self._ready if worker not in surplus]
 
-    def _go_on(self, leaving: tuple[int, ...] = ()) -> None:
-        """Begin the next generation; whoever comes takes the place of one that died, while there are such."""
-        seats, heirs, gone = [], {}, []
+    def _begin_generation(self, leaving: tuple[int, ...] = ()) -> None:
+        """Begin the next generation; waiting workers replace dead members first, and then become additional members."""
+        seats, replacements, departed = [], {}, []
         self._number += 1
         for worker in self._seats:
             if worker in leaving:
-                gone.append(worker)
+                departed.append(worker)
                 self._lost.append((self._number, (worker,)))
             elif worker not in self._dead:
                 seats.append(worker)
-                if worker in self._heirs and worker not in self._holding:  # it has come, and has taken nothing over yet
-                    heirs[worker] = self._heirs[worker]
+                if worker in self._replacements and worker not in self._holding:  # it has not loaded the state yet
+                    replacements[worker] = self._replacements[worker]
             elif self._ready:
-                heir = self._ready.pop(0)
-                heirs[heir] = self._left_by(worker)
-                seats.append(heir)
+                replacement = self._ready.pop(0)
+                replacements[replacement] = self._state_slots(worker)
+                seats.append(replacement)
             else:
-                gone.append(worker)
-                self._lost.append((self._number, self._left_by(worker)))
-        self._send_away(self._ready[max(0, self._size - len(seats)) :])
-        self._inside.update(heirs, self._ready)
+                departed.append(worker)
+                self._lost.append((self._number, self._state_slots(worker)))
+        self._dismiss(self._ready[max(0, self._size - len(seats)) :])
+        self._inside.update(replacements, self._ready)
         self._seats = [*seats, *self._ready]
         self._ranks |= {worker: rank for rank, worker in enumerate(self._seats)}
         whole = not self._dead
@@ -258,8 +289,8 @@ class ElasticController:
         self._ready.clear()
         self._arrived.clear()
         self._broken = False
-        self._heirs = heirs
+        self._replacements = replacements
         generation = Generation(
-            self._number, self.workers, heirs, tuple(self._lost), whole, tuple(self._failures), self._settled
+            self._number, self.workers, replacements, tuple(self._lost), whole, tuple(self._failures), self._settled
         )
-        self._to_tell.append(((*self.workers, *gone), "generation", generation))  # who isn't named, ends
+        self._outbox.append(((*self.workers, *departed), "generation", generation))  # departed workers end

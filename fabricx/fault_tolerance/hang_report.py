@@ -1,4 +1,4 @@
-"""A sentence that names the ranks that wait and the rank that they wait for."""
+"""Report of a hang: the positions of waiting ranks, and of the ranks for which they wait."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Mapping, Sequence
 from fabricx.distributed.heartbeat import Diagnosis, is_users
 
 
-def explain(found: Mapping[int, Diagnosis | None]) -> str:
-    """Return which ranks wait in which collective, and where those are that they wait for.
+def explain(diagnoses: Mapping[int, Diagnosis | None]) -> str:
+    """Return a sentence with the pending collective or the position of each rank; equal ranks are combined.
 
     Args:
-        found: what each rank has told of itself; None of one that doesn't answer.
+        diagnoses: by rank; None for a rank that doesn't answer.
 
-    >>> two = Diagnosis("", "all_reduce #119", "all_reduce #118", "")
-    >>> one = Diagnosis("", "broadcast #118", "all_reduce #117", "")
-    >>> explain({0: two, 1: two, 2: one})
+    >>> ahead = Diagnosis("", "all_reduce #119", "all_reduce #118", "")
+    >>> behind = Diagnosis("", "broadcast #118", "all_reduce #117", "")
+    >>> explain({0: ahead, 1: ahead, 2: behind})
     'rank 2 waits in broadcast #118, the others in all_reduce #119'
     """
-    at = {rank: _state(one) for rank, one in sorted(found.items())}
+    at = {rank: _state(diagnosis) for rank, diagnosis in sorted(diagnoses.items())}
     if not at:
         return "no rank is left to ask"
     usual, many = Counter(at.values()).most_common(1)[0]
@@ -28,19 +28,22 @@ def explain(found: Mapping[int, Diagnosis | None]) -> str:
     for rank, state in at.items():
         if state != usual or many == 1:
             odd.setdefault(state, []).append(rank)
-    told = [f"{_ranks(ranks)} {state}" for state, ranks in odd.items()]
+    clauses = [f"{_ranks(ranks)} {state}" for state, ranks in odd.items()]
     if many == 1:
-        return ", ".join(told)
-    if not told:
+        return ", ".join(clauses)
+    if not clauses:
         return f"all ranks are alike: rank {min(at)} {usual}"
-    same_verb = usual.startswith("waits in ") and any("waits in" in one for one in told)
+    same_verb = usual.startswith("waits in ") and any("waits in" in clause for clause in clauses)
     return ", ".join(
-        [*told, f"the others {usual.removeprefix('waits ') if same_verb else usual.replace('waits', 'wait')}"]
+        [*clauses, f"the others {usual.removeprefix('waits ') if same_verb else usual.replace('waits', 'wait')}"]
     )
 
 
 def from_dump(text: str) -> Diagnosis | None:
-    """Return what a process is at that can't answer itself, from what `faulthandler` has written of it.
+    """Return the diagnosis of an unresponsive process from its `faulthandler` dump; None without a stack.
+
+    Args:
+        text: the dump.
 
     >>> from_dump('Current thread 0x1 (most recent call first):\\n  File "a.py", line 7 in f\\n').where
     'a.py:7 in f'
@@ -53,13 +56,13 @@ def from_dump(text: str) -> Diagnosis | None:
     return Diagnosis("{}:{} in {}".format(*at), "", "", text)
 
 
-def _state(one: Diagnosis | None) -> str:
-    if one is None:
+def _state(diagnosis: Diagnosis | None) -> str:
+    if diagnosis is None:
         return "doesn't answer"
-    if one.pending:
-        return f"waits in {one.pending}"
-    after = f", after {one.done}" if one.done else ""
-    return f"is at {one.where}{after}"
+    if diagnosis.pending:
+        return f"waits in {diagnosis.pending}"
+    after = f", after {diagnosis.done}" if diagnosis.done else ""
+    return f"is at {diagnosis.where}{after}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Decides when a process counts as lost: no heartbeat, or no progress."""
+"""Decides when a process counts as lost: without a heartbeat, or without progress."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, final
 
-ASLEEP_S: Final = 5.0  # if nobody has looked for so long, it was the supervisor that was stopped
-START_S: Final = 240.0  # until the first sign of life of a process, which imports the user's script before it
-LEAST_S: Final = 60.0  # the shortest pause of which something is said, and that "learned" takes for the end
-MANY: Final = 20  # times the longest pause before: the same
+ASLEEP_S: Final = 5.0  # a longer interval between two checks means that the supervisor itself was suspended
+START_S: Final = 240.0  # until the first heartbeat of a process, which imports the user's script before
+LEAST_S: Final = 60.0  # shortest pause that is reported, and lower bound of the "learned" limit
+MANY: Final = 20  # the "learned" limit as a multiple of the longest pause
 
 
 @dataclass
 class _Life:
-    """When something was heard of a process, how far it was, and since when."""
+    """Newest heartbeat and progress of a process."""
 
-    heard: float
-    reached: int
-    since: float
-    limit: float  # seconds without a sign of life
-    waits: bool = False
-    where: str = ""
-    told: float = 0.0  # how long the pause was of which something was said last
+    heard: float  # time of the newest heartbeat
+    reached: int  # batches
+    since: float  # time of the newest progress
+    limit: float  # longest time without a heartbeat, in seconds
+    waits: bool = False  # whether it seems to wait for other processes
+    where: str = ""  # position in its code
+    reported_s: float = 0.0  # length of the pause in the newest report
 
 
 @final
 class HeartbeatMonitor:
-    """Keeps the signs of life of several processes.
+    """Monitors the heartbeats and the progress of several processes.
 
     Args:
-        frozen_after: seconds without a sign of life.
-        stuck_after: seconds without having come further, once the first batch is done; "learned" for many times the
-            longest pause that there was; None for any number.
-        clock: seconds.
+        frozen_after: seconds without a heartbeat, after which a process counts as lost.
+        stuck_after: seconds without progress after the first batch, after which a process counts as lost; "learned"
+            for `MANY` times the longest pause so far, at least `LEAST_S`; None for no limit.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -43,23 +43,27 @@ class HeartbeatMonitor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._frozen_after, self._stuck_after, self._clock = frozen_after, stuck_after, clock
-        self._longest = 0.0  # pause between two batches that came to an end
+        self._longest = 0.0  # longest completed pause between two batches, in seconds
         self._lives: dict[int, _Life] = {}
-        self._looked = clock()
+        self._checked = clock()
 
     def started(self, rank: int) -> None:
-        """Note the start of a process: its first sign of life may take `START_S`, or longer if others may."""
+        """Record the start of a process; its first heartbeat may take `START_S` or `frozen_after`, if that is longer.
+
+        Args:
+            rank: of the process.
+        """
         now = self._clock()
         self._lives[rank] = _Life(now, 0, now, max(START_S, self._frozen_after))
 
     def heard(self, rank: int, reached: int, waits: bool = False, where: str = "") -> None:
-        """Note a sign of life.
+        """Record a heartbeat.
 
         Args:
-            rank: whose.
-            reached: how many batches its main thread has seen.
-            waits: does that seem to wait for others?
-            where: what it is at, if that takes long.
+            rank: of the process.
+            reached: number of batches that its main thread has begun.
+            waits: whether its main thread seems to wait for other processes.
+            where: position of its main thread after a long pause; empty otherwise.
         """
         now = self._clock()
         life = self._lives.setdefault(rank, _Life(now, reached, now, self._frozen_after))
@@ -67,74 +71,86 @@ class HeartbeatMonitor:
         if reached != life.reached:
             if life.reached:
                 self._longest = max(self._longest, now - life.since)
-            life.reached, life.since, life.told = reached, now, 0.0
+            life.reached, life.since, life.reported_s = reached, now, 0.0
 
     def over(self, rank: int) -> None:
-        """Expect nothing of a process any more."""
+        """Stop to monitor a process.
+
+        Args:
+            rank: of the process.
+        """
         self._lives.pop(rank, None)
-        for life in self._lives.values():  # they may have waited for it
+        for life in self._lives.values():  # they may have waited for this process
             life.since = self._clock()
 
     def silent(self) -> dict[int, str]:
-        """Return which processes are to be given up, and why."""
+        """Return the processes that count as lost, with the reason."""
         now = self._clock()
-        asleep = now - self._looked
-        self._looked = now
-        if asleep > ASLEEP_S:  # nothing was read meanwhile
+        asleep = now - self._checked
+        self._checked = now
+        if asleep > ASLEEP_S:  # no heartbeat was read in this time
             for life in self._lives.values():
                 life.heard += asleep
                 life.since += asleep
-        found = {}
-        holding_up = self._holding_up()
+        lost = {}
+        suspects = self._suspects()
         limit = self._learned if isinstance(self._stuck_after, str) else self._stuck_after or math.inf
         for rank, life in self._lives.items():
             if now - life.heard > life.limit:
-                found[rank] = (
-                    f"it gave no sign of life for {now - life.heard:.0f} s and was ended: the process was stopped, or "
-                    "something in it held the interpreter's lock (FaultRecovery(frozen_after=...) waits longer)"
+                lost[rank] = (
+                    f"it sent no heartbeat for {now - life.heard:.0f} s and was ended: the process was suspended, or "
+                    "held the interpreter's lock (increase FaultRecovery(frozen_after=...) to wait longer)"
                 )
-            elif rank in holding_up and now - life.since > limit:
-                place = f", at {life.where}" if life.where else ""
-                found[rank] = (
-                    f"it came no batch further for {now - life.since:.0f} s{place}, and was ended (stuck_after="
-                    f"{self._stuck_after})"
+            elif rank in suspects and now - life.since > limit:
+                position = f", at {life.where}" if life.where else ""
+                lost[rank] = (
+                    f"it completed no batch for {now - life.since:.0f} s{position}, and was ended (stuck_after="
+                    f"{self._stuck_after}; increase it to wait longer)"
                 )
-        return found
+        return lost
 
     def frozen(self, rank: int) -> bool:
-        """Return whether a process that gave signs of life gives none any more."""
+        """Return whether the heartbeat of a process is overdue.
+
+        Args:
+            rank: of the process.
+        """
         life = self._lives.get(rank)
         return life is not None and self._clock() - life.heard > life.limit
 
     def answers(self, rank: int) -> bool:
-        """Return whether something was heard of a process lately."""
+        """Return whether a process is monitored and its heartbeat is not overdue.
+
+        Args:
+            rank: of the process.
+        """
         return rank in self._lives and not self.frozen(rank)
 
     def news(self, name: Callable[[int], str] = "rank {}".format) -> str | None:
-        """Return what to say of a pause that is far longer than all before; again when it has become twice as long.
+        """Return a report on a pause of unusual length; again when it has doubled. None without such a pause.
 
         Args:
-            name: of a process, by its number.
+            name: returns the name of a process by its rank.
         """
         now = self._clock()
-        last = min((self._lives[rank] for rank in self._holding_up()), key=lambda life: life.since, default=None)
-        if last is None or now - last.since < max(self._learned, 2 * last.told):
+        last = min((self._lives[rank] for rank in self._suspects()), key=lambda life: life.since, default=None)
+        if last is None or now - last.since < max(self._learned, 2 * last.reported_s):
             return None
-        last.told = now - last.since
+        last.reported_s = now - last.since
         lines = [
             f"  {name(rank)} {'waits for others' if life.waits else 'is'} at {life.where}"
             for rank, life in sorted(self._lives.items())
             if life.where
         ]
-        before = f"the longest pause before was of {self._longest:.1f} s"
-        return "\n".join([f"no further batch for {last.told:.0f} s ({before})", *lines])
+        before = f"the longest pause before was {self._longest:.1f} s"
+        return "\n".join([f"no further batch for {last.reported_s:.0f} s ({before})", *lines])
 
     @property
     def _learned(self) -> float:
         return max(LEAST_S, MANY * self._longest)
 
-    def _holding_up(self) -> set[int]:
-        """Return those for whom the others may wait: of those that have come least far, who isn't waiting itself."""
+    def _suspects(self) -> set[int]:
+        """Return the suspected stragglers: the processes with the least progress, without waiting ones if possible."""
         begun = {rank: life for rank, life in self._lives.items() if life.reached}
         least = min((life.reached for life in begun.values()), default=0)
         last = {rank for rank, life in begun.items() if life.reached == least}

@@ -1,7 +1,7 @@
-"""In-memory checkpoints: copies of each rank's own state in memory that outlives its process.
+"""In-memory checkpoints: copies of each rank's local state in memory files that outlive its process.
 
-The files belong to the supervisor, or to a keeper under torchrun, which has them open and names them in a folder; they
-are on no disk.
+The supervisor keeps the files open; under torchrun, a process of `memory_holder` does, and links them in a folder.
+Nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -24,44 +24,57 @@ from torch import Tensor
 from fabricx.checkpoint import tree
 from fabricx.distributed.fsdp_internals import own_block
 
-HEADER: Final = struct.Struct("<QQIq")  # bytes of the tensors and of the head behind them, its checksum, their sum
+# Bytes of the tensors; bytes of the pickled part behind them; CRC-32 of the pickled part; checksum of the tensors.
+HEADER: Final = struct.Struct("<QQIq")
 ALIGN: Final = 64
-NEWEST: Final = 2  # copies that are kept of each rank: while one is being made, the other is whole
+NEWEST: Final = 2  # copies of each rank: while a copy is being written, the other is complete
 Target = Callable[[str, torch.Size, torch.dtype], Tensor]
 
 
-def path_of(folder: str, slot: int, place: int) -> Path:
-    """Return the name of a file for one of the copies of whoever has that slot."""
-    return Path(folder) / f"copy-{slot}-{place}"
+def path_of(folder: str, slot: int, number: int) -> Path:
+    """Return the path of a memory file.
+
+    Args:
+        folder: of the run.
+        slot: of the worker.
+        number: of the copy, below `NEWEST`.
+    """
+    return Path(folder) / f"copy-{slot}-{number}"
 
 
 def free() -> float:
-    """Return how many bytes of memory this machine has left, or this process's control group; infinity if unknown."""
-    found = []
+    """Return the free bytes of memory of this machine or of this process's control group; infinity if unknown."""
+    limits = []
     with contextlib.suppress(OSError, ValueError):
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        found.append(1024.0 * int(lines["MemAvailable"].split()[0]))
-    with contextlib.suppress(OSError, ValueError):  # there is no limit, or it is kept elsewhere
+        limits.append(1024.0 * int(lines["MemAvailable"].split()[0]))
+    with contextlib.suppress(OSError, ValueError):  # without a limit, or with another layout of control groups
         group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
-        found.append(float(int((group / "memory.max").read_text()) - used))
-    return min(found, default=math.inf)
+        limits.append(float(int((group / "memory.max").read_text()) - used))
+    return min(limits, default=math.inf)
 
 
 def bytes_of(state: Any) -> int:
-    """Return how much a copy of a state takes, but for its plain data."""
+    """Return the bytes of a copy of a state's tensors on this rank.
+
+    Args:
+        state: nested plain data and tensors.
+    """
     return sum(own_block(tensor)[0].nbytes for tensor in tree.split(state)[1].values())
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a tensor lies in a copy.
+    """Position of a tensor, or of this rank's block (shard) of a tensor, in a copy.
 
     Attributes:
-        begin: byte.
-        shape, dtype: of what is there.
-        offsets, whole: of which larger tensor that is a block, and where in it; None if it is no block.
+        begin: first byte.
+        shape: of the stored tensor or block.
+        dtype: of its elements.
+        offsets: of a block in the whole tensor; None without sharding.
+        whole: shape of the whole tensor; None without sharding.
     """
 
     begin: int
@@ -73,14 +86,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Copy:
-    """One rank's part of a state.
+    """A rank's part of a state.
 
     Attributes:
-        key: greater for a later state; the same on all ranks.
-        members: the workers that have the other parts, by rank.
-        worker: whose part this is.
+        key: equal on all ranks; increases from state to state.
+        members: workers of all parts, by rank.
+        worker: worker of this part.
         rest: the state without its tensors.
-        pieces: where those are in `memory`, by name.
+        pieces: positions of the tensors in `memory`, by name.
+        memory: bytes of the tensors.
+        total: checksum of `memory`.
     """
 
     key: Any
@@ -92,77 +107,102 @@ class Copy:
     total: int
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor, or this rank's block of it, without copying."""
+        """Return a tensor, or this rank's block of it, as a view.
+
+        Args:
+            name: of the tensor in the state.
+        """
         return _view(self.memory, self.pieces[name])
 
     def whole(self) -> bool:
-        """Return whether no bit of the tensors has changed."""
+        """Return whether the checksum of the tensors is correct."""
         return _sum(self.memory) == self.total
 
 
 @final
 class Copies:
-    """Makes one worker's copies, or takes those of another.
+    """Writes a worker's copies to memory files, or stores copies of another worker.
 
     Args:
-        folder: where the files are.
-        worker: whose copies are made.
-        slot: whose files they are in; the worker's own if not given.
+        folder: of the files.
+        worker: its copies are written.
+        slot: number of the files; by default the worker.
     """
 
     def __init__(self, folder: str, worker: int, slot: int | None = None) -> None:
         slot = worker if slot is None else slot
         self._worker = worker
         self._members: tuple[int, ...] = ()
-        self._places = [_Place(path_of(folder, slot, number)) for number in range(NEWEST)]
+        self._files = [_MemoryFile(path_of(folder, slot, number)) for number in range(NEWEST)]
         self._newest = 0
 
     def make(self, key: Any, members: Sequence[int], state: Any) -> None:
-        """Copy a state of nested plain data and tensors, of a DTensor this rank's shard, in the place of the older."""
+        """Copy a state over the older copy.
+
+        Args:
+            key: equal on all ranks; increases from state to state.
+            members: workers of all parts, by rank.
+            state: nested plain data and tensors; of a DTensor, this rank's shard is copied.
+        """
         self._newest, self._members = 1 - self._newest, tuple(members)
         rest, tensors = tree.split(state)
-        self._places[self._newest].write((key, self._members, self._worker, rest), tensors)
+        self._files[self._newest].write((key, self._members, self._worker, rest), tensors)
 
     def content(self) -> tuple[bytes, Tensor]:
-        """Return the newest copy as it lies in its file: its header, and what comes behind that."""
-        return self._places[self._newest].content()
+        """Return the newest copy as in its file: header, and the bytes behind it."""
+        return self._files[self._newest].content()
 
     def without_tensors(self, rest: Any) -> tuple[bytes, Tensor]:
-        """Return a copy of the newest one's key and members that has this plain data only, as `content` does."""
+        """Return a copy of plain data only, with the key and the members of the newest copy, in the form of `content`.
+
+        Args:
+            rest: plain data.
+        """
         data = pickle.dumps((self.newest, self._members, self._worker, rest, {}), pickle.HIGHEST_PROTOCOL)
         return HEADER.pack(0, len(data), zlib.crc32(data), 0), torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     @contextlib.contextmanager
     def taking(self, header: bytes) -> Iterator[Tensor]:
-        """Let another's copy be written in the place of the older, as its `content` is; whole when the context ends."""
+        """Receive a copy over the older copy; it is valid after the context has ended.
+
+        Args:
+            header: of the sender's `content`.
+
+        Yields:
+            memory for the bytes behind the header.
+        """
         self._newest = 1 - self._newest
-        with self._places[self._newest].taking(header) as room:
+        with self._files[self._newest].taking(header) as room:
             yield room
 
     @property
     def newest(self) -> Any:
         """Return the key of the newest copy."""
-        return self._places[self._newest].key
+        return self._files[self._newest].key
 
     def forget(self) -> None:
-        """Let there be none."""
-        for place in self._places:
-            place.forget()
+        """Invalidate all copies."""
+        for file in self._files:
+            file.forget()
 
     @property
     def room(self) -> int:
-        """Return how many bytes this process has taken for copies."""
-        return sum(place.room for place in self._places)
+        """Return the bytes that this process has allocated for copies."""
+        return sum(file.room for file in self._files)
 
     def keep(self, key: Any) -> None:
-        """Let the next copy not take the place of this one, if it is there; an earlier process may have made it."""
-        for number, place in enumerate(self._places):
-            if place.key == key or place.holds(key):
+        """Protect a copy, also of an earlier process, from being overwritten by the next copy.
+
+        Args:
+            key: of the copy.
+        """
+        for number, file in enumerate(self._files):
+            if file.key == key or file.holds(key):
                 self._newest = number
 
 
-class _Place:
-    """Room for one copy."""
+class _MemoryFile:
+    """Memory file of a single copy."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -181,7 +221,7 @@ class _Place:
             self._views = [_view(self._tensors, piece) for piece in pieces.values()]
             self._pieces = pieces
         assert self._memory is not None
-        HEADER.pack_into(self._memory, 0, 0, 0, 0, 0)  # nothing is whole from here on
+        HEADER.pack_into(self._memory, 0, 0, 0, 0, 0)  # invalid until the final header is written
         self.key = None
         if blocks:
             torch._foreach_copy_(self._views, blocks)
@@ -225,19 +265,24 @@ class _Place:
 
 
 def pickled_part(header: bytes, content: Tensor) -> bytes:
-    """Return what will be unpickled of a copy's content, which has to come from a process of the run."""
+    """Return the part of a copy that is unpickled, which must be authenticated as sent by a process of the run.
+
+    Args:
+        header: of the copy.
+        content: bytes behind the header.
+    """
     size, length, *_ = HEADER.unpack(header)
     return content[size : size + length].numpy().tobytes()
 
 
 def _length(header: bytes) -> int:
-    """Return how many bytes come behind a header."""
+    """Return the number of bytes behind a header."""
     size, length, *_ = HEADER.unpack(header)
     return int(size + length)
 
 
 def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Piece], int]:
-    """Return what a rank has of tensors, where it is to lie, and how many bytes that takes."""
+    """Return a rank's blocks of tensors, their positions, and the total bytes."""
     blocks, pieces, size = [], {}, 0
     for name, tensor in tensors.items():
         block, offsets = own_block(tensor)
@@ -254,25 +299,29 @@ def _view(memory: Tensor, piece: Piece) -> Tensor:
 
 
 def _sum(memory: Tensor) -> int:
-    """Return a number that any changed bit changes; about as quick as reading."""
+    """Return a checksum that any changed bit changes; about as fast as reading."""
     return int(memory.view(torch.int64).sum())
 
 
 def read(folder: str) -> dict[tuple[Any, tuple[int, ...]], dict[int, Copy]]:
-    """Return what is there of states, by key and members: copies, by the rank whose part each is."""
-    found: dict[Any, dict[int, Copy]] = {}
+    """Return the copies in a folder, by (key, members) of the state and by rank.
+
+    Args:
+        folder: of the run.
+    """
+    states: dict[Any, dict[int, Copy]] = {}
     for path in Path(folder).glob("copy-*"):
         copy = _read(path)
         if copy is not None:
-            found.setdefault((copy.key, copy.members), {})[copy.members.index(copy.worker)] = copy
-    return found
+            states.setdefault((copy.key, copy.members), {})[copy.members.index(copy.worker)] = copy
+    return states
 
 
 def _read(path: Path) -> Copy | None:
     try:
         with path.open("rb") as file:
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError):  # nothing was ever written
+    except (OSError, ValueError):  # the file is empty
         return None
     if len(memory) < HEADER.size:
         return None
@@ -286,53 +335,56 @@ def _read(path: Path) -> Copy | None:
 
 
 def join(copies: Iterable[Copy], target: Target) -> Any:
-    """Return the state of which ranks have copies; each copy is looked at once, and may be gone after that.
+    """Assemble a state from the copies of ranks.
 
     Args:
-        copies: the first is the one whose plain data to take, and those tensors that aren't blocks.
-        target: gives room for a tensor by name, shape and dtype: all of it, or a shard.
+        copies: each is read once and may be freed then; the first determines plain data and unsharded tensors.
+        target: returns an uninitialised tensor by name, global shape and dtype: a whole tensor or a DTensor.
+
+    Returns:
+        the nested state.
 
     Raises:
-        RuntimeError: a part of a tensor is nowhere.
+        RuntimeError: a part of a tensor is missing in all copies.
     """
-    mine: Copy | None = None
+    leading: Copy | None = None
     rooms: dict[str, _Room] = {}
     for copy in copies:
-        if mine is None:
-            mine = copy
+        if leading is None:
+            leading = copy
             for name, piece in copy.pieces.items():
                 rooms[name] = _Room(target(name, piece.whole or piece.shape, piece.dtype))
         for name, room in rooms.items():
-            if copy is mine or mine.pieces[name].whole is not None:
+            if copy is leading or leading.pieces[name].whole is not None:
                 room.fill(copy.pieces[name], copy.tensor(name))
-    assert mine is not None
+    assert leading is not None
     for name, room in rooms.items():
         if not room.full():
-            raise RuntimeError(f"a part of {name} is in no copy")
-    return tree.join(mine.rest, {name: room.tensor for name, room in rooms.items()})
+            raise RuntimeError(f"a part of {name} is in no in-memory checkpoint; resume from a checkpoint on disk")
+    return tree.join(leading.rest, {name: room.tensor for name, room in rooms.items()})
 
 
 class _Room:
-    """This rank's part of a tensor, as blocks of it come."""
+    """This rank's block of a tensor, which is filled from blocks of other divisions."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self._own, found = own_block(tensor)
-        self._begin = found or (0,) * self._own.dim()
+        self._block, offsets = own_block(tensor)
+        self._begin = offsets or (0,) * self._block.dim()
         self._filled: dict[tuple[int, ...], int] = {}
 
     def fill(self, piece: Piece, block: Tensor) -> None:
-        """Take what a block has of it."""
-        own, begin = self._own, self._begin
-        offsets = piece.offsets or (0,) * own.dim()
+        """Copy the intersection with another block."""
+        room, begin = self._block, self._begin
+        offsets = piece.offsets or (0,) * room.dim()
         first = [max(a, b) for a, b in zip(begin, offsets, strict=True)]
-        last = [min(a + n, b + m) for a, n, b, m in zip(begin, own.shape, offsets, block.shape, strict=True)]
+        last = [min(a + n, b + m) for a, n, b, m in zip(begin, room.shape, offsets, block.shape, strict=True)]
         if any(a >= b for a, b in zip(first, last, strict=True)):
             return
-        here = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, begin, strict=True))
-        there = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offsets, strict=True))
-        own[here].copy_(block[there])
-        self._filled[tuple(first)] = own[here].numel()
+        target = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, begin, strict=True))
+        source = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offsets, strict=True))
+        room[target].copy_(block[source])
+        self._filled[tuple(first)] = room[target].numel()
 
     def full(self) -> bool:
-        return sum(self._filled.values()) == self._own.numel()
+        return sum(self._filled.values()) == self._block.numel()

@@ -1,7 +1,8 @@
 """A process that keeps memory files open under torchrun until torchrun ends.
 
-torchrun ends all its processes when one dies, and starts them again. What they have copied to the files here is there
-then: the keeper only has them open. They are on no disk, and are gone with it, whatever ends it.
+torchrun ends all its processes when a process dies, and restarts them. The holder process keeps the memory files of
+their copies open, so that the new processes can read them. Nothing is written to disk; the files vanish with the
+holder, for any cause of its end.
 """
 
 from __future__ import annotations
@@ -18,26 +19,31 @@ import tempfile
 import time
 from pathlib import Path
 
-START_S = 20.0  # for Python to start
-_STARTED: list[subprocess.Popen[bytes]] = []  # else Python complains that nobody waits for them
+START_S = 20.0  # longest start of Python
+_STARTED: list[subprocess.Popen[bytes]] = []  # references, because Python warns about child processes without them
 
 
 def folder_of(number: int) -> Path:
-    """Return the folder of a run: the same for all processes that one torchrun starts on this machine.
+    """Return the folder of a run, equal for all processes of a torchrun on this machine.
 
     Args:
-        number: which run of the script it is.
+        number: index of the run in the script.
     """
     where = f"{socket.gethostname()}-{os.getuid()}-{os.getppid()}"  # machines may share a folder for temporary files
     return Path(tempfile.gettempdir()) / f"fabricx-{where}-{number}"
 
 
 def start(folder: Path, names: list[str]) -> bool:
-    """Let a process keep files of these names open in a folder, if none does; returns whether one does.
+    """Start a holder process, if there is none; it ends when this process's parent (torchrun) ends.
 
-    It ends when this process's parent does.
+    Args:
+        folder: for the links to the files.
+        names: of the files.
+
+    Returns:
+        whether a holder process is running.
     """
-    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):  # another system than Linux
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):  # not Linux
         return False
     if is_kept(folder, names):
         return True
@@ -45,7 +51,7 @@ def start(folder: Path, names: list[str]) -> bool:
         shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, "-I", __file__, str(os.getppid()), str(folder), *names]
     quiet = subprocess.DEVNULL
-    # In a session of its own: torchrun ends the groups of its processes.
+    # A new session, because torchrun ends the process groups of its processes.
     _STARTED.append(subprocess.Popen(command, cwd="/", stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True))
     deadline = time.monotonic() + START_S
     while not is_kept(folder, names):
@@ -56,18 +62,23 @@ def start(folder: Path, names: list[str]) -> bool:
 
 
 def is_kept(folder: Path, names: list[str]) -> bool:
-    """Return whether a keeper of this user's has these files, in a folder that no other user can have made."""
+    """Return whether a holder process of this user has these files open, in a folder that only this user can write to.
+
+    Args:
+        folder: of the links to the files.
+        names: of the files.
+    """
     with contextlib.suppress(OSError):
         if not _is_own(folder):
             return False
         kept = [os.readlink(os.readlink(folder / name)).startswith("/memfd:fabricx") for name in names]
-        return (folder / "keeper").exists() and all(kept)
+        return (folder / "holder").exists() and all(kept)
     return False
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether no other user can have made a folder, whose name can be guessed, or can write to it."""
-    from fabricx.distributed.authentication import check_private  # here, since the keeper itself runs without fabricx
+    """Return whether only this user owns and can write to a folder, because its name is predictable."""
+    from fabricx.distributed.authentication import check_private  # local import: the holder runs without fabricx
 
     with contextlib.suppress(OSError):
         check_private(folder)
@@ -76,33 +87,38 @@ def _is_own(folder: Path) -> bool:
 
 
 def end(folder: Path) -> None:
-    """Give the memory back; a folder of another user's names no process to be ended."""
+    """End the holder process, which frees the memory; ignores a folder of another user.
+
+    Args:
+        folder: of the links to the files.
+    """
     with contextlib.suppress(OSError, ValueError):
         if _is_own(folder):
-            os.kill(int((folder / "keeper").read_text()), signal.SIGTERM)
-    for one in _STARTED:
+            os.kill(int((folder / "holder").read_text()), signal.SIGTERM)
+    for process in _STARTED:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            one.wait(START_S)
+            process.wait(START_S)
     _STARTED.clear()
 
 
 def _keep(parent: int, folder: Path, names: list[str]) -> None:
-    """Have the files open until a process ends, or this one is told to."""
-    import fcntl  # here: not every system that imports this module has it
+    """Keep the files open until the process `parent` ends or this process receives SIGTERM."""
+    import fcntl  # local import: some systems that import this module do not have it
 
     watched = os.pidfd_open(parent)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    folder.mkdir(mode=0o700)  # never one that is there: its name can be guessed
-    lock = os.open(folder / "alive.new", os.O_RDWR | os.O_CREAT, 0o600)  # as fabricx.scratch: a later run may remove it
+    folder.mkdir(mode=0o700)  # fails for an existing folder, because its name is predictable
+    # As in fabricx.scratch: a later run removes the folder if this lock is free.
+    lock = os.open(folder / "alive.new", os.O_RDWR | os.O_CREAT, 0o600)
     os.write(lock, socket.gethostname().encode())
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.rename(folder / "alive.new", folder / "alive")
     try:
         for name in names:
             (folder / name).symlink_to(f"/proc/{os.getpid()}/fd/{os.memfd_create('fabricx')}")
-        passing = folder / "keeper.new"
+        passing = folder / "holder.new"
         passing.write_text(str(os.getpid()))
-        passing.rename(folder / "keeper")
+        passing.rename(folder / "holder")
         ended = select.poll()
         ended.register(watched, select.POLLIN)
         ended.poll()

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any, Final, final
 
 HEADER: Final = struct.Struct("<QQI")  # number of the record, counted from 1; bytes; checksum
-PLACES: Final = 8  # a rank may write three in a step, and may be one step behind another that has died
-ROOM: Final = 1 << 16  # bytes of a record at first
+PLACES: Final = 8  # records in the file: a rank may write 3 per step, and be a step behind a dead rank
+ROOM: Final = 1 << 16  # initial bytes of a record
 
 
 @final
 class Slot:
-    """Keeps a worker's newest records, each under a key; a record that is half written counts as none.
+    """Stores the newest records of a worker by key; an incomplete record is ignored.
 
     Args:
-        folder: of the run; gone when the supervisor has ended.
-        worker: whose.
+        folder: of the run; the supervisor deletes it at its end.
+        worker: number of the worker.
     """
 
     def __init__(self, folder: str, worker: int) -> None:
@@ -30,7 +30,12 @@ class Slot:
         self._number = 0
 
     def write(self, key: Any, record: Any) -> None:
-        """Keep a record in the place of the oldest."""
+        """Write a record over the oldest record.
+
+        Args:
+            key: of the record.
+            record: plain data and tensors.
+        """
         data = pickle.dumps((key, record), pickle.HIGHEST_PROTOCOL)
         if HEADER.size + len(data) > self._room:
             self._grow(2 * (HEADER.size + len(data)))
@@ -56,7 +61,12 @@ class Slot:
 
 
 def read(folder: str, worker: int) -> list[tuple[Any, Any]]:
-    """Return a worker's whole records with their keys, newest first; none where it has left none."""
+    """Return the complete records of a worker as (key, record), newest first.
+
+    Args:
+        folder: of the run.
+        worker: number of the worker.
+    """
     try:
         content = _path(folder, worker).read_bytes()
     except OSError:
@@ -65,14 +75,14 @@ def read(folder: str, worker: int) -> list[tuple[Any, Any]]:
 
 
 def _records(content: bytes) -> list[tuple[int, bytes]]:
-    """Return the whole records of a file with their numbers, newest first."""
-    found = []
+    """Return the complete records of a file with their numbers, newest first."""
+    records = []
     for begin in range(0, len(content), len(content) // PLACES):
         number, length, checksum = HEADER.unpack_from(content, begin)
         data = content[begin + HEADER.size : begin + HEADER.size + length]
         if length and zlib.crc32(data) == checksum:
-            found.append((number, data))
-    return sorted(found, reverse=True)
+            records.append((number, data))
+    return sorted(records, reverse=True)
 
 
 def _path(folder: str, worker: int) -> Path:

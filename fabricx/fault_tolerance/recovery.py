@@ -1,9 +1,9 @@
 """In-place recovery: surviving workers continue from the interrupted batch after a worker has died.
 
 Survivors and replacements form the next generation of the process group and continue from the most advanced member.
-Ranks are at most one collective apart, and a collective that is complete on any rank contains the contributions of all
-ranks, including dead ranks. Survivors keep their weights. A replacement receives the weights from another rank, and
-reads per-rank state (RNG, metric sums) from the shared-memory slot of the worker that it replaces.
+Ranks differ by at most a single collective, and a collective that is complete on any rank contains the contributions
+of all ranks, including dead ranks. Survivors keep their weights. A replacement receives the weights from a survivor,
+and reads per-rank state (RNG, metric sums) from the shared-memory slot of the worker that it replaces.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fabricx.checkpoint import tree
-from fabricx.checkpoint.rank_state import RankState, of_word
+from fabricx.checkpoint.rank_state import RankState, from_record
 from fabricx.consistency.shared_settings import share_settings
 from fabricx.core.state import Phase
 from fabricx.core.steps import wrap_steps
@@ -28,8 +28,8 @@ from fabricx.distributed.stop_consensus import Agreement
 from fabricx.distributed.world import World
 from fabricx.errors import ServerLost
 from fabricx.fault_tolerance import rank_record
-from fabricx.fault_tolerance.progress import NO_SUMS, progress, record_progress, standing, take_over, word_of
-from fabricx.fault_tolerance.rollback import go_back
+from fabricx.fault_tolerance.progress import NO_SUMS, progress, record_of, standing, take_over
+from fabricx.fault_tolerance.rollback import roll_back
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
 
 if TYPE_CHECKING:
@@ -50,10 +50,10 @@ class _MemberState:
     """State that a member contributes to the next generation.
 
     Attributes:
-        progress: see `standing.progress`; empty for a replacement.
+        progress: see `fault_tolerance.progress.progress`; empty for a replacement.
         records: per-rank state by progress, of this member or of the worker that it replaces.
         now: per-rank state at this moment; None for a replacement.
-        empty: (generation, records) of each place without a worker, with the generation since which it is empty.
+        empty: (generation, records) of each rank without a worker, with the generation since which it is vacant.
     """
 
     progress: tuple[Any, ...] = ()
@@ -62,7 +62,7 @@ class _MemberState:
     empty: list[tuple[int, Records]] = field(default_factory=list)
 
     def at(self, progress: tuple[Any, ...]) -> dict[str, Any] | None:
-        """Return the per-rank state to continue with at `progress`; None if there is none."""
+        """Return the per-rank state to continue with at `progress`; None without a matching record."""
         return _record_at(self.records, progress, self.now)
 
 
@@ -80,37 +80,47 @@ def _record_at(
     return max(earlier, key=lambda entry: entry[0])[1] if earlier else None
 
 
-def recover(t: Trainer, error: Exception) -> None:
-    """Continue in the next generation.
+def recover(trainer: Trainer, error: Exception) -> None:
+    """Continue in the next generation after an error that a dead worker has caused.
+
+    Args:
+        trainer: of this rank.
+        error: of this rank.
 
     Raises:
         Exception: `error`, if no worker has died, or if recovery in place is impossible.
     """
-    torn = t.torn and t.memory_checkpointer is None  # in-memory checkpoints restore the state before that update
-    if t.strategy.dealer is not None and t.strategy.dealer.holds_leases:
-        raise error  # of a batch of this rank: only the end of its process gives its leases to another
-    if not membership().changes or torn or t.world.newcomer:
+    ft = trainer.fault_tolerance
+    torn = ft.torn and ft.memory is None  # in-memory checkpoints restore the state before that update
+    if trainer.strategy.dealer is not None and trainer.strategy.dealer.holds_leases:
+        raise error  # an error in a batch of this rank: its leases are released only when its process ends
+    if not membership().changes or torn or trainer.world.newcomer:
         raise error
-    if any(callback.repeats_after(t, error) for callback in t.callbacks):
+    if any(callback.repeats_after(trainer, error) for callback in trainer.callbacks):
         traceback.clear_frames(error.__traceback__)  # frees the memory that the frames hold
-        membership().say("again", (t.world.generation, f"{type(error).__name__}; all begin the step again"))
-    if not _is_membership_change(t.world.generation, error, t.world.silent):
+        membership().send("again", (trainer.world.generation, f"{type(error).__name__}; all ranks repeat the step"))
+    if not _is_membership_change(trainer.world.generation, error, trainer.world.silent):
         raise error
-    _join_others(t, holds=True)
+    _join_others(trainer, holds=True)
 
 
-def take_part(t: Trainer) -> None:
-    """Start training: with all ranks at the beginning, or as a replacement in a running job."""
-    if t.world.newcomer:
-        membership().say("ready")
-        _join_others(t, holds=False)
+def take_part(trainer: Trainer) -> None:
+    """Start training: with all ranks at the beginning, or as a replacement in a running job.
+
+    Args:
+        trainer: of this rank.
+    """
+    if trainer.world.newcomer:
+        membership().send("ready")
+        _join_others(trainer, holds=False)
         return
-    if t.memory_checkpointer is not None:
-        t.memory_checkpointer.begin(t, range(t.world.size))
-    if t.strategy.dealer is not None:  # until the servers have the main rank's weights, it can't be replaced
-        t.world.barrier()
-    record_progress(t)
-    membership().say("inside")  # recovery in place is possible from this point
+    ft = trainer.fault_tolerance
+    if ft.memory is not None:
+        ft.memory.begin(trainer, range(trainer.world.size))
+    if trainer.strategy.dealer is not None:  # the main rank can't be replaced before the servers have its weights
+        trainer.world.barrier()
+    ft.record()
+    membership().send("inside")  # recovery in place is possible from this point
 
 
 def _is_membership_change(generation: int, error: Exception, silent: bool) -> bool:
@@ -121,126 +131,127 @@ def _is_membership_change(generation: int, error: Exception, silent: bool) -> bo
         error: any kind of error, if `silent`.
         silent: aborted collectives return arbitrary values without an error.
     """
-    own = membership()
+    group_member = membership()
     if not isinstance(error, (RuntimeError, OSError)) and not silent:
         return False
-    if own.becomes_outdated(generation, NOTICE_S):
+    if group_member.becomes_outdated(generation, NOTICE_S):
         return True
     if not isinstance(error, ServerLost) and not any(sign in str(error) for sign in SIGNS):
         return False
-    own.say("cut", generation)
-    return own.becomes_outdated(generation, ANSWER_S)
+    group_member.send("cut", generation)
+    return group_member.becomes_outdated(generation, ANSWER_S)
 
 
-def _join_others(t: Trainer, *, holds: bool) -> None:
-    """Join generations until all members of one have taken over the same state.
+def _join_others(trainer: Trainer, *, holds: bool) -> None:
+    """Join generations until all members of a generation have loaded the same state.
 
-    A worker may die while the members of a generation take over the state; some members have finished then and others
-    have not. A member starts to train only after all members have taken over. Until a member is known to train
-    (`Generation.settled`), every member contributes the same state again that it contributed first.
+    A worker may die while the members of a generation load the state, when only some members have finished. A member
+    starts to train only after all members have loaded the state. Until the supervisor has received that a member
+    trains (`Generation.settled`), every member contributes the same state again that it contributed first.
 
     Args:
-        t: the trainer.
+        trainer: of this rank.
         holds: this rank was a member before; False for a replacement.
     """
-    own = membership()
-    writer, given_up = _let_go(t) if holds else None, None
-    began, step = time.monotonic(), t.state.step
-    number, unchanged, taken_over = t.world.generation, holds, -1
-    point = (t.epoch_end or t.rank_state or RankState(t)) if holds and t.memory_checkpointer is None else None
-    member, state = (_MemberState() if point is None else _current_state(t, point)), None
+    group_member = membership()
+    writer, given_up = _let_go(trainer) if holds else None, None
+    began, step = time.monotonic(), trainer.state.step
+    number, unchanged, taken_over = trainer.world.generation, holds, -1
+    ft = trainer.fault_tolerance
+    point = (ft.epoch_end or ft.resume_point or RankState(trainer)) if holds and ft.memory is None else None
+    member, state = (_MemberState() if point is None else _current_state(trainer, point)), None
     while True:
-        generation = own.newer_than(number, NEWCOMER_S)
-        if t.memory_checkpointer is not None and unchanged and generation.whole:
-            t.memory_checkpointer.before_change(t)
+        generation = group_member.newer_than(number, NEWCOMER_S)
+        if ft.memory is not None and unchanged and generation.whole:
+            ft.memory.before_change(trainer)
         if 0 <= taken_over <= generation.settled:
-            member, state = _current_state(t, RankState(t)), None
+            member, state = _current_state(trainer, RankState(trainer)), None
         number, unchanged, taken_over = generation.number, False, -1
         try:
-            _join(t, generation)
+            _join(trainer, generation)
             if writer is not None:  # all members have abandoned the checkpoint that was being written
                 given_up = writer.given_up
                 writer.sweep()
                 writer = None
-            if t.memory_checkpointer is not None:
-                failures = go_back(t, came=not holds)
+            if ft.memory is not None:
+                failures = roll_back(trainer, came=not holds)
             else:
-                member, state = _agree(t, generation, member, point, state)
+                member, state = _agree(trainer, generation, member, point, state)
                 failures, point, taken_over = state["failures"], None, number
-            _go_on(t, generation)
-            if member.records and t.slot is not None:  # both records are needed until the generation is settled
-                t.slot.write(*member.records[0])
-            record_progress(t)  # before the others continue: a replacement of this rank starts from this record
-            member.records.append((progress(t), word_of(t, RankState(t))))
-            lost = t.world.gather_objects(given_up)
+            _connect(trainer, generation)
+            if member.records and ft.slot is not None:  # both records are needed until the generation is settled
+                ft.slot.write(*member.records[0])
+            ft.record()  # before the other ranks continue: a replacement of this rank starts from this record
+            member.records.append((progress(trainer), record_of(trainer, RankState(trainer))))
+            lost = trainer.world.gather_objects(given_up)
             break
         except Exception as error:
-            own.shut()
-            if not _is_membership_change(number, error, t.world.silent):
+            group_member.shut()
+            if not _is_membership_change(number, error, trainer.world.silent):
                 raise
-    own.say("step", (number, t.state.step))
-    _report(t, failures, step if holds else t.state.step, time.monotonic() - began)
-    _report_lost_checkpoint(t, lost)
+    group_member.send("step", (number, trainer.state.step))
+    _report(trainer, failures, step if holds else trainer.state.step, time.monotonic() - began)
+    _report_lost_checkpoint(trainer, lost)
 
 
-def _report(t: Trainer, before: int, reached: int, seconds: float) -> None:
-    """Report the failures since the `before` first ones, the repeated steps and the duration, in the log."""
-    what = "; ".join(t.failures[before:]) or "others have come"
-    workers = f"{t.world.size} workers go on" if t.world.size > 1 else "1 worker goes on"
-    again = reached - t.state.step
+def _report(trainer: Trainer, before: int, reached: int, seconds: float) -> None:
+    """Report failures after the first `before`, the repeated steps and the duration, in the log."""
+    what = "; ".join(trainer.failures[before:]) or "workers have joined"
+    workers = f"{trainer.world.size} workers go on" if trainer.world.size > 1 else "1 worker goes on"
+    again = reached - trainer.state.step
     lost = f", train {again} step{'s' if again > 1 else ''} again" if again > 0 else ""
-    text = f"{what}; {workers} from step {t.state.step}{lost}, after {seconds:.2f} s"
-    t.logger_dispatcher.event("recovery", text, t.state.step, steps_again=max(0, again), seconds=seconds)
-    t.print(text)
+    text = f"{what}; {workers} from step {trainer.state.step}{lost}, after {seconds:.2f} s"
+    trainer.logger_dispatcher.event("recovery", text, trainer.state.step, steps_again=max(0, again), seconds=seconds)
+    trainer.print(text)
 
 
-def _report_lost_checkpoint(t: Trainer, abandoned: list[Path | None]) -> None:
-    """Report the user's checkpoint that was abandoned because a worker died, if there is one."""
+def _report_lost_checkpoint(trainer: Trainer, abandoned: list[Path | None]) -> None:
+    """Report the user's checkpoint that was abandoned because a worker died, if any."""
     if path := next((path for path in abandoned if path is not None), None):
         text = (
             f"the checkpoint {path} was lost: it was being written when the workers changed, and is not there unless a "
             "hook saves it again"
         )
-        t.logger_dispatcher.event("checkpoint", text, t.state.step)
-        t.print(text)
+        trainer.logger_dispatcher.event("checkpoint", text, trainer.state.step)
+        trainer.print(text)
 
 
-def _let_go(t: Trainer) -> Writer | None:
+def _let_go(trainer: Trainer) -> Writer | None:
     """Abandon the interrupted batch; returns the writer of an abandoned checkpoint."""
     membership().shut()
-    if t.agreement is not None:
-        t.agreement.close()
-    writer, t.writer = t.writer, None
+    if trainer.agreement is not None:
+        trainer.agreement.close()
+    writer, trainer.writer = trainer.writer, None
     if writer is not None:
         writer.abandon()
-    if (dealer := t.strategy.dealer) is not None:  # other workers finish their section first
+    if (dealer := trainer.strategy.dealer) is not None:  # other workers finish their section first
         dealer.let_all_meet()
-    t.logbook = t.train_logbook
-    t.logbook.end_batch()
-    t.attach_log(t.logbook)
-    t.state.phase = Phase.TRAIN
+    trainer.logbook = trainer.train_logbook
+    trainer.logbook.end_batch()
+    trainer.attach_log(trainer.logbook)
+    trainer.state.phase = Phase.TRAIN
     return writer
 
 
-def _join(t: Trainer, generation: Generation) -> None:
+def _join(trainer: Trainer, generation: Generation) -> None:
     """Build the process group of a generation, with all members."""
-    own, world = membership(), t.world
-    if own.worker not in generation.workers:
-        own.leave()
-    rank, size = generation.workers.index(own.worker), len(generation.workers)
+    group_member, world = membership(), trainer.world
+    if group_member.worker not in generation.workers:
+        group_member.leave()
+    rank, size = generation.workers.index(group_member.worker), len(generation.workers)
     joined = replace(
         world, rank=rank, size=size, local_rank=rank, local_size=size, generation=generation.number,
         newcomer=False,
-    )  # fmt: skip  # all are on one machine
+    )  # fmt: skip  # all ranks are on the same machine
     _wait_for_all(joined, generation)
     joined.follow()
-    t.world = joined
-    if t.strategy.dealer is not None:
-        t.strategy.dealer.workers = generation.workers
-    t.strategy.world_changed(joined)
-    wrap_steps(t)
-    t.training_step = t.strategy.wrap_step(t.training_step)
-    world.forget_left()
+    trainer.world = joined
+    if trainer.strategy.dealer is not None:
+        trainer.strategy.dealer.workers = generation.workers
+    trainer.strategy.world_changed(joined)
+    wrap_steps(trainer)
+    trainer.training_step = trainer.strategy.wrap_step(trainer.training_step)
+    world.release_left_groups()
 
 
 def _wait_for_all(world: World, generation: Generation) -> None:
@@ -254,62 +265,63 @@ def _wait_for_all(world: World, generation: Generation) -> None:
         time.sleep(0.002)
 
 
-def _current_state(t: Trainer, point: RankState) -> _MemberState:
+def _current_state(trainer: Trainer, point: RankState) -> _MemberState:
     """Return the contribution of a rank that was a member before."""
-    now = word_of(t, RankState(t))
-    if t.epoch_end is not None:  # other ranks may have finished this epoch
+    now = record_of(trainer, RankState(trainer))
+    if trainer.fault_tolerance.epoch_end is not None:  # other ranks may have finished this epoch
         now |= NO_SUMS
-    return _MemberState(progress(t), [(progress(t), word_of(t, point))], now)
+    return _MemberState(progress(trainer), [(progress(trainer), record_of(trainer, point))], now)
 
 
 def _agree(
-    t: Trainer, generation: Generation, member: _MemberState, point: RankState | None,
+    trainer: Trainer, generation: Generation, member: _MemberState, point: RankState | None,
     before: dict[str, Any] | None,
 ) -> tuple[_MemberState, dict[str, Any]]:  # fmt: skip
-    """Bring all members to the state of the most advanced member. Nothing changes before all data is received.
+    """Load the state of the most advanced member on all members. Nothing changes before all data is received.
 
     Args:
-        t: the trainer.
+        trainer: of this rank.
         generation: the generation that agrees.
         member: contribution of this rank.
         point: start of the interrupted batch, if any.
-        before: state that this rank took over in an earlier generation that was not settled, if any.
+        before: state that this rank loaded in an earlier generation that was not settled, if any.
 
     Returns:
         the contribution and the state for the next attempt, in case this generation is not settled either.
     """
-    world, members = t.world, _gather(t, generation, member)
+    world, members = trainer.world, _gather(trainer, generation, member)
     furthest = max(other.progress for other in members)
     if not furthest:
-        raise RuntimeError("no member of the group knows how far the run is")
+        raise RuntimeError("no member of the process group has the state of the run; resume from a checkpoint on disk")
     holder = [other.progress for other in members].index(furthest)
-    state = world.broadcast_object((before or standing(t)) if world.rank == holder else None, holder)
+    state = world.broadcast_object((before or standing(trainer)) if world.rank == holder else None, holder)
     record = members[world.rank].at(furthest)
-    if t.strategy.dealer is None:
+    if trainer.strategy.dealer is None:
         behind = any(other.progress != furthest for other in members)
-        weights: Any = _broadcast_weights(t, point, holder) if behind else None
+        weights: Any = _broadcast_weights(trainer, point, holder) if behind else None
         records, whole = _records_of_all(members, furthest)
         rank = world.rank if whole else None
         if member.progress != furthest:
-            t.strategy.load_state_dict(weights, t.module, t.optimizers)
+            trainer.strategy.load_state_dict(weights, trainer.module, trainer.optimizers)
         elif point is not None and point.of_window:
-            point.put_back_buffers(t.module)
-    else:  # the servers have the weights, and each worker keeps its own sums
+            point.restore_buffers(trainer.module)
+    else:  # the servers have the weights, and each worker keeps its metric sums
         records = [] if record is None else [record]
         rank = 0 if records else None
-    take_over(t, {**state, "ranks": [of_word(one) for one in records]}, rank, came=not member.progress)
+    states = [from_record(per_rank) for per_rank in records]
+    take_over(trainer, {**state, "ranks": states}, rank, came=not member.progress)
     return _MemberState(furthest, [] if record is None else [(furthest, record)]), state
 
 
-def _gather(t: Trainer, generation: Generation, member: _MemberState) -> list[_MemberState]:
-    """Return the contributions of all members, by rank; a replacement contributes records of its predecessors."""
-    own = membership()
+def _gather(trainer: Trainer, generation: Generation, member: _MemberState) -> list[_MemberState]:
+    """Return the contributions of all members, by rank; a replacement contributes the records of its predecessors."""
+    folder, worker = membership().folder, membership().worker
     records, empty = member.records, []
     if not member.progress:
-        records = _read_slots(own.folder, generation.heirs.get(own.worker, ()))
-    if t.world.main_rank:
-        empty = [(since, _read_slots(own.folder, workers)) for since, workers in generation.gone]
-    return t.world.gather_objects(replace(member, records=records, empty=empty))
+        records = _read_slots(folder, generation.replacements.get(worker, ()))
+    if trainer.world.main_rank:
+        empty = [(since, _read_slots(folder, workers)) for since, workers in generation.departed]
+    return trainer.world.gather_objects(replace(member, records=records, empty=empty))
 
 
 def _read_slots(folder: str, workers: Iterable[int]) -> Records:
@@ -317,7 +329,7 @@ def _read_slots(folder: str, workers: Iterable[int]) -> Records:
 
 
 def _records_of_all(members: list[_MemberState], furthest: tuple[Any, ...]) -> tuple[list[dict[str, Any]], bool]:
-    """Return the per-rank states, and whether every rank has its own; otherwise the main rank takes all sums."""
+    """Return the per-rank states, and whether each belongs to a rank; otherwise the main rank receives all sums."""
     present = [member.at(furthest) for member in members]
     empty = [records for member in members for since, records in member.empty if since > furthest[-1]]
     absent = [_record_at(records, furthest) for records in empty]
@@ -325,44 +337,45 @@ def _records_of_all(members: list[_MemberState], furthest: tuple[Any, ...]) -> t
     return [record for record in (*present, *absent) if record is not None], whole
 
 
-def _broadcast_weights(t: Trainer, point: RankState | None, holder: int) -> Any:
+def _broadcast_weights(trainer: Trainer, point: RankState | None, holder: int) -> Any:
     """Return the weights and the optimizer states of rank `holder`, on all ranks."""
-    world = t.world
-    mine: tuple[Any, dict[str, Tensor]] = (None, {})
+    world = trainer.world
+    held: tuple[Any, dict[str, Tensor]] = (None, {})  # plain data and tensors of the holder
     if world.rank == holder:
-        state = t.strategy.state_dict(t.module, t.optimizers)
+        state = trainer.strategy.state_dict(trainer.module, trainer.optimizers)
         state["module"].update(point.buffers if point is not None else {})
-        mine = tree.split(state)
-    rest, kinds = world.broadcast_object((mine[0], {k: (v.shape, v.dtype) for k, v in mine[1].items()}), holder)
+        held = tree.split(state)
+    rest, kinds = world.broadcast_object((held[0], {k: (v.shape, v.dtype) for k, v in held[1].items()}), holder)
     tensors = {}
     for name, (shape, dtype) in kinds.items():
-        own = mine[1].get(name)
-        tensor = torch.empty(shape, dtype=dtype, device=world.device) if own is None else own.to(world.device)
+        source = held[1].get(name)
+        tensor = torch.empty(shape, dtype=dtype, device=world.device) if source is None else source.to(world.device)
         tensors[name] = world.broadcast(tensor, holder)
     return tree.join(rest, tensors)
 
 
-def _go_on(t: Trainer, generation: Generation) -> None:
+def _connect(trainer: Trainer, generation: Generation) -> None:
     """Connect all parts that communicate to the new process group."""
-    world = t.world
-    t.train_logbook.metrics.world_changed(world.gather_objects, world.size)
-    t.train_logbook.metrics.counts_shared = world.main_rank
+    world = trainer.world
+    trainer.train_logbook.metrics.world_changed(world.gather_objects, world.size)
+    trainer.train_logbook.metrics.counts_shared = world.main_rank
     reason = None
-    if t.agreement is not None:
-        reason = t.agreement.reason
-        t.agreement.close()
-    t.agreement = Agreement(world)
+    if trainer.agreement is not None:
+        reason = trainer.agreement.reason
+        trainer.agreement.close()
+    trainer.agreement = Agreement(world)
     if reason is not None:
-        t.agreement.request(reason)
-    share_settings(t)
-    t.failures = list(generation.failures)
-    t.rank_state = t.epoch_end = None
-    t.balance.changes.clear()
-    t.recorder.became(world.rank, world.size, generation.number)
-    t.recorder.begin()
-    if world.main_rank and not t.logger_dispatcher and t.writes:
-        t.logger_dispatcher = LoggerDispatcher(t.loggers, t.run_dir, t.recorder)
-        t.logger_dispatcher.rewind(t.state.step)
-    if t.memory_checkpointer is not None:
-        t.logger_dispatcher.rewind(t.state.step)
-        t.memory_checkpointer.begin(t, generation.workers)
+        trainer.agreement.request(reason)
+    share_settings(trainer)
+    trainer.failures = list(generation.failures)
+    ft = trainer.fault_tolerance
+    ft.resume_point = ft.epoch_end = None
+    trainer.balance.changes.clear()
+    trainer.recorder.became(world.rank, world.size, generation.number)
+    trainer.recorder.begin()
+    if world.main_rank and not trainer.logger_dispatcher and trainer.writes:
+        trainer.logger_dispatcher = LoggerDispatcher(trainer.loggers, trainer.run_dir, trainer.recorder)
+        trainer.logger_dispatcher.rewind(trainer.state.step)
+    if ft.memory is not None:
+        trainer.logger_dispatcher.rewind(trainer.state.step)
+        ft.memory.begin(trainer, generation.workers)

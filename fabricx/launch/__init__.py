@@ -1,1 +1,1 @@
-"""Process start-up: own workers, or a rank that torchrun or SLURM started."""
+"""Process start-up: start and supervise workers, or join a launch by torchrun or SLURM."""

@@ -1,4 +1,4 @@
-"""Detects torchrun and SLURM, and reads a process's rank and world size from them."""
+"""Detect torchrun and SLURM, and read rank and world size from their environment variables."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
 
 def detect(environ: Mapping[str, str] | None = None) -> World | None:
-    """Return this process's place, without a store; None if nobody but a person has started it.
+    """Return the world of this process, without a store; None if neither torchrun nor SLURM started it.
 
-    >>> found = detect({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"})
-    >>> found.rank, found.size, found.local_size
+    Args:
+        environ: environment variables; None: `os.environ`.
+
+    >>> world = detect({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"})
+    >>> world.rank, world.size, world.local_size
     (1, 4, 2)
     """
     env = os.environ if environ is None else environ
@@ -29,7 +32,7 @@ def detect(environ: Mapping[str, str] | None = None) -> World | None:
             local_size=int(env.get("LOCAL_WORLD_SIZE", size)),
             node_rank=int(env.get("GROUP_RANK", 0)),
         )
-    # An interactive shell of SLURM has these too, with a step of its own for the shell: only srun's steps are ranks.
+    # SLURM also sets these variables in an interactive shell, a separate job step: only steps of srun are ranks.
     if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1 and env.get("SLURM_JOB_NAME") != "interactive":
         size = int(env["SLURM_NTASKS"])
         nodes = int(env.get("SLURM_NNODES", env.get("SLURM_JOB_NUM_NODES", "1")))
@@ -44,7 +47,10 @@ def detect(environ: Mapping[str, str] | None = None) -> World | None:
 
 
 def launch(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return torchrun's name for this launch, which is the same when it starts all again; None without torchrun.
+    """Return torchrun's id of this launch, which stays the same after restarts; None without torchrun.
+
+    Args:
+        environ: environment variables; None: `os.environ`.
 
     >>> launch({"TORCHELASTIC_RUN_ID": "a1b2"})
     'a1b2'
@@ -52,17 +58,23 @@ def launch(environ: Mapping[str, str] | None = None) -> str | None:
     return (os.environ if environ is None else environ).get("TORCHELASTIC_RUN_ID")
 
 
-def starts_again(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether torchrun would start all processes again, should one die.
+def has_restarts(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether torchrun restarts all processes after the death of a process.
 
-    >>> starts_again({"TORCHELASTIC_MAX_RESTARTS": "0"})
+    Args:
+        environ: environment variables; None: `os.environ`.
+
+    >>> has_restarts({"TORCHELASTIC_MAX_RESTARTS": "0"})
     False
     """
     return int((os.environ if environ is None else environ).get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
 def address(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return host and port of the store: torchrun names both; under SLURM they follow from the job.
+    """Return host and port of the launcher's store: set by torchrun, derived from the job under SLURM.
+
+    Args:
+        environ: environment variables.
 
     >>> address({"SLURM_JOB_NODELIST": "gpu[07-09,12]", "SLURM_JOB_ID": "123456"})
     ('gpu07', 18456)
@@ -71,12 +83,15 @@ def address(environ: Mapping[str, str]) -> tuple[str, int]:
         return environ["MASTER_ADDR"], int(environ.get("MASTER_PORT", "29500"))
     nodes = environ.get("SLURM_JOB_NODELIST", environ.get("SLURM_NODELIST", "127.0.0.1"))
     first = re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes.split(",")[0] + ("]" if "[" in nodes.split(",")[0] else ""))
-    # All ranks have to come to the same port without talking to each other: the job's number decides.
+    # All ranks must derive the same port without communication: it depends on the id of the job.
     return first.rstrip("]"), 15000 + int(environ.get("SLURM_JOB_ID", "0")[-4:])
 
 
 def on_one_machine(env: Mapping[str, str]) -> bool:
-    """Return whether the launcher has started all processes on this machine; False if it doesn't say so.
+    """Return whether the launcher started all processes on this machine; False if unknown.
+
+    Args:
+        env: environment variables.
 
     >>> on_one_machine({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu07"})
     True

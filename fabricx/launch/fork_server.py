@@ -5,34 +5,38 @@ A fork server imports this module when it starts (`multiprocessing.set_forkserve
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import signal
 import socket
 import sys
 import threading
-from multiprocessing import connection, forkserver, get_context
+from collections.abc import Iterator
+from multiprocessing import connection, forkserver, get_context, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 from fabricx.launch import signals
 
-AUTHENTICATED: Final = (3, 14)  # from this version of Python on, fork servers ask for a key: another protocol
+WAKE_S: Final = 0.5  # seconds between two SIGCONT signals
+AUTHENTICATED: Final = (3, 14)  # from this version of Python on, the protocol of fork servers requires a key
 
 
 def fork_for_children() -> None:
-    """Let the fork server of this process be a fork of the one that this process was started from.
+    """Create this process's fork server by forking the fork server that this process was forked from.
 
-    multiprocessing would start a new interpreter, and each process that loads data would import there what the
-    supervisor's fork server has imported already: seconds until the first batch. The new server is in this process's
-    group, so that it ends with it. Without a fork server, or from Python 3.14 on, nothing changes.
+    multiprocessing would start a new interpreter instead, and data loader processes would import again all modules
+    that the supervisor's fork server has loaded: seconds until the first batch. The new server joins this process's
+    group, so that both are killed together. Without a fork server, or from Python 3.14 on, nothing changes.
     """
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     if server.get_inherited_fds() is not None and sys.version_info < AUTHENTICATED:
-        server.ensure_running = _Forked(server).ensure_running
+        server.ensure_running = _ForkedServer(server).ensure_running
 
 
-class _Forked:
-    """The fork server of a process whose own is a fork of the one that started it."""
+class _ForkedServer:
+    """Fork server of a worker, forked from the supervisor's fork server."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
@@ -42,7 +46,7 @@ class _Forked:
         self._process: BaseProcess | None = None
 
     def ensure_running(self) -> None:
-        """Start the server unless it runs: the method of this name of multiprocessing's `ForkServer`."""
+        """Start the server unless it runs; replaces the method of the same name of multiprocessing's `ForkServer`."""
         with self._lock:
             if self._starting or (self._process is not None and self._process.is_alive()):
                 return
@@ -58,7 +62,7 @@ class _Forked:
             os.close(server._forkserver_alive_fd)
             self._process = None
         server._forkserver_address, server._forkserver_alive_fd = self._origin
-        alive_here, alive_there = socket.socketpair()  # the server ends when no process has this end any more
+        alive_here, alive_there = socket.socketpair()  # the server ends when all copies of this end are closed
         with socket.socket(socket.AF_UNIX) as listener, alive_there:
             address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
             listener.bind(address)
@@ -78,7 +82,7 @@ def _cores() -> set[int] | None:
 def _serve(
     listener: socket.socket, alive: socket.socket, group: int, environment: dict[str, str], cores: set[int] | None
 ) -> None:
-    """Be a fork server with what a new interpreter would have from the process that starts it."""
+    """Run a fork server with the process group, environment and processor affinity of the process that starts it."""
     os.setpgid(0, group)
     os.environ.clear()
     os.environ.update(environment)
@@ -88,16 +92,43 @@ def _serve(
     forkserver.main(listener.detach(), alive.detach(), [])
 
 
-def prepare() -> None:
-    """Make this process fit to fork, once all is imported.
+@contextlib.contextmanager
+def keep_running() -> Iterator[None]:
+    """Continue this process's fork server and resource tracker whenever they are stopped, by periodic SIGCONT signals.
 
-    A scheduler that ends a job signals each of its processes. A fork server that ended with them would take along what
-    becomes of the workers; it ends with the process that started it. Its forks are ended by the signals as ever.
+    The fork server starts processes and reports their ends; while it is stopped, callers wait for both without end. So
+    do callers of a stopped tracker once its pipe is full. Running processes ignore SIGCONT.
+    """
+    closed = threading.Event()
+
+    def wake() -> None:
+        while not closed.wait(WAKE_S):
+            server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+            tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+            for number in (server._forkserver_pid, tracker._pid):
+                if number is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(number, signal.SIGCONT)
+
+    thread = threading.Thread(target=wake, name="fabricx-fork-server", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        closed.set()
+        thread.join()
+
+
+def prepare() -> None:
+    """Prepare this fork server for forking, after all imports.
+
+    A scheduler that ends a job signals every process. The fork server ignores these signals, because the exit statuses
+    of the workers would be lost with it; it ends with the process that started it. Its forks handle the signals.
     """
     signals.ignore()
-    os.register_at_fork(after_in_child=signals.hear)
+    os.register_at_fork(after_in_child=signals.restore)
     gc.collect()
-    gc.freeze()  # the collector of a fork would touch, and so copy, every page
+    gc.freeze()  # garbage collection in a fork would write to, and thus copy, every page
 
 
 if "multiprocessing.forkserver" in " ".join(sys.orig_argv):

@@ -1,8 +1,8 @@
-"""The store and the key of a launch by torchrun or SLURM.
+"""Store and key of a launch by torchrun or SLURM.
 
-The launcher's store admits everybody who reaches its port. So it is used once: the first rank writes there where the
-store of this launch is (`store_host.py`), which admits processes with the launch's key only. Nothing that happens in
-the launcher's store after that has any effect on the run.
+The launcher's store admits any process that can reach its port. Therefore it is used only once: the first rank writes
+the address of the launch's private store (`store_host.py`), which admits only processes with the launch's key. Later
+changes of the launcher's store do not affect the run.
 """
 
 from __future__ import annotations
@@ -33,33 +33,34 @@ from fabricx.launch.cluster import address, detect, launch, on_one_machine
 from fabricx.launch.store_host import COMPLETE, KEY
 from fabricx.redaction import printable
 
-RESTARTS: Final = "restarts"  # how often torchrun has started all processes again, in the launch's store
-PLACE: Final = "fabricx/place"  # where the launch's store is, in the launcher's
-ATTEMPTS: Final = "fabricx/attempts"  # how often processes were started, and by which agents, in the launcher's
-LIMIT_S: Final = 300.0  # how long ranks wait for each other
-LOOK_S: Final = 0.05
-SHORTEST: Final = 32  # characters of a user's key
-_CONNECTED: Final[dict[tuple[str, ...], World]] = {}  # this process's launch, which it joins once
+RESTARTS: Final = "restarts"  # key in the launch's store: restarts of all processes by torchrun
+PLACE: Final = "fabricx/place"  # key in the launcher's store: address of the launch's store
+ATTEMPTS: Final = "fabricx/attempts"  # key in the launcher's store: number of attempts, and agents of the last
+LIMIT_S: Final = 300.0  # time limit for all ranks to join
+LOOK_S: Final = 0.05  # seconds between two reads of a store
+MIN_KEY_LENGTH: Final = 32  # fewest characters of a user's key
+_CONNECTED: Final[dict[tuple[str, ...], World]] = {}  # worlds of launches that this process joined, by identity
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the processes of a launch know of it before they meet.
+    """Properties of a launch that each process reads from its environment.
 
     Attributes:
-        rank, size: among all processes, servers included.
+        rank: number of this process among all processes, including servers.
+        size: number of processes, including servers.
         alone: all processes are on this machine.
-        given: the user's key; b"" if there is none.
-        names: what tells this launch from others; signed with each value.
+        user_key: the user's key; b"" without a key.
+        names: values that identify this launch; included in every signature.
         host: name of the first rank's machine.
-        restarts: how often torchrun says that it has started this process again.
-        counted: whether the launcher's store outlives the processes, so that it can count attempts.
+        restarts: restarts of this process as counted by torchrun.
+        counted: the launcher's store survives the processes, so that attempts can be counted in it.
     """
 
     rank: int
     size: int
     alone: bool
-    given: bytes
+    user_key: bytes
     names: tuple[str, ...]
     host: str
     restarts: int = 0
@@ -67,55 +68,66 @@ class Launch:
 
 
 def connect(world: World, environ: Mapping[str, str] | None = None) -> World:
-    """Return the world with the store that its ranks share, and with the run's key; all processes call it.
+    """Join the launch. Collective: every process of the launch calls it.
+
+    Args:
+        world: the world of this process, without a store.
+        environ: environment variables; None: `os.environ`.
+
+    Returns:
+        the world with the shared store and the key of the run.
 
     Raises:
-        ValueError: the user's key can't be used.
-        AuthenticationError: processes of the launch have different keys, or another program has written to the
-            launcher's store.
-        RuntimeError: not all processes came within five minutes.
+        ValueError: the user's key is invalid.
+        AuthenticationError: processes of the launch have different keys, or a foreign program wrote to the launcher's
+            store.
+        RuntimeError: not all processes joined within five minutes.
     """
     env = os.environ if environ is None else environ
-    place, alone = detect(env), on_one_machine(env)
-    assert place is not None
+    detected, alone = detect(env), on_one_machine(env)
+    assert detected is not None
     if alone:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no other machine has to reach this process
-    agent_has_it = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # other machines do not need to reach this process
+    agent_hosts_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = address(env)
     variables = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEPID")
-    names = (host, str(port), str(place.size), launch(env) or "", *(env.get(name, "") for name in variables))
-    given, restarts = user_key(env), int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    own = Launch(place.rank, place.size, alone, given or b"", names, host, restarts, agent_has_it)
-    identity = (*names, str(place.rank), str(restarts))
+    names = (host, str(port), str(detected.size), launch(env) or "", *(env.get(name, "") for name in variables))
+    key, restarts = user_key(env), int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    info = Launch(detected.rank, detected.size, alone, key or b"", names, host, restarts, agent_hosts_store)
+    identity = (*names, str(detected.rank), str(restarts))
     if identity not in _CONNECTED:
-        if not (own.given or alone) and place.rank == 0:
+        if not (info.user_key or alone) and detected.rank == 0:
             print(
-                "no FABRICX_KEY_FILE is set: any program that reaches the ports of this run can pose as one of its "
-                "processes and change its numbers. So processes exchange plain data only; see docs/security.md",
+                "no FABRICX_KEY_FILE is set: any program that reaches the ports of this run can impersonate its "
+                "processes and change its numbers. Processes therefore exchange plain data only; see docs/security.md",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
-        launchers = _launchers_store(env, host=place.rank == 0 and not agent_has_it, alone=alone)
-        store, secret = meet(launchers, own)
+        launcher_store = _open_launcher_store(env, host=detected.rank == 0 and not agent_hosts_store, alone=alone)
+        store, secret = meet(launcher_store, info)
         _CONNECTED[identity] = replace(world, store=store, secret=secret)
     joined = _CONNECTED[identity]
     return replace(world, store=joined.store, secret=joined.secret)
 
 
 def restarts(world: World) -> int:
-    """Return how often torchrun has started all processes again."""
+    """Return how often torchrun restarted all processes.
+
+    Args:
+        world: the world, as returned by `connect`.
+    """
     assert world.store is not None
     return int(world.store.get(RESTARTS))
 
 
-def _launchers_store(env: Mapping[str, str], *, host: bool, alone: bool) -> TCPStore:
-    """Return a connection to torchrun's store; without torchrun the first rank hosts it, if `host`.
+def _open_launcher_store(env: Mapping[str, str], *, host: bool, alone: bool) -> TCPStore:
+    """Return a connection to torchrun's store; without torchrun, the first rank (`host`) creates the store.
 
-    Where all processes are on this machine, only they can connect: the socket is bound to the loopback interface.
+    If all processes are on this machine, the socket is bound to the loopback interface, so that only they can connect.
     """
     name, port = address(env)
-    agent_has_it = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    agent_hosts_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=LIMIT_S)}
-    if not alone or agent_has_it:
+    if not alone or agent_hosts_store:
         return TCPStore(name, port, is_master=host, **options)
     if not host:
         return TCPStore("127.0.0.1", port, is_master=False, **options)
@@ -126,144 +138,148 @@ def _launchers_store(env: Mapping[str, str], *, host: bool, alone: bool) -> TCPS
         return TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=os.dup(listener.fileno()), **options)
 
 
-# -- meeting ------------------------------------------------------------------------------------------------------
+# -- joining ------------------------------------------------------------------------------------------------------
 
 
-def meet(launchers: Store, own: Launch) -> tuple[PrivateStore, bytes]:
-    """Return the store of this launch and the key of this attempt, once all ranks have come.
+def meet(launcher_store: Store, info: Launch) -> tuple[PrivateStore, bytes]:
+    """Wait for all ranks, and return the store of this launch and the key of this attempt.
 
-    The key is derived from the user's key, or on one machine from a key that the first rank leaves in a private file,
-    and from random bytes of this attempt: what was recorded of an earlier attempt or run is worth nothing.
+    The key is derived from the user's key (on a single machine: from a key that the first rank writes to a private
+    file) and from random bytes of this attempt, so that messages recorded from an earlier attempt or run are useless.
 
     Args:
-        launchers: the launcher's store.
-        own: the launch.
+        launcher_store: the launcher's store.
+        info: the launch.
 
     Returns:
-        the store, and the key; b"" if the processes are on several machines and the user gave none.
+        the store, and the key; b"" if the processes are on several machines without a user's key.
 
     Raises:
-        AuthenticationError: a rank has another key, or what the launcher's store has is another program's.
-        RuntimeError: not all ranks came within five minutes.
+        AuthenticationError: a rank has a different key, or a foreign program wrote to the launcher's store.
+        RuntimeError: not all ranks joined within five minutes.
     """
-    return _lead(launchers, own) if own.rank == 0 else _follow(launchers, own)
+    return _lead(launcher_store, info) if info.rank == 0 else _follow(launcher_store, info)
 
 
-def _derived(own: Launch, key: bytes, token: bytes) -> tuple[bytes, bytes]:
-    """Return the key of the store's connections and that of the run."""
-    names = own.names
+def _derived(info: Launch, key: bytes, token: bytes) -> tuple[bytes, bytes]:
+    """Return the key for connections to the store, and the key of the run."""
+    names = info.names
     return tag(key, ["store", *names], token), tag(key, ["run", *names], token) if key else b""
 
 
-def _lead(launchers: Store, own: Launch) -> tuple[PrivateStore, bytes]:
-    """Start the launch's store, and wait there for all ranks."""
-    token, key = secrets.token_bytes(), authentication.new_key() if own.alone else own.given
-    admits, secret = _derived(own, key, token)
-    folder, port = store_host.start(admits, key if own.alone else None)
-    store = PrivateStore(os.path.join(folder, SOCKET) if own.alone else ("localhost", port), admits)
-    place = json.dumps([token.hex(), folder, own.host, port])
-    value = sign(own.given, [PLACE, *own.names], place.encode()).hex()
-    launchers.set(PLACE, value)
-    _say_here(store, own)
-    _await_all(store, launchers, own, value)
-    if own.alone:
-        os.unlink(Path(folder, KEY))  # everybody has read it
-    store.set(RESTARTS, str(_count_restarts(store, launchers, own)))
+def _lead(launcher_store: Store, info: Launch) -> tuple[PrivateStore, bytes]:
+    """Start the launch's store and wait for all ranks; called by the first rank."""
+    token, key = secrets.token_bytes(), authentication.new_key() if info.alone else info.user_key
+    admits, secret = _derived(info, key, token)
+    folder, port = store_host.start(admits, key if info.alone else None)
+    store = PrivateStore(os.path.join(folder, SOCKET) if info.alone else ("localhost", port), admits)
+    location = json.dumps([token.hex(), folder, info.host, port])
+    value = sign(info.user_key, [PLACE, *info.names], location.encode()).hex()
+    launcher_store.set(PLACE, value)
+    _register(store, info)
+    _await_all(store, launcher_store, info, value)
+    if info.alone:
+        os.unlink(Path(folder, KEY))  # all ranks have read it
+    store.set(RESTARTS, str(_count_restarts(store, launcher_store, info)))
     store.set(COMPLETE, "")
     return store, secret
 
 
-def _await_all(store: PrivateStore, launchers: Store, own: Launch, value: str) -> None:
+def _await_all(store: PrivateStore, launcher_store: Store, info: Launch, value: str) -> None:
     deadline = time.monotonic() + LIMIT_S
-    while not store.check([f"here/{rank}" for rank in range(own.size)]):
-        if launchers.compare_set(PLACE, "", value) != value.encode():  # written again if it was deleted
+    while not store.check([f"here/{rank}" for rank in range(info.size)]):
+        if launcher_store.compare_set(PLACE, "", value) != value.encode():  # restored if it was deleted
             raise AuthenticationError(
-                f"another program has written to {PLACE!r} in the launcher's store, where the ranks of this launch "
-                "find each other, or a second launch has the same address and port"
+                f"another program has written to {PLACE!r} in the launcher's store, which has the address of this "
+                "launch's store, or a second launch has the same address and port; start each launch with its own port"
             )
         if time.monotonic() > deadline:
-            missing = [rank for rank in range(own.size) if not store.check([f"here/{rank}"])]
-            raise RuntimeError(f"ranks {missing} of this launch have not come within {LIMIT_S:.0f} s")
+            missing = [rank for rank in range(info.size) if not store.check([f"here/{rank}"])]
+            raise RuntimeError(
+                f"ranks {missing} of this launch did not join within {LIMIT_S:.0f} s; check that their processes run "
+                "and reach the first rank's machine"
+            )
         time.sleep(LOOK_S)
 
 
-def _follow(launchers: Store, own: Launch) -> tuple[PrivateStore, bytes]:
-    """Find the launch's store: what the launcher's says of it may be of an attempt that is over."""
+def _follow(launcher_store: Store, info: Launch) -> tuple[PrivateStore, bytes]:
+    """Find and join the launch's store; addresses of earlier attempts are skipped."""
     deadline, last, error = time.monotonic() + LIMIT_S, "", "nothing was written there"
-    launchers.wait([PLACE], timedelta(seconds=LIMIT_S))
+    launcher_store.wait([PLACE], timedelta(seconds=LIMIT_S))
     while time.monotonic() < deadline:
-        if (value := launchers.get(PLACE).decode("latin-1")) == last:
+        if (value := launcher_store.get(PLACE).decode("latin-1")) == last:
             time.sleep(LOOK_S)
             continue
-        token, folder, host, port = _place(value, own)
+        token, folder, host, port = _parse_place(value, info)
         try:
-            store, secret = _entered(own, bytes.fromhex(token), folder, (host, port))
-            if _say_here(store, own):
+            store, secret = _connect_store(info, bytes.fromhex(token), folder, (host, port))
+            if _register(store, info):
                 store.wait([COMPLETE], timedelta(seconds=LIMIT_S))
                 return store, secret
-            last, error = value, "another process has this rank there"
-        except (OSError, RuntimeError, AuthenticationError) as reason:  # of an attempt that is over
-            error = printable(f"{type(reason).__name__}: {reason}")  # it may have words of another program
+            last, error = value, "a different process has joined that store with this rank"
+        except (OSError, RuntimeError, AuthenticationError) as reason:  # the store of an earlier attempt
+            error = printable(f"{type(reason).__name__}: {reason}")  # may contain text of a foreign program
             time.sleep(LOOK_S)
     raise RuntimeError(
-        f"rank {own.rank} could not enter the store of this launch within {LIMIT_S:.0f} s: the first rank was not "
-        f"started again, or another program has written to {PLACE!r} in the launcher's store ({error})"
+        f"rank {info.rank} could not join the store of this launch within {LIMIT_S:.0f} s: the first rank was not "
+        f"restarted, or another program has written to {PLACE!r} in the launcher's store ({error})"
     )
 
 
-def _place(value: str, own: Launch) -> tuple[str, str, str, int]:
-    """Return random bytes, folder, host and port that the first rank has written."""
+def _parse_place(value: str, info: Launch) -> tuple[str, str, str, int]:
+    """Return token, folder, host and port that the first rank wrote."""
     try:
-        found = json.loads(verify(own.given, [PLACE, *own.names], bytes.fromhex(value)))
-        token, folder, host, port = found
+        token, folder, host, port = json.loads(verify(info.user_key, [PLACE, *info.names], bytes.fromhex(value)))
         return token, folder, host, port
     except (ValueError, TypeError) as error:
         raise AuthenticationError(
-            f"{PLACE!r} in the launcher's store is not what the first rank writes there: another program has written "
-            f"to that store ({printable(str(error))})"
+            f"{PLACE!r} in the launcher's store is invalid: another program has written to that store "
+            f"({printable(str(error))})"
         ) from None
 
 
-def _entered(own: Launch, token: bytes, folder: str, host: tuple[str, int]) -> tuple[PrivateStore, bytes]:
-    key = own.given
-    if own.alone:
+def _connect_store(info: Launch, token: bytes, folder: str, host: tuple[str, int]) -> tuple[PrivateStore, bytes]:
+    key = info.user_key
+    if info.alone:
         authentication.check_private(folder)
         key = authentication.read_private(Path(folder) / KEY)
-    admits, secret = _derived(own, key, token)
-    return PrivateStore(os.path.join(folder, SOCKET) if own.alone else host, admits), secret
+    admits, secret = _derived(info, key, token)
+    return PrivateStore(os.path.join(folder, SOCKET) if info.alone else host, admits), secret
 
 
-def _say_here(store: PrivateStore, own: Launch) -> bool:
-    """Take this rank's place in the store; returns whether it was free."""
+def _register(store: PrivateStore, info: Launch) -> bool:
+    """Register this rank in the store; return whether the rank was not registered before."""
     name = secrets.token_hex(8).encode()
-    store.set(f"member/{own.rank}/{name.decode()}", json.dumps([own.restarts, _agent()]))
-    return store.compare_set(f"here/{own.rank}", b"", name) == name
+    store.set(f"member/{info.rank}/{name.decode()}", json.dumps([info.restarts, _agent()]))
+    return store.compare_set(f"here/{info.rank}", b"", name) == name
 
 
-def _count_restarts(store: PrivateStore, launchers: Store, own: Launch) -> int:
-    """Return how often torchrun has started all processes again.
+def _count_restarts(store: PrivateStore, launcher_store: Store, info: Launch) -> int:
+    """Return how often torchrun restarted all processes.
 
-    torchrun's own count differs between machines: one that starts its processes again because those of another have
-    died doesn't count that, nor does a machine that came later. So it is counted in the launcher's store as well. That
-    counts if an agent of the attempt before has started processes of this one: an earlier launch's record has none.
-    Without a key of the user's, on one machine, torchrun's own count has to do.
+    torchrun's count differs between machines: a machine does not count restarts caused by the death of processes of a
+    different machine, nor restarts before it joined. Therefore attempts are also counted in the launcher's store. That
+    count is valid if an agent of the previous attempt also started processes of this attempt, which is not so for the
+    record of an earlier launch. On a single machine without a user's key, only torchrun's count is used.
     """
-    names = [store.get(f"here/{rank}").decode() for rank in range(own.size)]
+    names = [store.get(f"here/{rank}").decode() for rank in range(info.size)]
     members: list[tuple[int, str]] = [json.loads(store.get(f"member/{rank}/{name}")) for rank, name in enumerate(names)]
     count, agents = max(times for times, _ in members), [agent for _, agent in members]
-    if not own.counted or (own.alone and not own.given):
+    if not info.counted or (info.alone and not info.user_key):
         return count
-    context = [ATTEMPTS, *own.names]
-    with contextlib.suppress(ValueError, TypeError, AuthenticationError):  # of another program's: it doesn't count
-        if launchers.check([ATTEMPTS]):
-            attempts, before = json.loads(verify(own.given, context, bytes.fromhex(launchers.get(ATTEMPTS).decode())))
+    context = [ATTEMPTS, *info.names]
+    with contextlib.suppress(ValueError, TypeError, AuthenticationError):  # ignore a value that a foreign program wrote
+        if launcher_store.check([ATTEMPTS]):
+            attempts, before = json.loads(
+                verify(info.user_key, context, bytes.fromhex(launcher_store.get(ATTEMPTS).decode()))
+            )
             count = max(count, int(attempts)) if set(before) & set(agents) else count
-    launchers.set(ATTEMPTS, sign(own.given, context, json.dumps([count + 1, agents]).encode()).hex())
+    launcher_store.set(ATTEMPTS, sign(info.user_key, context, json.dumps([count + 1, agents]).encode()).hex())
     return count
 
 
 def _agent() -> str:
-    """Return what tells the process that has started this one from all others, also of other machines."""
+    """Return a unique identification of the parent process: host, process id and start time."""
     with contextlib.suppress(OSError, IndexError):
         since = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
         return f"{socket.gethostname()} {os.getppid()} {since}"
@@ -274,12 +290,19 @@ def _agent() -> str:
 
 
 def user_key(env: Mapping[str, str]) -> bytes | None:
-    """Return the key that the user has given to all processes of a launch; None if there is none.
+    """Return the user's key for all processes of a launch; None without a key.
 
-    `FABRICX_KEY` is the key's text, `FABRICX_KEY_FILE` the path of a file with it, which only its owner may read.
+    `FABRICX_KEY` is the text of the key, `FABRICX_KEY_FILE` the path of a file with the text, readable only by its
+    owner.
+
+    Args:
+        env: environment variables.
+
+    Returns:
+        SHA-256 hash of the text, 32 bytes.
 
     Raises:
-        ValueError: it is shorter than 32 characters, or its file can't be read or is open to others.
+        ValueError: the key has fewer than 32 characters, or its file cannot be read or is accessible to other users.
     """
     text, path = env.get("FABRICX_KEY", ""), env.get("FABRICX_KEY_FILE", "")
     if path and not text:
@@ -289,11 +312,12 @@ def user_key(env: Mapping[str, str]) -> bytes | None:
         except OSError as error:
             raise ValueError(f"FABRICX_KEY_FILE={path} can't be read: {error}") from None
         if status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
-            raise ValueError(f"FABRICX_KEY_FILE={path} is open to other users: chmod 600 {path}")
+            raise ValueError(f"FABRICX_KEY_FILE={path} is accessible to other users; run: chmod 600 {path}")
     if not (text or path):
         return None
-    if len(text.strip()) < SHORTEST:
+    if len(text.strip()) < MIN_KEY_LENGTH:
         raise ValueError(
-            f"the key of FABRICX_KEY or FABRICX_KEY_FILE needs {SHORTEST} characters: openssl rand -hex 32"
+            f"the key of FABRICX_KEY or FABRICX_KEY_FILE needs at least {MIN_KEY_LENGTH} characters; create one with: "
+            "openssl rand -hex 32"
         )
     return hashlib.sha256(text.strip().encode()).digest()

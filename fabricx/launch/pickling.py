@@ -1,4 +1,4 @@
-"""Finds the part of an object that cannot be pickled, or a script that cannot be imported again."""
+"""Find the part of an object that cannot be pickled, and check that workers can import the script."""
 
 from __future__ import annotations
 
@@ -13,36 +13,40 @@ from fabricx.errors import NotPicklable
 
 
 def check_picklable(named: Mapping[str, object], error: BaseException | None = None) -> None:
-    """Raise an error that names the smallest part of the objects that can't be pickled; return if all can.
+    """Check that objects can be pickled.
+
+    Args:
+        named: the objects, with their names for the error message.
+        error: cause of the error to raise.
 
     Raises:
-        NotPicklable: with the way to it, such as `module.net.activation`.
+        NotPicklable: names the smallest part that cannot be pickled, such as `module.net.activation`.
     """
     for name, value in named.items():
-        found = _culprit(name, value, set())
-        if found is not None:
-            where, what = found
+        culprit = _culprit(name, value, set())
+        if culprit is not None:
+            path, part = culprit
             raise NotPicklable(
-                f"{where} can't be sent to the worker processes: {_describe(what)}\n"
-                "  functions and classes have to be defined at the top level of a module, and open files, locks and "
-                "connections be made in setup(), which runs in each worker"
+                f"{path} can't be sent to the worker processes: {_describe(part)}\n"
+                "  define functions and classes at the top level of a module, and create open files, locks and "
+                "connections in setup(), which runs in each worker"
             ) from error
 
 
 def check_script(kind: type) -> None:
-    """Refuse to start workers from a script that they can't import, or that would start workers of its own in them.
+    """Check that workers can import the script, and that the import does not start workers again.
 
     Args:
-        kind: class of the module that is trained.
+        kind: class of the module to train.
 
     Raises:
-        RuntimeError: this process is a worker that imports the script, and has come to the call that started it.
-        NotPicklable: there is no file of the script, and workers need it.
+        RuntimeError: this process is a worker that imports the script and reached the call that starts workers.
+        NotPicklable: workers need the script, but it has no file.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(
-            "each worker imports the script, and this one has come to the call that starts the workers: put what the "
-            'script does under `if __name__ == "__main__":`'
+            "each worker imports the script, and this worker reached the call that starts the workers: put the code of "
+            'the script under `if __name__ == "__main__":`'
         )
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
@@ -50,30 +54,31 @@ def check_script(kind: type) -> None:
         return
     if file is not None or kind.__module__ == "__main__":
         raise NotPicklable(
-            f"{kind.__name__} is used in a session that is no file ({file or 'a prompt, a notebook, or python -c'}), "
-            "which the worker processes can't import: put the classes into a file (.py) and import them, start that "
-            "file, or take devices=1"
+            f"{kind.__name__} is used in a session without a file ({file or 'a prompt, a notebook, or python -c'}), "
+            "which the worker processes can't import: define the classes in a file (.py) and import or run that file, "
+            "or use devices=1"
         )
 
 
 def _describe(value: object) -> str:
     name = getattr(value, "__qualname__", None)
     if name is not None and "<locals>" in name:
-        return f"{name} is defined inside of a function"
+        return f"{name} is defined inside a function"
     if name is not None and "<lambda>" in name:
         return "it is a lambda"
     return f"a {type(value).__module__}.{type(value).__qualname__} can't be pickled"
 
 
-def _culprit(where: str, value: object, seen: set[int]) -> tuple[str, object] | None:
+def _culprit(path: str, value: object, seen: set[int]) -> tuple[str, object] | None:
+    """Return path and value of the smallest part of `value` that cannot be pickled, or None."""
     if id(value) in seen or _pickles(value):
         return None
     seen.add(id(value))
-    for place, part in _parts(where, value):
-        found = _culprit(place, part, seen)
-        if found is not None:
-            return found
-    return where, value
+    for part_path, part in _parts(path, value):
+        culprit = _culprit(part_path, part, seen)
+        if culprit is not None:
+            return culprit
+    return path, value
 
 
 def _pickles(value: object) -> bool:
@@ -84,16 +89,16 @@ def _pickles(value: object) -> bool:
     return True
 
 
-def _parts(where: str, value: Any) -> Iterator[tuple[str, object]]:
+def _parts(path: str, value: Any) -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping):
-        yield from ((f"{where}[{key!r}]", part) for key, part in value.items())
+        yield from ((f"{path}[{key!r}]", part) for key, part in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from ((f"{where}[{number}]", part) for number, part in enumerate(value))
+        yield from ((f"{path}[{number}]", part) for number, part in enumerate(value))
     elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(getattr(value, "__code__", None)):
         state = value.__getstate__() if hasattr(value, "__getstate__") else vars(value)
         attributes = state if isinstance(state, Mapping) else vars(value)
         for name, part in attributes.items():
             if name in ("_modules", "_parameters", "_buffers") and isinstance(part, Mapping):
-                yield from ((f"{where}.{key}", inner) for key, inner in part.items())
+                yield from ((f"{path}.{key}", inner) for key, inner in part.items())
             else:
-                yield f"{where}.{name}", part
+                yield f"{path}.{name}", part

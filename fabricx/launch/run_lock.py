@@ -1,4 +1,4 @@
-"""A lock: one run at a time in a folder."""
+"""Lock file that admits a single run at a time to a folder."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def only_here(run_dir: Path, word: str = "") -> Iterator[None]:
-    """Keep other runs out of a folder; the system lets go when this process ends, however it does.
+def exclusive_run(run_dir: Path, label: str = "") -> Iterator[None]:
+    """Hold the lock of a run's folder; the system releases it at the end of this process, even after SIGKILL.
 
     Args:
-        run_dir: the folder.
-        word: what others are to know of this run.
+        run_dir: the folder; created if missing.
+        label: text that `lock_owner` returns to other processes.
 
     Raises:
-        ValueError: another process trains there.
+        ValueError: a different process holds the lock.
     """
     try:
         import fcntl
-    except ImportError:  # a system without such locks
+    except ImportError:  # systems without file locks
         yield
         return
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -33,10 +33,10 @@ def only_here(run_dir: Path, word: str = "") -> Iterator[None]:
             file.seek(0)
             process = (file.read().split() or ["?"])[0]
             raise ValueError(
-                f"process {process} is training in {run_dir}: wait for it, or stop it with Ctrl-C"
+                f"process {process} is training in {run_dir}: wait until it ends, or stop it with Ctrl-C"
             ) from None
         file.truncate(0)
-        file.write(f"{os.getpid()} {word}".rstrip())
+        file.write(f"{os.getpid()} {label}".rstrip())
         file.flush()
         try:
             yield
@@ -44,11 +44,15 @@ def only_here(run_dir: Path, word: str = "") -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def who_is_here(run_dir: Path) -> str | None:
-    """Return the number of the process that trains in a folder, and its word; None if there is none."""
+def lock_owner(run_dir: Path) -> str | None:
+    """Return the process id and the label of the process that trains in a folder; None if no process does.
+
+    Args:
+        run_dir: the folder of a run.
+    """
     path = run_dir / "running"
     try:
-        with only_here(run_dir):
+        with exclusive_run(run_dir):
             return None
     except ValueError:
         return path.read_text()

@@ -1,4 +1,4 @@
-"""Signals that ask a process to end, and the processes that handle them."""
+"""Signals that request the end of a process, and their handling."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ import signal
 from typing import Final, NoReturn
 
 TERMINATED: Final = 128 + signal.SIGTERM  # exit status, as shells and schedulers use it
-_ALL: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+_SIGNALS: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
-def notices() -> tuple[signal.Signals, ...]:
-    """Return the signals by which a machine's owner asks a process to end; USR1 is a custom of SLURM's users."""
-    return _ALL if "SLURM_JOB_ID" in os.environ else (signal.SIGTERM,)
+def termination_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals by which a scheduler requests the end of a process; SIGUSR1 is customary under SLURM."""
+    return _SIGNALS if "SLURM_JOB_ID" in os.environ else (signal.SIGTERM,)
 
 
 def ignore() -> None:
-    """Hear none of them: others that do will end this process in time."""
-    for number in _ALL:
+    """Ignore termination signals; a process that handles them ends this process."""
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def stop_now(number: int) -> NoReturn:
-    """End what this process does by an exception.
+    """Raise the exception that a signal stands for.
+
+    Args:
+        number: number of the signal.
 
     Raises:
         KeyboardInterrupt: the signal is SIGINT.
@@ -33,7 +36,7 @@ def stop_now(number: int) -> NoReturn:
     raise SystemExit(TERMINATED)
 
 
-def hear() -> None:
-    """Let these signals end this process, as they do by default."""
-    for number in _ALL:
+def restore() -> None:
+    """Restore the default handling of termination signals: they end the process."""
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)

@@ -1,7 +1,7 @@
-"""The process that hosts the store of a launch by torchrun or SLURM, started by its first rank.
+"""Process that hosts the store of a launch by torchrun or SLURM; started by the first rank.
 
-It needs no torch, and starts in a fraction of a second. It ends when no process of the launch is connected any more: a
-rank that has done its part may leave before the others.
+It does not import torch, so that it starts in a fraction of a second. It ends when no process of the launch is
+connected any more, because ranks, including the first, may end at different times.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from fabricx.distributed.authentication import write_private
 from fabricx.distributed.store_server import StoreServer
 from fabricx.scratch import private_folder
 
-COMPLETE: Final = "complete"  # key of the store that is set when all ranks have come
-KEY: Final = "key"  # name of the file with the key of a machine's own, in the folder of the store
-LOOK_S: Final = 0.1
-_STARTED: Final[list[subprocess.Popen[bytes]]] = []  # else Python complains that nobody waits for them
+COMPLETE: Final = "complete"  # key of the store, set when all ranks have joined
+KEY: Final = "key"  # file with the local key, in the folder of the store
+LOOK_S: Final = 0.1  # seconds between two checks of the connected processes
+_STARTED: Final[list[subprocess.Popen[bytes]]] = []  # references that prevent a ResourceWarning about running processes
 
 
-def start(key: bytes, own: bytes | None) -> tuple[str, int]:
+def start(key: bytes, local_key: bytes | None) -> tuple[str, int]:
     """Start the process, as a child of this one.
 
     Args:
-        key: that processes prove to have when they connect.
-        own: what other processes of this machine read from a file, to derive the key from it; None to listen on the
-            network.
+        key: key that processes need to connect.
+        local_key: key from which the processes of this machine derive `key`, offered in a private file; None to listen
+            on the network instead of a socket in a private folder.
 
     Returns:
-        the private folder of the store and 0, or "" and the port at which it listens.
+        the private folder of the store and 0, or "" and the port of the store.
 
     Raises:
-        RuntimeError: it could not start.
+        RuntimeError: the process could not start.
     """
     package = Path(__file__).parents[2]
     code = "import sys; sys.path.insert(0, sys.argv[1]); from fabricx.launch.store_host import host; host()"
@@ -49,20 +49,23 @@ def start(key: bytes, own: bytes | None) -> tuple[str, int]:
     _STARTED.append(process)
     assert process.stdin is not None
     assert process.stdout is not None
-    request = {"key": key.hex(), "own": None if own is None else own.hex(), "parent": os.getpid()}
+    request = {"key": key.hex(), "own": None if local_key is None else local_key.hex(), "parent": os.getpid()}
     with process.stdin as stdin, process.stdout as stdout, contextlib.suppress(BrokenPipeError):
         stdin.write(json.dumps(request).encode() + b"\n")
         stdin.flush()
         answer = stdout.readline()
     if not answer:
-        raise RuntimeError(f"the process that hosts the store of this launch ended with exit code {process.wait()}")
+        raise RuntimeError(
+            f"the process that hosts the store of this launch ended with exit code {process.wait()}; check free memory "
+            "and the space in TMPDIR"
+        )
     folder, port = json.loads(answer)
     return folder, port
 
 
 def host() -> None:
-    """Be that process."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # launchers signal all processes of a rank
+    """Host the store until the launch ends; main function of the process."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent by launchers to all processes of a rank
         signal.signal(number, signal.SIG_IGN)
     _allow_many_files()
     request: dict[str, Any] = json.loads(sys.stdin.readline())

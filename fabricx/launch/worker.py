@@ -24,21 +24,31 @@ from fabricx.launch.fork_server import fork_for_children
 from fabricx.scratch import remove_if_abandoned, sweep
 
 PRELOAD = ["torch.utils.data", "fabricx.launch.fork_server"]
-BEAT_S = 0.5  # between two signs of life
-LONG_S = 10.0  # without a further batch, after which signs of life say what the main thread is at
-SHUT_S = 0.02  # between two looks for links of a broken group, while its worker is still busy with it
-ABANDONED_S = 1.0  # until the system has let go of the lock of a process that was killed
-FAILED = 1
-ASKED = "diagnosis"  # the supervisor asks what a worker is at, and is told
+BEAT_S = 0.5  # between two heartbeats
+LONG_S = 10.0  # without a further batch, after which heartbeats contain the main thread's source line
+SHUT_S = 0.02  # between two checks for open connections of a broken group that the main thread still uses
+ABANDONED_S = 1.0  # time for the system to release the lock of a killed process
+FAILED = 1  # exit status
+ASKED = "diagnosis"  # kind of the supervisor's request for a diagnosis, and of the answer
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a worker stands: plain data that reaches it before anything is unpickled.
+class WorkerSpec:
+    """Start parameters of a worker or server: plain data, available before the job is unpickled.
 
     Attributes:
-        store: path of the socket at which the supervisor hosts the store.
-        key: of the run; only its processes have it.
+        rank: number of the process: ranks first, then servers, then newcomers.
+        size: number of workers at the start of the run.
+        store: path of the supervisor's store socket.
+        key: secret key of the run.
+        folder: private folder of the run, with the job.
+        sys_path: import path of the supervisor.
+        cwd: working directory of the supervisor.
+        generation: number of restarts, for a server.
+        newcomer: the worker joins a running group.
+        seat: planned rank of a newcomer.
+        elastic: workers may join and leave.
+        serve: function of a server; None for workers.
     """
 
     rank: int
@@ -50,14 +60,22 @@ class Place:
     cwd: str
     generation: int = 0
     newcomer: bool = False
-    seat: int = 0  # a newcomer's rank, as far as that is known
-    changes: bool = False  # may others come and go?
-    serve: Callable[..., Any] | None = None  # what a server runs in the place of the job
+    seat: int = 0
+    elastic: bool = False
+    serve: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception in a worker, as the supervisor is told of it."""
+    """Report of an exception in a worker, or of its death.
+
+    Attributes:
+        rank: number of the process.
+        at: monotonic time of the failure, seconds.
+        kind: class of the exception; "killed" or "death" if the process died.
+        traceback: text for users.
+        error: the exception, if it can be pickled.
+    """
 
     rank: int
     at: float
@@ -66,54 +84,60 @@ class Failure:
     error: BaseException | None
 
 
-def main(place: Place, control: Connection) -> None:
-    """Run the function that the supervisor has left in the folder, and leave the result there."""
-    os.setpgrp()  # whatever it starts can be ended with it
+def main(spec: WorkerSpec, control: Connection) -> None:
+    """Run the job in the supervisor's folder and write its result there; main function of a worker process.
+
+    Args:
+        spec: start parameters.
+        control: pipe to the supervisor.
+    """
+    os.setpgrp()  # so that its child processes can be killed together with it
     set_forkserver_preload(["__main__", *PRELOAD])
     fork_for_children()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the supervisor decides
-    if place.serve is not None:  # it ends when the workers have
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the supervisor handles it
+    if spec.serve is not None:  # a server ends after the workers
         signals.ignore()
-    report = _Report(control)
-    report.send("beat", (0, False, ""))  # the supervisor notices silence from now on
-    say = report.send if place.changes else None
-    generations.enter(generations.Membership(place.rank, place.folder if say else "", say, lambda: _exit(0)))
-    faulthandler.register(signal.SIGUSR2, (Path(place.folder) / f"stacks-{place.rank}").open("w"))
-    threading.Thread(target=_listen, args=(control, report, place.folder), daemon=True).start()
-    threading.Thread(target=report.beat, daemon=True).start()
-    sys.path[:] = [*place.sys_path, *(entry for entry in sys.path if entry not in place.sys_path)]
-    os.chdir(place.cwd)
+    pipe = _SupervisorPipe(control)
+    pipe.send("beat", (0, False, ""))  # the supervisor monitors heartbeats from now on
+    send = pipe.send if spec.elastic else None
+    generations.enter(generations.Membership(spec.rank, spec.folder if send else "", send, lambda: _exit(0)))
+    faulthandler.register(signal.SIGUSR2, (Path(spec.folder) / f"stacks-{spec.rank}").open("w"))
+    threading.Thread(target=_receive_messages, args=(control, pipe, spec.folder), daemon=True).start()
+    threading.Thread(target=pipe.send_heartbeats, daemon=True).start()
+    sys.path[:] = [*spec.sys_path, *(entry for entry in sys.path if entry not in spec.sys_path)]
+    os.chdir(spec.cwd)
     try:
-        result = _run(place)
-        report.send("result", _leave(result, Path(place.folder) / f"result-{place.rank}"))
+        result = _run(spec)
+        pipe.send("result", _write_result(result, Path(spec.folder) / f"result-{spec.rank}"))
     except BaseException as error:
-        report.send("failure", _failure(place.rank, error))
+        pipe.send("failure", _failure(spec.rank, error))
         _exit(FAILED)
     _exit(0)
 
 
-def _leave(result: Any, target: Path) -> str:
-    """Write a result for the supervisor; returns where.
+def _write_result(result: Any, target: Path) -> str:
+    """Write a result for the supervisor, and return the path.
 
     Raises:
-        OSError: there is no room; the message says what to do.
+        OSError: the disk is full; the message names the remedy.
     """
     try:
-        with target.open("wb") as file:  # not by way of a copy in memory: it has all weights
+        with target.open("wb") as file:  # without a copy in memory, because a result contains all weights
             pickle.dump(result, file)
     except OSError as error:
         if not is_full(error):
             raise
         target.unlink()
-        text = f"{error.strerror}: what this rank returns doesn't fit into {target.parent}"
+        text = f"{error.strerror}: the result of this rank doesn't fit into {target.parent}"
         raise OSError(
-            error.errno, f"{text}; make room there, or let TMPDIR name another folder. Checkpoints have the weights"
+            error.errno,
+            f"{text}; make room there, or set TMPDIR to another folder. The weights are in the checkpoints of the run",
         ) from None
     return str(target)
 
 
-class _Report:
-    """What the supervisor is told, by the main thread and by one that shows that this process is alive."""
+class _SupervisorPipe:
+    """Pipe to the supervisor, shared by the main thread, the heartbeat thread and the receiving thread."""
 
     def __init__(self, control: Connection) -> None:
         self._control = control
@@ -123,45 +147,52 @@ class _Report:
         with self._lock:
             self._control.send((kind, content))
 
-    def beat(self) -> None:
-        """Say again and again how far the main thread has come, and what it is at if that takes long."""
+    def send_heartbeats(self) -> None:
+        """Send heartbeats for ever, with the main thread's progress, and its source line after `LONG_S` without any.
+
+        Also send SIGCONT to this process's group, which includes its fork server and data loader processes: the main
+        thread waits for them, and a stopped process would block it for ever. Running processes ignore SIGCONT.
+        """
         reached, since = -1, time.monotonic()
-        with contextlib.suppress(OSError):  # the supervisor has gone, and so will this process
+        with contextlib.suppress(OSError):  # the supervisor ended, and this process is about to end
             while True:
                 if heartbeat.reached() != reached:
                     reached, since = heartbeat.reached(), time.monotonic()
-                place = heartbeat.where() if time.monotonic() - since > LONG_S else ""
-                self.send("beat", (reached, heartbeat.waits(), place))
+                line = heartbeat.where() if time.monotonic() - since > LONG_S else ""
+                self.send("beat", (reached, heartbeat.waits(), line))
+                os.killpg(0, signal.SIGCONT)
                 time.sleep(BEAT_S)
 
 
-def _run(place: Place) -> Any:
+def _run(spec: WorkerSpec) -> Any:
     import torch
 
     from fabricx.distributed import world as worlds
     from fabricx.distributed.store import PrivateStore
 
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.size))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine; no name has to be looked up
+    # Called even if the number does not change: torch replaces its thread pool at the first such call after a fork, and
+    # two autograd threads that make this call simultaneously fail with "Invalid thread pool!".
+    share = max(1, len(os.sched_getaffinity(0)) // spec.size)
+    torch.set_num_threads(torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else share)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine: no name resolution needed
     world = worlds.World(
-        rank=place.rank,
-        size=1 if place.newcomer else place.size,
-        local_rank=place.seat if place.newcomer else place.rank,
-        local_size=place.size,
-        generation=place.generation,
-        store=PrivateStore(place.store, place.key),
-        secret=place.key,
-        newcomer=place.newcomer,
+        rank=spec.rank,
+        size=1 if spec.newcomer else spec.size,
+        local_rank=spec.seat if spec.newcomer else spec.rank,
+        local_size=spec.size,
+        generation=spec.generation,
+        store=PrivateStore(spec.store, spec.key),
+        secret=spec.key,
+        newcomer=spec.newcomer,
     )
-    if place.serve is not None:
-        return place.serve(world, place.rank - place.size, place.folder)
-    with authentication.open_private(Path(place.folder) / "job") as file:
+    if spec.serve is not None:
+        return spec.serve(world, spec.rank - spec.size, spec.folder)
+    with authentication.open_private(Path(spec.folder) / "job") as file:
         function, arguments = pickle.load(file)
     try:
         return function(world, *arguments)
     finally:
-        if sys.exc_info()[0] is None:  # else: peers may never answer; the sockets close with the process
+        if sys.exc_info()[0] is None:  # after an error peers may never answer; the process's end closes the sockets
             worlds.leave()
 
 
@@ -169,14 +200,14 @@ def _failure(rank: int, error: BaseException) -> Failure:
     text = brief_traceback(error)
     try:
         pickle.loads(pickle.dumps(error))
-        sent: BaseException | None = error
+        picklable: BaseException | None = error
     except Exception:
-        sent = None
-    return Failure(rank, time.monotonic(), type(error).__name__, text, sent)
+        picklable = None
+    return Failure(rank, time.monotonic(), type(error).__name__, text, picklable)
 
 
-def _listen(control: Connection, report: _Report, folder: str) -> None:
-    """Hear what the supervisor says; when its end of the pipe closes it has died: end all that was started here."""
+def _receive_messages(control: Connection, pipe: _SupervisorPipe, folder: str) -> None:
+    """Handle messages of the supervisor. When its end of the pipe closes, it died: kill this process's group."""
     membership = generations.membership()
     busy = False
     try:
@@ -184,18 +215,18 @@ def _listen(control: Connection, report: _Report, folder: str) -> None:
             if control.poll(SHUT_S if busy else None):
                 kind, content = control.recv()
                 if kind == ASKED:
-                    report.send(ASKED, heartbeat.diagnosis())
+                    pipe.send(ASKED, heartbeat.diagnosis())
                 else:
-                    membership.heard(kind, content)
+                    membership.on_message(kind, content)
             busy = membership.shut_broken()
     except (EOFError, OSError):
-        if remove_if_abandoned(folder, wait_s=ABANDONED_S):  # of a supervisor that was killed
+        if remove_if_abandoned(folder, wait_s=ABANDONED_S):  # the supervisor was killed and left its folder
             sweep(os.path.dirname(folder))
         os.killpg(0, signal.SIGKILL)
 
 
 def _exit(code: int) -> None:
-    """Leave at once: no thread of a library, and no peer, can hold up the end."""
+    """End the process immediately, without waiting for threads of libraries or for peers."""
     import multiprocessing
 
     for child in multiprocessing.active_children():

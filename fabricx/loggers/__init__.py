@@ -1,4 +1,4 @@
-"""Destinations of metrics: one file per kind of logger."""
+"""Loggers, which store metrics; a file for each kind."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from fabricx.loggers.jsonl import JSONLogger as JSONLogger
     from fabricx.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
 
-_HOMES = {"CSVLogger": "csv", "JSONLogger": "jsonl", "TensorBoardLogger": "tensorboard"}
+_MODULES = {"CSVLogger": "csv", "JSONLogger": "jsonl", "TensorBoardLogger": "tensorboard"}
 
 __all__ = ["CSVLogger", "JSONLogger", "TensorBoardLogger"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

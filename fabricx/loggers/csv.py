@@ -1,4 +1,4 @@
-"""Metrics as a CSV table."""
+"""Logger that writes metrics as a CSV table."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any, TextIO, final
 
 from fabricx.core.logger import Ending, Logger, Silent
-from fabricx.loggers.files import Place, drop_half_line, write_hyperparameters
+from fabricx.loggers.files import LoggerFolder, truncate_partial_line, write_hyperparameters
 
 
 @final
 class CSVLogger(Logger):
-    """Write `metrics.csv`, a row each time that something is logged, and `hparams.json`.
+    """Write `metrics.csv`, with a row for each call of `log_metrics`, and `hparams.json`.
 
-    A name that comes later is a new column: the file is written anew and takes the place of the old one in one step,
-    so that it can be read at any time. A run that goes on in the same folder adds to the file.
+    A new metric adds a column: the file is rewritten and replaced atomically, so that it can be read at any time. A
+    resumed run appends to the file in its folder.
 
     Args:
-        save_dir: a folder; the run's own if not given.
-        name: a folder in it.
-        version: a folder in that; with a `save_dir` the next free "version_0", "version_1", ... if not given.
+        save_dir: parent folder; default: the run's folder.
+        name: subfolder of `save_dir`.
+        version: subfolder of `name`; default with a `save_dir`: the first unused of "version_0", "version_1", ...
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class CSVLogger(Logger):
         name: str | None = None,
         version: int | str | None = None,
     ) -> None:
-        self._place = Place(save_dir, name, version)
+        self._location = LoggerFolder(save_dir, name, version)
         self._folder: Path | None = None
         self._file: TextIO | None = None
         self._columns: list[str] = []
-        self._kept: list[dict[str, str]] = []  # rows of the step that a run goes on from
+        self._kept: list[dict[str, str]] = []  # rows of the step that a rollback returned to
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}
@@ -44,18 +44,18 @@ class CSVLogger(Logger):
     def open(self, run_dir: Path) -> None:
         if self._file is not None:
             return
-        self._folder = self._place.make(run_dir)
-        drop_half_line(self._folder / "metrics.csv")
+        self._folder = self._location.make(run_dir)
+        truncate_partial_line(self._folder / "metrics.csv")
         self._columns = _header(self._folder / "metrics.csv")
         self._file = (self._folder / "metrics.csv").open("a", newline="")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         row = {"step": step, **metrics}
         if (text := {name: str(value) for name, value in row.items()}) in self._kept:
-            self._kept.remove(text)  # what came after the checkpoint is done again
+            self._kept.remove(text)  # already written: callbacks after the checkpoint repeat it
             return
         if not row.keys() <= set(self._columns):
-            self._write_anew([*self._columns, *(name for name in row if name not in self._columns)])
+            self._rewrite([*self._columns, *(name for name in row if name not in self._columns)])
         if self._file is not None:
             csv.DictWriter(self._file, self._columns).writerow(row)
             self._file.flush()
@@ -63,22 +63,22 @@ class CSVLogger(Logger):
     def rewind(self, step: int) -> None:
         if not self._columns or self._folder is None:
             return
-        self._write_anew(self._columns, lambda row: _step(row) <= step)
+        self._rewrite(self._columns, lambda row: _step(row) <= step)
         with (self._folder / "metrics.csv").open(newline="") as file:
             kept = [row for row in csv.DictReader(file) if _step(row) == step]
         self._kept = [{name: value for name, value in row.items() if value} for row in kept]
 
-    def _write_anew(self, columns: list[str], keep: Callable[[dict[str, Any]], bool] = lambda row: True) -> None:
-        """Write the table once more, with other columns or fewer rows."""
+    def _rewrite(self, columns: list[str], keep: Callable[[dict[str, Any]], bool] = lambda row: True) -> None:
+        """Rewrite the table with more columns or fewer rows."""
         if self._file is None or self._folder is None:
             return
         self._file.close()
-        path, passing = self._folder / "metrics.csv", self._folder / ".metrics.csv-new"
-        with path.open(newline="") as old, passing.open("w", newline="") as new:
+        path, temporary = self._folder / "metrics.csv", self._folder / ".metrics.csv-new"
+        with path.open(newline="") as old, temporary.open("w", newline="") as new:
             writer = csv.DictWriter(new, columns)
             writer.writeheader()
             writer.writerows(row for row in csv.DictReader(old) if keep(row))
-        passing.replace(path)
+        temporary.replace(path)
         self._columns = columns
         self._file = path.open("a", newline="")
 
@@ -97,11 +97,11 @@ class CSVLogger(Logger):
 
     @property
     def name(self) -> str:
-        return self._place.name or "csv"
+        return self._location.name or "csv"
 
     @property
     def version(self) -> int | str | None:
-        return self._place.version
+        return self._location.version
 
     @property
     def log_dir(self) -> Path | None:
@@ -109,7 +109,7 @@ class CSVLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """Return the open file; `Silent` where the logger isn't open."""
+        """Return the open file; `Silent` if the logger is not open."""
         return self._file or Silent()
 
 
@@ -121,7 +121,7 @@ def _header(path: Path) -> list[str]:
 
 
 def _step(row: Mapping[str, Any]) -> float:
-    """Return the step of a row; of one that a killed run has left half written, infinity."""
+    """Return the step of a row; infinity for an incomplete row, as of a killed run."""
     try:
         return float(row["step"]) if None not in row.values() else math.inf
     except ValueError:

@@ -1,4 +1,4 @@
-"""A logger's folder, and small files that are written atomically."""
+"""Folders of loggers, and atomic writing of small files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fabricx.core.hparams import plain
 
 
 @dataclass
-class Place:
-    """Where a logger was told to write; nothing is made before `make`.
+class LoggerFolder:
+    """The configured folder of a logger; `make` creates it.
 
     Args:
-        save_dir: the folder; None for the run's own, in which name and version are left out unless given.
-        name: a folder in it.
-        version: a folder in that: text, or a number n for "version_n". With a `save_dir` and without a version, the
-            next free number, so that two runs never share a folder.
+        save_dir: parent folder; None for the run's folder, which gets subfolders only for explicit names and versions.
+        name: subfolder of `save_dir`.
+        version: subfolder of `name`: text, or a number n for "version_n". With a `save_dir` and without a version, the
+            first unused number, so that two runs never share a folder.
     """
 
     save_dir: str | os.PathLike[str] | None = None
@@ -29,7 +29,11 @@ class Place:
     version: int | str | None = None
 
     def make(self, run_dir: Path) -> Path:
-        """Return the folder, which exists then."""
+        """Create the folder and return its path.
+
+        Args:
+            run_dir: the run's folder.
+        """
         parent = Path(run_dir if self.save_dir is None else self.save_dir).expanduser() / (self.name or "")
         if self.version is not None:
             folder = parent / (f"version_{self.version}" if isinstance(self.version, int) else self.version)
@@ -49,25 +53,39 @@ class Place:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    passing = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
-    passing.write_text(text)
-    passing.replace(path)
+    """Write a file atomically.
+
+    Args:
+        path: path of the file, which may exist.
+        text: new contents.
+    """
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
 def write_hyperparameters(folder: Path, params: Mapping[str, Any]) -> None:
-    """Write hyperparameters as `hparams.json`, beside those that are there already."""
+    """Add hyperparameters to `hparams.json`.
+
+    Args:
+        folder: folder of the file.
+        params: hyperparameters by name; they replace earlier values of the same name.
+    """
     path = folder / "hparams.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    replace_text(path, json.dumps({**known, **plain(params)}, indent=2) + "\n")
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    replace_text(path, json.dumps({**earlier, **plain(params)}, indent=2) + "\n")
 
 
-def drop_half_line(path: Path) -> None:
-    """Cut off a last line that has no end: a kill, or a full disk, came in between."""
+def truncate_partial_line(path: Path) -> None:
+    """Remove an incomplete last line, which a kill or a full disk may cause.
+
+    Args:
+        path: path of the file, which may not exist.
+    """
     if not path.exists():
         return
     with path.open("rb+") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 2**20))  # no row is longer
+        file.seek(max(0, size - 2**20))  # longer than any row
         tail = file.read()
         file.truncate(size - len(tail) + tail.rfind(b"\n") + 1)

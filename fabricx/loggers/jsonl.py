@@ -1,4 +1,4 @@
-"""Metrics as lines of JSON, for programs, `tail -f` and `jq`."""
+"""Logger that writes metrics as lines of JSON, for programs, `tail -f` and `jq`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any, TextIO, final
 
 from fabricx.core.logger import Ending, Logger, Silent
-from fabricx.loggers.files import Place, drop_half_line, write_hyperparameters
+from fabricx.loggers.files import LoggerFolder, truncate_partial_line, write_hyperparameters
 
 
 @final
 class JSONLogger(Logger):
-    """Write `metrics.jsonl`, one object a line, and `hparams.json`.
+    """Write `metrics.jsonl`, an object per line, and `hparams.json`.
 
-    Each object has "step", "time" (seconds since 1970) and the metrics. NaN and infinity, which JSON hasn't, are null.
+    Each object has "step", "time" (seconds since 1970) and the metrics. NaN and infinity, which JSON lacks, are null.
 
     Args:
-        save_dir: a folder; the run's own if not given.
-        name: a folder in it.
-        version: a folder in that; with a `save_dir` the next free "version_0", "version_1", ... if not given.
+        save_dir: parent folder; default: the run's folder.
+        name: subfolder of `save_dir`.
+        version: subfolder of `name`; default with a `save_dir`: the first unused of "version_0", "version_1", ...
     """
 
     def __init__(
@@ -32,23 +32,23 @@ class JSONLogger(Logger):
         name: str | None = None,
         version: int | str | None = None,
     ) -> None:
-        self._place = Place(save_dir, name, version)
+        self._location = LoggerFolder(save_dir, name, version)
         self._folder: Path | None = None
         self._file: TextIO | None = None
-        self._kept: list[dict[str, Any]] = []  # rows of the step that a run goes on from
+        self._kept: list[dict[str, Any]] = []  # rows of the step that a rollback returned to
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}
 
     def open(self, run_dir: Path) -> None:
         if self._file is None:
-            self._folder = self._place.make(run_dir)
-            drop_half_line(self._folder / "metrics.jsonl")
+            self._folder = self._location.make(run_dir)
+            truncate_partial_line(self._folder / "metrics.jsonl")
             self._file = (self._folder / "metrics.jsonl").open("a")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        if {"step": step, **finite} in self._kept:  # what came after the checkpoint is done again
+        if {"step": step, **finite} in self._kept:  # already written: callbacks after the checkpoint repeat it
             self._kept.remove({"step": step, **finite})
         elif self._file is not None:
             self._file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
@@ -58,13 +58,13 @@ class JSONLogger(Logger):
         if self._file is None or self._folder is None:
             return
         self._file.close()
-        path, passing = self._folder / "metrics.jsonl", self._folder / ".metrics.jsonl-new"
-        with path.open() as old, passing.open("w") as new:
+        path, temporary = self._folder / "metrics.jsonl", self._folder / ".metrics.jsonl-new"
+        with path.open() as old, temporary.open("w") as new:
             lines = [line for line in old if _step(line) <= step]
             new.writelines(lines)
         kept = [json.loads(line) for line in lines if _step(line) == step]
         self._kept = [{name: value for name, value in row.items() if name != "time"} for row in kept]
-        passing.replace(path)
+        temporary.replace(path)
         self._file = path.open("a")
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
@@ -82,11 +82,11 @@ class JSONLogger(Logger):
 
     @property
     def name(self) -> str:
-        return self._place.name or "jsonl"
+        return self._location.name or "jsonl"
 
     @property
     def version(self) -> int | str | None:
-        return self._place.version
+        return self._location.version
 
     @property
     def log_dir(self) -> Path | None:
@@ -94,12 +94,12 @@ class JSONLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """Return the open file; `Silent` where the logger isn't open."""
+        """Return the open file; `Silent` if the logger is not open."""
         return self._file or Silent()
 
 
 def _step(line: str) -> float:
-    """Return the step of a row; of one that a killed run has left half written, infinity."""
+    """Return the step of a row; infinity for an incomplete row, as of a killed run."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

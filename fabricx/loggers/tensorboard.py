@@ -1,4 +1,4 @@
-"""Metrics, hyperparameters, texts and the graph for TensorBoard."""
+"""Logger that writes metrics, hyperparameters, texts and the graph for TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fabricx.core.logger import Ending, Logger, Silent
-from fabricx.loggers.files import Place
+from fabricx.loggers.files import LoggerFolder
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 class TensorBoardLogger(Logger):
     """Write an event file; `tensorboard --logdir runs` shows all runs by the names of their folders.
 
-    When the run ends, its hyperparameters are written together with the last value of every metric, and whether it
-    ended well: that is what TensorBoard's HPARAMS page compares.
+    At the end of the run, hyperparameters are written with the last value of every metric and the status of the run,
+    for TensorBoard's HPARAMS page.
 
     Args:
-        save_dir: a folder; the run's own if not given.
-        name: a folder in it.
-        version: a folder in that; with a `save_dir` the next free "version_0", "version_1", ... if not given.
+        save_dir: parent folder; default: the run's folder.
+        name: subfolder of `save_dir`.
+        version: subfolder of `name`; default with a `save_dir`: the first unused of "version_0", "version_1", ...
         log_graph: also write the module's graph, traced with its `example_input_array`.
     """
 
@@ -41,16 +41,16 @@ class TensorBoardLogger(Logger):
         version: int | str | None = None,
         log_graph: bool = False,
     ) -> None:
-        self._place = Place(save_dir, name, version)
-        self._wants_graph = log_graph
+        self._location = LoggerFolder(save_dir, name, version)
+        self._graph_enabled = log_graph
         self._folder: Path | None = None
         self._writer: SummaryWriter | None = None
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._params: dict[str, float | str] = {}
         self._final: dict[str, float] = {}
-        self._kept: list[tuple[int, str, float]] = []  # rows of the step that a run goes on from
+        self._kept: list[tuple[int, str, float]] = []  # rows of the step that a rollback returned to
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_writer": None}
@@ -60,16 +60,16 @@ class TensorBoardLogger(Logger):
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        self._folder = self._place.make(run_dir)
+        self._folder = self._location.make(run_dir)
         self._writer = SummaryWriter(log_dir=str(self._folder))
-        self._forget()
+        self._reset()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         if self._writer is None:
             return
         for name, value in metrics.items():
             if self._kept and (row := (step, name, _single(value))) in self._kept:
-                self._kept.remove(row)  # what came after the checkpoint is done again
+                self._kept.remove(row)  # already written: callbacks after the checkpoint repeat it
                 continue
             self._writer.add_scalar(name, value, step)
         self._final.update(metrics)
@@ -80,16 +80,16 @@ class TensorBoardLogger(Logger):
         if self._writer is not None and self._folder is not None:
             self._writer.flush()
             self._kept = _rows_of(self._folder, step)
-            # TensorBoard leaves out what earlier files hold of this step and later ones
-            made: Any = event_pb2  # its classes are made at run time
-            began = made.SessionLog(status=made.SessionLog.START)
-            self._writer._get_file_writer().add_event(made.Event(step=step + 1, session_log=began))  # type: ignore[no-untyped-call]
+            # A START event makes TensorBoard discard earlier events with its step and later steps.
+            messages: Any = event_pb2  # generates its classes at run time
+            began = messages.SessionLog(status=messages.SessionLog.START)
+            self._writer._get_file_writer().add_event(messages.Event(step=step + 1, session_log=began))  # type: ignore[no-untyped-call]
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         self._params.update(flatten(params))
         for name, value in (metrics or {}).items():
             if name not in self._final and self._writer is not None:
-                self._writer.add_scalar(name, value, 0)  # the page reads values from the charts
+                self._writer.add_scalar(name, value, 0)  # the HPARAMS page reads values from the charts
                 self._final[name] = value
 
     def log_text(self, name: str, text: str, step: int = 0) -> None:
@@ -97,19 +97,27 @@ class TensorBoardLogger(Logger):
             self._writer.add_text(name, f"```\n{text}\n```", step)
 
     def log_graph(self, module: nn.Module, example: object) -> None:
-        """Write the graph of the module, if that was asked for with `log_graph=True`."""
-        if self._writer is None or not self._wants_graph:
+        """Write the graph of the module if the logger has `log_graph=True`; warn if it cannot be traced.
+
+        Args:
+            module: the module to trace.
+            example: input of the module, or None.
+        """
+        if self._writer is None or not self._graph_enabled:
             return
         if example is None:
-            warnings.warn(f"no graph: {type(module).__name__} has no example_input_array to trace", stacklevel=2)
+            warnings.warn(
+                f"no graph: {type(module).__name__} has no example_input_array; set it to an input of the module",
+                stacklevel=2,
+            )
             return
         training = module.training
         module.eval()
         try:
             with torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # tracing warns about itself
+                warnings.simplefilter("ignore")  # tracing causes warnings
                 self._writer.add_graph(module, example)
-        except Exception as error:  # a picture is no reason to end a run
+        except Exception as error:  # a missing graph must not end the run
             warnings.warn(f"no graph: {type(module).__name__} can't be traced: {error}", stacklevel=2)
         finally:
             module.train(training)
@@ -129,25 +137,25 @@ class TensorBoardLogger(Logger):
             writer.close()
 
     def _write_session(self, writer: SummaryWriter, status: Ending) -> None:
-        # As `add_hparams` does it, but into this writer's own file and with the run's real ending: a second file in
-        # the folder makes TensorBoard leave this one behind, and repeated scalars would bend the charts.
+        # Like `add_hparams`, but written to this writer's file and with the status of the run: TensorBoard would ignore
+        # this file if the folder had a second file, and repeated scalars would distort the charts.
         from tensorboard.plugins.hparams import api_pb2
         from torch.utils.tensorboard.summary import hparams
 
         metrics = {name: value for name, value in self._final.items() if name != "epoch"}
         experiment, begin, end = hparams(self._params, metrics)  # type: ignore[no-untyped-call]
         if status != "success":
-            _set_status(end, api_pb2.STATUS_FAILURE)  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
+            _set_status(end, api_pb2.STATUS_FAILURE)  # pyright: ignore[reportAttributeAccessIssue]  # generated at run time
         for summary in (experiment, begin, end):
             writer._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
 
     @property
     def name(self) -> str:
-        return self._place.name or "tensorboard"
+        return self._location.name or "tensorboard"
 
     @property
     def version(self) -> int | str | None:
-        return self._place.version
+        return self._location.version
 
     @property
     def log_dir(self) -> Path | None:
@@ -155,12 +163,16 @@ class TensorBoardLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """Return the `SummaryWriter`; `Silent` where the logger isn't open."""
+        """Return the `SummaryWriter`; `Silent` if the logger is not open."""
         return self._writer or Silent()
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, float | str]:
-    """Return hyperparameters as TensorBoard takes them: one level, numbers and text.
+    """Flatten nested hyperparameters for TensorBoard, which supports a single level of numbers and text.
+
+    Args:
+        params: hyperparameters by name.
+        prefix: prefix of all names.
 
     >>> flatten({"lr": 0.1, "net": {"sizes": [8, 4], "bias": None}})
     {'lr': 0.1, 'net/sizes': '[8, 4]', 'net/bias': 'None'}
@@ -176,7 +188,7 @@ def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, float | st
 
 
 def _single(value: float) -> float:
-    """Return a number in the precision of the event file."""
+    """Round a number to the precision of event files, float32."""
     return torch.tensor(value, dtype=torch.float32).item()
 
 
@@ -184,18 +196,18 @@ def _rows_of(folder: Path, step: int) -> list[tuple[int, str, float]]:
     """Return the values of a step in the event files of a folder: (step, name, value)."""
     from tensorboard.compat.proto import event_pb2
 
-    made: Any = event_pb2
-    # Serialized events contain these bytes: few events have to be parsed.
-    of_step = made.Event(step=step).SerializeToString()
-    of_start = made.Event(session_log=made.SessionLog(status=made.SessionLog.START)).SerializeToString()
+    messages: Any = event_pb2
+    # Only events that contain these bytes, when serialized, need to be parsed.
+    of_step = messages.Event(step=step).SerializeToString()
+    of_start = messages.Event(session_log=messages.SessionLog(status=messages.SessionLog.START)).SerializeToString()
     rows: list[tuple[int, str, float]] = []
     for path in sorted(folder.glob("events.out.tfevents.*")):
         for record in _records(path.read_bytes()):
             if of_step not in record and of_start not in record:
                 continue
-            event = made.Event.FromString(record)
+            event = messages.Event.FromString(record)
             if event.HasField("session_log") and event.step <= step:
-                rows.clear()  # a run that went on from here has left out the values before
+                rows.clear()  # a rollback to this step or an earlier step discards the values before
             if event.step == step:
                 rows += [(step, v.tag, v.simple_value) for v in event.summary.value if v.HasField("simple_value")]
     return rows
@@ -204,8 +216,8 @@ def _rows_of(folder: Path, step: int) -> list[tuple[int, str, float]]:
 def _records(data: bytes) -> Iterator[bytes]:
     """Yield the records of an event file, up to a record that is incomplete.
 
-    A record is its length (8 bytes), a checksum (4 bytes), the data, and a checksum (4 bytes). TensorBoard's own reader
-    takes 10 times as long, since it computes the checksums.
+    A record consists of its length (8 bytes), a checksum (4 bytes), the data, and a checksum (4 bytes). TensorBoard's
+    reader is 10 times slower, because it verifies the checksums.
     """
     begin = 12
     while begin <= len(data):

@@ -1,4 +1,4 @@
-"""The batches of one weight update, and the divisor of their gradient."""
+"""Accumulation windows: the microbatches of a weight update, and the divisor of their gradient."""
 
 from __future__ import annotations
 
@@ -18,154 +18,193 @@ if TYPE_CHECKING:
 
 NO_BATCH: Final = "has no batch"
 NO_LOSS: Final = "gave no loss"
-ALL_SKIP_S: Final = 120.0  # until all ranks say that they skip a batch, where no collective waits
+ALL_SKIP_S: Final = 120.0  # longest wait until all ranks have published that they skip a batch without a collective
 
 
 class AccumulationWindow:
-    """What has happened in the accumulation window so far."""
+    """State of the present accumulation window on this rank."""
 
     def __init__(self) -> None:
+        self.accumulate = 1  # microbatches of a rank in a window, in this epoch
         self.planned = 1
-        self.taken = 0.0  # microbatches of all ranks that gave a gradient
+        self.taken = 0.0  # microbatches with a gradient, over all ranks
         self.loss: Tensor | None = None
-        self.norm: Tensor | None = None  # of the gradient, where it was clipped by that
-        self.outputs: Any = None  # of the newest batch, for those that are told of it last
+        self.norm: Tensor | None = None  # gradient norm, if the gradient was clipped by its norm
+        self.outputs: Any = None  # of the newest batch, for callbacks that watch metrics
         self.batch: Any = None
-        self.factor: float | None = None  # of the newest batch, where the module says what it weighs
-        self.again: float | None = None  # the same, once the weight of all is known
+        self.factor: float | None = None  # loss factor of the newest batch, with `batch_weight`
+        self.again: float | None = None  # the same factor with the weight of all ranks
         self.loss_factor = 1.0  # of each loss of a manually optimised batch
-        self._weight = self._share = 0.0  # of this rank's batches, and which part of the global batch they are
+        self._weight = self._share = 0.0  # weight of this rank's batches, and their share of the global batch
         self._number = 0  # of the newest microbatch, counted from 1
         self._absences: list[tuple[str, str, float]] = []
-        self._together = True  # have all ranks come as far as this one?
+        self._together = True  # whether all ranks have reached the last backward of this rank
 
-    def begin(self, planned: int) -> None:
-        """Open a window of so many microbatches."""
-        self.planned, self.taken, self.norm = planned, 0.0, None
-        self._weight = self._share = 0.0
-        self._number = 0
-        self._absences.clear()
+    def begin(self, trainer: Trainer, micro: Microbatch) -> None:
+        """Begin a microbatch; the first microbatch of a window resets it.
 
-    def weigh(self, t: Trainer, micro: Microbatch) -> float:
-        """Let the newest batch count by its weight; returns that. The sum over all ranks is known in the end only."""
-        weight = t.logbook.weight
+        Args:
+            trainer: of the run.
+            micro: share of this rank in the global batch.
+
+        Raises:
+            ValueError: `accumulate_grad_batches` was changed within the epoch.
+        """
+        if trainer.accumulate_grad_batches != self.accumulate:
+            raise ValueError(
+                f"accumulate_grad_batches was changed from {self.accumulate} to {trainer.accumulate_grad_batches} "
+                "within an epoch, whose windows are already determined; change it in on_train_epoch_start, or with the "
+                "callback GradientAccumulation"
+            )
+        if micro.opens:
+            self.planned, self.taken, self.norm = micro.planned, 0.0, None
+            self._weight = self._share = 0.0
+            self._number = 0
+            self._absences.clear()
+
+    def weigh(self, trainer: Trainer, micro: Microbatch) -> float:
+        """Weight the newest batch by `Module.batch_weight`; the sum over ranks is computed at the end of the window.
+
+        Args:
+            trainer: of the run.
+            micro: share of this rank in the global batch.
+
+        Returns:
+            the weight.
+        """
+        weight = trainer.logbook.weight
         self._weight += weight
         self._share += micro.factor
-        self.factor = weight / _usual(t)
+        self.factor = weight / _usual(trainer)
         return weight
 
     def took_part(self, micro: Microbatch, loss: Tensor | None = None) -> None:
-        """Count a microbatch that gave a gradient."""
+        """Count a microbatch with a gradient.
+
+        Args:
+            micro: share of this rank in the global batch.
+            loss: of the microbatch, shape []; None in manual optimization.
+        """
         self._number += 1
         self.taken += micro.portion
         self.loss = None if loss is None else loss.detach()
 
-    def sit_out(self, t: Trainer, micro: Microbatch, why: str, *company: Any) -> None:
-        """Contribute nothing to a microbatch, and say so where the other ranks can see it.
+    def sit_out(self, trainer: Trainer, micro: Microbatch, why: str, *company: Any) -> None:
+        """Participate in a microbatch without a gradient, and publish the reason to the other ranks.
 
         Args:
-            t: the trainer.
-            micro: the microbatch.
+            trainer: of the run.
+            micro: share of this rank in the global batch.
             why: `NO_BATCH` or `NO_LOSS`.
             company: see `Strategy.backward_nothing`.
+
+        Raises:
+            ValueError: SyncBatchNorm needs a sample of each rank.
         """
-        world = t.world
+        world = trainer.world
         self._number += 1
-        if world.size > 1 and synchronised(t.module):  # the others wait for what only this rank's step would give
-            raise ValueError(f"rank {world.rank} {why}, and SyncBatchNorm needs all ranks in each batch")
-        if micro.apart:  # it has a lease of its own, which an update without a gradient gives back
+        if world.size > 1 and synchronised(trainer.module):  # the other ranks wait for this rank's statistics
+            raise ValueError(
+                f"rank {world.rank} {why}, and SyncBatchNorm needs all ranks in each batch; provide a sample for each "
+                "rank, or use another normalisation"
+            )
+        if micro.apart:  # a leased microbatch: the update without a gradient returns the lease
             return
-        if t.shared is not None:
+        if trainer.shared is not None:
             if why == NO_BATCH:
-                t.shared.before_forward(t, micro)
-            t.shared.before_backward(t, micro)
+                trainer.shared.before_forward(trainer, micro)
+            trainer.shared.before_backward(trainer, micro)
         if world.size == 1:
             if why == NO_BATCH:  # an empty part of a global batch
                 self.taken += micro.portion
                 if micro.closes:
-                    t.strategy.backward_nothing(*company)
+                    trainer.strategy.backward_nothing(*company)
             return
-        if not t.strategy.traits.synchronous:  # nobody waits for this rank's gradient
+        if not trainer.strategy.traits.synchronous:  # no rank waits for this rank's gradient
             self.taken += micro.portion
             if why == NO_BATCH:
-                t.strategy.backward_nothing(*company)
+                trainer.strategy.backward_nothing(*company)
             return
         assert world.store is not None
-        place = (world.generation, t.state.epoch, t.state.step, micro.index, self._number)
-        key = world.key("nothing/" + "/".join(map(str, place)))
+        position = (world.generation, trainer.state.epoch, trainer.state.step, micro.index, self._number)
+        key = world.key("nothing/" + "/".join(map(str, position)))
         world.store.set(f"{key}/{world.rank}", why)
         self._absences.append((key, why, micro.portion))
-        if micro.closes or t.strategy.traits.sharded:  # others gather weights in each microbatch
-            with t.logbook.muted():
-                self._together = t.strategy.backward_nothing(*company)
+        if micro.closes or trainer.strategy.traits.sharded:  # sharded weights are gathered in each microbatch
+            with trainer.logbook.muted():
+                self._together = trainer.strategy.backward_nothing(*company)
         elif why == NO_BATCH:
-            t.strategy.forward_nothing()
+            trainer.strategy.forward_nothing()
 
-    def ready(self, t: Trainer) -> bool:
-        """Close the window; returns whether there is a gradient to update the weights with.
+    def ready(self, trainer: Trainer) -> bool:
+        """Close the window, and return whether there is a gradient for a weight update.
 
-        All ranks have been in the last backward, so whoever else had nothing has said so by now.
+        All ranks have finished the last backward, so that every rank without a gradient has published its reason.
+
+        Args:
+            trainer: of the run.
 
         Raises:
-            RanksDisagree: some ranks gave a loss for a batch and others none.
+            RanksDisagree: only some ranks have a loss for a batch.
+            ValueError: with `deterministic="elastic"`, only a part of a global batch has no loss.
         """
         for absence in self._absences:
-            self._settle(t, *absence)
+            self._settle(trainer, *absence)
         if self.taken == 0:
             return False
-        if t.overridden.batch_weight and t.module.automatic_optimization:
-            return self._divide_by_weight(t)
-        if self.taken != self.planned:  # fewer batches than the loss was divided by
-            if t.strategy.parts:
+        if trainer.overridden.batch_weight and trainer.module.automatic_optimization:
+            return self._divide_by_weight(trainer)
+        if self.taken != self.planned:  # fewer microbatches than the divisor of the loss
+            if trainer.strategy.parts:
                 raise ValueError(
-                    "training_step gave no loss for a part of a global batch, and under deterministic='elastic' a "
-                    "batch can only be skipped as a whole: return a loss of zero"
+                    "training_step returned None for a part of a global batch, and under deterministic='elastic' a "
+                    "batch can only be skipped as a whole; return a loss of zero"
                 )
-            _scale_gradients(t, self.planned / self.taken)
+            _scale_gradients(trainer, self.planned / self.taken)
         return True
 
-    def _divide_by_weight(self, t: Trainer) -> bool:
-        """Turn the gradient into a mean; returns whether it is one of anything."""
-        total, share = torch.tensor([self._weight], device=t.world.device), 1.0
-        if t.strategy.traits.synchronous:
-            t.world.all_reduce(total)
-        else:  # each rank's gradient is its own
-            share = self._share * self.planned / self.taken  # of microbatches without a loss it has no share
+    def _divide_by_weight(self, trainer: Trainer) -> bool:
+        """Divide the gradient by the weight of the global batch; return whether an update follows."""
+        total, share = torch.tensor([self._weight], device=trainer.world.device), 1.0
+        if trainer.strategy.traits.synchronous:
+            trainer.world.all_reduce(total)
+        else:  # the gradient is of this rank only
+            share = self._share * self.planned / self.taken  # excludes microbatches without a loss
         weight = float(total)
         if weight:
-            self.again = (self.factor or 0.0) * _usual(t) * share / weight
-            _scale_gradients(t, _usual(t) * share / weight)
-        return weight > 0.0 or not t.strategy.traits.synchronous
+            self.again = (self.factor or 0.0) * _usual(trainer) * share / weight
+            _scale_gradients(trainer, _usual(trainer) * share / weight)
+        return weight > 0.0 or not trainer.strategy.traits.synchronous
 
-    def _settle(self, t: Trainer, key: str, why: str, portion: float) -> None:
-        store, size = t.world.store, t.world.size
+    def _settle(self, trainer: Trainer, key: str, why: str, portion: float) -> None:
+        store, size = trainer.world.store, trainer.world.size
         assert store is not None
         keys = [f"{key}/{rank}" for rank in range(size)]
         if not self._together:
-            deadline = time.monotonic() + ALL_SKIP_S  # after that, somebody trains on
+            deadline = time.monotonic() + ALL_SKIP_S  # later, another rank must have trained the batch
             while not store.check(keys) and time.monotonic() < deadline:
-                membership().check(t.world.generation)  # the store's own wait wouldn't notice a death
+                membership().check(trainer.world.generation)  # `store.wait` would not detect the death of a rank
                 time.sleep(0.002)
-        if store.check(keys):  # all skip it, or it is an empty part of the global batch on all
-            self.taken += portion * all(store.get(one).decode() == NO_BATCH for one in keys)
+        if store.check(keys):  # all ranks skip it, or it is an empty part of the global batch on all ranks
+            self.taken += portion * all(store.get(reason_key).decode() == NO_BATCH for reason_key in keys)
             return
         if why != NO_BATCH:
             absent = [rank for rank in range(size) if store.check([keys[rank]])]
             raise RanksDisagree(
-                f"step {t.state.step}: training_step gave no loss on rank {', '.join(map(str, absent))} and a loss on "
-                "the others; a batch can only be skipped on all ranks together"
+                f"step {trainer.state.step}: training_step returned None on rank {', '.join(map(str, absent))} and a "
+                "loss on the other ranks; return None on all ranks to skip a batch"
             )
-        self.taken += portion  # others had a batch
+        self.taken += portion  # other ranks had a batch
 
 
-def _usual(t: Trainer) -> int:
-    """Return by what sums of gradients are divided until the weight of all is known, so that they don't overflow."""
-    return max(1, t.train_feed.global_batch * t.accumulate_grad_batches)
+def _usual(trainer: Trainer) -> int:
+    """Return the provisional divisor of summed gradients, which avoids overflow until the total weight is known."""
+    return max(1, trainer.train_feed.global_batch * trainer.accumulate_grad_batches)
 
 
-def _scale_gradients(t: Trainer, factor: float) -> None:
+def _scale_gradients(trainer: Trainer, factor: float) -> None:
     gradients = [
-        p.grad for o in t.optimizers for group in o.param_groups for p in group["params"] if p.grad is not None
+        p.grad for o in trainer.optimizers for group in o.param_groups for p in group["params"] if p.grad is not None
     ]
     if gradients:
         torch._foreach_mul_(gradients, factor)

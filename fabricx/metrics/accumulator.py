@@ -1,4 +1,4 @@
-"""Accumulates logged values as (sum, weight) on the device; one packed reduction joins them over ranks."""
+"""Accumulates logged values as (sum, weight) on the device, and reduces them over ranks in one packed reduction."""
 
 from __future__ import annotations
 
@@ -14,15 +14,23 @@ from fabricx.core.reductions import Reduction
 from fabricx.distributed.metric_sums import merge_sums, plain
 from fabricx.errors import RanksDisagree
 
-EXACT: Final = (torch.float32, torch.float64, torch.int64)  # what sums don't overflow or stop growing in
-_VALUES: Final = ("step", "value", "weight", "total", "weights")  # of a series
+EXACT: Final = (torch.float32, torch.float64, torch.int64)  # dtypes whose sums do not overflow or stop growing
+_VALUES: Final = ("step", "value", "weight", "total", "weights")  # attributes of a series that change
 
 
 class Series:
-    """One logged name: the value of the latest step, and what the epoch has added up.
+    """Values of a logged name: that of the latest step, and the sum of the epoch.
 
-    A step's value is the weighted mean (or sum, maximum, minimum) over the microbatches of that weight update. Adding
-    touches no more than a few attributes as long as a step has one value: arithmetic waits until somebody reads.
+    The value of a step is the weighted mean (or sum, maximum, minimum) over the microbatches of that weight update.
+    While a step has a single value, `add` only sets a few attributes: arithmetic is deferred until a value is read.
+
+    Args:
+        reduction: "mean", "sum", "max" or "min".
+        on_step: keep the value of the latest step.
+        on_epoch: accumulate over the epoch.
+        bar: show in the progress bar.
+        to_logger: write to loggers.
+        local: do not reduce over ranks.
     """
 
     __slots__ = (
@@ -52,19 +60,26 @@ class Series:
         self.bar = bar
         self.to_logger = to_logger
         self.local = local
-        self.asked: Any = None  # arguments of the newest `log`, which have been compared with these options
-        self.inside: bool | None = None  # logged within a batch, or between two; None if unknown
+        self.asked: Any = None  # arguments of the newest `log` call that was validated against these options
+        self.inside: bool | None = None  # logged within a batch (True) or between batches (False); None if unknown
         self.step = -1
-        self.value: Any = None  # weighted already if it comes from several microbatches
+        self.value: Any = None  # weighted mean if it comes from several microbatches
         self.weight: float = 0.0
         self.total: Any = None
         self.weights: float = 0.0
-        # Number of this rank's batch in the epoch, from 1, that gave the first value of the step, and of the epoch;
-        # 0 for between two batches, infinity for none.
+        # Number of this rank's batch in the epoch, from 1, that logged the first value of the step, and of the epoch;
+        # 0 for a value between batches, infinity for no value.
         self.step_batch = self.epoch_batch = math.inf
 
     def add(self, value: Any, weight: float, step: int, batch: int = 0) -> None:
-        """Take one value: a number or a detached one-element tensor, with the samples that it stands for."""
+        """Add a value.
+
+        Args:
+            value: a number or a detached one-element tensor.
+            weight: number of samples.
+            step: number of the weight update.
+            batch: number of the batch in the epoch, from 1; 0 between batches.
+        """
         if self.on_step:
             if step != self.step:
                 self.step, self.value, self.weight, self.step_batch = step, value, weight, batch
@@ -82,27 +97,39 @@ class Series:
             self.weights += weight
 
     def packed(self, *, epoch: bool) -> tuple[Any, float]:
-        """Return (sum, weight) for a mean, (value, 1) for the others: what ranks add up."""
+        """Return (sum, weight) for a mean, (value, weight) for other reductions, to be reduced over ranks.
+
+        Args:
+            epoch: of the epoch; else of the latest step.
+        """
         if epoch:
             return self.total, self.weights
         return (self.value * self.weight if self.reduction == "mean" else self.value), self.weight
 
     def kind(self) -> tuple[Any, ...]:
-        """Return what another rank needs to make a series like this one."""
+        """Return the options with which another rank can create the same series."""
         return self.reduction, self.on_step, self.on_epoch, self.bar, self.to_logger, self.local
 
     def way(self) -> tuple[Any, ...]:
-        """Return `kind`, and for a mean whether its weights are those of batches."""
+        """Return `kind`, and for a mean whether it was logged within batches."""
         return *self.kind(), self.inside if self.reduction == "mean" else None
 
     @classmethod
     def of_kind(cls, kind: tuple[Any, ...]) -> Series:
-        """Make an empty series of a `kind`."""
+        """Create an empty series.
+
+        Args:
+            kind: result of `kind`.
+        """
         reduction, on_step, on_epoch, bar, to_logger, local = kind
         return cls(reduction, on_step=on_step, on_epoch=on_epoch, bar=bar, to_logger=to_logger, local=local)
 
     def contribute_nothing(self, *, epoch: bool) -> None:
-        """Hold what changes no other rank's value: this rank had no batch."""
+        """Set the neutral value of the reduction, because this rank had no batch.
+
+        Args:
+            epoch: of the epoch; else of the latest step.
+        """
         neutral = {"max": -math.inf, "min": math.inf}.get(self.reduction, 0.0)
         if epoch:
             self.total, self.weights = neutral, 0.0
@@ -110,7 +137,7 @@ class Series:
             self.value, self.weight = neutral, 0.0
 
     def forget_epoch(self) -> None:
-        """Begin a new epoch."""
+        """Reset the sum of the epoch."""
         self.total, self.weights, self.epoch_batch = None, 0.0, math.inf
 
 
@@ -125,33 +152,41 @@ def _join(reduction: Reduction, old: Any, old_weight: float, new: Any, new_weigh
 
 
 def join_latest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join what `Metrics.latest` returned on several ranks: one rank goes on with the values of the newest step."""
+    """Merge results of `Metrics.latest` of several ranks; only values of the newest step are kept.
+
+    Args:
+        ranks: result of each rank.
+    """
     newest = max((step for latest in ranks for _, step, *_ in latest.values()), default=-1)
-    found: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for latest in ranks:
         for name, (kind, step, value, weight) in latest.items():
             if step != newest:
                 continue
-            if name in found and not kind[-1]:  # a local value is the first rank's
-                _, _, before, weight_before = found[name]
-                found[name] = [kind, step, _join(kind[0], before, weight_before, value, weight), weight_before + weight]
-            found.setdefault(name, [kind, step, value, weight])
-    return found
+            if name in merged and not kind[-1]:  # of a local value, the first rank's is kept
+                _, _, before, weight_before = merged[name]
+                merged[name] = [
+                    kind, step, _join(kind[0], before, weight_before, value, weight), weight_before + weight,
+                ]  # fmt: skip
+            merged.setdefault(name, [kind, step, value, weight])
+    return merged
 
 
 class Metrics:
-    """All series of one phase. `Module.log` adds; the trainer joins over ranks when values are due.
+    """All series of a phase. `Module.log` adds values; the trainer reduces them over ranks when they are due.
 
     Args:
-        reduce: joins a packed tensor over ranks in place, given "sum", "max" or "min".
-        gather: brings one object of each rank together; only used to say who logged what.
-        size: ranks.
-        device: where sums are kept.
-        module: whose attributes metric objects are.
+        reduce: all-reduces a packed tensor in place, with "sum", "max" or "min".
+        gather: gathers an object of each rank; called only if ranks have logged different names.
+        size: number of ranks.
+        device: device of the packed tensors.
+        module: module whose attributes contain the metric objects.
 
     Attributes:
-        shared: sums of the epoch that all ranks have, beside their own; see `merge_sums`.
-        counts_shared: this rank counts them; one does.
+        series: by name.
+        objects: torchmetrics objects with their series, by name.
+        shared: sums of the epoch that are equal on all ranks, in addition to the ranks' own; see `merge_sums`.
+        counts_shared: this rank contributes `shared` to the reduction; exactly one rank does.
     """
 
     def __init__(
@@ -168,56 +203,71 @@ class Metrics:
         self._size = size
         self._device = device
         self.series: dict[str, Series] = {}
-        self.objects: dict[str, tuple[Any, Series]] = {}  # torchmetrics.Metric by name
+        self.objects: dict[str, tuple[Any, Series]] = {}
         self.shared: dict[str, Any] = {}
         self.counts_shared = True
 
     def mark(self) -> dict[str, tuple[Any, ...]]:
-        """Return what all series have, for `rewind`."""
+        """Return the values of all series, for `rewind`."""
         return {name: tuple(getattr(s, slot) for slot in _VALUES) for name, s in self.series.items()}
 
     def rewind(self, mark: dict[str, tuple[Any, ...]]) -> None:
-        """Forget what was added since a `mark`."""
+        """Restore the values of a `mark`.
+
+        Args:
+            mark: result of `mark`.
+        """
         for name, series in self.series.items():
             for slot, value in zip(_VALUES, mark.get(name, (-1, None, 0.0, None, 0.0)), strict=True):
                 setattr(series, slot, value)
 
     def world_changed(self, gather: Callable[[Any], list[Any]], size: int) -> None:
-        """Join over other ranks from now on."""
+        """Reduce over other ranks from now on.
+
+        Args:
+            gather: gathers an object of each new rank.
+            size: number of new ranks.
+        """
         self._gather, self._size = gather, size
 
     def due(self, *, epoch: bool, step: int | None = None) -> list[str]:
-        """Return the names that have something to tell: at a step, those logged in that step."""
+        """Return the names that have a value.
+
+        Args:
+            epoch: in the epoch; else in a step.
+            step: number of the weight update.
+        """
         if epoch:
             for name, (kind, *_) in self.shared.items():
                 self.series.setdefault(name, Series.of_kind(tuple(kind)))
-            own = [name for name, series in self.series.items() if series.on_epoch and series.total is not None]
-            return [*own, *(name for name in self.shared if name not in own)]
+            names = [name for name, series in self.series.items() if series.on_epoch and series.total is not None]
+            return [*names, *(name for name in self.shared if name not in names)]
         made = {name: series for name, series in self.series.items() if series.on_step and series.step == step}
-        return [name for name, series in made.items() if series.value is not None]  # None: its batch was taken back
+        return [name for name, series in made.items() if series.value is not None]  # None: its batch was rewound
 
     def joined(
         self, names: Iterable[str], *, epoch: bool, batches: int = 0, alone: bool = False
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Return the values of `names` over all ranks, as one-element tensors.
+        """Reduce values over all ranks, to one-element tensors by name.
 
-        Every rank has to call this at the same moment, whatever it has logged, unless it wants its own values `alone`.
+        Every rank calls this in the same step, with whatever names it has logged, except with `alone`.
 
         Args:
-            names: what this rank has logged.
-            epoch: the values of the epoch rather than those of the latest step.
-            batches: that this rank has had in this epoch. What others logged first in a later batch it may lack.
-            alone: join nothing.
+            names: that this rank has logged.
+            epoch: values of the epoch; else of the latest step.
+            batches: number of batches of this rank in the epoch. Names that other ranks have logged first in a later
+                batch may be missing on this rank.
+            alone: return this rank's values without communication.
 
         Raises:
-            RanksDisagree: ranks logged different names in batches that they all had.
+            RanksDisagree: ranks logged different names in batches that all of them had.
         """
         wanted = sorted(names)
         together = self._size > 1 and not alone
         if together:
-            own = [name for name in wanted if self.series[name].local]
+            local = [name for name in wanted if self.series[name].local]
             shared = [name for name in wanted if not self.series[name].local]
-            wanted = sorted(own + self._agree(shared, epoch=epoch, batches=batches))
+            wanted = sorted(local + self._agree(shared, epoch=epoch, batches=batches))
         values: dict[str, Tensor] = {}
         for op in ("sum", "max", "min"):
             chosen = [n for n in wanted if _operation(self.series[n].reduction) == op]
@@ -242,31 +292,31 @@ class Metrics:
         return torch.stack([sums, weights], dim=1)
 
     def _epoch_pair(self, name: str) -> tuple[Any, float]:
-        """Return (sum, weight) of an epoch, with what all ranks share if this one counts it."""
+        """Return (sum, weight) of an epoch, with the shared sums if this rank contributes them."""
         series = self.series[name]
         if series.total is None:
             series.contribute_nothing(epoch=True)
         if name not in self.shared or not self.counts_shared:
             return series.packed(epoch=True)
-        own = {name: [list(series.kind()), plain(series.total), series.weights]}
-        _, total, weights = merge_sums(own, {name: self.shared[name]})[name]
+        sums = {name: [list(series.kind()), plain(series.total), series.weights]}
+        _, total, weights = merge_sums(sums, {name: self.shared[name]})[name]
         return total, weights
 
     def _agree(self, names: list[str], *, epoch: bool, batches: int) -> list[str]:
-        """Return the names to join: this rank's own, unless ranks with fewer batches have to learn them."""
-        found = {name: self.series[name] for name in names}
-        found.update({name: series for name, (_, series) in self.objects.items()})
-        ways = {name: series.way() for name, series in found.items()}
+        """Return the names to reduce: this rank's, and names that only ranks with more batches have logged."""
+        logged_series = {name: self.series[name] for name in names}
+        logged_series.update({name: series for name, (_, series) in self.objects.items()})
+        ways = {name: series.way() for name, series in logged_series.items()}
         text = "\n".join([f"{name} {way[:3]} {way[-1]}" for name, way in ways.items()])
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
         highest, lowest = self._reduce(torch.tensor([digest, -digest], device=self._device), "max").tolist()
         if highest == -lowest:
             return names
-        first = {name: series.epoch_batch if epoch else series.step_batch for name, series in found.items()}
+        first = {name: series.epoch_batch if epoch else series.step_batch for name, series in logged_series.items()}
         by_rank = self._gather((batches, ways, first, self._attributes()))
         known: dict[str, tuple[Any, ...]] = {}
         attributes: dict[str, tuple[str, bool]] = {}  # of metric objects, by name
-        begins: dict[str, float] = {}  # the number of the batch from which on each rank has to have a name
+        begins: dict[str, float] = {}  # number of the batch from which every rank must have logged a name
         for _, logged, firsts, paths in by_rank:
             known.update(logged)
             attributes.update(paths)
@@ -277,7 +327,7 @@ class Metrics:
             )
             raise RanksDisagree(
                 f"ranks logged different names, so their values can't be joined:\n{lines}\n"
-                "  log the same names on every rank, or give sync_dist=False to keep a value on the main rank"
+                "  log the same names on every rank, or pass sync_dist=False to keep a value on the main rank"
             )
         for name, kind in known.items():
             _check_alike(name, [logged.get(name) for _, logged, *_ in by_rank])
@@ -288,7 +338,7 @@ class Metrics:
         return sorted(known.keys() - attributes.keys())
 
     def _attributes(self) -> dict[str, tuple[str, bool]]:
-        """Return which attribute of the module each metric object is ("" for none), and if it has a step's value."""
+        """Return (path in the module or "", has a value of the step) for each metric object."""
         parts = self.module.named_modules() if self.module is not None and self.objects else ()
         paths = {id(part): path for path, part in parts}
         return {
@@ -297,25 +347,25 @@ class Metrics:
         }
 
     def _take_part(self, name: str, path: str, cached: bool, kind: tuple[Any, ...]) -> None:
-        """Let this rank join a metric object that only others have updated: its `compute` is a collective.
+        """Make this rank join a metric object that only other ranks have updated, since `compute` is a collective.
 
         Raises:
-            ValueError: it isn't an attribute of the module.
+            ValueError: the metric object is no attribute of the module.
         """
         if name in self.objects:
             return
         if not path or self.module is None:
             raise ValueError(
-                f"self.log({name!r}, metric): a rank without a batch has to join this metric, too, and can't find it: "
+                f"self.log({name!r}, metric): a rank without a batch has to join this metric too, and can't find it: "
                 "make it an attribute of the module"
             )
         metric: Any = self.module.get_submodule(path)
-        if cached:  # then a step's value is no collective
+        if cached:  # the value of the step is then available without a collective
             metric._forward_cache = torch.zeros((), device=self._device)
         self.objects[name] = (metric, self.series.setdefault(name, Series.of_kind(kind[:-1])))
 
     def sums(self) -> dict[str, Any]:
-        """Return what this rank has added up in the epoch so far; later values don't change it."""
+        """Return this rank's sums of the epoch so far; later values do not change the result."""
         return {
             name: [list(series.kind()), series.total, series.weights]
             for name, series in self.series.items()
@@ -323,9 +373,9 @@ class Metrics:
         }
 
     def take_sums(self) -> dict[str, Any]:
-        """Return what this rank has added up since the last call, as plain numbers, and begin at nothing.
+        """Return this rank's sums since the last call as plain numbers, and reset them.
 
-        Values that are not joined over ranks stay.
+        Values that are not reduced over ranks are kept.
         """
         taken = {}
         for name, series in self.series.items():
@@ -335,16 +385,20 @@ class Metrics:
         return taken
 
     def share(self, sums: dict[str, Any]) -> None:
-        """Add sums that all ranks have; each rank calls it with the same."""
+        """Add sums that all ranks have; every rank calls it with the same sums.
+
+        Args:
+            sums: see `merge_sums`.
+        """
         self.shared = merge_sums(self.shared, sums)
 
     @property
     def newest_step(self) -> int:
-        """Return the newest step of which this rank has values; -1 for none."""
+        """Return the newest step for which this rank has values; -1 for none."""
         return max((series.step for series in self.series.values() if series.on_step), default=-1)
 
     def latest(self) -> dict[str, Any]:
-        """Return this rank's values of the newest step."""
+        """Return the latest value of each series of this rank."""
         return {
             name: [list(series.kind()), series.step, series.value, series.weight]
             for name, series in self.series.items()
@@ -352,7 +406,11 @@ class Metrics:
         }
 
     def set_latest(self, latest: dict[str, Any]) -> None:
-        """Take over what `latest` returned, here or on another rank, or what `join_latest` has made of several."""
+        """Restore the latest values.
+
+        Args:
+            latest: result of `latest` or `join_latest`.
+        """
         for series in self.series.values():
             series.step, series.value, series.weight = -1, None, 0.0
         for name, (kind, step, value, weight) in latest.items():
@@ -360,7 +418,11 @@ class Metrics:
             series.step, series.value, series.weight = step, value, weight
 
     def add_sums(self, sums: dict[str, Any]) -> None:
-        """Add what `sums` returned, here or on another rank."""
+        """Add sums to those of the epoch.
+
+        Args:
+            sums: result of `sums`, of this or another rank.
+        """
         for name, (kind, added, weights) in sums.items():
             series = self.series.setdefault(name, Series.of_kind(tuple(kind)))
             total = added.to(self._device) if isinstance(added, Tensor) else added
@@ -369,7 +431,7 @@ class Metrics:
             series.weights += weights
 
     def forget_epoch(self) -> None:
-        """Begin a new epoch: sums start at nothing."""
+        """Begin a new epoch: reset all sums, metric objects and shared sums."""
         for series in self.series.values():
             series.forget_epoch()
         self.objects.clear()
@@ -377,23 +439,23 @@ class Metrics:
 
 
 def _check_alike(name: str, ways: list[tuple[Any, ...] | None]) -> None:
-    """Refuse values of one name that ranks have logged in different ways; None for a rank that has logged none.
+    """Refuse values of a name that ranks have logged with different options; None for a rank without values.
 
     Raises:
-        RanksDisagree: the message has the options of each rank.
+        RanksDisagree: the message lists the options of each rank.
     """
-    found = [way for way in ways if way is not None]
-    if len({way[:3] for way in found}) == 1 and len({way[-1] for way in found} - {None}) <= 1:
+    present = [way for way in ways if way is not None]
+    if len({way[:3] for way in present}) == 1 and len({way[-1] for way in present} - {None}) <= 1:
         return
     where = {True: ", within batches", False: ", between batches", None: ""}
-    told = [
+    lines = [
         f"  rank {rank}: "
         + (f"reduce_fx={way[0]}, on_step={way[1]}, on_epoch={way[2]}{where[way[-1]]}" if way else "-")
         for rank, way in enumerate(ways)
     ]
     raise RanksDisagree(
         f"ranks logged {name!r} in different ways, so its values can't be joined:\n"
-        + "\n".join(told)
+        + "\n".join(lines)
         + "\n  log it in the same hook with the same reduce_fx, on_step and on_epoch on every rank"
     )
 
@@ -403,27 +465,32 @@ def _operation(reduction: Reduction) -> str:
 
 
 def as_value(value: Any, name: str, device: torch.device) -> Any:
-    """Return what can be added up: a number, or a detached tensor of one element.
+    """Convert a logged value to a number, or a detached tensor of one element and an exact dtype.
+
+    Args:
+        value: argument of `log`.
+        name: for the message.
+        device: of the phase; unused.
 
     Raises:
-        ValueError: the value is not a number and not a tensor of one element.
+        ValueError: the value is neither a number nor a tensor of one element.
     """
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(
-                f"self.log({name!r}, ...) was given a tensor of shape {tuple(value.shape)}; log one number, "
+                f"self.log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; log one number, "
                 "such as its mean()"
             )
         detached = value.detach()
         if detached.dtype not in EXACT:
             detached = detached.float() if detached.is_floating_point() else detached.long()
-        # A view may be changed later by whoever owns it (a loss that is reused, a running sum): keep the value.
+        # The user may change the tensor in place later (a reused loss, a running sum): keep a separate value.
         return detached if detached.dim() == 0 else detached.reshape(())
     if isinstance(value, (bool, int, float)):
         return float(value)
     if hasattr(value, "__float__"):
         return float(value)
     raise ValueError(
-        f"self.log({name!r}, ...) was given {type(value).__name__}; it takes a number, a tensor of one element or a "
+        f"self.log({name!r}, ...) got {type(value).__name__}; it accepts a number, a tensor of one element or a "
         "torchmetrics.Metric"
     )

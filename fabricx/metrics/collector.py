@@ -1,4 +1,4 @@
-"""The receiver of `self.log`: names, defaults and current values of a phase."""
+"""Collector of `self.log`: names, defaults and current values of a phase."""
 
 from __future__ import annotations
 
@@ -17,53 +17,71 @@ from fabricx.metrics.objects import metric_objects, set_states, states_of
 
 
 class Logbook:
-    """Takes the values of one phase (training, or one evaluation) and joins them over ranks when they are due.
+    """Collects the logged values of a phase (training, or an evaluation) and reduces them over ranks when due.
 
     Args:
-        strategy: whose `reduce` joins.
-        training: whether `on_step` is the default.
-        weigh: gives the weight of a batch, where that isn't its number of samples.
+        strategy: provides the reduction over ranks.
+        training: in training, `on_step` is the default.
+        weigh: returns the weight of a batch; None for the number of samples.
+
+    Attributes:
+        in_step: a batch is being processed; values between two batches belong to the epoch.
+        step: number of the weight update in progress.
+        size: samples of `batch`, when known.
+        loader: number of the evaluation loader, if there are several.
+        batches: number of batches in this epoch or evaluation.
+        idle: this rank had no sample of the newest manual batch.
     """
 
     def __init__(
         self, strategy: Strategy, *, training: bool, weigh: Callable[[Any], float] | None = None
     ) -> None:  # fmt: skip
         self._weigh = weigh
-        self._weight: float | None = None  # of the batch, once known
+        self._weight: float | None = None  # of the batch, computed at first use
         world = strategy.world
         self.metrics = Metrics(strategy.reduce, world.gather_objects, world.size, world.device, strategy.module)
         self.metrics.counts_shared = world.main_rank
         self.device = world.device
         self.training = training
-        self.in_step = False  # between two batches values belong to the epoch
-        self.step = 0  # the weight update that is being worked on
+        self.in_step = False
+        self.step = 0
         self.batch: Any = None
-        self.size: int | None = None  # samples in `batch`, once known
-        self.loader: int | None = None  # number of the loader, where there are several
-        self.batches = 0  # of this epoch or evaluation
-        self.idle = False  # had this rank no sample of the newest manual batch?
+        self.size: int | None = None
+        self.loader: int | None = None
+        self.batches = 0
+        self.idle = False
         self._mute = False
-        self._alone = strategy.dealer is not None  # values of one step are this rank's
+        self._alone = strategy.dealer is not None  # values of a step are this rank's, not reduced
 
     def begin_batch(self, batch: Any, size: int | None, step: int) -> None:
-        """Say which batch the values to come are of."""
+        """Begin a batch, to which the following values belong.
+
+        Args:
+            batch: of the user.
+            size: samples; None to count them when needed.
+            step: number of the weight update.
+        """
         self.batch, self.size, self.step, self.in_step, self.idle = batch, size, step, True, False
         self._weight = None
         self.batches += 1
 
     def pass_batch(self, step: int) -> None:
-        """Note a manual batch of which this rank has no sample: the step's values are those of other ranks."""
+        """Record a manual batch without a sample for this rank: the step's values are those of other ranks.
+
+        Args:
+            step: number of the weight update.
+        """
         self.step, self.idle = step, True
 
     def end_batch(self) -> None:
-        """Say that the values to come are not of a batch."""
+        """End a batch; the following values belong to the epoch."""
         self.batch, self.in_step = None, False
 
     def log(
         self, name: str, value: Any, bar: bool, to_logger: bool, on_step: bool | None, on_epoch: bool | None,
         reduce_fx: Any, batch_size: int | None, add_dataloader_idx: bool, joined: bool,
     ) -> None:  # fmt: skip
-        """Take one value; the arguments are those of `Module.log`."""
+        """Add a value; the arguments are those of `Module.log`."""
         if self._mute:
             return
         if self.loader is not None and add_dataloader_idx:
@@ -86,7 +104,7 @@ class Logbook:
             weight = batch_size
         elif self._weigh is not None:
             weight = self.weight
-            if not weight:  # then it is the mean of nothing
+            if not weight:  # a mean over no elements
                 value = 0.0
         else:
             weight = self.count() if self.size is None else self.size
@@ -98,14 +116,14 @@ class Logbook:
         return self.batches if self.in_step else 0
 
     def count(self) -> int:
-        """Return the samples of the batch."""
+        """Return the number of samples of the batch."""
         if self.size is None:
             self.size = batch_size_of(self.batch)
         return self.size
 
     @property
     def weight(self) -> float:
-        """Return the weight of the batch, where the module says it."""
+        """Return the weight of the batch as defined by the module."""
         if self._weight is None:
             assert self._weigh is not None
             self._weight = self._weigh(self.batch)
@@ -113,9 +131,9 @@ class Logbook:
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
-        """Take no values, also not into metric objects: a step runs only so that other ranks don't wait."""
-        found = metric_objects(self.metrics.module).values() if self.metrics.module is not None else ()
-        before = [(metric, states_of(metric), metric._forward_cache) for metric in found]
+        """Discard logged values and updates of metric objects: a step that runs only for its collectives."""
+        metrics = metric_objects(self.metrics.module).values() if self.metrics.module is not None else ()
+        before = [(metric, states_of(metric), metric._forward_cache) for metric in metrics]
         self._mute = True
         try:
             yield
@@ -143,23 +161,23 @@ class Logbook:
         return series
 
     def _moments(self, name: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
-        """Return whether a value is of the step, and whether it is of the epoch."""
+        """Return (on_step, on_epoch) of a value, with defaults resolved."""
         default_step = self.training and self.in_step
         step = default_step if on_step is None else on_step
         epoch = not default_step if on_epoch is None else on_epoch
         if not step and not epoch:
             raise ValueError(f"self.log({name!r}, ..., on_step=False, on_epoch=False) would log nothing")
         if step and not self.in_step:
-            return False, True  # there is no step between two batches
+            return False, True  # between two batches there is no step
         return step, epoch
 
     def _check_same(
         self, name: str, series: Series, reduce_fx: Any, on_step: bool | None, on_epoch: bool | None, joined: bool
     ) -> None:  # fmt: skip
-        """Refuse a name that is logged in two ways, whose values can't be joined into one.
+        """Refuse a name that is logged with different options, whose values can't be combined.
 
         Raises:
-            ValueError: another call of `log` has given the name other options, or means over other things.
+            ValueError: an earlier call of `log` had other options, or was not also within (or between) batches.
         """
         wanted = (check_reduction(name, reduce_fx), *self._moments(name, on_step, on_epoch), not joined)
         same = wanted == (series.reduction, series.on_step, series.on_epoch, series.local)
@@ -169,46 +187,63 @@ class Logbook:
             raise ValueError(
                 f"self.log({name!r}, ...) is called twice in different ways, "
                 + (f"{where[0]} and {where[1]}" if mixed else "with another reduce_fx, on_step, on_epoch or sync_dist")
-                + ": the values can't be joined; give one of them another name"
+                + ": the values can't be combined; use another name for one of them"
             )
         series.asked, series.inside = (reduce_fx, on_step, on_epoch, joined, self.in_step), self.in_step
 
     def step_values(self, step: int) -> dict[str, Tensor]:
-        """Return the joined values of one step; every rank calls it at the same step, where all go together."""
+        """Return the values of a step, reduced over ranks; in lockstep, every rank calls it in the same step.
+
+        Args:
+            step: number of the weight update.
+        """
         metrics = self.metrics
         names = [] if self.idle else metrics.due(epoch=False, step=step)
         values = metrics.joined(names, epoch=False, batches=self.batches, alone=self._alone)
         for name, (metric, series) in metrics.objects.items():
             if series.on_step:
-                latest = getattr(metric, "_forward_cache", None)  # what the metric's own call has returned
+                latest = getattr(metric, "_forward_cache", None)  # result of the metric's own forward
                 values[name] = torch.as_tensor(metric.compute() if latest is None else latest)
         return values
 
     def epoch_values(self) -> dict[str, Tensor]:
-        """Return the joined values of the epoch so far, and begin a new one; every rank calls it at the same moment."""
+        """Return the values of the epoch, reduced over ranks, and reset them; every rank calls it in the same step."""
         metrics = self.metrics
         values = metrics.joined(metrics.due(epoch=True), epoch=True, batches=self.batches)
         for name, (metric, series) in metrics.objects.items():
             if series.on_epoch:
-                values[name] = torch.as_tensor(metric.compute())  # joins over ranks by itself
+                values[name] = torch.as_tensor(metric.compute())  # a collective of torchmetrics
                 metric.reset()
         metrics.forget_epoch()
         return values
 
     def local_values(self, step: int) -> dict[str, Any]:
-        """Return this rank's newest values for the progress bar, without joining them."""
+        """Return this rank's newest values for the progress bar, without communication.
+
+        Args:
+            step: number of the weight update.
+        """
         return {
             name: series.value for name, series in self.metrics.series.items()
             if series.bar and series.on_step and series.value is not None
         }  # fmt: skip
 
     def series(self, name: str) -> Series:
-        """Return what is known of a name."""
-        found = self.metrics.series.get(name)
-        return found if found is not None else self.metrics.objects[name][1]
+        """Return the series of a name.
+
+        Args:
+            name: a logged name.
+        """
+        series = self.metrics.series.get(name)
+        return series if series is not None else self.metrics.objects[name][1]
 
     def names(self, name: str, *, epoch: bool) -> str:
-        """Return what the loggers call a value: with both kinds, `name_step` and `name_epoch`."""
+        """Return a value's name for loggers: a name with both kinds of values becomes `name_step` and `name_epoch`.
+
+        Args:
+            name: a logged name.
+            epoch: of the epoch's value; else of the step's.
+        """
         series = self.series(name)
         if not (series.on_step and series.on_epoch):
             return name

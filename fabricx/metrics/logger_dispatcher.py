@@ -1,4 +1,4 @@
-"""Writes to all loggers of a run; a full disk costs rows, not the run."""
+"""Writes to all loggers of a run; a full disk loses rows and does not stop the run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Event = tuple[str, str, int]  # name, text, step
 
 @final
 class LoggerDispatcher:
-    """Hands rows and texts to loggers. A rank that doesn't write has one without loggers.
+    """Distributes rows and texts to loggers and the recorder; on ranks that don't write, it has no loggers.
 
     Args:
-        loggers: where to.
-        run_dir: the run's folder.
-        recorder: is told the same.
+        loggers: of the run.
+        run_dir: the run's folder; required with loggers.
+        recorder: receives the same values.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class LoggerDispatcher:
         self._recorder = recorder or NoopRecorder()
         self._loggers = list(loggers)
         self._run_dir = run_dir
-        self._lost: dict[int, list[Event]] = {}  # loggers without room, with the events that they still have to get
+        self._lost: dict[int, list[Event]] = {}  # loggers on a full disk, with events that they have not written yet
         for logger in self._loggers:
             logger.open(self._folder)
 
@@ -45,27 +45,52 @@ class LoggerDispatcher:
         return bool(self._loggers) or self._recorder.on
 
     def each(self, write: Callable[[Logger], None]) -> None:
-        """Let each logger write; one that has no room is tried again the next time."""
+        """Call a function with each logger; a logger on a full disk is retried at the next call.
+
+        Args:
+            write: called with the logger.
+        """
         for number in range(len(self._loggers)):
             self._attempt(number, write)
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
-        """Write what the module has logged."""
+        """Write values that the module has logged.
+
+        Args:
+            values: by name.
+            step: number of the weight update.
+        """
         self.each(lambda logger: logger.log_metrics(values, step))
         self._recorder.metrics(values, step)
 
     def measured(self, values: Mapping[str, float], step: int) -> None:
-        """Write what was measured of the training itself."""
+        """Write measurements of the training itself.
+
+        Args:
+            values: by name.
+            step: number of the weight update.
+        """
         self.each(lambda logger: logger.log_metrics(values, step))
         self._recorder.gauges(values, step)
 
     def rewind(self, step: int) -> None:
-        """Forget what was written of later steps: the run goes on from there."""
+        """Discard rows of later steps, because the run resumes from an earlier step.
+
+        Args:
+            step: number of the weight update.
+        """
         self.each(lambda logger: logger.rewind(step))
         self._recorder.rewind(step)
 
     def event(self, name: str, text: str, step: int, **numbers: float) -> None:
-        """Write down that something has happened; where there is no room now, as soon as there is."""
+        """Write an event; on a full disk, write it when there is space again.
+
+        Args:
+            name: kind of event.
+            text: description.
+            step: number of the weight update.
+            numbers: further values, for the recorder.
+        """
         text = masked_values(text)
         self._recorder.event(name, text, step, **numbers)
         for number in range(len(self._loggers)):
@@ -97,7 +122,14 @@ class LoggerDispatcher:
         return True
 
     def close(self, ending: Ending) -> None:
-        """Finish."""
+        """Close all loggers.
+
+        Args:
+            ending: how the run has ended.
+
+        Raises:
+            Exception: the first error of a logger that is not a full disk.
+        """
         loggers, self._loggers = self._loggers, []
         errors = []
         for logger in loggers:

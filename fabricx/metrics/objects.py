@@ -1,4 +1,4 @@
-"""State of the torchmetrics objects of a module."""
+"""State of a module's torchmetrics objects."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from torch import nn
 
 
 def metric_objects(module: nn.Module) -> dict[str, Any]:
-    """Return the torchmetrics objects that are attributes of a module, by name."""
-    return {name: one for name, one in module.named_modules() if hasattr(one, "_update_count")}  # not collections
+    """Return the torchmetrics objects among a module's attributes, by path.
+
+    Args:
+        module: searched at any depth.
+    """
+    return {name: part for name, part in module.named_modules() if hasattr(part, "_update_count")}  # not collections
 
 
 def states_of(metric: Any) -> dict[str, Any]:
-    """Return copies of the state of a metric object: it adds to its tensors in place."""
+    """Copy the state of a metric object, whose updates change tensors in place.
+
+    Args:
+        metric: a torchmetrics object.
+    """
     copies = {
         name: [item.detach().clone() for item in value] if isinstance(value, list) else value.detach().clone()
         for name, value in metric.metric_state.items()
@@ -22,9 +30,14 @@ def states_of(metric: Any) -> dict[str, Any]:
 
 
 def set_states(metric: Any, saved: dict[str, Any]) -> None:
-    """Let a metric object have the state that `states_of` returned."""
+    """Restore the state of a metric object.
+
+    Args:
+        metric: a torchmetrics object.
+        saved: result of `states_of`.
+    """
     metric.reset()
     for name, value in saved["values"].items():
-        on = metric.device
-        setattr(metric, name, [item.to(on) for item in value] if isinstance(value, list) else value.to(on))
+        device = metric.device
+        setattr(metric, name, [item.to(device) for item in value] if isinstance(value, list) else value.to(device))
     metric._update_count = saved["updates"]

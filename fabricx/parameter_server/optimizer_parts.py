@@ -1,4 +1,4 @@
-"""Optimizers over parts of parameters: cut for servers with all attributes, and joined again."""
+"""Optimizers over parts of parameters: divided for servers with all attributes, and joined again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fabricx.parameter_server.wire.messages import Groups
 from fabricx.parameter_server.wire.partition import Piece, Rows, Shard
 
-_OWN: Final = ("state", "param_groups", "defaults")  # what torch's own pickling of an optimizer contains
+_OWN: Final = ("state", "param_groups", "defaults")  # attributes that torch's pickling of an optimizer includes
 _HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _SKIPPED: Final = (*_HOOKS, "_opt_called", "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks",
                    "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")  # fmt: skip
@@ -25,22 +25,26 @@ _SKIPPED: Final = (*_HOOKS, "_opt_called", "_optimizer_state_dict_pre_hooks", "_
 @final
 @dataclass
 class PackedOptimizers:
-    """Optimizers as plain data: attributes, groups and state of each, and of optimizers that they contain.
+    """Optimizers as plain data: attributes, groups and state, including nested optimizers.
 
-    torch's own pickling keeps state and groups only, and drops attributes that a subclass has added.
+    torch's pickling includes state and groups only, and drops attributes of subclasses.
 
     Attributes:
-        data: the objects, pickled; tensors are referred to by number, parameters first.
-        tensors: all others.
-        given: the group values that workers brought last; see `Hyperparameters`.
+        data: the pickled objects; tensors are replaced by numbers, parameters first.
+        tensors: tensors other than parameters.
+        pushed: group values that workers have pushed last; see `Hyperparameters`.
     """
 
     data: bytes
     tensors: list[Tensor]
-    given: Groups
+    pushed: Groups
 
     def unpack(self, parameters: Sequence[Tensor]) -> list[Optimizer]:
-        """Return the optimizers, over parameters in the order in which they were packed."""
+        """Restore the optimizers over new parameters.
+
+        Args:
+            parameters: in the order in which they were packed.
+        """
         tensors = [*parameters, *self.tensors]
         reader = pickle.Unpickler(io.BytesIO(self.data))
         reader.persistent_load = lambda number: tensors[number]  # type: ignore[method-assign]
@@ -50,19 +54,19 @@ class PackedOptimizers:
 
 def pack(
     optimizers: Sequence[Optimizer], parameters: Sequence[Tensor],
-    parts: Sequence[Piece | Rows] | None = None, given: Groups | None = None,
+    parts: Sequence[Piece | Rows] | None = None, pushed: Groups | None = None,
 ) -> PackedOptimizers:  # fmt: skip
-    """Return optimizers as plain data.
+    """Convert optimizers to plain data.
 
     Args:
-        optimizers: they stay as they are.
-        parameters: those to keep, in this order; state and groups of others are left out.
-        parts: of each parameter; tensors of the optimizers' state are cut to it and copied. None for whole parameters,
-            with live tensors instead of copies.
-        given: see `PackedOptimizers`; the values as they are, if not given.
+        optimizers: not changed.
+        parameters: parameters to include, in this order; state and groups of other parameters are omitted.
+        parts: part of each parameter, for which tensors of the state are cut and copied; None for whole parameters,
+            with references to the live tensors.
+        pushed: see `PackedOptimizers`; None for the present values.
 
     Raises:
-        ValueError: an attribute refers to a parameter that isn't kept, or can't be pickled.
+        ValueError: an attribute refers to an omitted parameter, or can't be pickled.
     """
     file = io.BytesIO()
     packer = _Packer(file, parameters, parts)
@@ -72,9 +76,9 @@ def pack(
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise ValueError(
             f"an attribute of {names} can't be sent to a server: {error}\n"
-            "  functions have to be defined at the top level of a module; or take optimizer='worker', or strategy=ddp"
+            "  functions must be defined at the top level of a module; or use optimizer='worker', or strategy=ddp"
         ) from error
-    return PackedOptimizers(file.getvalue(), packer.tensors, given or groups_of(nested(optimizers)))
+    return PackedOptimizers(file.getvalue(), packer.tensors, pushed or groups_of(nested(optimizers)))
 
 
 class _Packer(pickle.Pickler):
@@ -86,7 +90,7 @@ class _Packer(pickle.Pickler):
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._parts = {id(p): part for p, part in zip(parameters, parts or (), strict=False)}
         self.tensors: list[Tensor] = []
-        self._replaced: dict[int, tuple[Any, Any]] = {}  # shared groups and states stay shared
+        self._replaced: dict[int, tuple[Any, Any]] = {}  # keeps shared groups and states shared
         self._others: dict[int, tuple[Tensor, int]] = {}
         self._left_out: set[int] = set()
 
@@ -97,12 +101,12 @@ class _Packer(pickle.Pickler):
             return number
         if id(value) in self._left_out:
             raise ValueError(
-                "an attribute of the optimizer refers to a parameter that lies on another server: take servers=1, or "
+                "an attribute of the optimizer refers to a parameter on another server: use servers=1, or "
                 "optimizer='worker'"
             )
         if id(value) not in self._others:
             self._others[id(value)] = value, len(self._numbers) + len(self.tensors)
-            view = value.untyped_storage().nbytes() != value.nbytes  # pickled, it would take all that it is a view of
+            view = value.untyped_storage().nbytes() != value.nbytes  # pickle would include the whole storage of a view
             self.tensors.append(value.detach().cpu().clone() if self._copies or view else value)
         return self._others[id(value)][1]
 
@@ -115,7 +119,7 @@ class _Packer(pickle.Pickler):
         kept["state"] = self._once(value.state, self._state)
         if "defaults" in vars(value):
             kept["defaults"] = value.defaults
-        # A wrapper that doesn't call torch's constructor has no hooks, and none may be added to its class.
+        # A wrapper that doesn't call torch's constructor has no hooks, and must not get hooks on its class.
         fill = _fill if _HOOKS[0] in vars(value) else _fill_plainly
         return _blank, (type(value),), kept, None, None, fill
 
@@ -131,16 +135,18 @@ class _Packer(pickle.Pickler):
         return {**group, "params": [p for p in group["params"] if id(p) in self._numbers]}
 
     def _state(self, state: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        found: Any = copy.copy(state)
-        found.clear()
+        cut_state: Any = copy.copy(state)
+        cut_state.clear()
         for key, values in state.items():
             if not isinstance(key, Tensor):
-                found[key] = values
+                cut_state[key] = values
             elif id(key) in self._numbers:
                 part = self._parts.get(id(key))
                 cut = part is not None and isinstance(values, dict)
-                found[key] = {name: _state_of(value, key, part) for name, value in values.items()} if cut else values
-        return found  # type: ignore[no-any-return]
+                cut_state[key] = (
+                    {name: _state_of(value, key, part) for name, value in values.items()} if cut else values
+                )
+        return cut_state  # type: ignore[no-any-return]
 
 
 def _blank(kind: type[Optimizer]) -> Optimizer:
@@ -156,7 +162,11 @@ def _fill_plainly(optimizer: Optimizer, attributes: dict[str, Any]) -> None:
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's attributes other than state, groups, hooks and torch's own bookkeeping."""
+    """Return an optimizer's attributes, without state, groups, hooks and torch's bookkeeping.
+
+    Args:
+        optimizer: of any class.
+    """
     return {
         name: value for name, value in vars(optimizer).items()
         if name not in (*_OWN, *_SKIPPED) and not hasattr(value, "_wrapped_by_lr_sched")
@@ -164,24 +174,28 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def nested(value: Any) -> list[Optimizer]:
-    """Return the optimizers in a value: itself, those in a container, and those in optimizers' attributes; each once.
+    """Return the distinct optimizers in a value: itself, in containers, and in attributes of optimizers.
+
+    Args:
+        value: an optimizer, or a container.
+
 
     >>> nested([])
     []
     """
-    found: dict[int, Optimizer] = {}
+    optimizers: dict[int, Optimizer] = {}
 
-    def look(value: Any) -> None:
+    def collect(value: Any) -> None:
         if isinstance(value, Optimizer):
-            if id(value) not in found:
-                found[id(value)] = value
-                look(attributes_of(value))
+            if id(value) not in optimizers:
+                optimizers[id(value)] = value
+                collect(attributes_of(value))
         elif isinstance(value, (list, tuple, dict)):
             for part in value.values() if isinstance(value, dict) else value:
-                look(part)
+                collect(part)
 
-    look(value)
-    return list(found.values())
+    collect(value)
+    return list(optimizers.values())
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -191,15 +205,15 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 def sliced(
     optimizers: Sequence[Optimizer], parameters: Sequence[Tensor], shard: Shard
 ) -> tuple[PackedOptimizers, list[Tensor]]:  # fmt: skip
-    """Return copies of optimizers that step one server's part of their parameters.
+    """Return copies of optimizers that step a server's part of the parameters.
 
     Args:
-        optimizers: the user's own; they stay as they are.
-        parameters: all of them, by number.
-        shard: what the server keeps.
+        optimizers: not changed.
+        parameters: all parameters, by number.
+        shard: the server's part.
 
     Returns:
-        the copies, and the parts, as parameters: whole ones in their shape, pieces as vectors.
+        The copies, and the parts as parameters: whole parameters in their shape, pieces as vectors.
     """
     whole = [parameters[part.parameter] for part in shard.parts]
     made: list[Tensor] = []
@@ -209,7 +223,12 @@ def sliced(
 
 
 def part_of(tensor: Tensor, part: Piece | Rows) -> Tensor:
-    """Return a part of a parameter, or of something of its shape: a view where there is one."""
+    """Return a part of a tensor, as a view if possible.
+
+    Args:
+        tensor: a parameter, or a tensor of the same shape.
+        part: of the parameter.
+    """
     whole = tensor.detach()
     if isinstance(part, Rows):
         return whole[part.first :: part.step]
@@ -217,25 +236,30 @@ def part_of(tensor: Tensor, part: Piece | Rows) -> Tensor:
 
 
 def flat_part(tensors: Sequence[Tensor], shard: Shard) -> Tensor:
-    """Return a server's part of tensors of the parameters' shapes, by parameter, as one vector."""
+    """Concatenate a server's parts of tensors to a vector.
+
+    Args:
+        tensors: by parameter number, with the parameters' shapes.
+        shard: the server's part.
+    """
     return torch.cat([part_of(tensors[part.parameter], part).reshape(-1) for part in shard.parts])
 
 
 def _state_of(value: object, whole: Tensor, part: Piece | Rows | None) -> object:
-    """Return a part of an optimizer's state of a parameter; numbers and tensors of another shape are copied whole."""
+    """Return a part of a parameter's state; numbers and tensors of another shape are not divided."""
     if not isinstance(value, Tensor) or part is None:
         return value
-    # A tensor of its own, which is copied later: each part counts its own steps.
+    # `detach` returns a new tensor object, which is copied later: each part counts its own steps.
     return part_of(value, part) if value.shape == whole.shape else value.detach()
 
 
 @final
 @dataclass
 class ServerOptimizers:
-    """Optimizers as one server has them.
+    """The optimizers of a server.
 
     Attributes:
-        shard: its part of the parameters.
+        shard: the server's part of the parameters.
         packed: the optimizers.
     """
 
@@ -243,45 +267,52 @@ class ServerOptimizers:
     packed: PackedOptimizers
 
 
-def take_in(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor], servers: Sequence[ServerOptimizers]) -> None:
-    """Put what the servers' optimizers have become into those of a worker: state, attributes, changed group values.
+def load_from_servers(
+    optimizers: Sequence[Optimizer], parameters: Sequence[Tensor], servers: Sequence[ServerOptimizers]
+) -> None:
+    """Load the servers' optimizer state, attributes and changed group values into a worker's optimizers.
 
     Args:
-        optimizers: of the worker, over whole parameters.
-        parameters: all of them, by number.
-        servers: the parts of all servers; attributes are the first server's.
+        optimizers: of the worker, over whole parameters; changed in place.
+        parameters: all parameters, by number.
+        servers: optimizers of all servers; attributes are those of the first server.
     """
     unpacked = []
     for server in servers:
         whole = [parameters[part.parameter] for part in server.shard.parts]
         unpacked.append(server.packed.unpack(whole))
     parts = [{id(parameters[part.parameter]): part for part in server.shard.parts} for server in servers]
-    copies = [nested(found) for found in unpacked]
-    for place, own in enumerate(nested(optimizers) if servers else ()):
-        _take_in_one(own, [mine[place] for mine in copies], parts)
-        [now], given = groups_of([copies[0][place]]), servers[0].packed.given[place]
-        for group, values, before in zip(own.param_groups, now, given, strict=True):
+    copies = [nested(restored) for restored in unpacked]
+    for index, target in enumerate(nested(optimizers) if servers else ()):
+        _load_optimizer(target, [parts_of_server[index] for parts_of_server in copies], parts)
+        [now], pushed = groups_of([copies[0][index]]), servers[0].packed.pushed[index]
+        for group, values, before in zip(target.param_groups, now, pushed, strict=True):
             group.update({k: v for k, v in values.items() if k not in before or not _same(before[k], v)})
 
 
-def _take_in_one(
-    own: Optimizer, copies: Sequence[Optimizer], parts: Sequence[Mapping[int, Piece | Rows]]
+def _load_optimizer(
+    target: Optimizer, copies: Sequence[Optimizer], parts: Sequence[Mapping[int, Piece | Rows]]
 ) -> None:  # fmt: skip
     for name, value in attributes_of(copies[0]).items():
         if not nested(value):
-            setattr(own, name, value)
+            setattr(target, name, value)
     for key, values in copies[0].state.items():
         if not isinstance(key, Tensor):
-            own.state[key] = values
-    for parameter in _parameters(own):
-        pairs = [(part[id(parameter)], mine.state[parameter]) for mine, part in zip(copies, parts, strict=True)
-                 if parameter in mine.state]  # fmt: skip
+            target.state[key] = values
+    for parameter in _parameters(target):
+        pairs = [(part[id(parameter)], source.state[parameter]) for source, part in zip(copies, parts, strict=True)
+                 if parameter in source.state]  # fmt: skip
         if state := join_states(parameter, pairs):
-            own.state[parameter] = state
+            target.state[parameter] = state
 
 
 def join_states(parameter: Tensor, parts: Sequence[tuple[Piece | Rows, dict[str, object]]]) -> dict[str, object]:
-    """Put together what optimizers remember of the parts of one parameter."""
+    """Join the optimizer states of a parameter's parts.
+
+    Args:
+        parameter: the whole parameter.
+        parts: (part, state) of each server.
+    """
     states = [(part, state) for part, state in parts if state]
     if not states:
         return {}
@@ -303,18 +334,22 @@ def join_states(parameter: Tensor, parts: Sequence[tuple[Piece | Rows, dict[str,
 
 
 @final
-class Remembered:
-    """Attributes and group values of optimizers at one moment, to return to."""
+class OptimizerSnapshot:
+    """Snapshot of the attributes and group values of optimizers.
+
+    Args:
+        optimizers: including nested optimizers.
+    """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         every = nested(optimizers)
-        self._attributes = [(own, attributes_of(own)) for own in every]
-        self._groups = [(group, dict(group)) for own in every for group in own.param_groups]
+        self._attributes = [(optimizer, attributes_of(optimizer)) for optimizer in every]
+        self._groups = [(group, dict(group)) for optimizer in every for group in optimizer.param_groups]
 
     def restore(self) -> None:
-        """Undo later changes."""
-        for own, attributes in self._attributes:
-            vars(own).update(attributes)
+        """Restore the snapshot."""
+        for optimizer, attributes in self._attributes:
+            vars(optimizer).update(attributes)
         for group, values in self._groups:
             group.clear()
             group.update(values)
@@ -322,31 +357,42 @@ class Remembered:
 
 @final
 class Hyperparameters:
-    """Applies the group values that workers bring, without undoing what the optimizers' own steps have changed.
+    """Applies the group values that workers push, without reverting changes by the optimizers' own steps.
 
-    Some optimizers keep counters or estimates in their groups. A worker's copy isn't stepped and has their first
-    values, so a value is taken over only when workers have changed it since the last time.
+    Some optimizers keep counters or estimates in their groups. A worker's copy is not stepped and keeps the initial
+    values, so a value is applied only if workers have changed it since their last push.
 
     Args:
-        optimizers: as a server has them.
-        given: the values that workers brought last, by group of each optimizer, contained ones too.
+        optimizers: of a server.
+        pushed: values of the last push, by group of each optimizer, including nested optimizers.
+
+    Attributes:
+        pushed: see Args.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], given: Groups) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], pushed: Groups) -> None:
         self._optimizers = nested(optimizers)
-        self.given = given
+        self.pushed = pushed
 
     def apply(self, groups: Groups) -> None:
-        """Take over the values that workers have changed."""
-        for optimizer, given, new in zip(self._optimizers, self.given, groups, strict=True):
-            for group, before, values in zip(optimizer.param_groups, given, new, strict=True):
+        """Apply the values that workers have changed since the last call.
+
+        Args:
+            groups: values of a push.
+        """
+        for optimizer, pushed, new in zip(self._optimizers, self.pushed, groups, strict=True):
+            for group, before, values in zip(optimizer.param_groups, pushed, new, strict=True):
                 for name, value in values.items():
                     if name not in before or not _same(before[name], value):
                         group[name] = before[name] = value
 
 
 def groups_of(optimizers: Sequence[Optimizer]) -> Groups:
-    """Return the hyperparameters of each group of each optimizer; tensors are copies."""
+    """Return the hyperparameters of each group of each optimizer; tensors are copied.
+
+    Args:
+        optimizers: in the order of the result.
+    """
     return [
         [{name: value.clone() if isinstance(value, Tensor) else value
           for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
@@ -354,18 +400,22 @@ def groups_of(optimizers: Sequence[Optimizer]) -> Groups:
     ]  # fmt: skip
 
 
-def same_groups(one: Groups | None, other: Groups) -> bool:
-    """Return whether hyperparameters are the same; None stands for none that were given."""
-    if one is None or one is other:
+def same_groups(first: Groups | None, second: Groups) -> bool:
+    """Return whether hyperparameters are equal; None equals everything.
+
+    Args:
+        first, second: of the same optimizers.
+    """
+    if first is None or first is second:
         return True
-    pairs = [(a, b) for mine, yours in zip(one, other, strict=True) for a, b in zip(mine, yours, strict=True)]
+    pairs = [(a, b) for left, right in zip(first, second, strict=True) for a, b in zip(left, right, strict=True)]
     return all(a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a) for a, b in pairs)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return isinstance(first, Tensor) and isinstance(second, Tensor) and torch.equal(first, second)
     try:
-        return one is other or bool(one == other)
-    except (RuntimeError, TypeError, ValueError):  # of several elements
+        return first is second or bool(first == second)
+    except (RuntimeError, TypeError, ValueError):  # arrays of several elements
         return False

@@ -1,4 +1,4 @@
-"""Totals of the exchange of a run, for loggers."""
+"""Totals of a run's exchange with servers, for loggers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from fabricx.parameter_server.wire.messages import Counts
 
 @final
 class Totals:
-    """What all workers and servers have counted since they began."""
+    """Totals of all workers and servers since their begin.
+
+    Args:
+        workers: (bytes sent, bytes received, seconds waited) of each worker.
+        servers: counts of each server.
+    """
 
     def __init__(self, workers: Sequence[tuple[int, int, float]], servers: Sequence[Counts]) -> None:
         sent, received, waited = (sum(column) for column in zip(*workers, strict=True))
@@ -27,17 +32,21 @@ class Totals:
         self.lead = max((server.lead for server in servers), default=0)
 
     def since(self, before: Totals | None) -> dict[str, float]:
-        """Return what has come since then, by the names that loggers see."""
+        """Return the differences to earlier totals, by metric name.
+
+        Args:
+            before: earlier totals; None for zero.
+        """
         earlier = before.totals if before is not None else dict.fromkeys(self.totals, 0.0)
-        # Less than before, where a worker or a server has died.
-        found = {f"exchange/{name}": max(0.0, value - earlier[name]) for name, value in self.totals.items()}
+        # A worker or server may have died since, so that a total is smaller than before.
+        metrics = {f"exchange/{name}": max(0.0, value - earlier[name]) for name, value in self.totals.items()}
         staleness = self.staleness - before.staleness if before is not None else self.staleness
         if staleness:
-            found["exchange/staleness_mean"] = sum(k * n for k, n in staleness.items()) / staleness.total()
-            found["exchange/staleness_max"] = float(max(staleness))
+            metrics["exchange/staleness_mean"] = sum(k * n for k, n in staleness.items()) / staleness.total()
+            metrics["exchange/staleness_max"] = float(max(staleness))
         messages, queued = self.messages, self.queued
         if before is not None:
             messages, queued = messages - before.messages, queued - before.queued
         if messages > 0:
-            found["exchange/queue_mean"] = queued / messages
-        return {**found, "exchange/clock_lead": float(self.lead)}
+            metrics["exchange/queue_mean"] = queued / messages
+        return {**metrics, "exchange/clock_lead": float(self.lead)}

@@ -1,1 +1,1 @@
-"""Records of a run: each process writes its own, the launching process reads all."""
+"""Telemetry: each process of a run writes records to a file; the launching process reads and reports them."""

@@ -1,4 +1,4 @@
-"""Line charts as SVG that fits any width and takes its colours from the page."""
+"""Line charts as SVG that scales to any width and inherits the colours of the page."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-POINTS: Final = 240  # the most of a curve; each stands for as many of the original
-_TOGETHER: Final = 600  # the most of a picture
-COLOURS: Final = 8
+POINTS: Final = 240  # most points of a curve; groups of equal size are averaged
+_MAX_POINTS: Final = 600  # most points of a chart
+COLOURS: Final = 8  # colours of the page's style
 _WIDTH, _HEIGHT = 600.0, 180.0
 
 Points = Sequence[tuple[float, float]]
@@ -18,13 +18,16 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture.
+    """A chart.
 
     Attributes:
-        title: above it.
-        svg: the curves; labels are the page's, so that they keep their size.
-        low, high, first, last: what the edges stand for.
-        legend: names and numbers of colours.
+        title: title above the chart.
+        svg: the curves, without labels; labels are HTML, so that scaling does not change their size.
+        low: label of the bottom edge.
+        high: label of the top edge.
+        first: label of the left edge.
+        last: label of the right edge.
+        legend: name and colour number of each curve.
     """
 
     title: str
@@ -37,7 +40,11 @@ class Chart:
 
 
 def thinned(points: Points, most: int = POINTS) -> list[tuple[float, float]]:
-    """Return a curve of fewer points: each is the mean of its neighbours, and the last one stays as it is.
+    """Reduce the points of a curve by averaging groups; the last point is kept unchanged.
+
+    Args:
+        points: (x, y) pairs; pairs with an infinite or NaN y are dropped.
+        most: most points to return.
 
     >>> thinned([(1, 1.0), (2, 3.0), (3, 5.0), (4, 7.0)], 2)
     [(2, 2.0), (4, 7.0)]
@@ -51,9 +58,17 @@ def thinned(points: Points, most: int = POINTS) -> list[tuple[float, float]]:
 
 
 def chart(title: str, curves: Mapping[str, Points]) -> Chart | None:
-    """Return a picture of one or several curves; None if there is nothing to see."""
-    most = max(8, min(POINTS, _TOGETHER // max(1, len(curves))))
-    drawn = {name: found for name, points in curves.items() if (found := thinned(points, most))}
+    """Draw curves.
+
+    Args:
+        title: title of the chart.
+        curves: points by name of the curve.
+
+    Returns:
+        the chart, or None if no curve has a finite point.
+    """
+    most = max(8, min(POINTS, _MAX_POINTS // max(1, len(curves))))
+    drawn = {name: kept for name, points in curves.items() if (kept := thinned(points, most))}
     if not drawn:
         return None
     xs = [x for points in drawn.values() for x, _ in points]
@@ -61,19 +76,19 @@ def chart(title: str, curves: Mapping[str, Points]) -> Chart | None:
     left, right, low, high = min(xs), max(xs), min(ys), max(ys)
     width, height = (right - left) or 1.0, (high - low) or 1.0
 
-    def place(x: float, y: float) -> str:
+    def to_svg(x: float, y: float) -> str:
         return f"{(x - left) / width * _WIDTH:.1f},{_HEIGHT - (y - low) / height * _HEIGHT:.1f}"
 
     lines = []
     for number, (name, points) in enumerate(drawn.items()):
-        told = f"<title>{html.escape(name)}: {number_text(points[-1][1])} at the end</title>"
+        tooltip = f"<title>{html.escape(name)}: {number_text(points[-1][1])} at the end</title>"
         style = f'class="line c{number % COLOURS}"'
         if len(points) == 1:
-            x, y = place(*points[0]).split(",")
-            lines.append(f'<circle {style} cx="{x}" cy="{y}" r="4">{told}</circle>')
+            x, y = to_svg(*points[0]).split(",")
+            lines.append(f'<circle {style} cx="{x}" cy="{y}" r="4">{tooltip}</circle>')
         else:
-            way = " ".join(place(*point) for point in points)
-            lines.append(f'<polyline {style} points="{way}">{told}</polyline>')
+            path = " ".join(to_svg(*point) for point in points)
+            lines.append(f'<polyline {style} points="{path}">{tooltip}</polyline>')
     svg = (
         f'<svg viewBox="-4 -6 {_WIDTH + 8:.0f} {_HEIGHT + 12:.0f}" preserveAspectRatio="none" role="img" '
         f'aria-label="{html.escape(title)}">{"".join(lines)}</svg>'
@@ -83,7 +98,10 @@ def chart(title: str, curves: Mapping[str, Points]) -> Chart | None:
 
 
 def number_text(value: float) -> str:
-    """Return a number as people read it.
+    """Format a number: integers below ten million without decimals, other numbers with four significant digits.
+
+    Args:
+        value: the number.
 
     >>> number_text(1200.0), number_text(0.0123456), number_text(3e-09)
     ('1200', '0.01235', '3e-09')

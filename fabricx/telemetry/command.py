@@ -15,87 +15,95 @@ from rich.table import Table
 from fabricx.errors import FabricxError
 from fabricx.redaction import printable
 from fabricx.telemetry import report
-from fabricx.telemetry.diagnosis import WORDS
+from fabricx.telemetry.diagnosis import SPAN_LABELS
 from fabricx.telemetry.events import FOLDER
-from fabricx.telemetry.report import Seen
+from fabricx.telemetry.report import LoadedRun
 
 
 def main(command: str, arguments: Sequence[str]) -> int:
-    """Run one of the commands; returns the exit code."""
-    parser = argparse.ArgumentParser(prog=f"fabricx {command}", description=_WHAT[command])
+    """Run a command.
+
+    Args:
+        command: "report" or "status".
+        arguments: arguments of the command line.
+
+    Returns:
+        exit status: 0, or 1 after an error.
+    """
+    parser = argparse.ArgumentParser(prog=f"fabricx {command}", description=_DESCRIPTIONS[command])
     several = " or of a sweep" if command == "report" else ""
     parser.add_argument("folder", type=Path, help=f"folder of a run{several}, such as runs/2026-01-31_12-00-00-abcdef")
     folder = parser.parse_args(arguments).folder
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
     try:
         if command == "status":
-            _status(console, report.look_at(folder))
+            _status(console, report.load_run(folder))
         elif (runs := report.runs_in(folder)) and not (folder / FOLDER).is_dir():
-            _compare(console, folder, [report.look_at(run) for run in runs])
+            _compare(console, folder, [report.load_run(run) for run in runs])
         else:
-            _report(console, report.look_at(folder))
+            _report(console, report.load_run(folder))
     except (FabricxError, OSError) as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
     return 0
 
 
-_WHAT = {
-    "report": "what a run did: tables here, and report.html in its folder, which needs no network. Also for runs that "
-    "are still going, or have crashed; of a sweep's folder, a comparison of its runs.",
-    "status": "which ranks a run has, how far each is, and when it was heard of last",
+_DESCRIPTIONS = {
+    "report": "Report a run: print tables, and write report.html, which needs no network, into its folder. Works also "
+    "for runs that are in progress or have crashed. For the folder of a sweep, compare its runs.",
+    "status": "Print the ranks of a run with the newest step of each and the time since its last heartbeat.",
 }
 
 
-def _report(console: Console, seen: Seen) -> None:
-    _summary(console, seen)
-    lines = report.rank_lines(seen.run)
-    spans = [span for span in WORDS if any(span in line.spans for line in lines)]
-    table = Table("rank", "ms a step", *(WORDS[span] for span in spans), "straggler", "samples/s", "MiB")
+def _report(console: Console, loaded: LoadedRun) -> None:
+    _summary(console, loaded)
+    lines = report.rank_lines(loaded.run)
+    spans = [span for span in SPAN_LABELS if any(span in line.spans for line in lines)]
+    table = Table("rank", "ms a step", *(SPAN_LABELS[span] for span in spans), "straggler", "samples/s", "MiB")
     for line in lines:
         times = [f"{line.spans.get(span, 0.0):.2f}" for span in spans]
         rest = [f"{line.straggler:.2f}", f"{line.samples_per_s:.1f}", f"{line.memory_mib:.0f}"]
         table.add_row(str(line.rank), f"{line.step_ms:.2f}", *times, *rest)
     console.print(table)
-    if last := report.final_values(seen.run):
+    if last := report.final_values(loaded.run):
         console.print(_rows("metric", "last value", list(last.items())))
-    for who, text, times_said in report.warnings_of(seen.run)[:10]:
-        _say(console, f"rank {who}, {times_said} time{'s' if times_said > 1 else ''}: {text}")
-    _say(console, f"\nthe page: {report.write_page(seen)}")
+    for ranks, text, count in report.warnings_of(loaded.run)[:10]:
+        _print(console, f"rank {ranks} ({count} time{'s' if count > 1 else ''}): {text}")
+    _print(console, f"\nthe page: {report.write_page(loaded)}")
 
 
-def _status(console: Console, seen: Seen) -> None:
-    _say(console, f"{seen.run_dir}: {seen.state}; {report.recovery(seen.run)}")
+def _status(console: Console, loaded: LoadedRun) -> None:
+    _print(console, f"{loaded.run_dir}: {loaded.state}; {report.recovery(loaded.run)}")
     table = Table("rank", "host", "process", "step", "heard", "MiB", "cores", "at")
-    for rank in seen.run.present:
-        now, known = rank.now, rank.known
+    for rank in loaded.run.present:
+        now, attributes = rank.now, rank.attributes
         heard = "ended" if rank.ending is not None else f"{report.duration(max(0.0, time.time() - rank.heard))} ago"
         where = ""
         if rank.ending is None and "still_s" in now:
             where = f"{report.duration(now['still_s'])} {'waiting ' if now.get('waits') else ''}at {now['where']}"
         _add(
-            table, str(rank.rank), str(known.get("host", "")), str(known.get("pid", "")), str(rank.step), heard,
-            str(now.get("memory_mib", "")), str(now.get("cpu_cores", "")), where,
+            table, str(rank.rank), str(attributes.get("host", "")), str(attributes.get("pid", "")), str(rank.step),
+            heard, str(now.get("memory_mib", "")), str(now.get("cpu_cores", "")), where,
         )  # fmt: skip
     console.print(table)
-    for complaint in seen.complaints:
-        _say(console, f"note: {complaint}")
+    for complaint in loaded.complaints:
+        _print(console, f"note: {complaint}")
 
 
-def _compare(console: Console, folder: Path, runs: list[Seen]) -> None:
+def _compare(console: Console, folder: Path, runs: list[LoadedRun]) -> None:
     header, rows = report.comparison(runs)
     table = Table(*map(printable, header))
     for row in rows:
         _add(table, *row)
     console.print(table)
-    _say(console, f"the page: {report.write_comparison(folder, runs)}")
+    _print(console, f"the page: {report.write_comparison(folder, runs)}")
 
 
-def _summary(console: Console, seen: Seen) -> None:
-    for name, text in report.summary(seen).items():
-        _say(console, f"{name:>12}  {text}")
-    for complaint in seen.complaints:
-        _say(console, f"{'note':>12}  {complaint}")
+def _summary(console: Console, loaded: LoadedRun) -> None:
+    for name, text in report.summary(loaded).items():
+        _print(console, f"{name:>12}  {text}")
+    for complaint in loaded.complaints:
+        _print(console, f"{'note':>12}  {complaint}")
 
 
 def _rows(first: str, second: str, rows: Sequence[tuple[str, str]]) -> Any:
@@ -105,8 +113,8 @@ def _rows(first: str, second: str, rows: Sequence[tuple[str, str]]) -> Any:
     return table
 
 
-def _say(console: Console, text: str) -> None:
-    """Print text of a run, in which nothing steers the terminal."""
+def _print(console: Console, text: str) -> None:
+    """Print a run's text, with control characters of the terminal replaced."""
     console.print(printable(text), soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""The bottleneck of a run in a sentence: pure functions of each rank's times."""
+"""Find the bottleneck of a run: pure functions of each rank's times."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from fabricx.telemetry.recorder import Span
-from fabricx.telemetry.run import NOT_OF_A_STEP, OTHERS, Row, Run, joined
+from fabricx.telemetry.run import NOT_OF_A_STEP, WAITING, Row, Run, joined
 
-WORDS: Final[Mapping[str, str]] = {
+SPAN_LABELS: Final[Mapping[str, str]] = {
     Span.DATA: "data wait", Span.TRANSFER: "transfer", Span.FORWARD: "forward", Span.BACKWARD: "backward",
     Span.WAIT: "communication wait", Span.OPTIMIZER: "optimizer", Span.PUSH: "push", Span.PULL: "pull",
     Span.CHECKPOINT: "checkpoint", Span.VALIDATION: "validation", Span.OTHER: "callbacks and logging",
 }  # fmt: skip
-SLOW: Final = 0.10  # of a step, from which on a rank that others wait for is called slow
-HUNGRY: Final = 0.10  # of a step, from which on waiting for data is worth advice
-TALKING: Final = 0.30  # of a step, from which on waiting for others is
+# Fractions of a step from which a cause is reported:
+SLOW_RANK: Final = 0.10  # time that the other ranks wait for a slow rank
+DATA_BOUND: Final = 0.10  # waiting for data
+COMMUNICATION_BOUND: Final = 0.30  # waiting for communication on all ranks
 
 
 def straggler_scores(rows: Sequence[Row]) -> list[float]:
-    """Return by rank how much of a step the others would gain if it were as fast as they are, from 0 to 1.
+    """Return for each rank the fraction of a step (0 to 1) to be saved if the rank were as fast as the median.
 
-    A rank is compared by its busy time: under a synchronous strategy all ranks' steps take equally long.
+    Ranks are compared by busy time, because steps of a synchronous strategy have the same duration on all ranks.
+
+    Args:
+        rows: the times of each rank, in order of ranks.
 
     >>> slow, fast = Row(1, 0.0, 1, 8, {"forward": 0.009}), Row(1, 0.0, 1, 8, {"forward": 0.003, "wait": 0.006})
     >>> [round(score, 2) for score in straggler_scores([fast, slow])]
@@ -32,52 +36,56 @@ def straggler_scores(rows: Sequence[Row]) -> list[float]:
     step = max((row.step_s for row in rows), default=0.0)
     if len(rows) < 2 or step <= 0.0:
         return [0.0] * len(rows)
-    others = [statistics.median(busy[:place] + busy[place + 1 :]) for place in range(len(busy))]
-    return [min(1.0, max(0.0, (own - rest) / step)) for own, rest in zip(busy, others, strict=True)]
+    medians = [statistics.median(busy[:index] + busy[index + 1 :]) for index in range(len(busy))]
+    return [min(1.0, max(0.0, (seconds - median) / step)) for seconds, median in zip(busy, medians, strict=True)]
 
 
-def verdict(run: Run) -> str:
-    """Return what slows the run down most, in one sentence."""
-    found = {rank.rank: joined(rank.rows) for rank in run.present}
-    known = next((rank.known for rank in run.present), {})
-    return judge(
-        {rank: row for rank, row in found.items() if row.steps}, synchronous=run.synchronous,
-        loaders=known.get("loader_processes"), cores=known.get("cores"),
+def diagnose(run: Run) -> str:
+    """Return a sentence about the largest bottleneck of a run.
+
+    Args:
+        run: the run so far.
+    """
+    rows = {rank.rank: joined(rank.rows) for rank in run.present}
+    attributes = next((rank.attributes for rank in run.present), {})
+    return diagnose_rows(
+        {rank: row for rank, row in rows.items() if row.steps}, synchronous=run.synchronous,
+        loaders=attributes.get("loader_processes"), cores=attributes.get("cores"),
     )  # fmt: skip
 
 
-def judge(
+def diagnose_rows(
     rows: Mapping[int, Row], *, synchronous: bool, loaders: int | None = None, cores: int | None = None
 ) -> str:  # fmt: skip
-    """Return what slows ranks down most.
+    """Return a sentence about the largest bottleneck.
 
     Args:
-        rows: all steps of each rank.
-        synchronous: does each rank wait for all others?
-        loaders: processes that load data for each rank, if known.
-        cores: of the machine for each rank, if known.
+        rows: merged steps of each rank, by rank.
+        synchronous: whether each rank waits for all ranks.
+        loaders: data loader processes per rank; None if unknown.
+        cores: processor cores per rank; None if unknown.
 
-    >>> judge({0: Row(9, 0.0, 9, 72, {"data": 0.0009, "forward": 0.09})}, synchronous=True)
+    >>> diagnose_rows({0: Row(9, 0.0, 9, 72, {"data": 0.0009, "forward": 0.09})}, synchronous=True)
     '99 % of each step of 10.1 ms is computing'
     """
     if not rows:
-        return "no step is done yet, or too few to say anything"
+        return "no step is done yet, or too few for a diagnosis"
     ranks, all_rows = list(rows), list(rows.values())
     step = max(row.step_s for row in all_rows)
     if step <= 0.0:
-        return "steps take no time that could be measured"
+        return "steps are too short to be measured"
     scores = straggler_scores(all_rows)
     worst = max(range(len(scores)), key=scores.__getitem__)
-    if scores[worst] >= SLOW:
+    if scores[worst] >= SLOW_RANK:
         return _slow(ranks[worst], all_rows, worst, scores[worst], synchronous=synchronous)
     data = max(row.mean(Span.DATA) for row in all_rows)
-    if data >= HUNGRY * step:
+    if data >= DATA_BOUND * step:
         return (
             f"waiting for data takes {_ms(data)} ms of each step of {_ms(step)} ms, {_percent(data / step)}: "
             f"{_advice(loaders, cores)}"
         )
-    wait = min(row.mean(*OTHERS, Span.PUSH) for row in all_rows)
-    if wait >= TALKING * step:
+    wait = min(row.mean(*WAITING, Span.PUSH) for row in all_rows)
+    if wait >= COMMUNICATION_BOUND * step:
         return f"no rank is slow; {_percent(wait / step)} of each step of {_ms(step)} ms goes into communication"
     computing = statistics.mean(row.mean(Span.FORWARD, Span.BACKWARD, Span.OPTIMIZER) for row in all_rows)
     alone = "no rank is slow; " if len(rows) > 1 else ""
@@ -85,30 +93,30 @@ def judge(
 
 
 def _advice(loaders: int | None, cores: int | None) -> str:
-    """Return what helps where ranks wait for data."""
+    """Return advice for ranks that wait for data."""
     if loaders == 0:
         several = max(1, (cores or 2) - 1)
-        return f"load it on processes of their own (num_workers={several}, or fabricx.data.Preprocess)"
+        return f"load it in separate processes (num_workers={several}, or fabricx.data.Preprocess)"
     if loaders is not None and cores is not None and loaders < cores - 1:
         return (
-            f"more of the machine's {cores} cores a rank can load (num_workers={cores - 1} in the place of {loaders}), "
-            "or further ahead (prefetch_factor)"
+            f"use more of the {cores} cores per rank for loading (num_workers={cores - 1} instead of {loaders}), "
+            "or prefetch more (prefetch_factor)"
         )
-    return "more loader workers (num_workers), further ahead (prefetch_factor), or less work for each sample"
+    return "use more loader workers (num_workers), prefetch more (prefetch_factor), or do less work per sample"
 
 
-def _slow(rank: int, rows: Sequence[Row], place: int, score: float, *, synchronous: bool) -> str:
-    """Return in what a rank is slow, and what that costs the others."""
-    rest = [row for number, row in enumerate(rows) if number != place]
-    own = {
-        span: (rows[place].mean(span), statistics.median(row.mean(span) for row in rest))
+def _slow(rank: int, rows: Sequence[Row], index: int, score: float, *, synchronous: bool) -> str:
+    """Return the span in which a rank is slow, and the cost for the other ranks."""
+    rest = [row for number, row in enumerate(rows) if number != index]
+    by_span = {
+        span: (rows[index].mean(span), statistics.median(row.mean(span) for row in rest))
         for span in Span
-        if span not in (*NOT_OF_A_STEP, *OTHERS)
+        if span not in (*NOT_OF_A_STEP, *WAITING)
     }
-    span = max(own, key=lambda one: own[one][0] - own[one][1])
-    mine, theirs = own[span]
-    cost = f"it costs {_percent(score)} of each step" if synchronous else "the others don't wait for it"
-    return f"rank {rank} is slow in {WORDS[span]}: {_ms(mine)} ms against {_ms(theirs)}; {cost}"
+    span = max(by_span, key=lambda span: by_span[span][0] - by_span[span][1])
+    slow_s, median_s = by_span[span]
+    cost = f"it costs {_percent(score)} of each step" if synchronous else "the other ranks don't wait for it"
+    return f"rank {rank} is slow in {SPAN_LABELS[span]}: {_ms(slow_s)} ms against {_ms(median_s)}; {cost}"
 
 
 def _percent(part: float) -> str:

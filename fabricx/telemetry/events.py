@@ -1,4 +1,4 @@
-"""The record file of one process: append-only lines of JSON."""
+"""Record file of a process: append-only lines of JSON."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from typing import Any, Final, final
 
 from fabricx.redaction import masked_values
 
-FOLDER: Final = "telemetry"  # in the run's folder
+FOLDER: Final = "telemetry"  # subfolder of the run's folder
 _OPEN: weakref.WeakSet[EventFile] = weakref.WeakSet()
-_IDENTITY: Final = "run"  # the file in it that has the run's id
+_IDENTITY: Final = "run"  # file in that folder with the run's id
 
 
 def run_id(run_dir: Path) -> str:
-    """Return the id of the run in a folder, the same for all its processes and attempts.
+    """Return the id of the run in a folder, equal for all processes and attempts of the run.
 
-    Whoever is there first makes it: the process that launches, or the main rank before the others come.
+    The first process creates it: the launching process, or the main rank before other ranks start.
+
+    Args:
+        run_dir: the run's folder.
     """
     path = run_dir / FOLDER / _IDENTITY
     if not path.exists():
@@ -33,7 +36,7 @@ def run_id(run_dir: Path) -> str:
 
 
 def _unlock() -> None:
-    """Let a process that was forked write, too, even if a thread was writing at that moment: it has no such thread."""
+    """Replace the locks in a forked process: a thread that held a lock during the fork does not exist in it."""
     for file in _OPEN:
         file._lock = threading.Lock()
 
@@ -44,14 +47,18 @@ if hasattr(os, "register_at_fork"):
 
 @final
 class EventFile:
-    """A file of records. Each is one line, written at once, so that a killed process leaves whole lines but the last.
+    """A file of records. Each record is a line, written by a single call, so that a kill truncates only the last line.
 
-    A disk that is full costs records, and not the run: how many is written down when there is room again.
+    On a full disk, records are dropped and the run continues; the number of dropped records is written as soon as
+    space is available.
 
     Args:
         run_dir: the run's folder.
-        who: "worker 0", "server 1", "launcher".
-        rank: of a worker, as long as it has one.
+        who: name of the process: "worker 0", "server 1", "launcher".
+        rank: rank of a worker, if assigned.
+
+    Raises:
+        OSError: the file cannot be created.
     """
 
     def __init__(self, run_dir: Path, who: str, rank: int | None = None) -> None:
@@ -66,11 +73,11 @@ class EventFile:
         self.size = 0  # bytes
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Add a record.
+        """Append a record.
 
         Args:
-            kind: of record.
-            fields: plain data; numbers that JSON hasn't become text.
+            kind: kind of the record; see the README.
+            **fields: plain data; other values are converted to text.
         """
         if "text" in fields:
             fields["text"] = masked_values(str(fields["text"]))
@@ -93,7 +100,7 @@ class EventFile:
             self._lost = self._lost + 1 if written < len(data) else 0
 
     def close(self) -> None:
-        """Write nothing any more."""
+        """Close the file; later records are ignored."""
         with self._lock:
             if self._file >= 0:
                 os.close(self._file)
@@ -101,7 +108,10 @@ class EventFile:
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float | str]:
-    """Return numbers as JSON can have them: "nan", "inf" and "-inf" are text, which `float` reads.
+    """Convert numbers for JSON: NaN and infinities become text ("nan", "inf", "-inf"), which `float` parses.
+
+    Args:
+        values: numbers by name.
 
     >>> finite({"loss": 0.5, "norm": float("inf")})
     {'loss': 0.5, 'norm': 'inf'}

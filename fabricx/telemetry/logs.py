@@ -1,4 +1,4 @@
-"""Python's logs and warnings of a rank: to its own file and records; the console shows the main rank's."""
+"""Redirect Python's logs and warnings of each rank to a file and to its records; the main rank also prints them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from typing import Any, Final, final
 from fabricx.redaction import masked_values, records_masked
 from fabricx.telemetry.events import EventFile
 
-FOLDER: Final = "logs"  # in the run's folder
-MERGED: Final = "all.log"
+FOLDER: Final = "logs"  # subfolder of the run's folder
+MERGED: Final = "all.log"  # file with the lines of all ranks
 _PLAIN: Final = "%(levelname)s:%(name)s:%(message)s"
 
 
 @dataclass
 class LogSettings:
-    """How the launching process logs; workers do the same.
+    """Log settings of the launching process, which workers copy.
 
     Attributes:
-        level: of the root logger.
-        formatter: of its first handler, if that can travel.
+        level: level of the root logger.
+        formatter: formatter of the first handler with a formatter, or None if it cannot be pickled.
     """
 
     level: int = logging.WARNING
@@ -35,7 +35,7 @@ class LogSettings:
 
     @classmethod
     def of_this_process(cls) -> LogSettings:
-        """Return those of this process."""
+        """Return the settings of this process."""
         root = logging.getLogger()
         formatter = next((handler.formatter for handler in root.handlers if handler.formatter is not None), None)
         try:
@@ -47,7 +47,7 @@ class LogSettings:
 
 @final
 class _ToFile(logging.Handler):
-    """Writes each line to a rank's records, and to a file that people read."""
+    """Write each line to a rank's records, and to a text file."""
 
     def __init__(self, records: EventFile, number: int) -> None:
         super().__init__()
@@ -60,13 +60,13 @@ class _ToFile(logging.Handler):
             if record.exc_info:
                 text += "\n" + logging.Formatter().formatException(record.exc_info)
             self.write(record.levelname, record.name, text)
-        except Exception:  # whatever it is: a log line ends no training
+        except Exception:  # a failed log line must not end the training
             self.handleError(record)
 
     def write(self, level: str, name: str, text: str) -> None:
         text = masked_values(text)
         self._records.write("log", level=level, name=name, text=text)
-        with contextlib.suppress(OSError):  # no room: it isn't worth the run
+        with contextlib.suppress(OSError):  # ignore a full disk
             self._path.parent.mkdir(exist_ok=True)
             with self._path.open("a") as file:
                 file.write(_line(time.time(), None, level, name, text))
@@ -74,20 +74,20 @@ class _ToFile(logging.Handler):
 
 @contextlib.contextmanager
 def logging_to(records: EventFile, number: int, settings: LogSettings | None) -> Iterator[None]:
-    """Let what is logged inside, and each warning, go to a rank's files.
+    """Redirect log lines and warnings in the context to a rank's files.
 
     Args:
-        records: of this process.
-        number: its rank.
-        settings: of the launching process; None if this is it, so that its console is left as it is.
+        records: record file of this process.
+        number: rank of this process.
+        settings: settings of the launching process; None in that process, where logging to the console is unchanged.
     """
     root, handler = logging.getLogger(), _ToFile(records, number)
     level, before, shown = root.level, list(root.handlers), warnings.showwarning
-    speaks = settings is None or number == 0
+    prints = settings is None or number == 0
     added: list[logging.Handler] = [handler]
     if settings is not None:
         root.setLevel(settings.level)
-    if not before and speaks:  # with any handler, Python would no longer show what nobody handles
+    if not before and prints:  # Python's handler of last resort is inactive once the root logger has a handler
         console = logging.StreamHandler(sys.stderr)
         console.setLevel(logging.WARNING if settings is None else settings.level)
         console.setFormatter((settings and settings.formatter) or logging.Formatter(_PLAIN if settings else None))
@@ -95,11 +95,11 @@ def logging_to(records: EventFile, number: int, settings: LogSettings | None) ->
 
     def show(message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any, **more: Any) -> None:
         handler.write("WARNING", category.__name__, f"{message} ({filename}:{lineno})")
-        if speaks:
+        if prints:
             shown(message, category, filename, lineno, *rest, **more)
 
-    for one in added:
-        root.addHandler(one)
+    for new in added:
+        root.addHandler(new)
     warnings.showwarning = show  # type: ignore[assignment]
     try:
         with records_masked():
@@ -107,17 +107,23 @@ def logging_to(records: EventFile, number: int, settings: LogSettings | None) ->
     finally:
         warnings.showwarning = shown
         root.setLevel(level)
-        for one in added:
-            root.removeHandler(one)
+        for new in added:
+            root.removeHandler(new)
         handler.close()
 
 
 def merge(run_dir: Path, logs: Sequence[Mapping[str, Any]], more: int = 0) -> None:
-    """Write the lines of all ranks into one file, in the order of time; so many more are in the ranks' own only."""
+    """Write the log lines of all ranks to `logs/all.log`.
+
+    Args:
+        run_dir: the run's folder.
+        logs: log records, in order of time.
+        more: number of further lines, which are only in the files of the ranks.
+    """
     if logs:
         lines = (_line(r["at"], r.get("rank"), r["level"], r["name"], r["text"]) for r in logs)
         (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
-        rest = f"({more} more lines are in the ranks' own files)\n" if more else ""
+        rest = f"({more} more lines are in the files of the ranks)\n" if more else ""
         (run_dir / FOLDER / MERGED).write_text("".join(lines) + rest)
 
 

@@ -1,4 +1,7 @@
-"""Records where a rank's time goes: the training thread takes laps, another thread writes them."""
+"""Record the time that a rank spends in each span: the training thread marks laps, a second thread writes them.
+
+A lap is the time between two marks, attributed to a span.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ from fabricx.distributed.world import WAITED_S, World
 from fabricx.telemetry.events import EventFile, finite
 from fabricx.telemetry.logs import LogSettings, logging_to
 
-_EVERY_S: Final = 1.0  # between two looks at what was recorded
-_STILL_S: Final = 5.0  # without a lap, after which the line is told that the training thread is at
-_FULL: Final = 2**26  # bytes of a file; the next as many hold twice as many steps, each row one more of them
+_WRITE_INTERVAL_S: Final = 1.0  # seconds between two writes of new laps
+_STUCK_S: Final = 5.0  # seconds without a lap after which the training thread's source line is recorded
+_DOUBLING_BYTES: Final = 2**26  # each time a file grows by this size, the number of steps per row doubles
 _clock = time.monotonic
 
 
 class Span(StrEnum):
-    """What a rank does with its time. Waiting for others is counted apart from the span in which it waits."""
+    """Categories of a rank's time. Waiting for other ranks is subtracted from the span in which it occurs."""
 
     DATA = "data"
     TRANSFER = "transfer"
@@ -45,7 +48,14 @@ class Span(StrEnum):
 
 
 class Waiting(Protocol):
-    """Whoever counts how long a rank has waited for others."""
+    """Counters of the time that a rank waits for other processes.
+
+    Attributes:
+        servers: number of parameter servers.
+        waited_s: seconds spent waiting so far.
+        pushed_s: seconds spent sending gradients to servers so far.
+        waits_for_servers: `waited_s` is time spent waiting for servers rather than for ranks.
+    """
 
     servers: int
     waited_s: float
@@ -54,82 +64,133 @@ class Waiting(Protocol):
 
     @property
     def pushes(self) -> deque[tuple[int, int, float]]:
-        """Return the newest gradients that went to servers: by which worker, which of its, and when."""
+        """Return the newest gradients sent to servers: (worker, number of the gradient, monotonic time in seconds)."""
         ...
 
 
-class _Never:
+class _NoWaiting:
     servers = 0
     waited_s = pushed_s = 0.0
     waits_for_servers = False
-    pushes: deque[tuple[int, int, float]] = deque(maxlen=0)  # noqa: RUF012  # nothing is ever in it
+    pushes: deque[tuple[int, int, float]] = deque(maxlen=0)  # noqa: RUF012  # always empty, so never mutated
 
 
 class NoopRecorder:
-    """Records nothing.
+    """A recorder that records nothing.
 
     Attributes:
-        on: is anything recorded?
-        samples: of this rank, since the last weight update.
-        every_lap: write down each lap, and not only what they sum to by step.
+        on: whether records are written.
+        samples: samples of this rank since the last weight update.
+        every_lap: write each lap in addition to the sums per step, for a trace.
     """
 
     on = False
     samples = 0
-    waiting: Waiting = _Never()
+    waiting: Waiting = _NoWaiting()
     every_lap = False
-    around = Span.OTHER  # what the time goes into unless something else is said
+    enclosing = Span.OTHER  # span of the code that is not within a more specific span
 
     def begin(self) -> None:
-        """Let the time count from now on."""
+        """Start measuring; the time before this call belongs to no span."""
 
     def lap(self, span: Span) -> None:
-        """Say what the time since the last lap went into."""
+        """End a lap.
+
+        Args:
+            span: category of the time since the previous lap.
+        """
 
     @contextlib.contextmanager
     def within(self, span: Span) -> Iterator[None]:
-        """Let the time inside go into a span."""
-        outer, self.around = self.around, span
+        """Attribute the time in the context to a span.
+
+        Args:
+            span: category of the time.
+        """
+        outer, self.enclosing = self.enclosing, span
         self.lap(outer)
         try:
             yield
         finally:
             self.lap(span)
-            self.around = outer
+            self.enclosing = outer
 
     def end_step(self, step: int) -> None:
-        """Say that a weight update is done with all that follows; `samples` are those of this rank in it."""
+        """End a step: the weight update and the callbacks after it. `samples` is recorded and reset.
+
+        Args:
+            step: number of weight updates.
+        """
         self.samples = 0
 
     def event(self, name: str, text: str, step: int, **numbers: float) -> None:
-        """Note that something has happened."""
+        """Record an event.
+
+        Args:
+            name: kind of event, such as "recovery".
+            text: description for users.
+            step: number of weight updates.
+            **numbers: further values, such as `seconds`.
+        """
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
-        """Note what the module has logged."""
+        """Record metrics logged by the module.
+
+        Args:
+            values: values by name.
+            step: number of weight updates.
+        """
 
     def gauges(self, values: Mapping[str, float], step: int) -> None:
-        """Note what was measured of the training."""
+        """Record measurements of the training, such as gradient norms.
+
+        Args:
+            values: values by name.
+            step: number of weight updates.
+        """
 
     def rewind(self, step: int) -> None:
-        """Note that the run goes on from a step, and had come further."""
+        """Record that the run rolled back.
+
+        Args:
+            step: the earlier step from which training continues.
+        """
 
     def became(self, rank: int, size: int, generation: int) -> None:
-        """Note which rank of how many this process is from now on."""
+        """Record a new rank of this process.
 
-    def knows(self, **fields: Any) -> None:
-        """Note what has turned out about this rank."""
+        Args:
+            rank: the new rank.
+            size: world size.
+            generation: number of the process group.
+        """
+
+    def update_attributes(self, **fields: Any) -> None:
+        """Record attributes of this rank that were unknown at its start.
+
+        Args:
+            **fields: plain data.
+        """
 
     def totals(self) -> tuple[dict[str, float], int]:
-        """Return the seconds that went into each span so far, and in how many steps."""
+        """Return seconds by span so far, and the number of steps."""
         return {}, 0
 
     def close(self, ending: str) -> None:
-        """Write what is left."""
+        """Write the remaining records.
+
+        Args:
+            ending: how the run ended.
+        """
 
 
 @final
 class Results(NoopRecorder):
-    """Writes down what an evaluation after a run has given, beside that run's records."""
+    """Record only the metrics, for an evaluation after a run, next to the records of that run.
+
+    Args:
+        run_dir: the run's folder.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._file = EventFile(run_dir, "results")
@@ -143,13 +204,13 @@ class Results(NoopRecorder):
 
 @final
 class Recorder(NoopRecorder):
-    """Writes a rank's records. A lap costs the training thread one tuple; all else is done once a second by another.
+    """Record a rank's activity. A lap costs the training thread a tuple; a second thread processes laps every second.
 
     Args:
-        file: where to.
-        waiting: who counts how long the rank waits for others.
-        device: of the rank.
-        logs: while this is open, what is logged goes to the file too.
+        file: file for the records.
+        waiting: counters of the rank's waiting time.
+        device: device of the rank.
+        logs: context that redirects Python's logs to the file; entered now, exited by `close`.
     """
 
     on = True
@@ -164,18 +225,18 @@ class Recorder(NoopRecorder):
         self._file, self.waiting, self._device = file, waiting, device
         self.samples = 0
         self._laps: deque[tuple[Any, ...]] = deque()
-        self._last: tuple[float, float, float, float] | None = None  # where the newest lap ended
-        self._sums: dict[str, float] = {}  # of the row that isn't complete
-        self._samples = self._steps = 0  # the same
-        self._stride = 1  # steps of a row
-        self._traced = False  # was the newest lap written down?
-        self._all: dict[str, float] = {}  # of all rows
+        self._last: tuple[float, float, float, float] | None = None  # time and counters at the end of the last lap
+        self._sums: dict[str, float] = {}  # seconds by span of the incomplete row
+        self._samples = self._steps = 0  # samples and steps of the incomplete row
+        self._stride = 1  # steps per row
+        self._traced = False  # the last lap was written to the trace
+        self._all: dict[str, float] = {}  # seconds by span of all rows
         self._all_steps = 0
         self._step = 0
         self._cpu = (_clock(), _cpu_s())
-        self._over = threading.Event()
+        self._closed = threading.Event()
         self._busy = threading.Lock()
-        self._thread = threading.Thread(target=self._write_on, name="fabricx-telemetry", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="fabricx-telemetry", daemon=True)
         self._thread.start()
 
     def begin(self) -> None:
@@ -204,11 +265,11 @@ class Recorder(NoopRecorder):
         self._file.write("rewind", step=step)
 
     def became(self, rank: int, size: int, generation: int) -> None:
-        self._write()  # what was recorded so far is of the rank before
+        self._write()  # records so far belong to the former rank
         self._file.rank = rank
         self._file.write("became", size=size, generation=generation)
 
-    def knows(self, **fields: Any) -> None:
+    def update_attributes(self, **fields: Any) -> None:
         self._file.write("known", **fields)
 
     def totals(self) -> tuple[dict[str, float], int]:
@@ -216,27 +277,27 @@ class Recorder(NoopRecorder):
         return dict(self._all), self._all_steps
 
     def close(self, ending: str) -> None:
-        self._over.set()
+        self._closed.set()
         self._thread.join()
         self._logs.close()
         self._write()
         self._file.write("end", ending=ending, step=self._step)
         self._file.close()
 
-    # -- in the thread that writes ------------------------------------------------------------------------------
+    # -- in the writing thread ----------------------------------------------------------------------------------
 
-    def _write_on(self) -> None:
-        while not self._over.wait(_EVERY_S):
+    def _run(self) -> None:
+        while not self._closed.wait(_WRITE_INTERVAL_S):
             self._write()
-            self._tell_now()
+            self._write_heartbeat()
 
     def _write(self) -> None:
-        """Write down the laps since the last time: a column for each span, a row for each step."""
+        """Write the new laps: a column for each span, a row for each step."""
         with self._busy:
             rows: list[tuple[int, float, int, dict[str, float]]] = []
             raw: list[tuple[str | None, float, float]] = []
-            for lap in self._taken():
-                self._take(lap, rows, raw)
+            for lap in self._new_laps():
+                self._process_lap(lap, rows, raw)
             if raw:
                 self._file.write("laps", laps=raw)
                 if pushed := [self.waiting.pushes.popleft() for _ in range(len(self.waiting.pushes))]:
@@ -246,37 +307,37 @@ class Recorder(NoopRecorder):
 
     def _write_rows(self, rows: list[tuple[int, float, int, dict[str, float]]]) -> None:
         steps, ends, samples, spans = zip(*rows, strict=True)
-        columns = {name: [_us(one.get(name, 0.0)) for one in spans] for name in sorted(set().union(*spans))}
+        columns = {name: [_us(row.get(name, 0.0)) for row in spans] for name in sorted(set().union(*spans))}
         self._file.write(
             "steps", steps=steps, each=self._stride, since=ends[0], ends_us=[_us(end - ends[0]) for end in ends],
             samples=samples, us=columns,
         )  # fmt: skip
         self._step = steps[-1]
-        self._stride = 2 ** (self._file.size // _FULL)
+        self._stride = 2 ** (self._file.size // _DOUBLING_BYTES)
 
-    def _taken(self) -> list[tuple[Any, ...]]:
-        taken = []
+    def _new_laps(self) -> list[tuple[Any, ...]]:
+        laps = []
         with contextlib.suppress(IndexError):
-            while True:  # the training thread may add meanwhile
-                taken.append(self._laps.popleft())
-        return taken
+            while True:  # the training thread may append concurrently
+                laps.append(self._laps.popleft())
+        return laps
 
-    def _take(self, lap: tuple[Any, ...], rows: list[Any], raw: list[Any]) -> None:
+    def _process_lap(self, lap: tuple[Any, ...], rows: list[Any], raw: list[Any]) -> None:
         span, wanted, now, waited, joined, pushed, *rest = lap
         before, self._last = self._last, (now, waited, joined, pushed)
         if before is None or span is None:
             self._sums, self._samples, self._steps = {}, 0, 0
             self._traced = False
             return
-        waits, joins = max(0.0, waited - before[1]), joined - before[2]  # who counts them may begin anew
+        waits, joins = max(0.0, waited - before[1]), joined - before[2]  # counters may have been reset to 0
         pushes = max(0.0, pushed - before[3])
-        sums, own = self._sums, now - before[0] - waits - joins - pushes
+        sums, busy = self._sums, now - before[0] - waits - joins - pushes
         kind = Span.PULL if self.waiting.waits_for_servers else Span.WAIT
-        for name, seconds in ((span, own), (kind, waits), (Span.WAIT, joins), (Span.PUSH, pushes)):
+        for name, seconds in ((span, busy), (kind, waits), (Span.WAIT, joins), (Span.PUSH, pushes)):
             if seconds > 0.0:
                 sums[name] = sums.get(name, 0.0) + seconds
         if wanted:
-            if not self._traced:  # so far nobody wanted to know where this one began
+            if not self._traced:  # the begin of this lap was not written yet
                 raw.append((None, round(before[0], 6), 0.0))
             raw.append((str(span), round(now, 6), round(waits + joins + pushes, 6)))
         self._traced = wanted
@@ -290,57 +351,57 @@ class Recorder(NoopRecorder):
                 self._all_steps += self._steps
                 self._sums, self._samples, self._steps = {}, 0, 0
 
-    def _tell_now(self) -> None:
-        """Say that this process lives, and what it takes."""
+    def _write_heartbeat(self) -> None:
+        """Write a heartbeat with the resources that this process uses."""
         now, cpu = _clock(), _cpu_s()
         cores = (cpu - self._cpu[1]) / max(1e-9, now - self._cpu[0])
         self._cpu = (now, cpu)
-        found: dict[str, Any] = {"step": self._step, "memory_mib": round(_memory_mib(), 1)}
-        found["cpu_cores"] = round(cores, 2)
+        record: dict[str, Any] = {"step": self._step, "memory_mib": round(_memory_mib(), 1)}
+        record["cpu_cores"] = round(cores, 2)
         if self._device.type == "cuda":
-            found["device_mib"] = round(torch.cuda.memory_allocated(self._device) / 2**20, 1)
-        if self._last is not None and now - self._last[0] > _STILL_S:
-            found |= {"still_s": round(now - self._last[0], 1), "where": heartbeat.where(), "waits": heartbeat.waits()}
-        self._file.write("now", **found)
+            record["device_mib"] = round(torch.cuda.memory_allocated(self._device) / 2**20, 1)
+        if self._last is not None and now - self._last[0] > _STUCK_S:
+            record |= {"still_s": round(now - self._last[0], 1), "where": heartbeat.where(), "waits": heartbeat.waits()}
+        self._file.write("now", **record)
 
 
 def open_recorder(
-    run_dir: Path, world: World, waiting: Waiting, logs: LogSettings | None, **known: Any
+    run_dir: Path, world: World, waiting: Waiting, logs: LogSettings | None, **attributes: Any
 ) -> Recorder:  # fmt: skip
-    """Return what records on this rank, begun with what is known of it.
+    """Create this rank's recorder and write its start record. Collective, because it compares the machines' clocks.
 
     Args:
         run_dir: the run's folder.
-        world: with this rank in it; a newcomer's isn't known yet.
-        waiting: who counts how long it waits for others.
-        logs: how the launching process logs, if that isn't this one.
-        known: plain data.
+        world: the rank's world; the rank of a newcomer is not assigned yet.
+        waiting: counters of the rank's waiting time.
+        logs: log settings of the launching process; None if that is this process.
+        **attributes: plain data about the rank for the start record.
     """
-    offset, uncertain = _clock_offset(world)  # all ranks take part, also one that has no room for a file
+    offset, uncertain = _clock_offset(world)  # first, so that a rank whose disk is full takes part
     file = EventFile(run_dir, f"worker {membership().worker or world.rank}", None if world.newcomer else world.rank)
     file.write(
         "start", size=world.size, generation=world.generation, host=socket.gethostname(), pid=os.getpid(),
-        clock_offset_s=offset, clock_uncertain_s=uncertain, **known,
+        clock_offset_s=offset, clock_uncertain_s=uncertain, **attributes,
     )  # fmt: skip
     number = world.local_rank if world.newcomer else world.rank
     return Recorder(file, waiting, world.device, logging_to(file, number, logs))
 
 
 def _clock_offset(world: World, rounds: int = 5) -> tuple[float, float]:
-    """Return by how much this machine's clock is ahead of the main rank's, in seconds, and how uncertain that is.
+    """Return the lead of this machine's clock over the main rank's, and its uncertainty, in seconds.
 
-    All ranks leave a barrier at about the same moment; the round that takes least is the one that says most.
+    All ranks return from a barrier at about the same moment; the shortest round is the most accurate.
     """
     if world.newcomer or world.local_size == world.size:
         return 0.0, 0.0
-    found = []
+    measurements = []
     for _ in range(rounds):
         began = time.monotonic()
         world.barrier()
         now = torch.tensor([time.time()], dtype=torch.float64, device=world.device)
         clocks = world.all_gather(now)
-        found.append((time.monotonic() - began, float(now) - float(clocks[0])))
-    seconds, offset = min(found)
+        measurements.append((time.monotonic() - began, float(now) - float(clocks[0])))
+    seconds, offset = min(measurements)
     return round(offset, 6), round(seconds, 6)
 
 
@@ -354,7 +415,7 @@ def _cpu_s() -> float:
 
 
 def _memory_mib() -> float:
-    """Return the main memory that this process takes, in MiB; where the system doesn't say, the most that it took."""
+    """Return the resident memory of this process in MiB; its peak on systems without `/proc`."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize() / 2**20

@@ -1,4 +1,4 @@
-"""A run, or several, as tables and as one page that needs nothing else."""
+"""Report a run, or compare runs: tables, and a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ import yaml  # type: ignore[import-untyped]
 
 from fabricx.redaction import masked, masked_text
 from fabricx.telemetry.charts import Chart, chart
-from fabricx.telemetry.diagnosis import WORDS, straggler_scores, verdict
+from fabricx.telemetry.diagnosis import SPAN_LABELS, diagnose, straggler_scores
 from fabricx.telemetry.events import FOLDER
-from fabricx.telemetry.reader import Files, check_run, is_foreign_link, opened
+from fabricx.telemetry.reader import Files, check_run, is_foreign_link, open_untrusted
 from fabricx.telemetry.recorder import Span
 from fabricx.telemetry.run import Row, Run, joined
 
-SILENT_S: Final = 10.0  # a process that lives says so each second
-_CHARTS: Final = 40  # the most of one kind: a page stays below 1 MB, whatever a run has done
-_MADE_OF: Final = ("config.yaml", "arguments.yaml")  # a run has one of them
-_TEXT: Final = 20_000  # characters of a file that is shown
-_LINES: Final = 200  # of warnings, and of events
-_LINE: Final = 400  # characters of one
-_STACKS: Final = 40  # events that are shown with all that belongs to them
-_STACK: Final = 4_000  # characters of that
-_NODES: Final = 20_000  # the most parts of a configuration that is compared
+SILENT_S: Final = 10.0  # a run without records for this time is dead: live processes write a record every second
+# Limits that keep any page below 1 MB:
+_MAX_CHARTS: Final = 40  # charts of a kind
+_MAX_TEXT: Final = 20_000  # characters of a displayed file
+_MAX_LINES: Final = 200  # warnings, and events
+_MAX_LINE: Final = 400  # characters of a warning or event
+_MAX_DETAILS: Final = 40  # events with details
+_MAX_DETAIL: Final = 4_000  # characters of the details
+_MAX_NODES: Final = 20_000  # nodes of a configuration; a larger configuration is not compared
+_CONFIG_FILES: Final = ("config.yaml", "arguments.yaml")  # a run from the command line has the first, else the second
 
 
 @dataclass
-class Seen:
-    """A run and its folder.
+class LoadedRun:
+    """A run that was read from its folder.
 
     Attributes:
         run_dir: the folder.
-        run: what its records tell.
-        complaints: what of them couldn't be read.
+        run: state of the run.
+        complaints: sentences about missing or unreadable records.
     """
 
     run_dir: Path
@@ -48,7 +49,7 @@ class Seen:
 
     @property
     def state(self) -> str:
-        """Return how it goes, or has ended."""
+        """Return "running", how the run ended, or that no process writes records any more."""
         if self.run.closed:
             return {"success": "done", "failed": "failed", "interrupted": "stopped"}.get(
                 self.run.closed, self.run.closed
@@ -56,14 +57,17 @@ class Seen:
         age = time.time() - self.run.ended
         if age < SILENT_S:
             return "running"
-        return f"nothing was heard for {duration(age)}: it was killed, or its machine is gone"
+        return f"no records for {duration(age)}: the run was killed, or its machine failed"
 
 
-def look_at(run_dir: Path) -> Seen:
+def load_run(run_dir: Path) -> LoadedRun:
     """Read all records of a run.
 
+    Args:
+        run_dir: the run's folder.
+
     Raises:
-        NotARun: there are none.
+        NotARun: the folder has no records.
     """
     check_run(run_dir)
     files, run = Files(run_dir), Run()
@@ -71,24 +75,40 @@ def look_at(run_dir: Path) -> Seen:
     missing = sorted(set(range(run.size)) - set(run.ranks))
     complaints = files.complaints()
     if missing:
-        which = f"rank {', '.join(map(str, missing))}"
-        complaints.append(f"{which}: no records are there of {run.size} ranks; all others are shown")
+        ranks = f"rank {', '.join(map(str, missing))}"
+        complaints.append(f"{ranks} (of {run.size} ranks): no records; the other ranks are shown")
     if run.malformed:
-        complaints.append(f"{run.malformed} records aren't what they should be; all others are shown")
+        complaints.append(f"{run.malformed} records have invalid fields; the other records are shown")
     if run.lost:
         complaints.append(f"{run.lost} records are missing: the disk was full")
-    return Seen(run_dir, run, complaints)
+    return LoadedRun(run_dir, run, complaints)
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the runs' folders in a folder, such as that of a sweep."""
-    found = (path for path in folder.glob(f"*/{FOLDER}") if any(path.glob("*.jsonl")))
-    return sorted(path.parent for path in found if not is_foreign_link(path.parent))
+    """Return the folders of runs in a folder, sorted by name.
+
+    Args:
+        folder: parent folder, such as a sweep's.
+    """
+    records = (path for path in folder.glob(f"*/{FOLDER}") if any(path.glob("*.jsonl")))
+    return sorted(path.parent for path in records if not is_foreign_link(path.parent))
 
 
 @dataclass(frozen=True)
 class RankLine:
-    """One rank in a table: milliseconds of a step by span, and what else is known of it."""
+    """A rank's line in a table.
+
+    Attributes:
+        rank: the rank.
+        host: name of its machine.
+        steps: steps done.
+        step_ms: mean duration of a step, milliseconds.
+        busy_ms: mean duration without waiting for other processes, milliseconds.
+        straggler: fraction of a step that the other ranks lose by this rank, 0 to 1.
+        samples_per_s: samples per second.
+        memory_mib: peak of its main memory, MiB.
+        spans: mean milliseconds per step, by span.
+    """
 
     rank: int
     host: str
@@ -102,12 +122,16 @@ class RankLine:
 
 
 def rank_lines(run: Run) -> list[RankLine]:
-    """Return where each rank's time goes."""
+    """Return the table line of each present rank.
+
+    Args:
+        run: the run.
+    """
     rows = {rank.rank: joined(rank.rows) for rank in run.present}
     scores = straggler_scores(list(rows.values()))
     return [
         RankLine(
-            number, str(run.ranks[number].known.get("host", "")), run.ranks[number].step, 1e3 * row.step_s,
+            number, str(run.ranks[number].attributes.get("host", "")), run.ranks[number].step, 1e3 * row.step_s,
             1e3 * row.busy_s, score, row.samples / max(1e-9, row.steps * row.step_s), run.ranks[number].most_mib,
             {str(span): 1e3 * row.mean(span) for span in Span if row.mean(span) > 0.0},
         )
@@ -115,24 +139,32 @@ def rank_lines(run: Run) -> list[RankLine]:
     ]  # fmt: skip
 
 
-def summary(seen: Seen) -> dict[str, str]:
-    """Return what there is to say of a run in a few lines."""
-    run, found = seen.run, {}
-    known: Mapping[str, Any] = next((rank.known for rank in run.present), {})
-    hosts = sorted({str(rank.known.get("host", "")) for rank in run.present} - {""})
-    found["state"] = seen.state
-    found["verdict"] = verdict(run)
-    found["strategy"] = f"{known.get('strategy', '?')} on {run.size} rank{'s' if run.size > 1 else ''}"
-    found["strategy"] += f" ({', '.join(hosts)}), {known.get('device', '?')}, {known.get('precision', '?')}"
-    found["steps"] = str(run.steps)
-    found["time"] = f"{duration(run.ended - run.began)}, since {stamp(run.began)}"
-    found["throughput"] = f"{sum(line.samples_per_s for line in rank_lines(run)):.1f} samples per second"
-    found["recovery"] = recovery(run)
-    return found
+def summary(loaded: LoadedRun) -> dict[str, str]:
+    """Return the main facts about a run, as text by label.
+
+    Args:
+        loaded: the run.
+    """
+    run, facts = loaded.run, {}
+    attributes: Mapping[str, Any] = next((rank.attributes for rank in run.present), {})
+    hosts = sorted({str(rank.attributes.get("host", "")) for rank in run.present} - {""})
+    facts["state"] = loaded.state
+    facts["verdict"] = diagnose(run)
+    facts["strategy"] = f"{attributes.get('strategy', '?')} on {run.size} rank{'s' if run.size > 1 else ''}"
+    facts["strategy"] += f" ({', '.join(hosts)}), {attributes.get('device', '?')}, {attributes.get('precision', '?')}"
+    facts["steps"] = str(run.steps)
+    facts["time"] = f"{duration(run.ended - run.began)}, since {stamp(run.began)}"
+    facts["throughput"] = f"{sum(line.samples_per_s for line in rank_lines(run)):.1f} samples per second"
+    facts["recovery"] = recovery(run)
+    return facts
 
 
 def recovery(run: Run) -> str:
-    """Return how often a run went on after something had happened, and what that took."""
+    """Return a sentence about recoveries: their number, repeated steps, and lost time.
+
+    Args:
+        run: the run.
+    """
     events = [event for event in run.events if event["name"] == "recovery" and "seconds" in event]
     if not events:
         return "nothing to recover from"
@@ -143,7 +175,14 @@ def recovery(run: Run) -> str:
 
 
 def warnings_of(run: Run) -> list[tuple[str, str, int]]:
-    """Return what was logged as a warning or worse, each once: by which ranks, what, and how often."""
+    """Return distinct warnings and errors in the logs, most frequent first.
+
+    Args:
+        run: the run.
+
+    Returns:
+        (ranks, text, count) of each.
+    """
     times: Counter[str] = Counter()
     ranks: dict[str, set[int]] = defaultdict(set)
     for line in run.logs:
@@ -151,22 +190,29 @@ def warnings_of(run: Run) -> list[tuple[str, str, int]]:
             text = f"{line['level']} {line['name']}: {line['text']}"
             times[text] += 1
             ranks[text].add(line.get("rank", 0))
-    who = {text: ", ".join(map(str, sorted(found))) for text, found in ranks.items()}
-    return [(who[text], text[:_LINE], count) for text, count in times.most_common(_LINES)]
+    rank_lists = {text: ", ".join(map(str, sorted(numbers))) for text, numbers in ranks.items()}
+    return [(rank_lists[text], text[:_MAX_LINE], count) for text, count in times.most_common(_MAX_LINES)]
 
 
-def write_page(seen: Seen) -> Path:
-    """Write one run's page, which needs no network, into its folder."""
-    run, run_dir = seen.run, seen.run_dir
+def write_page(loaded: LoadedRun) -> Path:
+    """Write the HTML page of a run, which needs no network, into its folder.
+
+    Args:
+        loaded: the run.
+
+    Returns:
+        path of the page.
+    """
+    run, run_dir = loaded.run, loaded.run_dir
     lines = rank_lines(run)
     longest = max((sum(line.spans.values()) for line in lines), default=1.0) or 1.0
-    texts = {name: masked_text(_text(run_dir / name)) for name in (*_MADE_OF, "command.txt", "versions.json")}
+    texts = {name: masked_text(_text(run_dir / name)) for name in (*_CONFIG_FILES, "command.txt", "versions.json")}
     links = ["checkpoints", "logs", "trace.json", FOLDER]
     page = _render(
-        "run.html.j2", title=run_dir.resolve().name, summary=summary(seen), complaints=seen.complaints, lines=lines,
-        longest=longest, words={str(span): word for span, word in WORDS.items()}, finals=final_values(run),
+        "run.html.j2", title=run_dir.resolve().name, summary=summary(loaded), complaints=loaded.complaints, lines=lines,
+        longest=longest, words={str(span): label for span, label in SPAN_LABELS.items()}, finals=final_values(run),
         metrics=metric_charts(run), speed=speed_charts(run), gauges=gauge_charts(run),
-        events=_told(run.events), warnings=warnings_of(run),
+        events=_event_rows(run.events), warnings=warnings_of(run),
         texts={name: text for name, text in texts.items() if text},
         links=[name for name in links if (run_dir / name).exists()],
     )  # fmt: skip
@@ -174,22 +220,34 @@ def write_page(seen: Seen) -> Path:
 
 
 def final_values(run: Run) -> dict[str, str]:
-    """Return the last value of each metric."""
+    """Return the last value of each metric as text, by name.
+
+    Args:
+        run: the run.
+    """
     return {
         name: f"{values[max(values)]:.6g}" for name, values in sorted(run.metrics.items()) if values and name != "epoch"
     }
 
 
 def metric_charts(run: Run) -> list[Chart]:
-    """Return what the module has logged."""
+    """Return charts of the metrics that the module logged.
+
+    Args:
+        run: the run.
+    """
     curves = {name: {name: sorted(values.items())} for name, values in run.metrics.items() if name != "epoch"}
     return _charts(curves)
 
 
 def speed_charts(run: Run) -> list[Chart]:
-    """Return how fast it was, and where the ranks' time went, over the run."""
+    """Return charts of throughput, busy time and waiting time by rank.
 
-    def each(measure: Any) -> dict[str, list[tuple[float, float]]]:
+    Args:
+        run: the run.
+    """
+
+    def by_rank(measure: Any) -> dict[str, list[tuple[float, float]]]:
         return {
             f"rank {rank.rank}": [(row.step, measure(row)) for row in rank.rows if row.steps] for rank in run.present
         }
@@ -198,15 +256,19 @@ def speed_charts(run: Run) -> list[Chart]:
         return row.samples / max(1e-9, row.steps * row.step_s)
 
     return _charts({
-        "samples per second, by rank": each(speed),
-        "busy time of a step, ms": each(lambda row: 1e3 * row.busy_s),
-        "waiting for others, ms": each(lambda row: 1e3 * row.mean(Span.WAIT, Span.PULL)),
-        "waiting for data, ms": each(lambda row: 1e3 * row.mean(Span.DATA)),
+        "samples per second, by rank": by_rank(speed),
+        "busy time of a step, ms": by_rank(lambda row: 1e3 * row.busy_s),
+        "waiting for others, ms": by_rank(lambda row: 1e3 * row.mean(Span.WAIT, Span.PULL)),
+        "waiting for data, ms": by_rank(lambda row: 1e3 * row.mean(Span.DATA)),
     })  # fmt: skip
 
 
 def gauge_charts(run: Run) -> list[Chart]:
-    """Return what was measured of the training; what has a number at its end is one picture for all numbers."""
+    """Return charts of gauges. Gauges that differ only in a number at the end of the name share a chart.
+
+    Args:
+        run: the run.
+    """
     groups: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, values in run.gauges.items():
         if name != "epoch":
@@ -217,17 +279,29 @@ def gauge_charts(run: Run) -> list[Chart]:
 
 
 def _charts(curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> list[Chart]:
-    """Return the pictures of what has more than one point."""
+    """Return the charts with more than a single point, by title."""
     moving = {title: lines for title, lines in curves.items() if any(len(points) > 1 for points in lines.values())}
-    found = (chart(title, lines) for title, lines in sorted(moving.items()))
-    return [one for one in found if one is not None][:_CHARTS]
+    charts = (chart(title, lines) for title, lines in sorted(moving.items()))
+    return [drawn for drawn in charts if drawn is not None][:_MAX_CHARTS]
 
 
-def write_comparison(folder: Path, runs: Sequence[Seen]) -> Path:
-    """Write the page that compares the runs of a sweep."""
-    names = sorted({name for seen in runs for name in seen.run.metrics if name != "epoch"})
+def write_comparison(folder: Path, runs: Sequence[LoadedRun]) -> Path:
+    """Write the HTML page that compares runs.
+
+    Args:
+        folder: folder of the sweep, for the page.
+        runs: the runs.
+
+    Returns:
+        path of the page.
+    """
+    names = sorted({name for loaded in runs for name in loaded.run.metrics if name != "epoch"})
     curves = {
-        name: {seen.run_dir.name: sorted(seen.run.metrics[name].items()) for seen in runs if name in seen.run.metrics}
+        name: {
+            loaded.run_dir.name: sorted(loaded.run.metrics[name].items())
+            for loaded in runs
+            if name in loaded.run.metrics
+        }
         for name in names
     }
     header, rows = comparison(runs)
@@ -235,32 +309,39 @@ def write_comparison(folder: Path, runs: Sequence[Seen]) -> Path:
     return _written(folder / "report.html", page)
 
 
-def comparison(runs: Sequence[Seen]) -> tuple[list[str], list[list[str]]]:
-    """Return a table: for each run what differs in its configuration, and the last value of each metric."""
-    flat = [_flat(_made_of(seen.run_dir)) for seen in runs]
-    keys = sorted({key for one in flat for key in one})
-    differ = [key for key in keys if len({one.get(key) for one in flat}) > 1]
-    metrics = sorted({name for seen in runs for name in seen.run.metrics if name != "epoch"})
+def comparison(runs: Sequence[LoadedRun]) -> tuple[list[str], list[list[str]]]:
+    """Return a table of runs: configuration values that differ, last values of metrics, and state.
+
+    Args:
+        runs: the runs.
+
+    Returns:
+        (header, rows).
+    """
+    flat = [_flat(_configuration(loaded.run_dir)) for loaded in runs]
+    keys = sorted({key for config in flat for key in config})
+    differ = [key for key in keys if len({config.get(key) for config in flat}) > 1]
+    metrics = sorted({name for loaded in runs for name in loaded.run.metrics if name != "epoch"})
     rows = []
-    for seen, one in zip(runs, flat, strict=True):
-        last = final_values(seen.run)
+    for loaded, config in zip(runs, flat, strict=True):
+        last = final_values(loaded.run)
         shown = [f"{float(last[name]):.4g}" if name in last else "" for name in metrics]
-        rows.append([seen.run_dir.name, *(one.get(key, "") for key in differ), *shown, seen.state])
+        rows.append([loaded.run_dir.name, *(config.get(key, "") for key in differ), *shown, loaded.state])
     return ["run", *differ, *metrics, "state"], rows
 
 
-def _made_of(run_dir: Path) -> Mapping[str, Any]:
-    """Return a run's configuration, or what it was made with in Python."""
-    found = (_text(run_dir / name) for name in _MADE_OF)
+def _configuration(run_dir: Path) -> Mapping[str, Any]:
+    """Return a run's configuration, or the Trainer's arguments for a run that was started in Python."""
+    texts = (_text(run_dir / name) for name in _CONFIG_FILES)
     try:
-        made = yaml.safe_load(next(filter(None, found), "{}"))
-        return masked(made) if isinstance(made, dict) and _has_at_most(_NODES, made) else {}
+        config = yaml.safe_load(next(filter(None, texts), "{}"))
+        return masked(config) if isinstance(config, dict) and _has_at_most(_MAX_NODES, config) else {}
     except (yaml.YAMLError, RecursionError):
         return {}
 
 
 def _has_at_most(limit: int, value: Any) -> bool:
-    """Return whether a value has so many parts, each counted as often as it occurs: YAML can name one many times."""
+    """Return whether a value has at most `limit` nodes, counting repeated references of YAML each time."""
     parts, count = [value], 0
     while parts and count <= limit:
         part = parts.pop()
@@ -270,37 +351,37 @@ def _has_at_most(limit: int, value: Any) -> bool:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
+    flat: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
+            flat |= _flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = str(value)
-    return found
+            flat[f"{prefix}{key}"] = str(value)
+    return flat
 
 
-def _told(events: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Return the newest events for the page: the first line of each, and of the newest the rest, to be opened."""
-    found = []
-    for place, event in enumerate(events[::-1][:_LINES]):
+def _event_rows(events: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return the newest events for the page: the first line of each, and further lines of the newest as details."""
+    rows = []
+    for index, event in enumerate(events[::-1][:_MAX_LINES]):
         first, _, rest = str(event["text"]).strip().partition("\n")
-        found.append({
+        rows.append({
             "at": stamp(event["at"]), "step": str(event.get("step", "")), "name": str(event["name"]),
-            "first": first[:_LINE], "rest": rest[:_STACK] if place < _STACKS else "",
+            "first": first[:_MAX_LINE], "rest": rest[:_MAX_DETAIL] if index < _MAX_DETAILS else "",
         })  # fmt: skip
-    return found[::-1]
+    return rows[::-1]
 
 
 def _text(path: Path) -> str:
     try:
-        with opened(path) as file:
-            return file.read(4 * _TEXT).decode(errors="replace")[:_TEXT]
+        with open_untrusted(path) as file:
+            return file.read(4 * _MAX_TEXT).decode(errors="replace")[:_MAX_TEXT]
     except OSError:
         return ""
 
 
 def _written(path: Path, page: str) -> Path:
-    """Write a page; a link in its place, which could lead to any file of the reader's, is replaced itself."""
+    """Write a page atomically. A link at `path` is replaced, not followed: it could point to any file of the reader."""
     fresh = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w", encoding="utf-8") as file:
@@ -320,12 +401,19 @@ def _render(template: str, **facts: Any) -> str:
 
 
 def stamp(at: float) -> str:
-    """Return a time as people write it."""
+    """Format a time as local date and time.
+
+    Args:
+        at: seconds since 1970.
+    """
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def duration(seconds: float) -> str:
-    """Return a time span as people say it.
+    """Format a duration.
+
+    Args:
+        seconds: the duration.
 
     >>> duration(0.5), duration(75), duration(7300)
     ('0.5 s', '1 min 15 s', '2 h 1 min')

@@ -1,4 +1,4 @@
-"""The state of a run, joined from the records of its processes as they arrive."""
+"""State of a run, built incrementally from the records of all processes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from typing import Any, Final, final
 from fabricx.telemetry.reader import Record
 from fabricx.telemetry.recorder import Span
 
-WARM_UP: Final = 2  # steps of each process that say nothing of those to come
-ROWS: Final = 2048  # the most that are kept of a rank; then each two become one
-LOGS: Final = 100_000  # the most lines of logs that are kept
+WARM_UP: Final = 2  # first steps of each process, which are not representative and are ignored
+MAX_ROWS: Final = 2048  # most rows of a rank; beyond that, pairs of rows are merged
+MAX_LOGS: Final = 100_000  # most log lines in memory
 NOT_OF_A_STEP: Final = (Span.VALIDATION, Span.CHECKPOINT)
-OTHERS: Final = (Span.WAIT, Span.PULL)  # in which a rank waits for others
+WAITING: Final = (Span.WAIT, Span.PULL)  # spans in which a rank waits for other processes
 
 
 @dataclass(slots=True)
 class Row:
-    """Some steps of one rank: where they end, how many they are, and where their time went.
+    """Consecutive steps of a rank, merged.
 
     Attributes:
-        step: the last of them.
-        at: when it ended, in seconds since 1970.
-        steps, samples: how many.
-        seconds: by span.
+        step: number of the last step.
+        at: end of the last step, seconds since 1970.
+        steps: number of steps.
+        samples: samples in these steps.
+        seconds: time by span.
     """
 
     step: int
@@ -34,7 +35,11 @@ class Row:
     seconds: dict[str, float]
 
     def add(self, other: Row) -> None:
-        """Take in the steps that come next."""
+        """Merge the steps that follow into this row.
+
+        Args:
+            other: the row with these steps.
+        """
         self.step, self.at = other.step, other.at
         self.steps += other.steps
         self.samples += other.samples
@@ -43,44 +48,53 @@ class Row:
 
     @property
     def step_s(self) -> float:
-        """Return the mean time of a step, without validations and checkpoints."""
+        """Return the mean duration of a step in seconds, without validations and checkpoints."""
         return sum(s for name, s in self.seconds.items() if name not in NOT_OF_A_STEP) / max(1, self.steps)
 
     @property
     def busy_s(self) -> float:
-        """Return the mean time that the rank itself takes for a step, without waiting for others."""
-        return self.step_s - self.mean(*OTHERS)
+        """Return the mean seconds of a step that the rank spends without waiting for other processes."""
+        return self.step_s - self.mean(*WAITING)
 
     def mean(self, *spans: str) -> float:
-        """Return the mean time of some spans in a step."""
+        """Return the mean seconds per step in some spans.
+
+        Args:
+            *spans: names of spans; their times are added.
+        """
         return sum(self.seconds.get(span, 0.0) for span in spans) / max(1, self.steps)
 
 
 def joined(rows: Iterable[Row]) -> Row:
-    """Return all steps as one row."""
-    found = Row(0, 0.0, 0, 0, {})
+    """Merge rows.
+
+    Args:
+        rows: rows of a rank, in the order of steps.
+    """
+    merged = Row(0, 0.0, 0, 0, {})
     for row in rows:
-        found.add(row)
-    return found
+        merged.add(row)
+    return merged
 
 
 @dataclass
 class Rank:
-    """What is known of one rank, whichever processes it had.
+    """State of a rank, across all processes that held the rank.
 
     Attributes:
-        rank: its number.
-        known: what its newest process has said of itself at its start.
+        rank: the rank.
+        attributes: start record of its newest process, updated by later records.
         rows: its steps.
-        now: the newest sign of life.
-        step, heard: its newest step, and when something was heard of it last.
-        ending: how its newest process ended; None if it hasn't, or was killed.
-        processes: how many there were.
-        most_mib: the most main memory that was seen.
+        now: newest heartbeat record.
+        step: newest step.
+        heard: time of its newest record, seconds since 1970.
+        ending: how its newest process ended; None if it is running or was killed.
+        processes: number of processes that held the rank.
+        most_mib: peak of its main memory, in MiB.
     """
 
     rank: int
-    known: Record = field(default_factory=dict)
+    attributes: Record = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     now: Record = field(default_factory=dict)
     step: int = 0
@@ -88,16 +102,24 @@ class Rank:
     ending: str | None = None
     processes: int = 0
     most_mib: float = 0.0
-    _stride: int = 1  # rows that become one
+    _stride: int = 1  # steps per row of new rows
     _skip: int = 0
 
     def begin(self, record: Record) -> None:
-        """Note that a process is this rank from now on."""
-        self.known, self.ending, self._skip = {**self.known, **record}, None, WARM_UP
+        """Register a new process of this rank.
+
+        Args:
+            record: its start record.
+        """
+        self.attributes, self.ending, self._skip = {**self.attributes, **record}, None, WARM_UP
         self.processes += 1
 
     def add(self, row: Row) -> None:
-        """Take in steps."""
+        """Add steps.
+
+        Args:
+            row: the steps; the first rows of each process are ignored.
+        """
         self.step = row.step
         if self._skip:
             self._skip -= 1
@@ -106,7 +128,7 @@ class Rank:
             self.rows[-1].add(row)
         else:
             self.rows.append(row)
-        if len(self.rows) > ROWS:
+        if len(self.rows) > MAX_ROWS:
             self._stride *= 2
             pairs = zip(self.rows[::2], self.rows[1::2], strict=False)
             odd = self.rows[-1:] if len(self.rows) % 2 else []
@@ -115,17 +137,24 @@ class Rank:
 
 @final
 class Run:
-    """A run as its records tell it.
+    """State of a run, built from its records.
 
     Attributes:
-        ranks: by number.
-        metrics, gauges: what was logged, and measured, by name: value by step.
-        events: what has happened, in order.
-        logs: what was written to Python's logs, in order.
-        began, ended: seconds since 1970; of the first record, and of the newest.
-        size: ranks at this moment.
-        steps: done so far, by the furthest rank.
-        rewound: how often it went on from an earlier step.
+        id: id of the run.
+        ranks: ranks by number.
+        metrics: logged metrics: by name, value by step.
+        gauges: measurements of the training: by name, value by step.
+        events: event records, in order.
+        logs: records of Python's logs, in order.
+        began: time of the first record, seconds since 1970.
+        ended: time of the newest record, seconds since 1970.
+        size: present world size.
+        steps: newest step of the fastest rank.
+        rewound: number of rollbacks to an earlier step.
+        more_logs: number of log lines beyond `MAX_LOGS`.
+        lost: number of records that were dropped because of a full disk.
+        malformed: number of records with invalid fields.
+        closed: how the launching process ended; "" if it has not.
     """
 
     def __init__(self) -> None:
@@ -138,14 +167,14 @@ class Run:
         self.began = self.ended = 0.0
         self.size = 1
         self.steps = self.rewound = 0
-        self.more_logs = 0  # lines beyond those that are kept
-        self.lost = 0  # records for which there was no room
-        self.malformed = 0  # records whose content isn't what their kind says
-        self.closed = ""  # how the launching process has ended
-        self._offsets: dict[str, float] = {}  # of each file's clock, from the main rank's
-        self._monos: dict[str, float] = {}  # wall time where each file's monotonic clock is 0
-        self._starts: dict[str, Record] = {}  # what each file's process has said of itself
-        self._take: Mapping[str, Any] = {
+        self.more_logs = 0
+        self.lost = 0
+        self.malformed = 0
+        self.closed = ""
+        self._offsets: dict[str, float] = {}  # by file: lead of its clock over the main rank's, in seconds
+        self._monos: dict[str, float] = {}  # by file: wall time at which its monotonic clock was 0
+        self._starts: dict[str, Record] = {}  # by file: start record of its process
+        self._handlers: Mapping[str, Any] = {
             "start": self._start, "became": self._start, "steps": self._steps, "now": self._now, "end": self._end,
             "metrics": self._metrics, "gauges": self._gauges, "rewind": self._rewind, "lost": self._lose,
             "event": self._event, "log": self._log,
@@ -153,7 +182,11 @@ class Run:
         }  # fmt: skip
 
     def feed(self, records: Iterable[Record]) -> None:
-        """Take in records, in any order that keeps each file's own."""
+        """Update the state.
+
+        Args:
+            records: new records; records of the same file must be in order.
+        """
         for record in records:
             name = record["file"]
             self.id = record.get("run", self.id)
@@ -165,25 +198,33 @@ class Run:
             self.ended = max(self.ended, record["at"])
             if record.get("rank") is not None:
                 self._rank(record).heard = record["at"]
-            take = self._take.get(record["kind"])
+            handle = self._handlers.get(record["kind"])
             try:
-                if take is not None:
-                    take(record)
-            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # nothing of fabricx's own
+                if handle is not None:
+                    handle(record)
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # not written by fabricx
                 self.malformed += 1
 
     @property
     def synchronous(self) -> bool:
-        """Return whether each rank waits for all others."""
-        return all(rank.known.get("synchronous", True) for rank in self.ranks.values())
+        """Return whether the strategy is synchronous: each rank waits for all ranks."""
+        return all(rank.attributes.get("synchronous", True) for rank in self.ranks.values())
 
     @property
     def present(self) -> list[Rank]:
-        """Return the ranks that there are at this moment, or were at the end."""
+        """Return the ranks of the present world, or of the last if the run ended."""
         return [rank for number, rank in sorted(self.ranks.items()) if number < self.size]
 
     def wall(self, record: Record, mono: float) -> float:
-        """Return when something was, of which a record gives the time of its process's monotonic clock."""
+        """Convert a time of a process's monotonic clock.
+
+        Args:
+            record: any record of that process.
+            mono: seconds on its monotonic clock.
+
+        Returns:
+            seconds since 1970 on the main rank's clock.
+        """
         return self._monos[record["file"]] + mono
 
     def _rank(self, record: Record) -> Rank:
@@ -193,31 +234,31 @@ class Run:
     def _start(self, record: Record) -> None:
         _check_numbers(record, "loader_processes", "cores")
         self.closed = ""
-        known = self._starts[record["file"]] = {**self._starts.get(record["file"], {}), **record}
-        if record.get("rank") is None:  # a newcomer has none before it has become one of the group
+        start = self._starts[record["file"]] = {**self._starts.get(record["file"], {}), **record}
+        if record.get("rank") is None:  # a newcomer has no rank before it joins the group
             return
         self.size, rank = record.get("size", self.size), self._rank(record)
-        if rank.known.get("file") == record["file"]:  # the group has changed, and not who this rank is
-            rank.known |= record
+        if rank.attributes.get("file") == record["file"]:  # the group changed, the process of this rank did not
+            rank.attributes |= record
         else:
-            rank.begin(known)
+            rank.begin(start)
 
     def _known(self, record: Record) -> None:
         if "rank" in record:
             _check_numbers(record, "loader_processes", "cores")
-            self._rank(record).known.update(record)
+            self._rank(record).attributes.update(record)
 
     def _steps(self, record: Record) -> None:
         if "rank" not in record:
             return
-        rank, each, names = self._rank(record), record["each"], list(record["us"])
+        rank, stride, names = self._rank(record), record["each"], list(record["us"])
         columns = [record["us"][name] for name in names]
         for step, end, samples, *parts in zip(
             record["steps"], record["ends_us"], record["samples"], *columns, strict=False
         ):
             seconds = {name: us / 1e6 for name, us in zip(names, parts, strict=True) if us}
             at = self.wall(record, record["since"] + end / 1e6)
-            rank.add(Row(int(step), at, each, int(samples), seconds))
+            rank.add(Row(int(step), at, stride, int(samples), seconds))
         self.steps = max(self.steps, rank.step)
 
     def _now(self, record: Record) -> None:
@@ -246,7 +287,7 @@ class Run:
                 self.gauges.setdefault(f"server_{name}_{number}", {})[self.steps] = record[name]
 
     def _rewind(self, record: Record) -> None:
-        """Forget what a run has logged that goes on from an earlier step."""
+        """Delete the metrics of the steps that a rollback discards."""
         self.rewound += 1
         for values in (*self.metrics.values(), *self.gauges.values()):
             for step in [step for step in values if step > record["step"]]:
@@ -259,7 +300,7 @@ class Run:
 
     def _log(self, record: Record) -> None:
         _check_text(record, "level", "name", "text")
-        if len(self.logs) < LOGS:
+        if len(self.logs) < MAX_LOGS:
             self.logs.append(record)
         else:
             self.more_logs += 1
@@ -276,9 +317,9 @@ class Run:
 
 def _check_numbers(record: Record, *names: str) -> None:
     if not all(isinstance(record.get(name, 0), (int, float)) for name in names):
-        raise TypeError(f"{record['kind']}: {', '.join(names)} are numbers")
+        raise TypeError(f"{record['kind']}: {', '.join(names)} must be numbers")
 
 
 def _check_text(record: Record, *names: str) -> None:
     if not all(isinstance(record[name], str) for name in names):
-        raise TypeError(f"{record['kind']}: {', '.join(names)} are text")
+        raise TypeError(f"{record['kind']}: {', '.join(names)} must be text")

@@ -1,4 +1,4 @@
-"""Telemetry for TensorBoard, as a run of its own beside the user's metrics."""
+"""Write telemetry for TensorBoard, as a separate TensorBoard run next to the user's metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final, final
 from fabricx.telemetry.diagnosis import straggler_scores
 from fabricx.telemetry.events import FOLDER
 from fabricx.telemetry.reader import Record
-from fabricx.telemetry.run import OTHERS, Rank, Row, Run, joined
+from fabricx.telemetry.run import WAITING, Rank, Row, Run, joined
 
 _BY_RANK: Final = {
     "busy time, ms": "busy_ms", "waiting for others, ms": "wait_ms", "waiting for data, ms": "data_ms",
@@ -19,23 +19,23 @@ _BY_RANK: Final = {
 
 @final
 class Board:
-    """Writes scalars of all ranks; the x axis is the step, as it is for the user's metrics.
+    """Write scalars of all ranks by step, as for the user's metrics.
 
     Args:
         run_dir: the run's folder.
-        run: what is known; looked at again at each `write`.
+        run: state of the run, read at each `write`.
     """
 
     def __init__(self, run_dir: Path, run: Run) -> None:
         self._folder, self._run = run_dir / FOLDER, run
         self._writer: Any = None
-        self._shown: dict[int, float] = {}  # when the newest row of each rank ended that was shown
-        self._events = 0
-        self._gauges: dict[str, int] = {}  # the newest step of each that was shown
+        self._shown: dict[int, float] = {}  # by rank: end of the newest row that was written
+        self._events = 0  # events that were written
+        self._gauges: dict[str, int] = {}  # by gauge: newest step that was written
         self._recovery = {"restarts": 0.0, "steps_again": 0.0, "downtime_s": 0.0}
 
     def write(self) -> None:
-        """Show what has come since the last time, if any step has."""
+        """Write new steps and events, if any."""
         fresh = {rank.rank: self._new_rows(rank) for rank in self._run.present}
         rows = {number: joined(rows) for number, rows in fresh.items() if rows}
         if not rows and len(self._run.events) == self._events:
@@ -47,14 +47,14 @@ class Board:
         self._writer.flush()
 
     def skip(self) -> None:
-        """Show nothing of what is known so far: an earlier attempt has."""
+        """Mark the present state as written: an earlier attempt of the run wrote it."""
         for rank in self._run.present:
             self._new_rows(rank)
         self._events = len(self._run.events)
         self._gauges = {name: max(values, default=-1) for name, values in self._run.gauges.items()}
 
     def close(self) -> None:
-        """Show what is left."""
+        """Write the remaining steps and events."""
         self.write()
         if self._writer is not None:
             self._writer.close()
@@ -63,12 +63,12 @@ class Board:
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(log_dir=str(self._folder))
-        known = [rank.known for rank in self._run.present]
+        attributes = [rank.attributes for rank in self._run.present]
         by_rank = dict(_BY_RANK)
-        if any(str(one.get("device", "")).startswith("cuda") for one in known):
+        if any(str(rank.get("device", "")).startswith("cuda") for rank in attributes):
             by_rank["device memory, MiB"] = "device_mib"
         layout = {"ranks": {title: ["Multiline", [rf"^{tag}/rank_\d+$"]] for title, tag in by_rank.items()}}
-        if any(one.get("servers") for one in known):
+        if any(rank.get("servers") for rank in attributes):
             tags = {"messages that wait": "queue", "staleness of gradients": "staleness"}
             layout["servers"] = {title: ["Multiline", [rf"^server_{tag}_\d+$"]] for title, tag in tags.items()}
         writer.add_custom_scalars(layout)
@@ -91,13 +91,13 @@ class Board:
         add("samples_per_s/per_device", sum(speeds.values()) / len(speeds), step)
         for (rank, row), score in zip(rows.items(), straggler_scores(list(rows.values())), strict=True):
             now = self._run.ranks[rank].now
-            found = {
-                "busy_ms": 1e3 * row.busy_s, "wait_ms": 1e3 * row.mean(*OTHERS), "data_ms": 1e3 * row.mean("data"),
+            scalars = {
+                "busy_ms": 1e3 * row.busy_s, "wait_ms": 1e3 * row.mean(*WAITING), "data_ms": 1e3 * row.mean("data"),
                 "samples_per_s": speeds[rank], "share": row.samples / max(1, samples),
                 "straggler": score,
             }  # fmt: skip
-            found |= {name: now[name] for name in ("memory_mib", "device_mib", "cpu_cores") if name in now}
-            for name, value in found.items():
+            scalars |= {name: now[name] for name in ("memory_mib", "device_mib", "cpu_cores") if name in now}
+            for name, value in scalars.items():
                 add(f"{name}/rank_{rank}", value, step)
         for name, values in self._run.gauges.items():
             if name == "epoch":

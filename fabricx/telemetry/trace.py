@@ -1,6 +1,6 @@
-"""The time of all ranks as a file in Chrome's trace format, for ui.perfetto.dev.
+"""Export the spans of all ranks in Chrome's trace format, for ui.perfetto.dev.
 
-The format: "Trace Event Format", Google, 2016; times are microseconds since the run's first record.
+Format: "Trace Event Format", Google, 2016. Times are microseconds since the run's first record.
 """
 
 from __future__ import annotations
@@ -10,21 +10,28 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from fabricx.telemetry.diagnosis import WORDS
+from fabricx.telemetry.diagnosis import SPAN_LABELS
 from fabricx.telemetry.events import FOLDER
 from fabricx.telemetry.reader import Files, Record
 from fabricx.telemetry.recorder import Span
 from fabricx.telemetry.run import Run
 
 NAME: Final = "trace.json"
-OPERATORS: Final = "operators-rank"  # files of torch's profiler, by rank
-_SERVERS: Final = 1000  # process number of the first server, behind all ranks
-_SPANS, _STEPS = 0, 1  # rows of a rank
-_BEGINS: Final = "start", "became", "rewind"  # before which nothing belongs to what comes after
+OPERATORS: Final = "operators-rank"  # prefix of the files of torch's profiler; the rank follows
+_SERVERS: Final = 1000  # process number of the first server, above all ranks
+_SPANS, _STEPS = 0, 1  # thread numbers: the rows of a rank
+_BEGINS: Final = "start", "became", "rewind"  # kinds of records that interrupt the sequence of laps and steps
 
 
 def write_trace(run_dir: Path) -> Path | None:
-    """Write what a run has traced, if it has; returns the file."""
+    """Write the trace of a run.
+
+    Args:
+        run_dir: the run's folder.
+
+    Returns:
+        path of the trace, or None if the run recorded no trace.
+    """
     records = Files(run_dir).new()
     operators = sorted((run_dir / FOLDER).glob(f"{OPERATORS}*.json"))
     if not operators and not any(record["kind"] == "laps" for record in records):
@@ -43,7 +50,7 @@ def write_trace(run_dir: Path) -> Path | None:
 
 def _names(run: Run, records: Iterable[Record]) -> Iterator[dict[str, Any]]:
     for number, rank in sorted(run.ranks.items()):
-        yield _name("process_name", number, 0, f"rank {number} ({rank.known.get('host', '?')})")
+        yield _name("process_name", number, 0, f"rank {number} ({rank.attributes.get('host', '?')})")
         yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
         yield _name("thread_name", number, _SPANS, "spans")
         yield _name("thread_name", number, _STEPS, "steps")
@@ -57,9 +64,9 @@ def _name(kind: str, process: int, thread: int, text: str) -> dict[str, Any]:
 
 
 def _spans(run: Run, records: Iterable[Record]) -> Iterator[dict[str, Any]]:
-    """Yield each lap, with the waiting in it at its end, and each step."""
-    ends: dict[str, float] = {}  # where the newest lap of each file ended
-    done: dict[str, float] = {}  # and its newest step
+    """Yield events for laps, for the waiting within them (drawn at their end), and for steps."""
+    ends: dict[str, float] = {}  # end of the last lap, by file
+    done: dict[str, float] = {}  # end of the last step, by file
     for record in records:
         name, rank = record["file"], record.get("rank")
         if record["kind"] in _BEGINS:
@@ -71,7 +78,7 @@ def _spans(run: Run, records: Iterable[Record]) -> Iterator[dict[str, Any]]:
                 ends[name] = end
                 if begin is None or span is None:
                     continue
-                yield _span(run, record, WORDS[span], rank, _SPANS, begin, end)
+                yield _span(run, record, SPAN_LABELS[span], rank, _SPANS, begin, end)
                 if waited > 0.0 and span not in (Span.WAIT, Span.PULL):
                     yield _span(run, record, "waits", rank, _SPANS, max(begin, end - waited), end)
         elif record["kind"] == "steps" and rank is not None:
@@ -91,7 +98,7 @@ def _span(run: Run, record: Record, name: str, process: int, thread: int, begin:
 
 
 def _flows(run: Run, records: Iterable[Record]) -> Iterator[dict[str, Any]]:
-    """Yield what servers did with gradients, and arrows to there from where those were sent."""
+    """Yield events for gradients that servers applied, with arrows from the worker that sent the gradient."""
     for record in records:
         if record["kind"] == "pushed" and record.get("rank") is not None:
             for worker, number, at in record["pushed"]:
@@ -129,15 +136,15 @@ def _instants(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _of_profiler(path: Path, began: float) -> list[dict[str, Any]]:
-    """Return the events of a file that torch's profiler has written on one rank, as that rank's own."""
+    """Return the events of a file of torch's profiler, with the rank as process and times relative to the run."""
     rank = int(path.stem.removeprefix(OPERATORS))
     try:
-        found = json.loads(path.read_text())
-    except ValueError:  # its process was killed meanwhile
+        profile = json.loads(path.read_text())
+    except ValueError:  # truncated: the process was killed
         return []
-    shift = found.get("baseTimeNanoseconds", 0) / 1e3 - began * 1e6
+    shift = profile.get("baseTimeNanoseconds", 0) / 1e3 - began * 1e6
     events = []
-    for event in found.get("traceEvents", []):
+    for event in profile.get("traceEvents", []):
         if "ts" not in event or event.get("ph") not in ("X", "s", "f", "t", "i"):
             continue
         moved = {**event, "pid": rank, "ts": event["ts"] + shift}

@@ -31,10 +31,21 @@ QUIET: dict[str, Any] = {
 
 
 def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
-    """Run `function(*arguments)` on so many ranks that have joined a world on gloo; returns the results by rank.
+    """Run `function(*arguments)` on ranks that have joined a world on gloo.
 
-    The world is `fabricx.distributed.world.current()`. Processes come from the fork server, which stays warm between
-    calls.
+    The world is `fabricx.distributed.world.current()`. Processes are started from the fork server, which stays warm
+    between calls.
+
+    Args:
+        function: importable function.
+        ranks: number of ranks.
+        *arguments: picklable arguments.
+
+    Returns:
+        results by rank.
+
+    Raises:
+        WorkerFailed: the function raised an error on a rank.
     """
     return run_workers(_joined, (function, arguments), size=ranks)
 
@@ -45,18 +56,32 @@ def _joined(world: World, function: Callable[..., Any], arguments: tuple[Any, ..
 
 
 def tiny_data(samples: int = 16) -> TensorDataset:
-    """Return pairs of inputs, shape [4], and targets, shape [1]; the same at each call."""
+    """Return pairs of inputs, shape [4], and targets, shape [1]; equal for each call.
+
+    Args:
+        samples: number of pairs.
+    """
     inputs = torch.randn(samples, 4, generator=torch.Generator().manual_seed(samples))
     return TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
 
 def tiny_loader(samples: int = 16, batch: int = 4, **options: Any) -> DataLoader[Any]:
-    """Return a loader of `tiny_data`."""
+    """Return a loader of `tiny_data`.
+
+    Args:
+        samples: number of samples.
+        batch: batch size.
+        **options: further arguments of the `DataLoader`.
+    """
     return DataLoader(tiny_data(samples), batch_size=batch, **options)
 
 
 class TinyModule(Module):
-    """One linear layer, 4 to 1, trained with plain gradient descent; always begins with the same weights."""
+    """A linear layer from 4 inputs to 1 output with fixed initial weights, trained by gradient descent.
+
+    Args:
+        lr: learning rate.
+    """
 
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__()
@@ -67,22 +92,41 @@ class TinyModule(Module):
                 parameter.fill_(0.5)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return predictions, shape [batch, 1]."""
+        """Return predictions, shape [batch, 1].
+
+        Args:
+            inputs: shape [batch, 4].
+        """
         output: Tensor = self.layer(inputs)
         return output
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the mean squared error."""
+        """Return the mean squared error.
+
+        Args:
+            batch: inputs, shape [batch, 4], and targets, shape [batch, 1].
+            batch_idx: number of the batch.
+        """
         loss = nn.functional.mse_loss(self(batch[0]), batch[1])
         self.log("loss", loss)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the mean squared error."""
+        """Log the mean squared error.
+
+        Args:
+            batch: inputs, shape [batch, 4], and targets, shape [batch, 1].
+            batch_idx: number of the batch.
+        """
         self.log("val_loss", nn.functional.mse_loss(self(batch[0]), batch[1]))
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the mean squared error."""
+        """Log the mean squared error.
+
+        Args:
+            batch: inputs, shape [batch, 4], and targets, shape [batch, 1].
+            batch_idx: number of the batch.
+        """
         self.log("test_loss", nn.functional.mse_loss(self(batch[0]), batch[1]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -91,20 +135,28 @@ class TinyModule(Module):
 
 
 class Layer(nn.Module):
-    """A residual layer of width 6, with 9 rows inside: an uneven shard for every number of ranks up to 8 but 3."""
+    """A residual layer of width 6 with 9 hidden units, so that shards are uneven for 2 to 8 ranks, except 3."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return outputs of the inputs' shape, [batch, 6]."""
+        """Return outputs, shape [batch, 6].
+
+        Args:
+            inputs: shape [batch, 6].
+        """
         output: Tensor = inputs + self.down(torch.tanh(self.up(inputs)))
         return output
 
 
 class LayeredModule(Module):
-    """Three repeated layers and a head in two parameter groups; a manual loop trains `body` and `head` apart."""
+    """Three equal layers and a head, in two parameter groups.
+
+    Args:
+        manual: use manual optimization, with separate optimizers for `body` and `head`.
+    """
 
     def __init__(self, manual: bool = False) -> None:
         super().__init__()
@@ -113,12 +165,21 @@ class LayeredModule(Module):
         self.automatic_optimization = not manual
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return predictions, shape [batch, 1]."""
+        """Return predictions, shape [batch, 1].
+
+        Args:
+            inputs: shape [batch, 6].
+        """
         output: Tensor = self.head(self.body(inputs))
         return output
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the mean squared error, or train both parts on it."""
+        """Return the mean squared error; in manual optimization, train both parts.
+
+        Args:
+            batch: inputs, shape [batch, 6], and targets, shape [batch, 1].
+            batch_idx: number of the batch.
+        """
         loss = nn.functional.mse_loss(self(batch[0]), batch[1])
         self.log("loss", loss, on_step=True, on_epoch=True)
         if self.automatic_optimization:
@@ -131,11 +192,16 @@ class LayeredModule(Module):
         return None
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the mean squared error."""
+        """Log the mean squared error.
+
+        Args:
+            batch: inputs, shape [batch, 6], and targets, shape [batch, 1].
+            batch_idx: number of the batch.
+        """
         self.log("val", nn.functional.mse_loss(self(batch[0]), batch[1]))
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW, one for each part in a manual loop."""
+        """Return AdamW; in manual optimization, an optimizer for each part."""
         if self.automatic_optimization:
             groups: Any = [{"params": self.body.parameters(), "weight_decay": 0.1}, {"params": self.head.parameters()}]
             return torch.optim.AdamW(groups, lr=0.02)
@@ -143,48 +209,60 @@ class LayeredModule(Module):
 
 
 def layered_data(samples: int) -> TensorDataset:
-    """Return pairs for a `LayeredModule`: inputs, shape [6], and their sums, shape [1]; the same at each call."""
+    """Return pairs for a `LayeredModule`: inputs, shape [6], and their sums, shape [1]; equal for each call.
+
+    Args:
+        samples: number of pairs.
+    """
     inputs = torch.randn(samples, 6, generator=torch.Generator().manual_seed(1))
     return TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
 
 class SavesAtEnd(Callback):
-    """Writes a checkpoint when training ends.
+    """Save a checkpoint when training ends.
 
     Args:
-        path: where to.
+        path: path of the checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Write it."""
+        """Save the checkpoint."""
         trainer.save_checkpoint(self.path)
 
 
-def assert_same_state(one: Any, other: Any) -> None:
-    """Raise an AssertionError unless two states, of tensors and plain data, are equal to the bit."""
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same_state(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        for a, b in zip(one, other, strict=True):
+def assert_same_state(actual: Any, expected: Any) -> None:
+    """Check that two states of tensors and plain data are bitwise equal.
+
+    Args:
+        actual: nested dicts, lists and tuples.
+        expected: nested dicts, lists and tuples.
+
+    Raises:
+        AssertionError: the states differ.
+    """
+    if isinstance(actual, Tensor):
+        assert torch.equal(actual, expected)
+    elif isinstance(actual, dict):
+        assert actual.keys() == expected.keys()
+        for key in actual:
+            assert_same_state(actual[key], expected[key])
+    elif isinstance(actual, (list, tuple)):
+        for a, b in zip(actual, expected, strict=True):
             assert_same_state(a, b)
     else:
-        assert one == other
+        assert actual == expected
 
 
 class Ledger(Module):
-    """Counts in its own weights how often each sample was trained: a lost or repeated one shows.
+    """A module that counts in its weights how often each sample was trained, to detect lost and repeated samples.
 
-    With a global batch of `batch` samples that divides `samples`, each entry is minus the number of epochs.
+    If `batch` divides `samples`, each element of `entries` equals minus the number of epochs.
 
     Args:
-        samples: of the data; a batch is (inputs of shape [6], targets, numbers of the samples).
+        samples: number of samples in the data; a batch is (inputs of shape [batch, 6], targets, sample numbers).
         batch: samples of a global batch.
     """
 
@@ -196,35 +274,54 @@ class Ledger(Module):
         self.entries = nn.Parameter(torch.zeros(samples))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return a loss, and one more for each sample that is there."""
+        """Return the mean squared error plus a loss that decreases the entry of each sample in the batch by 1.
+
+        Args:
+            batch: inputs, shape [batch, 6], targets, shape [batch, 1], and numbers of the samples, shape [batch].
+            batch_idx: number of the batch.
+        """
         loss = nn.functional.mse_loss(self.layer(batch[0]), batch[1])
         self.log("loss", loss)
         return loss + self.batch * self.entries[batch[2]].mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the mean squared error."""
+        """Log the mean squared error.
+
+        Args:
+            batch: inputs, shape [batch, 6], targets, shape [batch, 1], and numbers of the samples, shape [batch].
+            batch_idx: number of the batch.
+        """
         self.log("val", nn.functional.mse_loss(self.layer(batch[0]), batch[1]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return plain gradient descent with momentum for the layer alone."""
+        """Return SGD, with momentum only for the layer."""
         groups: Any = [{"params": self.layer.parameters(), "momentum": 0.9, "lr": 0.01}, {"params": [self.entries]}]
         return torch.optim.SGD(groups, lr=1.0)
 
 
 class Fault(Callback):
-    """What happens to one rank at one moment of a run; see `kill`, `freeze`, `hang`, `cut` and `fail`."""
+    """Fault injection on a rank at a chosen moment; created by `kill`, `freeze`, `hang`, `cut` and `fail`.
+
+    Args:
+        rank: the rank.
+        kind: kind of fault.
+        error: message of the exception, for "fail".
+    """
 
     def __init__(self, rank: int, kind: Literal["kill", "freeze", "hang", "cut", "fail"], error: str = "") -> None:
         self.rank, self.kind, self.error = rank, kind, error
         self.moment, self.step, self.attempt = "", 0, 0
 
     def during(self, moment: str, step: int = 0, attempt: int | None = 0) -> Fault:
-        """Let it happen once, at the first such moment after so many steps.
+        """Set the moment of the fault: the first such moment after `step` weight updates.
 
         Args:
             moment: "start", "forward", "backward", "optimizer", "batch end", "validation" or "checkpoint".
-            step: weight updates before.
-            attempt: in which start of the run, from 0; None for each.
+            step: weight updates before the fault.
+            attempt: number of the run's start, from 0, in which the fault occurs; None for every start.
+
+        Returns:
+            this callback.
         """
         self.moment, self.step, self.attempt = moment, step, -1 if attempt is None else attempt
         return self
@@ -243,66 +340,87 @@ class Fault(Callback):
             time.sleep(1.0)
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Be the moment "start"."""
+        """Trigger a fault at "start"."""
         self._now(trainer, "start")
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Be the moment "forward"."""
+        """Trigger a fault at "forward"."""
         self._now(trainer, "forward")
 
     def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
-        """Be the moment "backward"."""
+        """Trigger a fault at "backward"."""
         self._now(trainer, "backward")
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        """Be the moment "optimizer"."""
+        """Trigger a fault at "optimizer"."""
         self._now(trainer, "optimizer")
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Be the moment "batch end"."""
+        """Trigger a fault at "batch end"."""
         self._now(trainer, "batch end")
 
     def on_validation_batch_start(
         self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Be the moment "validation"."""
+        """Trigger a fault at "validation"."""
         if not trainer.sanity_checking:
             self._now(trainer, "validation")
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        """Be the moment "checkpoint"."""
+        """Trigger a fault at "checkpoint"."""
         self._now(trainer, "checkpoint")
 
 
 def kill(rank: int) -> Fault:
-    """Return a `kill -9` of one rank: `kill(rank=1).during("backward", step=7)`."""
+    """Return a fault that kills a rank by SIGKILL: `kill(rank=1).during("backward", step=7)`.
+
+    Args:
+        rank: the rank.
+    """
     return Fault(rank, "kill")
 
 
 def freeze(rank: int) -> Fault:
-    """Return a SIGSTOP of one rank: its process is there, and does nothing."""
+    """Return a fault that stops the process of a rank by SIGSTOP.
+
+    Args:
+        rank: the rank.
+    """
     return Fault(rank, "freeze")
 
 
 def hang(rank: int) -> Fault:
-    """Return an endless loop on one rank: `hang(rank=1).during("forward", step=7)`."""
+    """Return a fault that puts a rank into an endless loop: `hang(rank=1).during("forward", step=7)`.
+
+    Args:
+        rank: the rank.
+    """
     return Fault(rank, "hang")
 
 
 def cut(rank: int) -> Fault:
-    """Return the loss of all network links of one rank, whose process stays."""
+    """Return a fault that shuts down all network connections of a rank; its process continues.
+
+    Args:
+        rank: the rank.
+    """
     return Fault(rank, "cut")
 
 
 def cut_links() -> None:
     """Shut down all network connections of this process."""
     for name in os.listdir("/proc/self/fd"):
-        # An error: no socket, or one that isn't connected.
+        # OSError: not a socket, or not connected.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as link:
             if link.family in (socket.AF_INET, socket.AF_INET6) and link.getpeername():
                 link.shutdown(socket.SHUT_RDWR)
 
 
 def fail(rank: int, error: str) -> Fault:
-    """Return an exception on one rank: `fail(rank=1, error="no memory").during("forward", step=7)`."""
+    """Return a fault that raises an exception on a rank: `fail(rank=1, error="no memory").during("forward", step=7)`.
+
+    Args:
+        rank: the rank.
+        error: message of the `RuntimeError`.
+    """
     return Fault(rank, "fail", error)

@@ -1,4 +1,4 @@
-"""Workers and a server without processes under a virtual clock: a deterministic order of events."""
+"""Simulation of workers and a parameter server without processes, with a virtual clock and a deterministic order."""
 
 from __future__ import annotations
 
@@ -12,25 +12,40 @@ from torch import Tensor
 from fabricx.parameter_server.server.server import Server
 from fabricx.parameter_server.wire.messages import Ask, Begin, Granted, Open, Pull, Push, Reply
 
-Gradient = Callable[[int, Tensor], Tensor]  # of a lease, at weights; both flat
-Duration = Callable[[int, int], float]  # of a worker's gradient of a lease, in virtual seconds
+Gradient = Callable[[int, Tensor], Tensor]  # (lease, flat weights) -> flat gradient
+Duration = Callable[[int, int], float]  # (worker, lease) -> virtual seconds of the gradient's computation
 
 
 @final
-class FakeWorker:
-    """What a worker does with its server: take a lease, bring the weights, compute, push."""
+class SimulatedWorker:
+    """Worker of the simulation: acquires a lease, pulls weights, computes a gradient and pushes it.
+
+    Args:
+        number: number of the worker.
+        section: section of the data to train.
+        size: number of weights.
+        gradient: computes a gradient.
+        duration: duration of a gradient's computation.
+    """
 
     def __init__(self, number: int, section: int, size: int, gradient: Gradient, duration: Duration) -> None:
         self.number = number
-        self.message: Any = Ask(section, True)  # the one that it waits with
-        self.inbox, self.outbox = torch.zeros(size), torch.zeros(size)  # as the server sees them
+        self.message: Any = Ask(section, True)  # the pending request
+        self.inbox, self.outbox = torch.zeros(size), torch.zeros(size)  # named from the server's view
         self.trained: list[int] = []
         self._section = section
         self._gradient, self._duration = gradient, duration
         self._granted = Granted(None)
 
     def answered(self, answer: Any) -> float | None:
-        """Go on after an answer; returns in how many seconds the next message comes, None if there is none."""
+        """Process an answer of the server.
+
+        Args:
+            answer: answer to `message`.
+
+        Returns:
+            virtual seconds until the next message, or None if no message follows.
+        """
         lease = self._granted.lease
         if isinstance(answer, Granted):
             self._granted = answer
@@ -50,27 +65,29 @@ class FakeWorker:
 def simulate(
     begin: Begin, leases: int, gradient: Gradient, duration: Duration = lambda worker, lease: 1.0,
     deaths: Iterable[tuple[float, int]] = (), server: Server | None = None,
-) -> tuple[Server, list[FakeWorker], float]:  # fmt: skip
-    """Train one section of the data.
+) -> tuple[Server, list[SimulatedWorker], float]:  # fmt: skip
+    """Train a section of the data.
 
     Args:
-        begin: what the server is given.
-        leases: parts of the data.
-        gradient: what a worker computes.
-        duration: how long that takes it.
-        deaths: (when, who), in virtual seconds.
-        server: one that has begun; a new one if not given.
+        begin: initial message to the server.
+        leases: number of parts of the data.
+        gradient: computes a worker's gradient.
+        duration: duration of a gradient's computation.
+        deaths: (virtual seconds, number of the worker) of each death.
+        server: a server that has processed `begin`; None for a new server.
 
     Returns:
-        the server, the workers, and the virtual seconds that it took.
+        the server, the workers, and the duration in virtual seconds.
     """
     if server is None:
         server = Server(begin.settings.workers)
         server.handle(0, begin, torch.empty(0), torch.empty(0))
     server.handle(0, Open(0, leases), torch.empty(0), torch.empty(0))
-    workers = [FakeWorker(number, 0, begin.shard.size, gradient, duration) for number in range(begin.settings.workers)]
+    workers = [
+        SimulatedWorker(number, 0, begin.shard.size, gradient, duration) for number in range(begin.settings.workers)
+    ]
     arrivals = [(0.0, number, number) for number in range(len(workers))]
-    arrivals += [(when, -1, who) for when, who in deaths]
+    arrivals += [(death_s, -1, number) for death_s, number in deaths]
     heapq.heapify(arrivals)
     waiting: list[int] = []
     order, now = len(workers), 0.0

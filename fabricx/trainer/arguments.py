@@ -1,4 +1,4 @@
-"""The Trainer's arguments as plain data for logs, where a run has no configuration."""
+"""Arguments of the Trainer as plain data, for the record of a run without a configuration."""
 
 from __future__ import annotations
 
@@ -8,24 +8,32 @@ from typing import Any, Final
 
 from fabricx.core.hparams import is_plain, plain
 
-_LONG: Final = 200  # characters, or elements: what has more is data
+_LONG: Final = 200  # characters or elements; longer values are data and are not recorded
 _NO_TEXT: Final[Any] = object.__str__
 
 
-def given(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those arguments of a call that aren't the function's defaults.
+def non_defaults(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call that differ from the defaults, as plain data.
+
+    Args:
+        function: the called function.
+        values: local variables at the start of the call, by name.
 
     >>> def train(rate, steps=10, sizes=(1, 2)): ...
-    >>> given(train, {"rate": 0.1, "steps": 10, "sizes": [3], "other": 1})
+    >>> non_defaults(train, {"rate": 0.1, "steps": 10, "sizes": [3], "other": 1})
     {'rate': 0.1, 'sizes': [3]}
     """
-    known = {name: one.default for name, one in inspect.signature(function).parameters.items() if name != "self"}
-    found = {name: described(values[name]) for name in known if name in values}
-    return {name: value for name, value in found.items() if value != described(known[name])}
+    parameters = inspect.signature(function).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items() if name != "self"}
+    arguments = {name: described(values[name]) for name in defaults if name in values}
+    return {name: value for name, value in arguments.items() if value != described(defaults[name])}
 
 
 def described(value: Any) -> Any:
-    """Return plain data that says what a value is; of an object its class and those public attributes that are plain.
+    """Describe a value by plain data; an object by its class and its public attributes with plain values.
+
+    Args:
+        value: any value; also nested in mappings and lists.
 
     >>> class Clip:
     ...     def __init__(self): self.limit, self._seen, self.trainer = 0.5, 3, object()

@@ -1,4 +1,4 @@
-"""Decides where a run takes place: in this process, as one rank of a launcher, or in new workers."""
+"""Selects the processes of a run: this process, the ranks of a launcher, or new workers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import math
+import secrets
 import signal
 import sys
 import threading
@@ -21,7 +22,6 @@ import torch
 
 from fabricx.checkpoint import is_committed, read_manifest
 from fabricx.checkpoint.storage import as_path
-from fabricx.core.callback import Callback
 from fabricx.distributed import world as worlds
 from fabricx.distributed.generations import Membership
 from fabricx.distributed.generations import enter as enter_membership
@@ -33,8 +33,8 @@ from fabricx.fault_tolerance.controller import ElasticPolicy
 from fabricx.launch import cluster, launch_store
 from fabricx.launch.pickling import check_script
 from fabricx.launch.resize import ELASTIC
-from fabricx.launch.run_lock import only_here
-from fabricx.launch.signals import TERMINATED, notices, stop_now
+from fabricx.launch.run_lock import exclusive_run
+from fabricx.launch.signals import TERMINATED, stop_now, termination_signals
 from fabricx.telemetry.aggregator import Aggregator
 from fabricx.telemetry.logs import LogSettings
 from fabricx.trainer import provenance
@@ -52,11 +52,20 @@ _FITS: Final = itertools.count()  # calls of `fit` in this process
 
 
 def dispatch(trainer: Trainer, job: Job) -> Any:
-    """Run a job where it belongs, and bring back to the caller what it left: weights, metrics, positions.
+    """Run a job in the right processes, and copy weights, metrics and positions to the caller's objects.
+
+    Args:
+        trainer: the caller's trainer.
+        job: not validated yet.
+
+    Returns:
+        the results of the job; None after training.
 
     Raises:
-        SystemExit: with 143, after SIGTERM or a scheduler's notice, once a training run is stopped and saved, and at
-            once in an evaluation.
+        ValueError: an argument is invalid.
+        WorkerFailed: a worker failed, and the run did not recover.
+        SystemExit: with code 143, after SIGTERM or a scheduler's notice: when a training run is stopped and saved, or
+            immediately in an evaluation.
         KeyboardInterrupt: Ctrl-C in an evaluation.
     """
     results = _run(trainer, job)
@@ -68,9 +77,12 @@ def dispatch(trainer: Trainer, job: Job) -> Any:
 def _run(trainer: Trainer, job: Job) -> Any:
     check_job(trainer, job)
     trainer.interrupted = trainer.terminated = False
-    trainer.state.seed = trainer.state.seed or torch.initial_seed() % 2**62  # what the caller has seeded decides
-    if (place := _server_of_cluster(trainer)) is not None:
-        return _serve_in_cluster(trainer, job, place)
+    if job.stage == "fit":
+        trainer.state.run = secrets.token_hex(8)  # a checkpoint records the run that saved it
+    # The seed is reproducible if the caller has seeded torch.
+    trainer.state.seed = trainer.state.seed or torch.initial_seed() % 2**62
+    if (server := _server_of_cluster(trainer)) is not None:
+        return _serve_in_cluster(trainer, job, server)
     here = worlds.current() or _join_cluster(trainer)
     if here is None and _has_workers(trainer, job):
         check_script(type(job.module))
@@ -80,52 +92,53 @@ def _run(trainer: Trainer, job: Job) -> Any:
         _refuse_missing_servers(trainer, job)
     with contextlib.ExitStack() as stack:
         if job.stage == "fit" and here is not None:
-            _take_up_launch(trainer, job, here, stack)
-        _settle_down(trainer, job, here, stack)
-        _watch(trainer, job, here, stack)
+            _resume_launch(trainer, job, here, stack)
+        _prepare_run_dir(trainer, job, here, stack)
+        _aggregate(trainer, job, here, stack)
         if here is not None and (here.size > 1 or _is_launched()):
-            stack.enter_context(_interruptible(trainer, job, (signal.SIGINT, *notices())))
+            stack.enter_context(_interruptible(trainer, job, (signal.SIGINT, *termination_signals())))
             results = execute(trainer, job, here).results
-            if trainer.strategy.dealer is None:  # else ranks end when they like
-                trainer.world.await_departure()  # the script may end now, and nobody keeps this process alive
+            if trainer.strategy.dealer is None:  # else ranks end independently of each other
+                trainer.world.await_departure()  # the script may exit now, and no supervisor keeps this process alive
             return results
         if _has_workers(trainer, job):
             return _in_workers(trainer, job)
         device = trainer.strategy.device(trainer.device_ids[0], trainer.accelerator)
-        stack.enter_context(_interruptible(trainer, job, (signal.SIGINT, *notices())))
+        stack.enter_context(_interruptible(trainer, job, (signal.SIGINT, *termination_signals())))
         return execute(trainer, job, World(device=device)).results
 
 
 def _is_launched() -> bool:
-    """Return whether torchrun or SLURM has started this process as one of several."""
-    found = cluster.detect()
-    return found is not None and found.size > 1
+    """Return whether torchrun or SLURM has started several processes, including this process."""
+    launched = cluster.detect()
+    return launched is not None and launched.size > 1
 
 
 def _refuse_missing_servers(trainer: Trainer, job: Job) -> None:
-    """Refuse to wait for servers in a world that was joined by hand, in which nobody starts them."""
+    """Refuse servers in a world that the user's program has joined: no process of it would serve."""
     if job.stage == "fit" and trainer.strategy.servers:
         raise ValueError(
-            f"{type(trainer.strategy).__name__}(servers={trainer.strategy.servers}) needs processes that serve, and a "
-            "world that your program has joined has none: call fit outside of that world, so that fabricx starts "
-            "workers and servers; or start the script with torchrun and one process more for each server; or use "
+            f"{type(trainer.strategy).__name__}(servers={trainer.strategy.servers}) needs processes that serve, and "
+            "the world that your program has joined has none: call fit outside of that world, so that fabricx starts "
+            "workers and servers; or start the script with torchrun and an additional process for each server; or use "
             "ParameterServer(servers=0)"
         )
 
 
-def _settle_down(trainer: Trainer, job: Job, here: World | None, stack: contextlib.ExitStack) -> None:
-    """Find the run's folder, keep others out of it, and choose the checkpoint to start from."""
-    earlier = trainer.run_dir is not None  # then another process may be in it; a new folder isn't made for nothing
+def _prepare_run_dir(trainer: Trainer, job: Job, here: World | None, stack: contextlib.ExitStack) -> None:
+    """Determine the run's folder, lock it, and resolve the checkpoint to start from."""
+    # An existing folder is locked first, because another process may use it; a new folder needs a valid checkpoint.
+    earlier = trainer.run_dir is not None
     if earlier:
-        stack.enter_context(_alone(trainer, job, here))
-    job.ckpt_path = _path(_agreed(here, lambda: _text(resolve_checkpoint(trainer, job.ckpt_path))))
+        stack.enter_context(_locked(trainer, job, here))
+    job.ckpt_path = _path(_decided_by_main_rank(here, lambda: _text(resolve_checkpoint(trainer, job.ckpt_path))))
     if not earlier:
-        trainer.run_dir = _path(_agreed(here, lambda: _text(new_run_dir(Path(trainer.default_root_dir)))))
-        stack.enter_context(_alone(trainer, job, here))
+        trainer.run_dir = _path(_decided_by_main_rank(here, lambda: _text(new_run_dir(Path(trainer.default_root_dir)))))
+        stack.enter_context(_locked(trainer, job, here))
 
 
-def _watch(trainer: Trainer, job: Job, here: World | None, stack: contextlib.ExitStack) -> None:
-    """Read what the ranks record while they train, and write what people look at."""
+def _aggregate(trainer: Trainer, job: Job, here: World | None, stack: contextlib.ExitStack) -> None:
+    """Aggregate the records of all ranks during training, for warnings, TensorBoard and the report."""
     trainer.watcher = None
     if job.stage != "fit" or not trainer.writes or not trainer.enable_telemetry:
         return
@@ -135,97 +148,96 @@ def _watch(trainer: Trainer, job: Job, here: World | None, stack: contextlib.Exi
         board = any(logger.shows_telemetry for logger in trainer.loggers)
         with full_disk_costs("the records of this run"):
             trainer.watcher = Aggregator(
-                trainer.run_dir, board=board, apart=here is None and _has_workers(trainer, job)
+                trainer.run_dir, board=board, separate=here is None and _has_workers(trainer, job)
             )
-            stack.push(functools.partial(_stop_watching, trainer))
-    _agreed(here, lambda: None)  # the others come when the run has its id
+            stack.push(functools.partial(_stop_aggregating, trainer))
+    _decided_by_main_rank(here, lambda: None)  # other ranks continue when the records of the run exist
 
 
-def _stop_watching(trainer: Trainer, kind: Any, error: BaseException | None, traceback: Any) -> None:
+def _stop_aggregating(trainer: Trainer, kind: Any, error: BaseException | None, traceback: Any) -> None:
     watcher, trainer.watcher = trainer.watcher, None
     if watcher is not None:
         stopped = trainer.interrupted or isinstance(error, KeyboardInterrupt)
         watcher.close("interrupted" if stopped else "success" if error is None else "failed")
 
 
-def _take_up_launch(trainer: Trainer, job: Job, here: World, stack: contextlib.ExitStack) -> None:
-    """Go on with the run that torchrun's processes were training when it ended them and started these.
+def _resume_launch(trainer: Trainer, job: Job, here: World, stack: contextlib.ExitStack) -> None:
+    """Resume the run that was in progress when torchrun restarted all processes.
 
-    A mark in the run's folder says which launch, and which call of `fit` in the script, it belongs to.
+    A marker file in the run's folder identifies the launch and the call of `fit` in the script.
     """
     identity, number = cluster.launch(), next(_FITS)
-    if identity is None or not any(
-        type(one).restarts_after is not Callback.restarts_after for one in trainer.callbacks
-    ):
+    if identity is None or not any(getattr(callback, "snapshots", False) for callback in trainer.callbacks):
         return
     mark = f"launch-{identity}-{number}"
 
-    def look() -> tuple[str, str | None, int]:
+    def find_run() -> tuple[str, str | None, int]:
         root = Path(trainer.default_root_dir)
         restarts = launch_store.restarts(here)
-        for place in sorted(root.glob(f"runs/*/recovery/{mark}"), reverse=True) if restarts else ():
-            found = checkpoints_of(place.parent.parent)
-            return str(place.parent.parent), _text(newest_whole(found) if found else None), restarts
+        for marker in sorted(root.glob(f"runs/*/recovery/{mark}"), reverse=True) if restarts else ():
+            checkpoints = checkpoints_of(marker.parent.parent)
+            return str(marker.parent.parent), _text(newest_whole(checkpoints) if checkpoints else None), restarts
         run_dir = trainer.run_dir or new_run_dir(root)
         (run_dir / "recovery").mkdir(parents=True, exist_ok=True)
         (run_dir / "recovery" / mark).touch()
         return str(run_dir), None, 0
 
-    run_dir, newest, times = _agreed(here, look)
+    run_dir, newest, restarts = _decided_by_main_rank(here, find_run)
     trainer.run_dir = Path(run_dir)
-    trainer.failures = ["torchrun has started all processes again"] * times
+    trainer.failures = ["torchrun has restarted all processes"] * restarts
     if newest is not None:
         job.ckpt_path = as_path(newest)
-    if cluster.starts_again() and trainer.strategy.dealer is None and not trainer.strategy.servers:
-        stack.enter_context(_copies_kept(here, memory_holder.folder_of(number)))
+    if cluster.has_restarts() and trainer.strategy.dealer is None and not trainer.strategy.servers:
+        stack.enter_context(_hold_memory_checkpoints(here, memory_holder.folder_of(number)))
 
 
 @contextlib.contextmanager
-def _copies_kept(here: World, folder: Path) -> Iterator[None]:
-    """Let what ranks copy to memory outlive them, for the processes that torchrun may start in their place."""
+def _hold_memory_checkpoints(here: World, folder: Path) -> Iterator[None]:
+    """Keep in-memory checkpoints in a separate process, for the processes that torchrun starts after a failure."""
     if not here.secret:
         if here.main_rank:
             print(
-                "no state is copied to memory: the copies of other machines are unpickled, and that needs a key "
-                "(FABRICX_KEY_FILE; see docs/security.md). After a restart by torchrun the run goes on from its newest "
-                "checkpoint", file=sys.stderr, flush=True,
+                "no state is copied to memory: copies from other machines are unpickled, which needs a key "
+                "(FABRICX_KEY_FILE; see docs/security.md). After a restart by torchrun the run continues from its "
+                "newest checkpoint", file=sys.stderr, flush=True,
             )  # fmt: skip
         yield
         return
-    slots = range(2 * here.local_size)  # of each rank here, and of one of another machine
+    # A slot for each rank of this machine, and a slot for the copy of a rank on another machine.
+    slots = range(2 * here.local_size)
     names = {
-        slot: [memory_checkpoint.path_of("", slot, place).name for place in range(memory_checkpoint.NEWEST)]
+        slot: [memory_checkpoint.path_of("", slot, number).name for number in range(memory_checkpoint.NEWEST)]
         for slot in slots
     }
     if here.local_rank == 0:
-        memory_holder.start(folder, [name for own in names.values() for name in own])
+        memory_holder.start(folder, [name for slot_names in names.values() for name in slot_names])
     here.barrier()
-    mine = [*names[here.local_rank], *names[here.local_size + here.local_rank]]
-    if all(here.gather_objects(memory_holder.is_kept(folder, mine))):
+    rank_names = [*names[here.local_rank], *names[here.local_size + here.local_rank]]
+    if all(here.gather_objects(memory_holder.is_kept(folder, rank_names))):
         enter_membership(Membership(here.rank, str(folder), slot=here.local_rank))
     elif here.main_rank:
         print(
             f"no memory is held in {folder}, which may belong to another user: after a restart by torchrun the run "
-            "goes on from its newest checkpoint", file=sys.stderr, flush=True,
+            "continues from its newest checkpoint", file=sys.stderr, flush=True,
         )  # fmt: skip
     try:
         yield
     finally:
         enter_membership(Membership())
-    if here.local_rank == 0:  # after an error torchrun may start the processes again
+    if here.local_rank == 0:  # but not after an error: torchrun may restart the processes
         memory_holder.end(folder)
 
 
-def _alone(trainer: Trainer, job: Job, here: World | None) -> contextlib.AbstractContextManager[None]:
-    """Return what keeps other runs out of this one's folder, if there will be one."""
+def _locked(trainer: Trainer, job: Job, here: World | None) -> contextlib.AbstractContextManager[None]:
+    """Return the lock of the run's folder; a null context if this process writes no folder."""
     if job.stage != "fit" or not trainer.writes or (here is not None and not here.main_rank):
         return contextlib.nullcontext()
     assert trainer.run_dir is not None
-    return only_here(trainer.run_dir, ELASTIC if here is None and _elastic(trainer, job) is not None else "")
+    return exclusive_run(trainer.run_dir, ELASTIC if here is None and _elastic(trainer, job) is not None else "")
 
 
-def _agreed(here: World | None, decide: Callable[[], T]) -> T:
-    """Return what the main rank decides, plain data, or raise its error, on every rank."""
+def _decided_by_main_rank(here: World | None, decide: Callable[[], T]) -> T:
+    """Return the decision of the main rank (plain data) on every rank; an error of the decision also raises on all."""
     if here is None or here.size == 1:
         return decide()
     decided: T | None = None
@@ -233,8 +245,8 @@ def _agreed(here: World | None, decide: Callable[[], T]) -> T:
     if here.main_rank:
         try:
             decided = decide()
-        except (ValueError, CheckpointError) as found:
-            error = found
+        except (ValueError, CheckpointError) as caught:
+            error = caught
     damaged, text = isinstance(error, CheckpointError), None if error is None else str(error)
     decided, damaged, text = here.broadcast_object((decided, damaged, text))
     if text is not None:
@@ -251,63 +263,74 @@ def _path(text: str | None) -> Path | None:
 
 
 def _join_cluster(trainer: Trainer) -> World | None:
-    """Return the world that torchrun or SLURM has started this process in, joined; None if they haven't."""
-    found = cluster.detect()
-    if found is None or found.size == 1:
+    """Join the world of a launch by torchrun or SLURM and return it; None without such a launch."""
+    launched = cluster.detect()
+    if launched is None or launched.size == 1:
         if trainer.num_nodes > 1:
             raise ValueError(
-                f"num_nodes={trainer.num_nodes}, but nothing has started a process on each node; start the script with "
-                "`torchrun --nnodes ... --nproc-per-node ... script.py`, or with srun"
+                f"num_nodes={trainer.num_nodes}, but no launcher has started processes on all nodes; start the script "
+                "with `torchrun --nnodes ... --nproc-per-node ... script.py`, or with srun"
             )
         return None
-    workers = found.size - trainer.strategy.servers
-    found = replace(found, size=workers, local_size=min(found.local_size, workers - (found.rank - found.local_rank)))
-    if trainer.devices_given and found.local_size and len(trainer.device_ids) != found.local_size:
+    workers = launched.size - trainer.strategy.servers
+    launched = replace(
+        launched, size=workers, local_size=min(launched.local_size, workers - (launched.rank - launched.local_rank))
+    )
+    if trainer.devices_given and launched.local_size and len(trainer.device_ids) != launched.local_size:
         raise ValueError(
-            f"devices={len(trainer.device_ids)}, but {found.local_size} processes were started on this machine; leave "
-            "devices at 'auto', or start as many"
+            f"devices={len(trainer.device_ids)}, but {launched.local_size} processes were started on this machine; "
+            "set devices to 'auto' or to that number"
         )
-    atexit.register(worlds.leave)  # a process that ends with its group's threads running may abort
-    return enter(trainer, _connected(trainer, found))
+    atexit.register(worlds.leave)  # a process that exits while its group's threads run may abort
+    return enter(trainer, _connected(trainer, launched))
 
 
-def _connected(trainer: Trainer, place: World) -> World:
-    """Return a process's place in a launch, with the launch's store.
+def _connected(trainer: Trainer, launched: World) -> World:
+    """Return the world of a launch with its store.
 
     Raises:
-        ValueError: workers on several machines exchange messages that need a key, and have none.
+        ValueError: workers on several machines exchange messages that need a key, and no key is set.
     """
-    world = launch_store.connect(place)
+    world = launch_store.connect(launched)
     if trainer.strategy.link and not world.secret:
         raise ValueError(
-            f"{type(trainer.strategy).__name__} on several machines needs a key, or any program that reaches a process "
-            "of the run could run code in it: umask 077; openssl rand -hex 32 > key; then set FABRICX_KEY_FILE=key (a "
-            "path) for all processes (docs/security.md)"
+            f"{type(trainer.strategy).__name__} on several machines needs a key: without it, any program that "
+            "reaches a process of the run could execute code in it. Run `umask 077; openssl rand -hex 32 > key` and "
+            "set FABRICX_KEY_FILE=key (a path) for all processes (docs/security.md)"
         )
     return world
 
 
 def enter(trainer: Trainer, world: World) -> World:
-    """Give a rank its device and join its process group."""
+    """Select the device of a rank and join its process group.
+
+    Args:
+        trainer: determines the device and the backend.
+        world: has a store; a newcomer joins later.
+
+    Returns:
+        the world, with device and backend.
+    """
     ids = trainer.device_ids
     number = ids[world.local_rank] if world.local_rank < len(ids) else world.local_rank
     device = trainer.strategy.device(number, trainer.accelerator)
     world = replace(world, device=device, backend=trainer.strategy.backend(device))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if world.newcomer:  # it will be told when to join
+    if world.newcomer:  # joins when the membership changes
         return world
     world.join()
     return world
 
 
 def _work(world: World, trainer: Trainer, job: Job) -> Outcome | None:
-    """Run a job as one rank; the main rank's outcome goes back to the caller."""
+    """Run a job in a worker; returns the outcome on the main rank only, for the caller."""
     world = enter(trainer, world)
-    with _interruptible(trainer, job, notices()):  # the supervisor cares for Ctrl-C, but anybody may signal one rank
+    # The supervisor handles Ctrl-C; other signals may be sent to a single rank.
+    with _interruptible(trainer, job, termination_signals()):
         outcome = execute(trainer, job, world)
     weights = trainer.strategy.whole_weights(trainer.module)
-    if trainer.strategy.dealer is None:  # else ranks end when they like, and need no other one
+    if trainer.strategy.dealer is None:  # else ranks end independently of each other
         trainer.world.await_departure()
     return outcome.portable(trainer, weights) if trainer.world.main_rank else None
 
@@ -315,10 +338,10 @@ def _work(world: World, trainer: Trainer, job: Job) -> Outcome | None:
 def _in_workers(trainer: Trainer, job: Job) -> Any:
     from fabricx.launch.supervisor import run_workers
 
-    # The folder exists before any worker does, so that all of them find the same one.
+    # The folder exists before the workers start, so that all use the same folder.
     if not trainer.fast_dev_run and job.stage == "fit":
         assert trainer.run_dir is not None
-        provenance.write(trainer.run_dir, None)  # here is the command that the user gave
+        provenance.write(trainer.run_dir, None)  # this process has the user's command line
     named = {"module": job.module, "trainer": trainer, "train_dataloaders": job.train, "dataloaders": job.evaluate,
              "datamodule": job.datamodule}  # fmt: skip
     trainer.failures = []
@@ -331,68 +354,75 @@ def _in_workers(trainer: Trainer, job: Job) -> Any:
                 _work, (trainer, job), size=len(trainer.device_ids), named=named, servers=_servers(trainer, job),
                 serve=functools.partial(_serve, records=_records(trainer), network=trainer.strategy.link == "gloo"),
                 elastic=elastic, failures=trainer.failures, run_dir=trainer.run_dir,
-                note=None if trainer.watcher is None else trainer.watcher.note,
+                note=None if trainer.watcher is None else trainer.watcher.record_event,
                 stops_at_step=job.stage == "fit", **_limits(trainer, elastic),
             )[0]  # fmt: skip
         except WorkerFailed as error:
-            _say_lost(trainer, error)
+            _report_lost_checkpoint(trainer, error)
             if isinstance(error.__cause__, SystemExit) and error.__cause__.code == TERMINATED:
-                raise SystemExit(TERMINATED) from None  # a rank was asked to end an evaluation
-            if job.stage != "fit" or error.stopping or not _starts_again(trainer, job, error):
+                raise SystemExit(TERMINATED) from None  # a signal to a rank has ended an evaluation
+            if job.stage != "fit" and error.__cause__ is None:  # killed: the failure may not recur, unlike an error
+                error.add_remedy(
+                    f"{job.stage} does not recover from the failure of a worker: call it again. The weights and "
+                    "checkpoints are unchanged"
+                )
+            if job.stage != "fit" or error.stopping or not _restarts(trainer, job, error):
                 raise
         else:
             outcome.absorb(trainer, job)
             return outcome.results
 
 
-def _say_lost(trainer: Trainer, error: WorkerFailed) -> None:
-    """Say that a checkpoint was lost that a hook had asked for, and that was being written when the workers ended."""
+def _report_lost_checkpoint(trainer: Trainer, error: WorkerFailed) -> None:
+    """Report the loss of a checkpoint that a hook was saving when the workers ended."""
     if error.saving is None:
         return
     path, step = as_path(error.saving[0]), error.saving[1]
     if is_committed(path) and read_manifest(path).get("step") == step:
         return
     text = (
-        f"the checkpoint {path} was lost: it was being written at step {step} when a worker failed, and is not there "
+        f"the checkpoint {path} was lost: it was being written at step {step} when a worker failed, and is missing "
         "unless a hook saves it again"
     )
     if trainer.watcher is not None:
-        trainer.watcher.note("checkpoint", text)
+        trainer.watcher.record_event("checkpoint", text)
     print(text, file=sys.stderr, flush=True)
 
 
 def _elastic(trainer: Trainer, job: Job) -> ElasticPolicy | None:
-    """Return how workers go on when some die; None where they can't, or where nobody wants it."""
+    """Return the rules by which workers continue after the death of a worker; None without recovery in place."""
     if job.stage != "fit" or not trainer.strategy.traits.elastic:
         return None
     if not _has_workers(trainer, job):
         return None
-    if trainer.strategy.dealer is not None:  # nobody waits for anybody
+    if trainer.strategy.dealer is not None:  # ranks do not wait for each other
         return ElasticPolicy()
-    for one in trainer.callbacks:
-        if one.patience is not None:
-            return ElasticPolicy(one.patience, one.min_ranks, one.max_restarts, not trainer.strategy.traits.alike)
+    for callback in trainer.callbacks:
+        if callback.patience is not None:
+            return ElasticPolicy(
+                callback.patience, callback.min_ranks, callback.max_restarts, not trainer.strategy.traits.alike
+            )
     return None
 
 
 def _limits(trainer: Trainer, elastic: ElasticPolicy | None) -> dict[str, Any]:
-    """Return how long the supervisor is to wait for workers that may be replaced, where callbacks say so."""
-    found = {}
+    """Return the supervisor's timeouts for silent workers, in seconds, by name; a missing name keeps the default."""
+    limits = {}
     for name in ("frozen_after", "stuck_after"):
         wanted = [getattr(callback, name) for callback in trainer.callbacks if getattr(callback, name) is not None]
         if wanted:
-            found[name] = min(wanted, key=lambda seconds: math.inf if isinstance(seconds, str) else seconds)
-    if trainer.accelerator == "cuda" and elastic is not None:  # torch ends no collective of such a group by itself
-        found.setdefault("stuck_after", OPERATION.total_seconds())
-    return found
+            limits[name] = min(wanted, key=lambda seconds: math.inf if isinstance(seconds, str) else seconds)
+    if trainer.accelerator == "cuda" and elastic is not None:  # torch does not end collectives of such a group
+        limits.setdefault("stuck_after", OPERATION.total_seconds())
+    return limits
 
 
-def _starts_again(trainer: Trainer, job: Job, error: WorkerFailed) -> bool:
-    """Let the job begin with the newest checkpoint of its own run, if a callback wants to go on after an error."""
+def _restarts(trainer: Trainer, job: Job, error: WorkerFailed) -> bool:
+    """Prepare a restart from the newest checkpoint of the run; returns False if no callback requests a restart."""
     assert trainer.run_dir is not None
-    found = checkpoints_of(trainer.run_dir)
-    path = newest_whole(found) if found else job.ckpt_path
-    step = read_manifest(newest_whole(found))["step"] if found else -1
+    checkpoints = checkpoints_of(trainer.run_dir)
+    path = newest_whole(checkpoints) if checkpoints else job.ckpt_path
+    step = read_manifest(newest_whole(checkpoints))["step"] if checkpoints else -1
     if not any(callback.restarts_after(error, step) for callback in trainer.callbacks):
         return False
     lines = [line for line in str(error).splitlines() if line]
@@ -402,14 +432,14 @@ def _starts_again(trainer: Trainer, job: Job, error: WorkerFailed) -> bool:
     trainer.failed_at = time.time()
     if trainer.watcher is not None:
         again = max(0, trainer.watcher.run.steps - max(0, step))
-        trainer.watcher.note("failure", str(error), steps_again=float(again))
-    print(f"{what}\nall workers start again from step {max(0, step)}", file=sys.stderr, flush=True)
+        trainer.watcher.record_event("failure", str(error), steps_again=float(again))
+    print(f"{what}\nall workers restart from step {max(0, step)}", file=sys.stderr, flush=True)
     job.ckpt_path = path
     return True
 
 
 def _has_workers(trainer: Trainer, job: Job) -> bool:
-    """Return whether a job that nobody else has launched takes processes of its own."""
+    """Return whether a job outside of a launch needs worker processes."""
     return len(trainer.device_ids) * trainer.num_nodes > 1 or _servers(trainer, job) > 0
 
 
@@ -418,34 +448,37 @@ def _servers(trainer: Trainer, job: Job) -> int:
 
 
 def _server_of_cluster(trainer: Trainer) -> World | None:
-    """Return this process's place if it is one of the last ones, which serve; None if it is a worker's.
+    """Return the world of the launch if this process is a server, as its last ranks are; None in a worker.
 
     Raises:
-        ValueError: no process would be left to train.
+        ValueError: no process would train.
     """
-    servers, found = trainer.strategy.servers, cluster.detect()
-    if not servers or found is None or found.size == 1:
+    servers, launched = trainer.strategy.servers, cluster.detect()
+    if not servers or launched is None or launched.size == 1:
         return None
-    if found.size <= servers:
+    if launched.size <= servers:
         raise ValueError(
-            f"{found.size} processes were started, and servers={servers} of them serve: start {servers} and one for "
-            "each worker"
+            f"{launched.size} processes were started, and servers={servers}: start {servers} processes and an "
+            "additional process for each worker"
         )
-    return found if found.rank >= found.size - servers else None
+    return launched if launched.rank >= launched.size - servers else None
 
 
-def _serve_in_cluster(trainer: Trainer, job: Job, place: World) -> list[Any]:
-    """Serve, where the workers train; there is no result here."""
-    workers = place.size - trainer.strategy.servers
-    trainer.world = World(rank=place.rank, local_rank=place.local_rank, job=next_job())  # speaks to nobody
-    world = replace(_connected(trainer, place), size=workers, job=trainer.world.job)  # workers wait for all processes
+def _serve_in_cluster(trainer: Trainer, job: Job, launched: World) -> list[Any]:
+    """Serve the workers of a launch; a server has no results."""
+    workers = launched.size - trainer.strategy.servers
+    # Without a store: this process does not communicate with the workers as a rank.
+    trainer.world = World(rank=launched.rank, local_rank=launched.local_rank, job=next_job())
+    # Connect also for an evaluation, because the workers wait for all processes of the launch.
+    world = replace(_connected(trainer, launched), size=workers, job=trainer.world.job)
     if job.stage == "fit":
-        _serve(world, place.rank - workers, network=place.local_size < place.size or trainer.strategy.link == "gloo")
+        network = launched.local_size < launched.size or trainer.strategy.link == "gloo"
+        _serve(world, launched.rank - workers, network=network)
     return []
 
 
 def _records(trainer: Trainer) -> tuple[Path, bool] | None:
-    """Return where servers tell of themselves, if they do, and whether of each gradient."""
+    """Return the folder for the servers' records, and whether they trace each gradient; None without telemetry."""
     if trainer.watcher is None:
         return None
     return trainer.watcher.run_dir, any(callback.traces for callback in trainer.callbacks)
@@ -454,10 +487,10 @@ def _records(trainer: Trainer) -> tuple[Path, bool] | None:
 def _serve(
     world: World, number: int, folder: str | None = None, *, network: bool, records: tuple[Path, bool] | None = None
 ) -> None:  # fmt: skip
-    """Be a server of one job; with a folder for snapshots, one that died is started again.
+    """Run a server of a job; with a folder for snapshots, it can be restarted after its death.
 
     Args:
-        network: workers come over gloo, not only over Unix sockets.
+        network: workers connect over gloo, not only over Unix sockets.
     """
     from fabricx.parameter_server.server.process import serve
 
@@ -472,9 +505,9 @@ def _serve(
 
 @contextlib.contextmanager
 def _interruptible(trainer: Trainer, job: Job, signals: tuple[signal.Signals, ...]) -> Iterator[None]:
-    """Handle signals while a job runs: they stop training at the next step boundary, and an evaluation at once.
+    """Handle signals during a job: stop training at the next step boundary, and an evaluation immediately.
 
-    An evaluation has nothing to save. A second signal has the effect that it had before.
+    An evaluation has no state to save. A second signal is handled as it was before the job.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -482,11 +515,11 @@ def _interruptible(trainer: Trainer, job: Job, signals: tuple[signal.Signals, ..
     before = {number: signal.getsignal(number) for number in signals}
 
     def stop(number: int, frame: FrameType | None) -> None:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for previous, handler in before.items():
+            signal.signal(previous, handler)
         if job.stage != "fit":
             stop_now(number)
-        print("\nstopping at the next step; once more stops at once", file=sys.stderr, flush=True)
+        print("\nstopping at the next step; press Ctrl-C again to stop immediately", file=sys.stderr, flush=True)
         trainer.request_stop("interrupted" if number == signal.SIGINT else "terminated")
 
     for number in signals:

@@ -1,4 +1,4 @@
-"""Makes strategy, loggers and callbacks from names, flags and objects."""
+"""Creates strategy, loggers and callbacks from names, flags and objects."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ from fabricx.launch.cluster import detect
 def choose_strategy(
     strategy: str | Strategy, devices: int, num_nodes: int, *, reproducible: bool = False
 ) -> Strategy:  # fmt: skip
-    """Return the strategy of a name; "auto" is single for one rank and ddp for more.
+    """Return the strategy with a name; "auto" selects "single" for a single rank, and "ddp" for several ranks.
 
-    With `reproducible`, those two stand for the one that gives the same bits for any number of ranks.
+    Args:
+        strategy: a name, a dotted path or a strategy.
+        devices: ranks on each machine.
+        num_nodes: number of machines.
+        reproducible: select the strategy "reproducible" instead of "single" and "ddp"; it produces bitwise identical
+            weights for any number of ranks.
 
     Raises:
-        ValueError: it isn't one, or it can't run on so many ranks.
-        LookupError: there is none of that name.
+        ValueError: the object is not a strategy, or the strategy does not support this number of ranks.
+        LookupError: no strategy has this name.
     """
     ranks = devices * num_nodes
     if reproducible and strategy in ("auto", "ddp", "single"):
@@ -34,45 +39,67 @@ def choose_strategy(
         raise ValueError(f"strategy={strategy!r} is not a fabricx.Strategy")
     if reproducible and not chosen.parts:
         raise ValueError(
-            "deterministic='elastic' brings a strategy of its own in the place of ddp: leave strategy at 'auto' or "
+            "deterministic='elastic' selects the strategy 'reproducible' instead of ddp: set strategy to 'auto' or "
             f"'ddp', instead of {type(chosen).__name__}"
         )
     most = chosen.traits.max_ranks
     if most is not None and ranks > most:
         raise ValueError(
-            f"strategy={strategy!r} runs on {most} rank, and devices={devices} asks for {ranks}; "
-            "take strategy='ddp', or devices=1"
+            f"strategy={strategy!r} supports {most} rank, but devices={devices} and num_nodes={num_nodes} "
+            f"require {ranks}; set strategy='ddp', or devices=1"
         )
     return chosen
 
 
 def several_ranks(devices: int, num_nodes: int) -> bool:
-    """Return whether more than one rank will train."""
-    found = detect()
-    return max(devices * num_nodes, found.size if found else 1) > 1
+    """Return whether several ranks train.
+
+    Args:
+        devices: ranks on each machine.
+        num_nodes: number of machines.
+    """
+    launched = detect()
+    return max(devices * num_nodes, launched.size if launched else 1) > 1
 
 
 def choose_loggers(logger: Any) -> list[Logger]:
-    """Return the loggers; True is TensorBoard."""
+    """Return a list of loggers.
+
+    Args:
+        logger: True for TensorBoard, False or None for no logger, a logger, or a list of loggers.
+
+    Raises:
+        ValueError: an object does not have the methods of a logger.
+    """
     if logger is True:
         return [plugins.build("loggers", "tensorboard")]
     if not logger:
         return []
     chosen = list(logger) if isinstance(logger, (list, tuple)) else [logger]
-    found: list[Logger] = []
-    for one in chosen:
-        if isinstance(one, type) or not isinstance(one, (Logger, FourMethods)):
+    loggers: list[Logger] = []
+    for candidate in chosen:
+        if isinstance(candidate, type) or not isinstance(candidate, (Logger, FourMethods)):
             raise ValueError(
-                f"logger={one!r} is not a logger: it needs open, log_metrics, log_hyperparams and close; True gives "
-                "TensorBoard, False none"
+                f"logger={candidate!r} is not a logger: it needs open, log_metrics, log_hyperparams and close; True "
+                "selects TensorBoard, False no logger"
             )
-        found.append(one if isinstance(one, Logger) else Adapted(one))
-    return found
+        loggers.append(candidate if isinstance(candidate, Logger) else Adapted(candidate))
+    return loggers
 
 
-def choose_callbacks(given: Any, defaults: Mapping[str, bool], *, fast: bool) -> list[Callback]:
-    """Return the given callbacks, and the default ones of kinds that aren't among them."""
-    named = [given] if isinstance(given, (Callback, str)) else list(given or [])
+def choose_callbacks(callbacks: Any, defaults: Mapping[str, Mapping[str, Any]], *, fast: bool) -> list[Callback]:
+    """Return the user's callbacks, and default callbacks of kinds that the user has not passed.
+
+    Args:
+        callbacks: a callback, a name, or a list of them.
+        defaults: options of the default callbacks, by name.
+        fast: omit the user's callbacks that write checkpoints or stop training early.
+
+    Raises:
+        ValueError: an object is not a callback, or has a method with an unknown hook name.
+        LookupError: no callback has this name.
+    """
+    named = [callbacks] if isinstance(callbacks, (Callback, str)) else list(callbacks or [])
     chosen = [plugins.build("callbacks", item) if isinstance(item, str) else item for item in named]
     for callback in chosen:
         if not isinstance(callback, Callback):
@@ -80,9 +107,8 @@ def choose_callbacks(given: Any, defaults: Mapping[str, bool], *, fast: bool) ->
         check_hooks(callback)
     if fast:
         chosen = [c for c in chosen if not hasattr(c, "best_model_path") and not hasattr(c, "stopped_epoch")]
-    for name, wanted in defaults.items():
-        if wanted:
-            default = plugins.build("callbacks", name)
-            if not any(isinstance(callback, type(default)) for callback in chosen):
-                chosen.append(default)
+    for name, options in defaults.items():
+        default = plugins.build("callbacks", name, **options)
+        if not any(isinstance(callback, type(default)) for callback in chosen):
+            chosen.append(default)
     return chosen

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TrainerProperties(NamesChecked):
-    """The part of a trainer that is only asked."""
+    """Read-only part of the Trainer; `should_stop` can also be set."""
 
     state: RunState
     world: World
@@ -47,17 +47,17 @@ class TrainerProperties(NamesChecked):
 
     @property
     def current_epoch(self) -> int:
-        """Return how many epochs are completed."""
+        """Return the number of completed epochs."""
         return self.state.epoch
 
     @property
     def global_step(self) -> int:
-        """Return how many weight updates there were, however many optimizers there are."""
+        """Return the number of weight updates; steps of several optimizers in an update count once."""
         return self.state.step
 
     @property
     def should_stop(self) -> bool:
-        """Return whether somebody asked to stop; set it to ask."""
+        """Return whether a stop was requested on this rank; assign True to request that all ranks stop."""
         return self.stop_wanted
 
     @should_stop.setter
@@ -73,37 +73,37 @@ class TrainerProperties(NamesChecked):
 
     @property
     def global_rank(self) -> int:
-        """Return which rank of all this is."""
+        """Return the number of this rank among all ranks."""
         return self.world.rank
 
     @property
     def local_rank(self) -> int:
-        """Return which rank on this machine this is."""
+        """Return the number of this rank on this machine."""
         return self.world.local_rank
 
     @property
     def world_size(self) -> int:
-        """Return how many ranks train."""
+        """Return the number of ranks that train."""
         return self.world.size if self.world.size > 1 else len(self.device_ids) * self.num_nodes
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Return the newest value of everything that was logged; reading it communicates nothing."""
+        """Return the newest value of each logged metric, without communication."""
         return newest_metrics(cast("Trainer", self))
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """Return what the loggers got last."""
+        """Return the metrics that the loggers received last."""
         return dict(self.published.logged)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """Return what the progress bar shows: this rank's newest values. Reading it waits for the device."""
+        """Return the values of the progress bar: this rank's newest values. Reading it synchronises with the device."""
         return shown_in_bar(cast("Trainer", self))
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Return how many steps a schedule will take, one for each global batch; infinity if nothing limits the run."""
+        """Return the number of steps of a schedule, a step for each global batch; infinity for a run without limit."""
         windows: int | float = float("inf")
         if self.num_training_batches != float("inf"):
             windows = -(-self.num_training_batches // self.accumulate_grad_batches)
@@ -121,7 +121,7 @@ class TrainerProperties(NamesChecked):
 
     @property
     def writes(self) -> bool:
-        """Return whether a fit leaves anything in its folder."""
+        """Return whether a fit writes files to its folder."""
         return not self.fast_dev_run and bool(self.loggers or self.checkpoint_callback)
 
     @property
@@ -137,12 +137,12 @@ class TrainerProperties(NamesChecked):
 
     @property
     def early_stopping_callback(self) -> Any:
-        """Return the first callback that stops early, or None."""
+        """Return the first callback for early stopping, or None."""
         return next((c for c in self.callbacks if hasattr(c, "stopped_epoch")), None)
 
     @property
     def sanity_checking(self) -> bool:
-        """Return whether the few validation batches ahead of training are running."""
+        """Return whether the validation batches before training are running."""
         return self.state.phase is Phase.SANITY
 
     @property

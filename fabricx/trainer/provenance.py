@@ -1,4 +1,4 @@
-"""Records how a run was made: command line, versions, commit of the user's project."""
+"""Records the origin of a run: command line, versions, commit of the user's project."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ _PACKAGES = ("fabricx", "torch", "lightning-utilities", "hydra-core", "tensorboa
 
 
 def write(run_dir: Path, config: Mapping[str, Any] | None) -> None:
-    """Write `command.txt`, `versions.json` and, where there is a configuration, `config.yaml`; what is there stays.
+    """Write `command.txt` and `versions.json` unless they exist, and `config.yaml` if the run has a configuration.
 
-    Secrets are masked: the files have the modes that the user's umask says, so that others may read them.
+    Secrets are masked, because other users may be able to read the files, whose modes follow the umask.
+
+    Args:
+        run_dir: the run's folder; created if missing.
+        config: the configuration, or None.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (run_dir / "command.txt").exists():
@@ -33,7 +37,11 @@ def write(run_dir: Path, config: Mapping[str, Any] | None) -> None:
 
 
 def mask_file(file: Path) -> None:
-    """Mask the secrets of a file in YAML, such as those that Hydra writes; one that has none stays as it is."""
+    """Mask the secrets in a YAML file, for example of Hydra; a file without secrets is not written.
+
+    Args:
+        file: the file.
+    """
     import yaml  # type: ignore[import-untyped]
 
     data = yaml.safe_load(file.read_text())
@@ -42,7 +50,12 @@ def mask_file(file: Path) -> None:
 
 
 def write_arguments(run_dir: Path, made_of: Mapping[str, Any]) -> None:
-    """Write `arguments.yaml` if there is no configuration: what a run was made with in Python."""
+    """Write `arguments.yaml`, the arguments of a run that was created in Python, unless it or `config.yaml` exists.
+
+    Args:
+        run_dir: the run's folder.
+        made_of: arguments of the trainer, the module and the data module.
+    """
     target = run_dir / "arguments.yaml"
     if not (run_dir / "config.yaml").exists() and not target.exists():
         target.write_text(_yaml(masked(made_of)))
@@ -56,18 +69,22 @@ def _yaml(data: Mapping[str, Any]) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of python, the system, and the packages that decide numbers."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "system": platform.platform()}
+    """Return the versions of Python, the system, and the packages that affect numerical results."""
+    installed: dict[str, str | None] = {"python": platform.python_version(), "system": platform.platform()}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            installed[package] = None
+    return installed
 
 
 def git_commit(folder: Path) -> str | None:
-    """Return the commit of the project in a folder, marked where files are changed; None outside of git."""
+    """Return the commit of the project in a folder, with "-dirty" for uncommitted changes; None outside of git.
+
+    Args:
+        folder: the folder.
+    """
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40"],

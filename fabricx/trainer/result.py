@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Outcome:
-    """What a job left, on the main rank; plain data once it is `portable`."""
+    """The result of a job on the main rank; `portable` makes it plain data, which a worker can send to its parent.
+
+    Attributes:
+        results: metrics or outputs of the job.
+        weights: the complete state dict of the module, by name.
+        trainer: attributes of the trainer that the caller's trainer copies.
+        attributes: attributes of the module.
+        callbacks: attributes of each callback.
+    """
 
     results: Any = None
     weights: dict[str, Any] = field(default_factory=dict)
@@ -27,7 +35,15 @@ class Outcome:
     callbacks: list[dict[str, Any]] = field(default_factory=list)
 
     def portable(self, trainer: Trainer, weights: dict[str, Any]) -> Outcome:
-        """Gather what the caller's objects have to take over."""
+        """Add the attributes that the caller's objects copy.
+
+        Args:
+            trainer: of the main rank.
+            weights: the complete state dict of its module.
+
+        Returns:
+            this object.
+        """
         module = trainer.module
         self.weights = weights
         keys = ("state", "interrupted", "terminated", "run_dir", "num_training_batches", "num_val_batches", "published",
@@ -40,14 +56,19 @@ class Outcome:
         return self
 
     def absorb(self, trainer: Trainer, job: Job) -> None:
-        """Bring the caller's module, trainer and callbacks to where the job has brought the workers'."""
-        own = job.module.state_dict(keep_vars=True)
+        """Copy the state of the workers' module, trainer and callbacks to the caller's objects.
+
+        Args:
+            trainer: the caller's trainer.
+            job: the job, with the caller's module.
+        """
+        state = job.module.state_dict(keep_vars=True)
         for name, tensor in self.weights.items():
-            if name in own and own[name].shape == tensor.shape:
+            if name in state and state[name].shape == tensor.shape:
                 with torch.no_grad():
-                    own[name].data = own[name].data.to(tensor.dtype)  # another one with precision="64-true"
-                    own[name].copy_(tensor)
-        if set(own) != set(self.weights):  # layers that were built in configure_model or setup
+                    state[name].data = state[name].data.to(tensor.dtype)  # differs with precision="64-true"
+                    state[name].copy_(tensor)
+        if set(state) != set(self.weights):  # layers that configure_model or setup has built in the workers
             job.module.configure_model()
             job.module.load_state_dict(self.weights)
         vars(job.module).update(self.attributes)
@@ -58,7 +79,7 @@ class Outcome:
 
 
 class _Portable(pickle.Pickler):
-    """Refuses what means nothing outside of its process group."""
+    """Pickler that refuses sharded tensors, which are valid only in their process group."""
 
     def reducer_override(self, obj: Any) -> Any:
         if hasattr(obj, "full_tensor"):
@@ -67,12 +88,16 @@ class _Portable(pickle.Pickler):
 
 
 def picklable_part(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes that can travel."""
+    """Return the attributes that can be pickled.
+
+    Args:
+        attributes: of any object, by name.
+    """
     kept = {}
     for name, value in attributes.items():
         try:
             _Portable(io.BytesIO()).dump(value)
         except Exception:
-            continue  # an open file, a live bar, a rank's shard: it stays in the worker
+            continue  # an open file, a progress bar, a shard of a tensor: of no use outside of the worker
         kept[name] = value
     return kept

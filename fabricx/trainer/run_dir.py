@@ -17,68 +17,82 @@ if TYPE_CHECKING:
 
 
 def new_run_dir(root: Path) -> Path:
-    """Return a folder's name for a run; two that start in the same second differ."""
+    """Return the path of a new folder for a run, which differs also from runs that start in the same second.
+
+    Args:
+        root: parent of the folder of all runs.
+    """
     return root / "runs" / f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(3)}"
 
 
 def resolve_checkpoint(trainer: Trainer, path: str | Path | None) -> Path | None:
-    """Return the checkpoint that a path, "last" or "best" means; None to start fresh.
+    """Resolve "last", "best" or a path to a complete checkpoint; None to start from the beginning.
+
+    Args:
+        trainer: its callback for checkpoints records the best; its folders are searched for the last.
+        path: "last", "best" or a path; None for no checkpoint.
 
     Raises:
-        ValueError: there is no best one, or nothing that is complete at the path.
-        CheckpointError: it is damaged; "last" goes back to the one before.
+        ValueError: no best checkpoint was saved, or the path is not a complete checkpoint.
+        CheckpointError: the checkpoint is damaged; for "last", all checkpoints are damaged.
     """
     if path is None:
         return None
     if path == "best":
         best = getattr(trainer.checkpoint_callback, "best_model_path", "")
         if not best:
-            raise ValueError("ckpt_path='best': no checkpoint was written yet; call fit first, or give a path")
+            raise ValueError("ckpt_path='best': no checkpoint was written yet; call fit first, or pass a path")
         return as_path(best)
     if path == "last":
         folders = [getattr(trainer.checkpoint_callback, "dirpath", None)]
         folders += [trainer.run_dir / "checkpoints"] if trainer.run_dir else []
         folders += sorted((Path(trainer.default_root_dir) / "runs").glob("*/checkpoints"), reverse=True)
-        found = [list_committed(folder) for folder in folders if folder]
-        newest = next((checkpoints for checkpoints in found if checkpoints), [])
+        committed = [list_committed(folder) for folder in folders if folder]
+        newest = next((checkpoints for checkpoints in committed if checkpoints), [])
         return newest_whole(newest) if newest else None
-    given = as_path(path)
-    if not is_committed(given):
-        near = [str(one) for one in list_committed(given)] or [str(one) for one in list_committed(given.parent)]
-        there = f"\n  complete ones: {', '.join(near)}" if near else ""
+    checkpoint = as_path(path)
+    if not is_committed(checkpoint):
+        near = [str(p) for p in list_committed(checkpoint)] or [str(p) for p in list_committed(checkpoint.parent)]
+        there = f"\n  complete checkpoints: {', '.join(near)}" if near else ""
         hint = did_you_mean(str(path), ["last", "best", *near])
         raise ValueError(f"ckpt_path={str(path)!r}: there is no complete checkpoint.{hint}{there}")
-    verify(given)
-    return given.resolve()
+    verify(checkpoint)
+    return checkpoint.resolve()
 
 
 def checkpoints_of(run_dir: Path, folder: str | Path | None = None) -> list[Path]:
-    """Return what a run can go on from, the furthest last: its checkpoints, and its snapshots for recovery.
+    """Return the checkpoints from which a run can resume, with snapshots for recovery, sorted by step.
 
     Args:
         run_dir: the run's folder.
-        folder: of its checkpoints, if that is another one.
+        folder: of its checkpoints; None for the default within `run_dir`.
     """
-    placed = []
-    for place in (folder or run_dir / "checkpoints", run_dir / "recovery"):
-        for number, path in enumerate(list_committed(place)):
+    resumable = []
+    for source in (folder or run_dir / "checkpoints", run_dir / "recovery"):
+        for number, path in enumerate(list_committed(source)):
             manifest = read_manifest(path)
             if not manifest.get("weights_only", True):
-                placed.append((int(manifest.get("step", 0)), number, path))
-    return [path for _, _, path in sorted(placed, key=lambda entry: entry[:2])]
+                resumable.append((int(manifest.get("step", 0)), number, path))
+    return [path for _, _, path in sorted(resumable, key=lambda entry: entry[:2])]
 
 
 def newest_whole(checkpoints: list[Path]) -> Path:
-    """Return the newest checkpoint whose files are what they were; damaged ones are named.
+    """Return the newest intact checkpoint; print each newer, damaged checkpoint.
+
+    Args:
+        checkpoints: paths, the newest last.
 
     Raises:
-        CheckpointError: all are damaged.
+        CheckpointError: all checkpoints are damaged.
     """
     for path in reversed(checkpoints):
         try:
             verify(path)
         except CheckpointError as error:
-            print(f"ckpt_path='last': {error}; trying the one before", file=sys.stderr, flush=True)
+            print(f"ckpt_path='last': {error}; trying the previous checkpoint", file=sys.stderr, flush=True)
         else:
             return path
-    raise CheckpointError(f"ckpt_path='last': each checkpoint in {checkpoints[0].parent} is damaged")
+    raise CheckpointError(
+        f"ckpt_path='last': all checkpoints in {checkpoints[0].parent} are damaged; set ckpt_path to the path of "
+        "another checkpoint"
+    )

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Job:
-    """What a method of the Trainer was asked to do.
+    """Arguments of a call of `fit`, `validate`, `test` or `predict`.
 
     Attributes:
         stage: "fit", "validate", "test" or "predict".
         module: the user's module.
-        train, evaluate: loaders, as given.
-        datamodule: the data module, as given.
-        ckpt_path: the checkpoint to start from, as given.
-        flag: print the results; for predict, keep the outputs.
+        train, evaluate: loaders that the caller passed.
+        datamodule: the data module that the caller passed.
+        ckpt_path: the checkpoint to start from; `dispatch` resolves "last" and "best".
+        flag: print the results; for predict, return the outputs.
         began_with: ranks with which the run of the checkpoint began, read before workers start: a worker that joins
-            later may find that checkpoint deleted. None where each rank reads it.
+            later may find that checkpoint deleted. None if each rank reads it.
     """
 
     stage: str
@@ -44,10 +44,18 @@ class Job:
 
 
 def check_job(trainer: Trainer, job: Job) -> None:
-    """Find what is wrong before any process starts."""
+    """Validate a job before any process starts.
+
+    Args:
+        trainer: the trainer that runs the job.
+        job: the job.
+
+    Raises:
+        ValueError: the module or the data does not fit the job or a callback.
+    """
     module, stage = job.module, job.stage
     if not isinstance(module, Module):
-        raise ValueError(f"trainer.{stage}({type(module).__name__}): give an instance of a subclass of fabricx.Module")
+        raise ValueError(f"trainer.{stage}({type(module).__name__}): pass an instance of a subclass of fabricx.Module")
     check_hooks(module)
     data = job.datamodule
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
@@ -55,18 +63,18 @@ def check_job(trainer: Trainer, job: Job) -> None:
         near = did_you_mean(needed, [name for name in dir(type(module)) if not name.startswith("_")])
         raise ValueError(f"{type(module).__name__} has no {needed}, which trainer.{stage} calls.{near}")
     source = "train_dataloader" if stage == "fit" else f"{'val' if stage == 'validate' else stage}_dataloader"
-    given = job.train if stage == "fit" else job.evaluate
-    if given is None and not any(_has(owner, source) for owner in (data, module)):
+    loaders = job.train if stage == "fit" else job.evaluate
+    if loaders is None and not any(_has(owner, source) for owner in (data, module)):
         argument = "train_dataloaders" if stage == "fit" else "dataloaders"
         raise ValueError(
-            f"trainer.{stage} has no data: give {argument}=..., datamodule=..., or write "
+            f"trainer.{stage} has no data: pass {argument}=... or datamodule=..., or define "
             f"{type(module).__name__}.{source}"
         )
-    checks = [one.check_fit for one in trainer.callbacks if type(one).check_fit is not Callback.check_fit]
+    checks = [c.check_fit for c in trainer.callbacks if type(c).check_fit is not Callback.check_fit]
     if stage == "fit" and checks:
         ranks = World(size=max(1, len(trainer.device_ids) * trainer.num_nodes))
-        shard, given = trainer.use_distributed_sampler, job.train is not None
-        feed = make_feed(job.train, ranks, seed=0, shard=shard, balance=trainer.balance) if given else None
+        shard, has_loader = trainer.use_distributed_sampler, job.train is not None
+        feed = make_feed(job.train, ranks, seed=0, shard=shard, balance=trainer.balance) if has_loader else None
         for check in checks:
             check(trainer, module, None if feed is None else feed.global_batch)
     if (
@@ -76,7 +84,7 @@ def check_job(trainer: Trainer, job: Job) -> None:
     ):
         import warnings
 
-        warnings.warn(f"{type(module).__name__} has no configure_optimizers: nothing will be trained", stacklevel=4)
+        warnings.warn(f"{type(module).__name__} has no configure_optimizers: no weights will be trained", stacklevel=4)
 
 
 def _has(owner: Any, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""One run on one rank: set-up, loop, teardown."""
+"""Execution of a job on a rank: set-up, loop, teardown."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from fabricx.core.strategy import SPARSE_CLIPPED, sparse_tables
 from fabricx.data import to_device
 from fabricx.data.setup import load_data
 from fabricx.data.shared_memory import note_on
-from fabricx.distributed.generations import membership
 from fabricx.distributed.stop_consensus import Agreement
 from fabricx.distributed.sync_batchnorm import synchronise, synchronised
 from fabricx.distributed.world import World
 from fabricx.errors import full_disk_costs
-from fabricx.fault_tolerance.rank_record import Slot
-from fabricx.fault_tolerance.rollback import MemoryCheckpointer
+from fabricx.fault_tolerance import fault_tolerance
 from fabricx.loop import evaluation
-from fabricx.loop import fit as loop
+from fabricx.loop import fit_asynchronous as asynchronous
+from fabricx.loop.fit import fit, train_batches
 from fabricx.metrics.collector import Logbook
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
+from fabricx.metrics.objects import metric_objects
 from fabricx.redaction import masked
-from fabricx.scratch import give_multiprocessing_a_folder
+from fabricx.scratch import set_multiprocessing_folder
 from fabricx.telemetry import events as telemetry
 from fabricx.telemetry.recorder import NoopRecorder, Results, open_recorder
 from fabricx.trainer import provenance
@@ -59,17 +59,27 @@ if TYPE_CHECKING:
     from fabricx.trainer.trainer import Trainer
 
 
-_JOBS = itertools.count()  # every rank of a world runs the same jobs in the same order
+_JOBS = itertools.count()  # all ranks of a world run the same jobs in the same order
 
 
 def next_job() -> int:
-    """Return the number of the next run in this world; every process of it counts alike."""
+    """Return the number of the next run in this world; all its processes count the same."""
     return next(_JOBS)
 
 
 @dataclass
 class Overridden:
-    """Which methods with a meaning of their own the module overrides, and what follows from it."""
+    """Overridden methods of the module and other properties of a run that change how batches are trained.
+
+    Attributes:
+        backward, batch_weight, optimizer_step, optimizer_zero_grad, configure_gradient_clipping: whether the module
+            overrides the method.
+        closures: ids of the optimizers that need a closure.
+        metrics_each_step: whether a schedule reads a metric after each weight update.
+        ckpt_path: checkpoint that the run loads; None without a checkpoint.
+        manual_steps: steps of each optimizer (by id) in the current batch of manual optimization.
+        undo: functions that remove the hooks on the optimizers when the run ends.
+    """
 
     backward: bool = False
     batch_weight: bool = False
@@ -80,31 +90,40 @@ class Overridden:
     metrics_each_step: bool = False
     ckpt_path: Path | None = None
     manual_steps: dict[int, int] = field(default_factory=dict)
-    undo: list[Callable[[], None]] = field(default_factory=list)  # what ends hooks on the optimizers
+    undo: list[Callable[[], None]] = field(default_factory=list)
 
 
-def execute(t: Trainer, job: Job, world: World) -> Outcome:
-    """Run a job on this rank, from set-up to tear-down."""
+def execute(trainer: Trainer, job: Job, world: World) -> Outcome:
+    """Run a job on this rank, from set-up to teardown.
+
+    Args:
+        trainer: the trainer of this rank.
+        job: validated.
+        world: has joined its process group; a newcomer joins later.
+
+    Returns:
+        the results of the job, on this rank.
+    """
     ending: Ending = "failed"
-    give_multiprocessing_a_folder()
+    set_multiprocessing_folder()
     try:
-        _set_up(t, job, world)
-        results = _WORK[job.stage](t, job)
-        _call(t.hooks.teardown, job.stage)
-        if t.datamodule is not None:
-            t.datamodule.teardown(job.stage)
-        ending = "interrupted" if t.interrupted else "success"
+        _set_up(trainer, job, world)
+        results = _work(trainer, job)()
+        _call(trainer.hooks.teardown, job.stage)
+        if trainer.datamodule is not None:
+            trainer.datamodule.teardown(job.stage)
+        ending = "interrupted" if trainer.interrupted else "success"
         return Outcome(results)
     except BaseException as error:
-        if note := note_on(error, t.train_dataloader):
+        if note := note_on(error, trainer.train_dataloader):
             error.add_note(note)
-        if t.hooks is not None:
-            _call(t.hooks.on_exception, error)
-        if t.datamodule is not None:
-            t.datamodule.on_exception(error)
+        if trainer.hooks is not None:
+            _call(trainer.hooks.on_exception, error)
+        if trainer.datamodule is not None:
+            trainer.datamodule.on_exception(error)
         raise
     finally:
-        _close(t, ending)
+        _close(trainer, ending)
 
 
 def _call(hook: tuple[Callable[..., Any], ...], *args: Any) -> None:
@@ -112,315 +131,341 @@ def _call(hook: tuple[Callable[..., Any], ...], *args: Any) -> None:
         function(*args)
 
 
-def _take_weights(t: Trainer) -> None:
-    """Take the weights to evaluate with from the checkpoint; without one, from rank 0."""
-    t.restore(weights_only=True)
-    if t.overridden.ckpt_path is None:
-        comparison.share_weights(t.world, t.module)
+def _load_weights(trainer: Trainer) -> None:
+    """Load the weights to evaluate from the checkpoint; without a checkpoint, copy rank 0's weights to all ranks."""
+    trainer.restore(weights_only=True)
+    if trainer.overridden.ckpt_path is None:
+        comparison.share_weights(trainer.world, trainer.module)
 
 
-def _predict(t: Trainer, job: Job) -> list[Any]:
-    _take_weights(t)
-    by_loader = [t.world.gather_objects(mine) for mine in evaluation.predict(t, t.val_feeds, keep=job.flag)]
+def _predict(trainer: Trainer, job: Job) -> list[Any]:
+    _load_weights(trainer)
+    by_loader = [
+        trainer.world.gather_objects(outputs)
+        for outputs in evaluation.predict(trainer, trainer.val_feeds, keep=job.flag)
+    ]
     ordered = [evaluation.in_dataset_order(by_rank) for by_rank in by_loader]
-    return ordered if t.several_loaders else ordered[0]
+    return ordered if trainer.several_loaders else ordered[0]
 
 
-def _evaluate(t: Trainer, job: Job) -> list[dict[str, float]]:
-    _take_weights(t)
-    results = evaluation.evaluate(t, Phase.VALIDATE if job.stage == "validate" else Phase.TEST, t.val_feeds)
-    if job.flag and t.is_global_zero:
-        t.print(table(results, job.stage))
+def _evaluate(trainer: Trainer, job: Job) -> list[dict[str, float]]:
+    _load_weights(trainer)
+    results = evaluation.evaluate(trainer, Phase.VALIDATE if job.stage == "validate" else Phase.TEST, trainer.val_feeds)
+    if job.flag and trainer.is_global_zero:
+        trainer.print(table(results, job.stage))
     return results
 
 
-_WORK: dict[str, Callable[[Trainer, Job], Any]] = {
-    "fit": loop.fit, "validate": _evaluate, "test": _evaluate, "predict": _predict
-}  # fmt: skip
+def _work(trainer: Trainer, job: Job) -> Callable[[], Any]:
+    """Return the function that executes a job; for `fit`, the synchronous or the asynchronous training loop."""
+    if job.stage == "fit":
+        batches = train_batches if trainer.strategy.dealer is None else asynchronous.train_batches
+        return functools.partial(fit, trainer, batches)
+    return functools.partial(_predict if job.stage == "predict" else _evaluate, trainer, job)
 
 
 def table(results: list[dict[str, float]], title: str) -> str:
-    """Return the results of an evaluation as lines of text."""
-    names = list(dict.fromkeys(name for found in results for name in found))
+    """Return the results of an evaluation as lines of text.
+
+    Args:
+        results: metrics of each loader, by name.
+        title: first line, without the colon.
+    """
+    names = list(dict.fromkeys(name for metrics in results for name in metrics))
     width = max([len(name) for name in names] + [len(title)])
-    rows = [f"  {n:<{width}}  " + "  ".join(f"{f[n]:>12.6g}" if n in f else " " * 12 for f in results) for n in names]
+    rows = [f"  {n:<{width}}  " + "  ".join(f"{m[n]:>12.6g}" if n in m else " " * 12 for m in results) for n in names]
     return "\n".join([f"{title}:", *(rows or ["  (nothing was logged)"])])
 
 
-def _set_up(t: Trainer, job: Job, world: World) -> None:
-    """Bring up everything, in the order of the hooks that API.md fixes."""
-    t.world = dataclasses.replace(world, job=next_job())
-    t.strategy.enter(t.world)
-    t.module, t.datamodule = job.module, job.datamodule
-    t.state.ranks = (ranks_that_began(job) if job.began_with is None else job.began_with) or t.state.ranks or world.size
-    t.state.shared_by = world.size
-    _seed(t)
-    _backend_flags(t)
-    job.module.trainer = t
-    if t.datamodule is not None:
-        t.datamodule.trainer = t
-    _module_callbacks(t)
-    t.hooks = Hooks(t, t.module, t.callbacks)
-    t.agreement = Agreement(t.world)
-    if t.stop_wanted and job.stage == "fit":
-        t.stop_wanted = t.stopped = False
-    masked([t.configuration, plain(t.module.hparams)])  # notes the secrets: no log line or error shows them
-    _open_recorder(t, job)
-    _open_loggers(t, job)
+def _set_up(trainer: Trainer, job: Job, world: World) -> None:
+    """Set up a run, in the order of `core/hooks.md`."""
+    trainer.world = dataclasses.replace(world, job=next_job())
+    trainer.strategy.enter(trainer.world)
+    trainer.module, trainer.datamodule = job.module, job.datamodule
+    trainer.state.ranks = (
+        (ranks_that_began(job) if job.began_with is None else job.began_with) or trainer.state.ranks or world.size
+    )
+    trainer.state.shared_by = world.size
+    _seed(trainer)
+    _backend_flags(trainer)
+    job.module.trainer = trainer
+    if trainer.datamodule is not None:
+        trainer.datamodule.trainer = trainer
+    _module_callbacks(trainer)
+    trainer.hooks = Hooks(trainer, trainer.module, trainer.callbacks)
+    trainer.agreement = Agreement(trainer.world)
+    if trainer.stop_wanted and job.stage == "fit":
+        trainer.stop_wanted = trainer.stopped = False
+    masked([trainer.configuration, plain(trainer.module.hparams)])  # registers secrets: logs and errors mask them
+    _open_recorder(trainer, job)
+    _open_loggers(trainer, job)
     if world.local_rank == 0 and not world.newcomer:
-        _if_any(t.datamodule, "prepare_data")
-        t.module.prepare_data()
+        _call_if_present(trainer.datamodule, "prepare_data")
+        trainer.module.prepare_data()
     world.barrier()
-    if t.datamodule is not None:
-        t.datamodule.setup(job.stage)
-    _call(t.hooks.setup, job.stage)
-    with t.strategy.building() if job.stage == "fit" else contextlib.nullcontext():
-        t.module.configure_model()
-    _set_up_model(t, job)
+    if trainer.datamodule is not None:
+        trainer.datamodule.setup(job.stage)
+    _call(trainer.hooks.setup, job.stage)
+    with trainer.strategy.building() if job.stage == "fit" else contextlib.nullcontext():
+        trainer.module.configure_model()
+    _set_up_model(trainer, job)
 
 
 def ranks_that_began(job: Job) -> int:
-    """Return with how many ranks the run of a checkpoint began; 0 where it begins now, or that isn't known.
+    """Return the number of ranks with which the run of a checkpoint began; 0 without a checkpoint or without a record.
 
-    The length of an epoch follows from it, and the optimizers' schedules are built before the checkpoint is loaded.
+    It determines the length of an epoch, which the schedules of the optimizers need before the checkpoint is loaded.
+
+    Args:
+        job: its path of a checkpoint is resolved.
     """
     if job.stage != "fit" or job.ckpt_path is None:
         return 0
     return int(read_manifest(as_path(job.ckpt_path)).get("ranks", 0))
 
 
-def _if_any(owner: Any, name: str) -> None:
+def _call_if_present(owner: Any, name: str) -> None:
     if owner is not None:
         getattr(owner, name)()
 
 
-def _seed(t: Trainer) -> None:
-    """Give all ranks one seed for the data order; what is drawn elsewhere is each rank's own."""
-    t.state.seed = t.world.broadcast_object(t.state.seed)
-    if t.world.size > 1:
-        seed_everything((t.state.seed + t.world.rank) % 2**32)
+def _seed(trainer: Trainer) -> None:
+    """Share the seed of the data order with all ranks; seed the other random generators differently on each rank."""
+    trainer.state.seed = trainer.world.broadcast_object(trainer.state.seed)
+    if trainer.world.size > 1:
+        seed_everything((trainer.state.seed + trainer.world.rank) % 2**32)
 
 
-def _backend_flags(t: Trainer, *, on: bool = True) -> None:
-    """Switch on what the run asks of torch, or off again."""
-    if t.detect_anomaly:
+def _backend_flags(trainer: Trainer, *, on: bool = True) -> None:
+    """Set or reset the global flags of torch that the options of the run require."""
+    if trainer.detect_anomaly:
         torch.autograd.set_detect_anomaly(on)
-    if t.deterministic:
+    if trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(on, warn_only=t.deterministic == "warn")
-    if t.benchmark is not None:
-        torch.backends.cudnn.benchmark = t.benchmark and on
+        torch.use_deterministic_algorithms(on, warn_only=trainer.deterministic == "warn")
+    if trainer.benchmark is not None:
+        torch.backends.cudnn.benchmark = trainer.benchmark and on
 
 
-def _module_callbacks(t: Trainer) -> None:
-    own = t.module.configure_callbacks()
-    for callback in own if isinstance(own, (list, tuple)) else [own]:
+def _module_callbacks(trainer: Trainer) -> None:
+    configured = trainer.module.configure_callbacks()
+    for callback in configured if isinstance(configured, (list, tuple)) else [configured]:
         check_hooks(callback)
-        t.callbacks = [one for one in t.callbacks if type(one) is not type(callback)]
-        t.callbacks.append(callback)
+        trainer.callbacks = [other for other in trainer.callbacks if type(other) is not type(callback)]
+        trainer.callbacks.append(callback)
 
 
-def _open_recorder(t: Trainer, job: Job) -> None:
-    """Record what this rank does, if the run writes anything; of an evaluation after it, the results."""
-    if not t.writes or not t.enable_telemetry or t.run_dir is None:
+def _open_recorder(trainer: Trainer, job: Job) -> None:
+    """Open the telemetry of this rank, if the run writes files; an evaluation records only its results."""
+    if not trainer.writes or not trainer.enable_telemetry or trainer.run_dir is None:
         return
     if job.stage != "fit":
-        if job.stage != "predict" and t.is_global_zero and (t.run_dir / telemetry.FOLDER).is_dir():
+        if job.stage != "predict" and trainer.is_global_zero and (trainer.run_dir / telemetry.FOLDER).is_dir():
             with full_disk_costs("the records of the results"):
-                t.recorder = Results(t.run_dir)
+                trainer.recorder = Results(trainer.run_dir)
     else:
-        known = {
-            "strategy": type(t.strategy).__name__, "servers": t.strategy.servers,
-            "synchronous": t.strategy.traits.synchronous and t.strategy.dealer is None,
-            "device": str(t.world.device), "precision": t.precision, "attempt": t.state.attempt,
+        attributes = {
+            "strategy": type(trainer.strategy).__name__, "servers": trainer.strategy.servers,
+            "synchronous": trainer.strategy.traits.synchronous and trainer.strategy.dealer is None,
+            "device": str(trainer.world.device), "precision": trainer.precision, "attempt": trainer.state.attempt,
         }  # fmt: skip
         with full_disk_costs("the records of this rank"):
-            t.recorder = open_recorder(t.run_dir, t.world, t.strategy, t.log_settings, **known)
+            trainer.recorder = open_recorder(
+                trainer.run_dir, trainer.world, trainer.strategy, trainer.log_settings, **attributes
+            )
 
 
-def _open_loggers(t: Trainer, job: Job) -> None:
-    if job.stage == "predict" or not t.is_global_zero or t.fast_dev_run:
+def _open_loggers(trainer: Trainer, job: Job) -> None:
+    if job.stage == "predict" or not trainer.is_global_zero or trainer.fast_dev_run:
         return
-    assert t.run_dir is not None
-    if t.loggers or job.stage == "fit":
-        t.run_dir.mkdir(parents=True, exist_ok=True)
-    t.logger_dispatcher = LoggerDispatcher(t.loggers, t.run_dir, t.recorder)
+    assert trainer.run_dir is not None
+    if trainer.loggers or job.stage == "fit":
+        trainer.run_dir.mkdir(parents=True, exist_ok=True)
+    trainer.logger_dispatcher = LoggerDispatcher(trainer.loggers, trainer.run_dir, trainer.recorder)
     if job.stage != "fit":
         return
-    provenance.write(t.run_dir, None)
-    made: dict[str, Any] = {"trainer": t.arguments}
-    for name, one in (("module", t.module), ("datamodule", t.datamodule)):
-        if one is not None:
-            made[name] = {"class": type(one).__name__, **described(one.hparams)}
-    provenance.write_arguments(t.run_dir, made)
+    provenance.write(trainer.run_dir, None)
+    arguments: dict[str, Any] = {"trainer": trainer.arguments}
+    for name, owner in (("module", trainer.module), ("datamodule", trainer.datamodule)):
+        if owner is not None:
+            arguments[name] = {"class": type(owner).__name__, **described(owner.hparams)}
+    provenance.write_arguments(trainer.run_dir, arguments)
     for name in ("config.yaml", "arguments.yaml", "command.txt"):
-        if (file := t.run_dir / name).is_file():
+        if (file := trainer.run_dir / name).is_file():
             text = (file.stem, file.read_text())
-            t.logger_dispatcher.each(lambda logger, text=text: logger.log_text(*text))  # type: ignore[misc]
-    given = [
+            trainer.logger_dispatcher.each(lambda logger, text=text: logger.log_text(*text))  # type: ignore[misc]
+    hparams_to_log = [
         owner.hparams
-        for owner in (t.module, t.datamodule)
+        for owner in (trainer.module, trainer.datamodule)
         if owner is not None and owner.__dict__.get("_log_hyperparams")
     ]
-    params = {name: value for hparams in given for name, value in plain(hparams).items()}
+    params = {name: value for hparams in hparams_to_log for name, value in plain(hparams).items()}
     if params:
-        t.logger_dispatcher.each(lambda logger: logger.log_hyperparams(masked(params)))
+        trainer.logger_dispatcher.each(lambda logger: logger.log_hyperparams(masked(params)))
 
 
-def _set_up_model(t: Trainer, job: Job) -> None:
-    module = t.module
-    t.precision_plugin = make_precision(t.precision, t.world.device)
-    t.precision_plugin.convert(module)
-    if t.sync_batchnorm and (t.world.size > 1 or t.world.newcomer):
-        synchronise(module, t.world.device)
-    t.strategy.place(module)
-    _compile(t)
-    own: dict[str, Any] = {
+def _set_up_model(trainer: Trainer, job: Job) -> None:
+    module = trainer.module
+    trainer.precision_plugin = make_precision(trainer.precision, trainer.world.device)
+    trainer.precision_plugin.convert(module)
+    if trainer.sync_batchnorm and (trainer.world.size > 1 or trainer.world.newcomer):
+        synchronise(module, trainer.world.device)
+    trainer.strategy.place(module)
+    _compile(trainer)
+    overridden: dict[str, Any] = {
         name: overrides(module, name, ModuleHooks)
         for name in ("backward", "batch_weight", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
     }
-    t.overridden = Overridden(**own, ckpt_path=as_path(job.ckpt_path) if job.ckpt_path else None)
-    t.bring = _transfer(t)
-    load_data(t, job)
-    _check_ranks_together(t, job)
-    if t.train_feed is not None:
+    trainer.overridden = Overridden(**overridden, ckpt_path=as_path(job.ckpt_path) if job.ckpt_path else None)
+    trainer.bring = _batch_transfer(trainer)
+    load_data(trainer, job)
+    _check_samples_of_all_ranks(trainer, job)
+    if trainer.train_feed is not None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        t.recorder.knows(loader_processes=t.train_feed.processes, cores=max(1, cores // max(1, t.world.local_size)))
+        trainer.recorder.update_attributes(
+            loader_processes=trainer.train_feed.processes, cores=max(1, cores // max(1, trainer.world.local_size))
+        )
     if job.stage != "fit":
-        comparison.compare(t.world, comparison.of_module(module) | comparison.of_data(None, t.val_feeds))
-        wrap_steps(t)
-        t.attach_log(None)
+        comparison.compare(trainer.world, comparison.of_module(module) | comparison.of_data(None, trainer.val_feeds))
+        wrap_steps(trainer)
+        trainer.attach_log(None)
         return
-    mine = membership()
-    t.members = mine if mine.changes else None
-    if mine.folder and t.strategy.dealer is None and not (t.members is not None and t.strategy.traits.alike):
-        every = next((c.copy_every_n_steps for c in t.callbacks if c.copy_every_n_steps), None)
-        t.memory_checkpointer = MemoryCheckpointer(t.world, t.strategy.replicas_of, every)
-    elif t.members is not None and t.strategy.dealer is None:
-        t.slot = Slot(mine.folder, mine.worker)
-    _check_options(t)
-    data = comparison.of_data(t.train_feed, t.val_feeds)
-    comparison.compare(t.world, comparison.of_training(t) | comparison.of_module(module) | data)
-    t.strategy.setup(module, several_backwards=not module.automatic_optimization)
-    wrap_steps(t)
-    if t.state.step and job.ckpt_path is None:
-        t.print(
-            f"this run goes on after {t.state.step} steps of an earlier fit with its weights, and with new optimizers "
-            "and schedules: ckpt_path='last' goes on with those of a checkpoint"
+    trainer.fault_tolerance = fault_tolerance.set_up(trainer)
+    _check_options(trainer)
+    data = comparison.of_data(trainer.train_feed, trainer.val_feeds)
+    settings = comparison.of_training(trainer) | comparison.of_module(module) | data
+    comparison.compare_at_set_up(trainer.world, "training", settings)
+    trainer.strategy.setup(module, several_backwards=not module.automatic_optimization)
+    wrap_steps(trainer)
+    if trainer.state.step and job.ckpt_path is None:
+        trainer.print(
+            f"this run continues after {trainer.state.step} steps of an earlier fit with its weights, and with new "
+            "optimizers and schedules; set ckpt_path='last' to continue with those of the newest checkpoint"
         )
-    t.logbook = t.train_logbook = Logbook(t.strategy, training=True, weigh=t.weigh)
-    t.attach_log(t.logbook)
-    t.training_step = t.strategy.wrap_step(t.training_step)
-    t.optimizers, t.lr_schedulers = parse_optimizers(module.configure_optimizers())
-    comparison.compare(t.world, comparison.of_optimizers(module, t.optimizers, t.lr_schedulers))
-    t.overridden.metrics_each_step = need_metrics_each_step(t)
-    t.overridden.closures = frozenset(id(optimizer) for optimizer in t.optimizers if needs_closure(optimizer))
-    t.closures = bool(t.overridden.closures)
-    if t.closures and t.accumulate_grad_batches > 1:
+    trainer.logbook = trainer.train_logbook = Logbook(trainer.strategy, training=True, weigh=trainer.weigh)
+    trainer.attach_log(trainer.logbook)
+    trainer.training_step = trainer.strategy.wrap_step(trainer.training_step)
+    trainer.optimizers, trainer.lr_schedulers = parse_optimizers(module.configure_optimizers())
+    comparison.compare_at_set_up(
+        trainer.world, "optimizers", comparison.of_optimizers(module, trainer.optimizers, trainer.lr_schedulers)
+    )
+    trainer.overridden.metrics_each_step = need_metrics_each_step(trainer)
+    trainer.overridden.closures = frozenset(
+        id(optimizer) for optimizer in trainer.optimizers if needs_closure(optimizer)
+    )
+    trainer.closures = bool(trainer.overridden.closures)
+    if trainer.closures and trainer.accumulate_grad_batches > 1:
         raise ValueError(
-            f"accumulate_grad_batches={t.accumulate_grad_batches}: an optimizer that computes the loss again, such as "
-            "LBFGS, can do so for one batch only: leave it out, and take a larger batch_size"
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}: an optimizer that computes the loss several "
+            "times, such as LBFGS, supports only one batch per update; remove the option and set a larger batch_size"
         )
-    t.strategy.take_over(t.optimizers)
-    guard_weights(t)
-    t.optimizer_handles = [OptimizerHandle(optimizer, t) for optimizer in t.optimizers]
+    if trainer.strategy.dealer is not None:
+        has_buffers = next(module.buffers(), None) is not None
+        trainer.strategy.dealer.keeps_state = has_buffers or bool(metric_objects(module))
+    trainer.strategy.take_over(trainer.optimizers)
+    guard_weights(trainer)
+    trainer.optimizer_handles = [OptimizerHandle(optimizer, trainer) for optimizer in trainer.optimizers]
     if not module.automatic_optimization:
-        manual_optimization.watch_gradients(t)
-    share_settings(t)
+        manual_optimization.watch_gradients(trainer)
+    share_settings(trainer)
     if module.example_input_array is not None:
-        t.logger_dispatcher.each(lambda logger: logger.log_graph(module, module.example_input_array))
+        trainer.logger_dispatcher.each(lambda logger: logger.log_graph(module, module.example_input_array))
 
 
-def _check_options(t: Trainer) -> None:
-    """Refuse options that the module can't be trained with, before training."""
-    if not t.module.automatic_optimization:
-        manual_optimization.check_options(t)
-    if t.gradient_clip_val is not None and t.gradient_clip_algorithm == "norm" and t.strategy.norm_clipping_refused:
-        raise ValueError(t.strategy.norm_clipping_refused)
-    if t.overridden.batch_weight and t.world.size > 1 and t.strategy.batch_weight_refused:
-        raise ValueError(t.strategy.batch_weight_refused)
-    clips = t.gradient_clip_val is not None and not t.overridden.configure_gradient_clipping
-    if clips and sparse_tables(t.module):
+def _check_options(trainer: Trainer) -> None:
+    """Refuse options that the module does not support, before training."""
+    if not trainer.module.automatic_optimization:
+        manual_optimization.check_options(trainer)
+    if (
+        trainer.gradient_clip_val is not None
+        and trainer.gradient_clip_algorithm == "norm"
+        and trainer.strategy.norm_clipping_refused
+    ):
+        raise ValueError(trainer.strategy.norm_clipping_refused)
+    if trainer.overridden.batch_weight and trainer.world.size > 1 and trainer.strategy.batch_weight_refused:
+        raise ValueError(trainer.strategy.batch_weight_refused)
+    clips = trainer.gradient_clip_val is not None and not trainer.overridden.configure_gradient_clipping
+    if clips and sparse_tables(trainer.module):
         raise ValueError(SPARSE_CLIPPED)
 
 
-def _check_ranks_together(t: Trainer, job: Job) -> None:
-    """Refuse data of which a rank sometimes has none, where the others can't compute without it."""
-    if job.stage != "fit" or t.world.size == 1 or t.world.newcomer or not synchronised(t.module):
+def _check_samples_of_all_ranks(trainer: Trainer, job: Job) -> None:
+    """Refuse data with a batch in which a rank has no sample, if the forward is a collective of all ranks."""
+    if job.stage != "fit" or trainer.world.size == 1 or trainer.world.newcomer or not synchronised(trainer.module):
         return
-    if t.train_feed.leaves_out(t.accumulate_grad_batches):
-        remedy = "set drop_last=True on the DataLoader, or take another batch_size"
-        if not t.train_feed.exact_position:
-            remedy = "set limit_train_batches to the number of batches that each rank has at least"
+    if trainer.train_feed.leaves_out(trainer.accumulate_grad_batches):
+        remedy = "set drop_last=True on the DataLoader, or another batch_size"
+        if not trainer.train_feed.exact_position:
+            remedy = "set limit_train_batches to a number of batches that every rank has"
         raise ValueError(
             "SyncBatchNorm needs a sample on each rank in each batch, and at the end of an epoch some of "
-            f"{t.world.size} ranks may have none: {remedy}"
+            f"{trainer.world.size} ranks may have none: {remedy}"
         )
 
 
-def _compile(t: Trainer) -> None:
-    if not t.compile:
+def _compile(trainer: Trainer) -> None:
+    if not trainer.compile:
         return
-    options = dict(t.compile) if isinstance(t.compile, Mapping) else {}
-    # In place: names in the state dict stay. A module without a forward of its own has children that are called.
-    own_forward = type(t.module).forward is not nn.Module.forward
-    for part in [t.module] if own_forward else list(t.module.children()):
+    options = dict(trainer.compile) if isinstance(trainer.compile, Mapping) else {}
+    # In place, so that names in the state dict do not change. Without a forward, training_step calls the children.
+    has_forward = type(trainer.module).forward is not nn.Module.forward
+    for part in [trainer.module] if has_forward else list(trainer.module.children()):
         part.compile(**options)
 
 
-def _transfer(t: Trainer) -> Callable[[Any, int], Any] | None:
-    """Return what brings a batch to the device; None where nothing has to be done."""
-    owners = [owner for owner in (t.datamodule, t.module) if owner is not None]
+def _batch_transfer(trainer: Trainer) -> Callable[[Any, int], Any] | None:
+    """Return the function that transfers a batch to the device; None where batches need no transfer."""
+    owners = [owner for owner in (trainer.datamodule, trainer.module) if owner is not None]
 
-    def own(name: str) -> Callable[..., Any] | None:
+    def overridden(name: str) -> Callable[..., Any] | None:
         for owner in owners:
             contract = DataModule if isinstance(owner, DataModule) else ModuleHooks
             if overrides(owner, name, contract):
-                found: Callable[..., Any] = getattr(owner, name)
-                return found
+                method: Callable[..., Any] = getattr(owner, name)
+                return method
         return None
 
     before, move, after = (
-        own("on_before_batch_transfer"),
-        own("transfer_batch_to_device"),
-        own("on_after_batch_transfer"),
+        overridden("on_before_batch_transfer"),
+        overridden("transfer_batch_to_device"),
+        overridden("on_after_batch_transfer"),
     )
-    convert, device = t.precision_plugin.convert_batch(), t.world.device
+    convert, device = trainer.precision_plugin.convert_batch(), trainer.world.device
     if device.type == "cpu" and not (before or move or after or convert):
-        return None  # it is there already
+        return None  # the batch is on the device already
 
-    def bring(batch: Any, loader: int) -> Any:
+    def transfer(batch: Any, loader: int) -> Any:
         batch = before(batch, loader) if before else batch
         batch = move(batch, device, loader) if move else to_device(batch, device)
         batch = convert(batch) if convert else batch
         return after(batch, loader) if after else batch
 
-    return bring
+    return transfer
 
 
-def _close(t: Trainer, ending: Ending) -> None:
-    """Give everything back, whatever has happened."""
-    with _all_of_them() as attempt:
-        if t.agreement is not None:
-            attempt(t.agreement.close)
-        if t.writer is not None:
-            attempt(t.writer.close)
-        for undo in t.overridden.undo if t.overridden is not None else ():
+def _close(trainer: Trainer, ending: Ending) -> None:
+    """Release all resources of the run, also after an error."""
+    with _attempt_all() as attempt:
+        if trainer.agreement is not None:
+            attempt(trainer.agreement.close)
+        if trainer.writer is not None:
+            attempt(trainer.writer.close)
+        for undo in trainer.overridden.undo if trainer.overridden is not None else ():
             attempt(undo)
-        attempt(functools.partial(t.logger_dispatcher.close, ending))
-        attempt(functools.partial(t.recorder.close, ending))
-        attempt(t.strategy.teardown)
-    t.logger_dispatcher, t.recorder = LoggerDispatcher(), NoopRecorder()
-    t.agreement = t.writer = t.shared = None
-    t.state.phase = Phase.IDLE
-    if t.module is not None:
-        t.attach_log(None)
-    _backend_flags(t, on=False)
+        attempt(functools.partial(trainer.logger_dispatcher.close, ending))
+        attempt(functools.partial(trainer.recorder.close, ending))
+        attempt(trainer.strategy.teardown)
+    trainer.logger_dispatcher, trainer.recorder = LoggerDispatcher(), NoopRecorder()
+    trainer.agreement = trainer.writer = trainer.shared = None
+    trainer.state.phase = Phase.IDLE
+    if trainer.module is not None:
+        trainer.attach_log(None)
+    _backend_flags(trainer, on=False)
 
 
 @contextlib.contextmanager
-def _all_of_them() -> Iterator[Callable[[Callable[[], Any]], None]]:
-    """Try each of several things; the first error is raised when all have been tried."""
+def _attempt_all() -> Iterator[Callable[[Callable[[], Any]], None]]:
+    """Yield a function that runs an action and keeps its error; at the end, raise the first error."""
     errors: list[BaseException] = []
 
     def attempt(action: Callable[[], Any]) -> None:

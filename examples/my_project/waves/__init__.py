@@ -1,1 +1,1 @@
-"""A project of a user's own: forecasting waves."""
+"""Example of a project: forecasting waves."""

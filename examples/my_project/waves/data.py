@@ -1,4 +1,4 @@
-"""Sums of sine waves, with noise: the past of a curve, and how it goes on."""
+"""Sums of sine waves with noise: pairs of the past and the future of a curve."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Waves(fx.DataModule):
         self.save_hyperparameters()
 
     def setup(self, stage: str) -> None:
-        own = self.hparams
+        hparams = self.hparams
         random = torch.Generator().manual_seed(0)
-        time = torch.arange(own.past + own.future) / 8
+        time = torch.arange(hparams.past + hparams.future) / 8
         speed = 0.5 + torch.rand(6000, 3, 1, generator=random)
         phase = 6.3 * torch.rand(6000, 3, 1, generator=random)
         curves = (speed * time + phase).sin().sum(1)
-        curves += own.noise * torch.randn(curves.shape, generator=random)
-        data = TensorDataset(curves[:, : own.past], curves[:, own.past :])
+        curves += hparams.noise * torch.randn(curves.shape, generator=random)
+        data = TensorDataset(curves[:, : hparams.past], curves[:, hparams.past :])
         self.train, self.val = random_split(data, [5000, 1000], random)
 
     def train_dataloader(self) -> DataLoader:

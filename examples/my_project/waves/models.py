@@ -1,4 +1,4 @@
-"""Forecasts the next points of a curve from its past."""
+"""Model that forecasts the next points of a curve."""
 
 from __future__ import annotations
 

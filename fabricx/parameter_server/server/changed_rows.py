@@ -1,4 +1,4 @@
-"""Tracks changed rows of sparse tables, so that meetings transfer only these."""
+"""Tracks the changed rows of sparse tables, so that only these are sent when workers meet."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-BEGUN: Final = "begun"  # of the tables that all workers began with
+BEGUN: Final = "begun"  # life of the tables with which all workers have begun
 
 
 @final
 class ChangedRows:
-    """The update that has changed each row last.
+    """Records, for each row, the update that has changed it last.
 
     Args:
-        heights: rows of each table.
-        version: updates until now; what was changed before isn't known.
-        life: names tables that go on without a break.
+        heights: number of rows of each table.
+        version: present number of updates; earlier changes are unknown.
+        life: identifies an uninterrupted history of the tables.
 
     >>> rows = ChangedRows([4], 7, "a")
     >>> rows.note(0, torch.tensor([2, 3]), 8)
@@ -32,13 +32,28 @@ class ChangedRows:
         self._newest = [torch.full((height,), version, dtype=torch.int64) for height in heights]
 
     def note(self, table: int, rows: Tensor, version: int) -> None:
-        """Note that an update has changed rows, by number."""
+        """Record that an update has changed rows.
+
+        Args:
+            table: number of the table.
+            rows: ids of the rows.
+            version: number of the update.
+        """
         self._newest[table][rows.long()] = version
 
     def known(self, had: tuple[str, int] | None) -> bool:
-        """Return whether it is known what has changed since a worker had whole tables: (life, version)."""
+        """Return whether all changes since a worker received complete tables are recorded.
+
+        Args:
+            had: (life, version) of the worker's tables; None if it has no tables.
+        """
         return had is not None and had[0] == self.life and had[1] >= self._begun
 
     def since(self, table: int, version: int) -> Tensor:
-        """Return the numbers of the rows that have changed since a version, in ascending order."""
+        """Return the ids of the rows that have changed since a version, in ascending order.
+
+        Args:
+            table: number of the table.
+            version: of the worker's table.
+        """
         return (self._newest[table] > version).nonzero().view(-1)

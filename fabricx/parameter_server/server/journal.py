@@ -1,4 +1,4 @@
-"""A server's journal of messages since its newest snapshot, in memory that outlives the process."""
+"""Journal of a server's messages since its newest snapshot, in memory that outlives the process."""
 
 from __future__ import annotations
 
@@ -16,57 +16,80 @@ from torch import Tensor
 from fabricx.parameter_server.server.server import Server
 from fabricx.parameter_server.wire.codecs import Codec
 from fabricx.parameter_server.wire.messages import Begin, Norm, Pull, Push, Tell
-from fabricx.parameter_server.wire.partition import together
+from fabricx.parameter_server.wire.partition import merge_spans
 
 HEADER: Final = struct.Struct("<QQQ")  # of a record: number of its snapshot, bytes of the event, bytes of the vector
-ROOM: Final = 1 << 20  # bytes of records after which there is a new snapshot, at least
-COPIES: Final = 4  # of the weights: the same, for large models
+ROOM: Final = 1 << 20  # minimum bytes of records before a new snapshot
+COPIES: Final = 4  # for large models: the same limit, as a multiple of the weights
 
 
 @final
 class Journal:
-    """Two files, one with a snapshot and the records since, the other for the next snapshot.
+    """Two files: a snapshot followed by records, and a file for the next snapshot.
 
-    A record is written before a server changes, and counts once its header is there. So a server that is told the
-    same again has at least everything that it had answered; a worker sends the rest again (`Channel`).
+    A record is written before the server processes its message, and is valid when its header is written. A server that
+    replays the journal is therefore at least as far as all replies that it had sent; workers send later messages again
+    (see `request_channel.Channel`).
 
     Args:
-        paths: of the files; they are made if they don't exist.
+        paths: of both files, which are created if they do not exist.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._files = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for path in paths]
-        self._number = 0  # of the newest snapshot; 0 while there is none
-        self._begin = self._end = 0  # of the records after it
-        self._version = 0  # of the server at that time
+        self._number = 0  # number of the newest snapshot; 0 for none
+        self._begin = self._end = 0  # byte range of the records after it
+        self._version = 0  # version of the server in the newest snapshot
 
     def close(self) -> None:
-        """Close the files; they stay what they are."""
+        """Close the files without changing them."""
         for file in self._files:
             os.close(file)
         self._files = []
 
-    # -- while a server serves ----------------------------------------------------------------------------------------
+    # -- recording ----------------------------------------------------------------------------------------------------
 
-    def said(self, server: Server, worker: int, number: int, message: Any, inbox: Tensor) -> None:
-        """Note a message that is handled now, and the part of the vector that came with it."""
+    def record_message(self, server: Server, worker: int, number: int, message: Any, inbox: Tensor) -> None:
+        """Record a message that is about to be processed, with its part of the vector.
+
+        Args:
+            server: that processes the message.
+            worker: number of the sender.
+            number: of the message.
+            message: of a worker.
+            inbox: vector of the worker.
+        """
         if self._number and not isinstance(message, (Begin, Norm, Tell)) and (not _rows_only(message)):
             spans = _carried(server.begun, message)
             raw = inbox.view(torch.uint8).numpy().data
             self._write(("said", worker, number, message, spans), [raw[start:stop] for start, stop in spans])
 
-    def joined(self, worker: int, *, resumes: bool) -> None:
-        """Note that a worker comes now."""
+    def record_joined(self, worker: int, *, resumes: bool) -> None:
+        """Record that a worker is about to join.
+
+        Args:
+            worker: number of the worker.
+            resumes: see `Server.joined`.
+        """
         if self._number:
             self._write(("joined", worker, resumes), [])
 
-    def left(self, worker: int) -> None:
-        """Note that a worker leaves now."""
+    def record_left(self, worker: int) -> None:
+        """Record that a worker is about to leave.
+
+        Args:
+            worker: number of the worker.
+        """
         if self._number:
             self._write(("left", worker), [])
 
-    def keep(self, server: Server, message: Any) -> None:
-        """Take a snapshot if it is time: at first, and when it would take long to be told everything again."""
+    def snapshot_if_due(self, server: Server, message: Any) -> None:
+        """Take a snapshot at the begin, and when replaying all records would take long.
+
+        Args:
+            server: to save.
+            message: that was just processed.
+        """
         every = server.snapshot_every
         if not every:
             return
@@ -94,10 +117,14 @@ class Journal:
         os.pwrite(target.file, HEADER.pack(self._number, size, carried), self._end)
         self._end = target.end
 
-    # -- when it starts again -----------------------------------------------------------------------------------------
+    # -- replay -------------------------------------------------------------------------------------------------------
 
-    def bring_back(self, server: Server) -> bool:
-        """Tell a new server all that one before it was told; returns whether there was one."""
+    def replay(self, server: Server) -> bool:
+        """Restore a new server from the snapshot and the records; returns whether there was a snapshot.
+
+        Args:
+            server: new; changed in place.
+        """
         numbers = [self._header(file, 0)[0] for file in self._files]
         self._number = max(numbers)
         if not self._number:
@@ -105,7 +132,7 @@ class Journal:
         file = self._files[self._number % 2]
         _, size, _ = self._header(file, 0)
         self._begin = self._end = HEADER.size + size
-        # Written by this server's predecessor, in memory that only this run's processes have.
+        # Safe to unpickle: the memory was written by this server's predecessor and is private to this run's processes.
         server.restore(torch.load(io.BytesIO(_read(file, HEADER.size, size)), weights_only=False))
         self._version = server.version
         shard, dtype = server.begun.shard, server.begun.dtype
@@ -114,18 +141,18 @@ class Journal:
             _, size, carried = header
             begin = self._end + HEADER.size
             event = pickle.loads(_read(file, begin, size))
-            _tell(server, event, _read(file, begin + size, carried), inbox, outbox)
+            _replay_event(server, event, _read(file, begin + size, carried), inbox, outbox)
             self._end = begin + size + carried
         return True
 
     @staticmethod
     def _header(file: int, offset: int) -> tuple[int, int, int]:
-        found = os.pread(file, HEADER.size, offset)
-        number, size, carried = HEADER.unpack(found.ljust(HEADER.size, b"\0"))
+        data = os.pread(file, HEADER.size, offset)
+        number, size, carried = HEADER.unpack(data.ljust(HEADER.size, b"\0"))
         return number, size, carried
 
 
-def _tell(server: Server, event: tuple[Any, ...], carried: bytes, inbox: Tensor, outbox: Tensor) -> None:
+def _replay_event(server: Server, event: tuple[Any, ...], carried: bytes, inbox: Tensor, outbox: Tensor) -> None:
     kind, worker, *rest = event
     if kind == "joined":
         server.joined(worker, resumes=rest[0])
@@ -133,15 +160,15 @@ def _tell(server: Server, event: tuple[Any, ...], carried: bytes, inbox: Tensor,
         server.left(worker)
     else:
         number, message, spans = rest
-        raw, place = inbox.view(torch.uint8).numpy(), 0
+        raw, offset = inbox.view(torch.uint8).numpy(), 0
         for start, stop in spans:
-            raw[start:stop] = memoryview(carried)[place : place + stop - start]
-            place += stop - start
+            raw[start:stop] = memoryview(carried)[offset : offset + stop - start]
+            offset += stop - start
         server.handle_once(worker, number, message, inbox, outbox)
 
 
 def _carried(begun: Begin, message: Any) -> list[tuple[int, int]]:
-    """Return the bytes of a worker's vector that come with a message."""
+    """Return the byte ranges of a worker's vector that belong to a message."""
     if not isinstance(message, Push) or message.empty:
         return []
     shard, size, settings = begun.shard, begun.dtype.itemsize, begun.settings
@@ -150,7 +177,7 @@ def _carried(begun: Begin, message: Any) -> list[tuple[int, int]]:
         spans = [(0, Codec(settings.compression, keep=settings.keep).bytes(shard.dense))]
     else:
         rooms = [room for number, room in enumerate(shard.rooms[:dense]) if number not in message.missing]
-        spans = [(start * size, stop * size) for start, stop in together(rooms)]
+        spans = [(start * size, stop * size) for start, stop in merge_spans(rooms)]
     for number, count in message.rows.items():
         start = shard.rooms[dense + number][0]
         spans.append((start * size, (start + count * (1 + shard.rows[number].width)) * size))
@@ -162,23 +189,27 @@ def _rows_only(message: Any) -> bool:
 
 
 class _At:
-    """A place in a file, to write from there on."""
+    """Sequential writer at a position of a file, for `torch.save`."""
 
     def __init__(self, file: int, begin: int) -> None:
         self.file, self.end = file, begin
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write all bytes; returns how many."""
-        left = memoryview(data).cast("B")
-        size = left.nbytes
-        while left:
-            written = os.pwrite(self.file, left, self.end)
+        """Write all bytes; returns their number.
+
+        Args:
+            data: contiguous.
+        """
+        remaining = memoryview(data).cast("B")
+        size = remaining.nbytes
+        while remaining:
+            written = os.pwrite(self.file, remaining, self.end)
             self.end += written
-            left = left[written:]
+            remaining = remaining[written:]
         return size
 
     def flush(self) -> None:
-        """Everything is written at once."""
+        """Do nothing: `write` does not buffer."""
 
 
 def _read(file: int, begin: int, size: int) -> bytes:

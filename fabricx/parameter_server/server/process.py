@@ -1,4 +1,4 @@
-"""The process of a server: admits workers, and serves each in a thread."""
+"""Process of a parameter server: accepts workers, and serves each of them in a thread."""
 
 from __future__ import annotations
 
@@ -26,81 +26,82 @@ from fabricx.parameter_server.wire.channel import (
 )
 from fabricx.parameter_server.wire.messages import Push, Reply
 
-POLL_S: Final = 0.05  # how often a server looks for workers of other machines, until all are there
-LOOK_S: Final = 0.2  # and later; and how often it looks whether a worker that waits is still there
-END_S: Final = 1.0  # how long a thread may take to end
+POLL_S: Final = 0.05  # interval of checks for workers of other machines, until all workers have connected
+LOOK_S: Final = 0.2  # interval afterwards, and interval of checks whether a waiting worker is alive
+END_S: Final = 1.0  # maximum time for a thread to end
 
 
 def serve(
     store: Store, prefix: str, secret: bytes, number: int, workers: int, *, network: bool, folder: str | None = None,
     generation: int = 0, run_dir: Path | None = None, traces: bool = False, slot: int | None = None,
 ) -> None:  # fmt: skip
-    """Be a server until the workers have said that they have done, and are gone.
+    """Run a server until the workers have finished and disconnected.
 
     Args:
-        store: where workers look for the address.
+        store: store in which the server publishes its address.
         prefix: of the run's keys.
-        secret: the run's key: who doesn't have it isn't answered.
-        number: which server this is.
-        workers: how many there are.
-        network: workers come over gloo: from other machines, or because they were told to.
-        folder: where the journal is, if a server that died is to be started again; then others may come after all
-            workers have died, too.
-        generation: how often this one was.
-        run_dir: the run's folder, if it records what happens in it.
-        traces: also when each gradient is applied.
-        slot: under which number the journal is in the folder; after those of the workers if not given.
+        secret: key of the run; processes without the key are refused.
+        number: number of this server.
+        workers: number of workers.
+        network: also accept workers over gloo, from other machines or as configured.
+        folder: folder of the journal, if a dead server is restarted; workers may then also reconnect after all of them
+            have died. None without a journal.
+        generation: number of restarts of this server.
+        run_dir: the run's folder, if telemetry is recorded.
+        traces: also record when each gradient is applied.
+        slot: number of the journal in the folder; by default after those of the workers.
     """
     slot = workers + number if slot is None else slot
     files = (
         []
         if folder is None
-        else [memory_checkpoint.path_of(folder, slot, place) for place in range(memory_checkpoint.NEWEST)]
+        else [memory_checkpoint.path_of(folder, slot, file) for file in range(memory_checkpoint.NEWEST)]
     )
-    told = ServerRecords(run_dir, number, traces=traces)
-    serving = _Serving(store, f"{prefix}/server/{number}", secret, workers, number == 0, files, told)
+    records = ServerRecords(run_dir, number, traces=traces)
+    serving = _Serving(store, f"{prefix}/server/{number}", secret, workers, number == 0, files, records)
     serving.run(generation, network=network)
 
 
 @final
 class _Serving:
     def __init__(
-        self, store: Store, key: str, secret: bytes, workers: int, deals: bool, files: list[Path], told: ServerRecords
+        self, store: Store, key: str, secret: bytes, workers: int, deals: bool, files: list[Path],
+        records: ServerRecords,
     ) -> None:  # fmt: skip
-        self._store, self._key, self._secret, self._told = store, key, secret, told
+        self._store, self._key, self._secret, self._records = store, key, secret, records
         self._workers, self._deals = workers, deals
-        self._server, self._generation = Server(workers, deals=deals), 0  # and of which workers
+        self._server, self._generation = Server(workers, deals=deals), 0  # server of the newest generation of workers
         self._folder = str(files[0].parent) if files else None
         self._journal = Journal(files) if files else None
         self._changed = threading.Condition()
         self._present: set[Link] = set()
-        self._came = 0
-        self._done = False  # have workers said so?
-        self._queue = 0  # messages that wait
+        self._accepted = 0  # number of accepted links
+        self._done = False  # a worker has finished
+        self._queue = 0  # number of waiting messages
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
         self._error: BaseException | None = None
 
     def run(self, generation: int, *, network: bool) -> None:
         if self._journal is not None:
-            self._journal.bring_back(self._server)
-            membership().watch_deaths(self._forget)
-        entrance = LinkListener(self._secret, self._folder)
+            self._journal.replay(self._server)
+            membership().watch_deaths(self._on_death)
+        listener = LinkListener(self._secret, self._folder)
         if network:
-            self._in_thread(self._watch_for_others, f"{self._key}/{generation}/from")
-        self._in_thread(self._let_in, entrance)
-        self._in_thread(self._tell)
-        self._store.set(self._key, f"{generation} {NETWORK if network else 'here'} {entrance.address}")
+            self._in_thread(self._accept_remote, f"{self._key}/{generation}/from")
+        self._in_thread(self._accept_local, listener)
+        self._in_thread(self._write_records)
+        self._store.set(self._key, f"{generation} {NETWORK if network else 'here'} {listener.address}")
         try:
             with self._changed:
                 self._changed.wait_for(lambda: self._error or (self._done and not self._present))
         finally:
             self._over.set()
-            self._told.close()
-            entrance.close()
-            for thread in self._threads:  # else one may be cut off in the middle of something
+            self._records.close()
+            listener.close()
+            for thread in self._threads:  # a daemon thread could otherwise be interrupted within a write
                 thread.join(END_S)
-            self._told.end()
+            self._records.end()
             if self._journal is not None:
                 self._journal.close()
         if self._error is not None:
@@ -111,25 +112,25 @@ class _Serving:
         thread.start()
         self._threads.append(thread)
 
-    def _tell(self) -> None:
-        while self._told.tell_on(self._server.counts):
+    def _write_records(self) -> None:
+        while self._records.wait_and_write(self._server.counts):
             pass
 
-    def _let_in(self, entrance: LinkListener) -> None:
+    def _accept_local(self, listener: LinkListener) -> None:
         while True:
             try:
-                link = entrance.accept()
+                link = listener.accept()
             except EOFError:
-                continue  # it went away at the door
+                continue  # the worker has died while connecting
             except OSError:
                 return
-            self._in_thread(self._attend, link)
+            self._in_thread(self._serve_link, link)
 
-    def _watch_for_others(self, place: str) -> None:
-        """Meet workers of other machines, as they say that they are there: they take numbers, from 1."""
+    def _accept_remote(self, prefix: str) -> None:
+        """Connect to workers of other machines, which announce themselves under consecutive numbers from 1."""
         number = 1
-        while not self._over.wait(POLL_S if self._came < self._workers else LOOK_S):
-            while self._store.check([key := f"{place}/{number}"]):
+        while not self._over.wait(POLL_S if self._accepted < self._workers else LOOK_S):
+            while self._store.check([key := f"{prefix}/{number}"]):
                 number += 1
                 try:
                     hello = Handshake.loads(self._secret, key, bytes.fromhex(self._store.get(key).decode()))
@@ -143,23 +144,23 @@ class _Serving:
         try:
             link = meet_over_gloo(self._store, name, hello, self._secret, server=True)
         except LOST:
-            return  # the worker has died, or has given up
+            return  # the worker has died or has timed out
         except AuthenticationError as error:
             print(f"server {self._key} has refused a worker: {error}", file=sys.stderr, flush=True)
             return
-        self._attend(link)
+        self._serve_link(link)
 
-    def _attend(self, link: Link) -> None:
-        """Answer one worker's messages, in their order, until it leaves."""
+    def _serve_link(self, link: Link) -> None:
+        """Process the messages of a worker in order, until it disconnects."""
         worker = link.hello.worker
         with self._changed:
             server = self._server_of(link.hello.generation)
-            self._came += 1
+            self._accepted += 1
             self._present.add(link)
             if self._journal is not None:
-                self._journal.joined(worker, resumes=link.hello.resumes)
+                self._journal.record_joined(worker, resumes=link.hello.resumes)
             server.joined(worker, resumes=link.hello.resumes)
-            self._told.joined(worker)
+            self._records.joined(worker)
         try:
             while (received := link.recv()) is not None:
                 number, message = received
@@ -172,7 +173,7 @@ class _Serving:
             self._done = self._done or server is self._server
         except LOST:
             pass
-        except AuthenticationError as error:  # the link ends, and nothing of what came is used
+        except AuthenticationError as error:  # the link is closed, and the message is discarded
             print(f"server {self._key}: {error}", file=sys.stderr, flush=True)
         except BaseException as error:
             self._error = error
@@ -181,25 +182,25 @@ class _Serving:
             with self._changed:
                 self._present.discard(link)
                 self._leave(server, worker)
-                self._done = self._done or (self._journal is None and self._came >= self._workers)
+                self._done = self._done or (self._journal is None and self._accepted >= self._workers)
                 self._changed.notify_all()
 
-    def _forget(self, worker: int) -> None:
-        """Go on without a worker that has died, also if it hasn't been heard of since this server was started."""
+    def _on_death(self, worker: int) -> None:
+        """Remove a worker that has died, also if it has not connected since this server was restarted."""
         with self._changed:
             self._leave(self._server, worker)
             self._changed.notify_all()
 
     def _leave(self, server: Server, worker: int) -> None:
-        """Give a worker's leases to others, unless it has another link."""
+        """Return a worker's leases, unless the worker has another link."""
         if any(link.hello.worker == worker for link in self._present):
             return
         if self._journal is not None and server is self._server:
-            self._journal.left(worker)
+            self._journal.record_left(worker)
         server.left(worker)
 
     def _server_of(self, generation: int | None) -> Server:
-        """Return who serves a generation of workers; nothing of the one before is left in a new one's."""
+        """Return the server for a generation of workers; a new generation begins with an empty server."""
         if generation is not None and generation > self._generation:
             self._server, self._generation = Server(self._workers, deals=self._deals), generation
         return self._server if generation in (None, self._generation) else Server(self._workers)
@@ -214,23 +215,23 @@ class _Serving:
             self._queue += 1
             try:
                 while not self._changed.wait_for(lambda: (together and server.broken) or ready(), LOOK_S):
-                    if link.gone():
+                    if link.peer_lost():
                         raise EOFError
             finally:
                 self._queue -= 1
             if not ready():
-                raise EOFError  # what it waits for will never come
+                raise EOFError  # the condition of this message can't become true any more
             try:
                 server.counts.messages += 1
                 server.counts.queued += self._queue
                 begun = time.monotonic()
                 if self._journal is not None and not server.repeated(worker, number, message):
-                    self._journal.said(server, worker, number, message, link.inbox)
+                    self._journal.record_message(server, worker, number, message, link.inbox)
                 answer = server.handle_once(worker, number, message, link.inbox, link.outbox)
                 if isinstance(message, Push):
-                    self._told.applied(worker, begun)
+                    self._records.applied(worker, begun)
                 if self._journal is not None:
-                    self._journal.keep(server, message)
+                    self._journal.snapshot_if_due(server, message)
                 return answer
             except BaseException as error:
                 self._error = error

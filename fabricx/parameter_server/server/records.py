@@ -1,4 +1,4 @@
-"""A server's telemetry, once a second: updates, queue, staleness."""
+"""Telemetry of a server, written every second: updates, queue, staleness."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _EVERY_S: Final = 1.0
 
 @final
 class ServerRecords:
-    """The records of a server.
+    """Telemetry records of a server.
 
     Args:
-        run_dir: the run's folder; None to tell nothing.
-        number: which server.
-        traces: also tell when each gradient was applied.
+        run_dir: the run's folder; None for no records.
+        number: number of the server.
+        traces: also record when each gradient was applied.
     """
 
     def __init__(self, run_dir: Path | None, number: int, *, traces: bool = False) -> None:
@@ -37,41 +37,58 @@ class ServerRecords:
         self._over = threading.Event()
 
     def applied(self, worker: int, begun: float) -> None:
-        """Note that the next gradient of a worker is dealt with, since a moment of the monotonic clock."""
+        """Record that the next gradient of a worker was processed.
+
+        Args:
+            worker: number of the worker.
+            begun: start of processing, on the monotonic clock, in seconds.
+        """
         if self._traces:
             number = self._pushes[worker] = self._pushes.get(worker, 0) + 1
             self._applied.append((worker, number, round(begun, 6), round(time.monotonic(), 6)))
 
     def joined(self, worker: int) -> None:
-        """Note that a worker counts its gradients from 1."""
+        """Reset the count of a worker's gradients.
+
+        Args:
+            worker: number of the worker.
+        """
         self._pushes.pop(worker, None)
 
-    def tell_on(self, counts: Counts) -> bool:
-        """Wait for the time, and tell what has come; returns False once it is over."""
+    def wait_and_write(self, counts: Counts) -> bool:
+        """Wait for the next interval and write; returns False after `close`.
+
+        Args:
+            counts: present counts of the server.
+        """
         over = self._over.wait(_EVERY_S)
-        self.tell(counts)
+        self.write(counts)
         return not over
 
-    def tell(self, counts: Counts) -> None:
-        """Tell what has come since the last time."""
+    def write(self, counts: Counts) -> None:
+        """Write the differences since the last call.
+
+        Args:
+            counts: present counts of the server.
+        """
         before, self._before = (
             self._before,
             Counts(counts.updates, counts.dropped, dict(counts.staleness), counts.lead, counts.messages, counts.queued),
         )
         messages = counts.messages - before.messages
-        if self._file is None or messages <= 0:  # others came, or nothing has
+        if self._file is None or messages <= 0:  # no messages, or a new server with new counts
             return
         fresh = {age: times - before.staleness.get(age, 0) for age, times in self._before.staleness.items()}
         gradients = sum(fresh.values())
-        found = {"queue": (counts.queued - before.queued) / messages}
+        values = {"queue": (counts.queued - before.queued) / messages}
         if gradients > 0:
-            found["staleness"] = sum(age * times for age, times in fresh.items()) / gradients
-        self._file.write("serving", updates=counts.updates, messages=messages, **found)
+            values["staleness"] = sum(age * times for age, times in fresh.items()) / gradients
+        self._file.write("serving", updates=counts.updates, messages=messages, **values)
         if self._applied:
             self._file.write("applied", applied=[self._applied.popleft() for _ in range(len(self._applied))])
 
     def close(self) -> None:
-        """Tell nothing any more."""
+        """End `wait_and_write`."""
         self._over.set()
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""A server's replies: weights, differences of weights, or sums of gradients."""
+"""Replies of a server: weights, differences of weights, or sums of gradients."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from fabricx.parameter_server.server.changed_rows import BEGUN, ChangedRows
 from fabricx.parameter_server.server.update_rule import Gradient
 from fabricx.parameter_server.wire.codecs import Codec
 from fabricx.parameter_server.wire.messages import Begin, Pull, Reply
-from fabricx.parameter_server.wire.partition import together
+from fabricx.parameter_server.wire.partition import merge_spans
 
 
 @final
 class Replies:
-    """Answers to `Pull`, without the counts of updates: writes what was asked for into the worker's vector.
+    """Builds replies to `Pull`, without the counts of updates, in the worker's vector.
 
     Args:
-        begin: what the server was given.
+        begin: initialisation of the server.
 
     Attributes:
-        changed: which rows of tables have changed, and when.
-        seen: the weights that a worker has, by worker, where differences from them, or a correction, need them.
+        changed: changed rows of tables.
+        seen: weights that a worker has, by worker, if differences or delay compensation need them.
     """
 
     def __init__(self, begin: Begin) -> None:
@@ -31,26 +31,26 @@ class Replies:
         self.seen: dict[int, Tensor] = {}
         self.changed = ChangedRows([rows.height for rows in begin.shard.rows], begin.version, BEGUN)
         self._codec: Codec | None = None
-        self._scale: float | None = None  # of the newest sum
+        self._scale: float | None = None  # of the newest compressed sum
         if (kind := begin.settings.pull_compression) is not None:
             sums = begin.optimizers is None and begin.settings.outer is None
-            self._codec = Codec(kind, keep=begin.settings.keep, feedback=sums)  # differences hold what is lost
+            self._codec = Codec(kind, keep=begin.settings.keep, feedback=sums)  # a difference includes earlier errors
             self._codec.lost = torch.empty(0) if begin.lost is None else begin.lost
 
     @property
     def lost(self) -> Tensor | None:
-        """Return what compressing sums has lost, to be added to the next sum; None where sums are not compressed."""
+        """Return the error feedback of compressed sums; None without compression."""
         return None if self._codec is None else self._codec.lost
 
     def weights(self, worker: int, pull: Pull, values: Tensor, inbox: Tensor, outbox: Tensor) -> Reply:
-        """Send weights.
+        """Write weights to a worker's vector.
 
         Args:
-            worker: that asks.
-            pull: what it asks for.
+            worker: number of the worker.
+            pull: the request.
             values: the weights, flat.
-            inbox: the worker's vector, with the numbers of rows.
-            outbox: where the answer is put.
+            inbox: vector of the worker, with the ids of requested rows.
+            outbox: vector for the reply.
         """
         shard = self._begun.shard
         if pull.rows is None:
@@ -78,7 +78,7 @@ class Replies:
         return self._reply(spans)
 
     def _changed_rows(self, since: int, values: Tensor, outbox: Tensor) -> Reply:
-        """Send what is dense, and the rows of tables that have changed, with their numbers."""
+        """Write the dense weights and the changed rows of tables with their ids."""
         shard, counts = self._begun.shard, {}
         outbox[: shard.dense].copy_(values[: shard.dense])
         spans = [(0, shard.dense)]
@@ -90,42 +90,51 @@ class Replies:
             begin = shard.rooms[len(shard.pieces) + number][0]
             spans.append((begin, begin + len(ids) * (1 + rows.width)))
             counts[number] = len(ids)
-        return self._reply(together(spans), (self.changed.life, counts))
+        return self._reply(merge_spans(spans), (self.changed.life, counts))
 
     def _difference(self, codec: Codec, seen: Tensor, values: Tensor, outbox: Tensor) -> Reply:
-        """Send what the weights are more than what the worker has; what that loses is in the next difference."""
+        """Write the compressed difference between the weights and those of the worker."""
         size = len(seen)
         scale = codec.encode(values[:size] - seen, outbox.view(torch.uint8))
         seen.add_(codec.decode(outbox.view(torch.uint8), size, scale, seen.dtype))
         return Reply(spans=[(0, codec.bytes(size))], scale=scale)
 
     def sum(self, newest: Gradient, outbox: Tensor) -> Reply:
-        """Send a sum in the vector in which the worker's own gradient came; what is dense is there already."""
+        """Write a sum of gradients to the vector that contained the worker's gradient and already has the dense sum.
+
+        Args:
+            newest: the sum.
+            outbox: vector for the reply.
+        """
         shard = self._begun.shard
         spans = [room for number, room in enumerate(shard.rooms[: len(shard.pieces)]) if number not in newest.missing]
         for number, (ids, values) in newest.rows.items():
-            own_ids, own_values = shard.rows_in(outbox, number, len(ids))
-            own_ids.copy_(ids)
-            own_values.copy_(values)
+            row_ids, row_values = shard.rows_in(outbox, number, len(ids))
+            row_ids.copy_(ids)
+            row_values.copy_(values)
             start = shard.rooms[len(shard.pieces) + number][0]
-            spans.append((start, start + own_ids.numel() + own_values.numel()))
+            spans.append((start, start + row_ids.numel() + row_values.numel()))
         rows = {number: len(ids) for number, (ids, _) in newest.rows.items()}
         if self._scale is None:
-            return self._reply(together(spans), (newest.missing, rows))
+            return self._reply(merge_spans(spans), (newest.missing, rows))
         reply = self._reply(spans[len(shard.pieces) - len(newest.missing) :], (newest.missing, rows))
         assert self._codec is not None
         reply.spans.insert(0, (0, self._codec.bytes(shard.dense)))
         reply.scale = self._scale
         return reply
 
-    def compress_sum(self, boxes: list[Tensor]) -> None:
-        """Put a sum into few bytes, the same for all workers, where that is asked for."""
+    def compress_sum(self, vectors: list[Tensor]) -> None:
+        """Compress a sum in place, with the same bytes for all workers, if compression is enabled.
+
+        Args:
+            vectors: of all workers, each with the sum.
+        """
         if self._codec is None:
             return
-        self._scale = self._codec.encode(boxes[0].clone(), boxes[0].view(torch.uint8))
-        size = self._codec.bytes(len(boxes[0]))
-        for box in boxes[1:]:
-            box.view(torch.uint8)[:size].copy_(boxes[0].view(torch.uint8)[:size])
+        self._scale = self._codec.encode(vectors[0].clone(), vectors[0].view(torch.uint8))
+        size = self._codec.bytes(len(vectors[0]))
+        for vector in vectors[1:]:
+            vector.view(torch.uint8)[:size].copy_(vectors[0].view(torch.uint8)[:size])
 
     def _reply(self, spans: list[tuple[int, int]], content: Any = None) -> Reply:
         size = self._begun.dtype.itemsize

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fabricx.core.averaging import FlatAverage
 from fabricx.parameter_server.optimizer_parts import same_groups
-from fabricx.parameter_server.server.leases import Brought, Leases
+from fabricx.parameter_server.server.leases import Leases, LeaseSet
 from fabricx.parameter_server.server.replies import Replies
 from fabricx.parameter_server.server.update_order import UpdateOrder
 from fabricx.parameter_server.server.update_rule import (
@@ -23,8 +23,8 @@ from fabricx.parameter_server.server.update_rule import (
     add_up,
     clip,
     damping,
-    joined,
     make_rule,
+    merge_rows,
 )
 from fabricx.parameter_server.wire.codecs import Codec
 from fabricx.parameter_server.wire.messages import (
@@ -47,14 +47,14 @@ from fabricx.parameter_server.wire.messages import (
     Tell,
     Turn,
 )
-from fabricx.parameter_server.worker.logged_sums import Logged
+from fabricx.parameter_server.worker.logged_sums import LoggedSums
 
-READS: Final = (Pull, Norm, Tell)  # messages that may be answered again; other answers are kept
+READS: Final = (Pull, Norm, Tell)  # messages without side effects, which can be processed again; other replies are kept
 
 
 @dataclass(slots=True)
 class _Part:
-    """What one lease adds to an update, with which version it was computed, and where its worker wants the sum."""
+    """Gradient of a lease, with the version of its weights, and the vector in which its worker expects the sum."""
 
     gradient: Gradient
     push: Push
@@ -66,19 +66,19 @@ class _Part:
 class Server:
     """Keeps a part of the weights for several workers.
 
-    Each message is handled when it is `ready`; until then its worker waits, and all that wait are asked again whenever
-    something has been handled. So whatever carries messages (threads, a simulation) decides nothing. A server's state
-    is a function of what it was told, in that order: one that is told the same again is the same, to the bit.
+    A message is processed when it is `ready`; until then its worker waits, and all waiting messages are checked again
+    after each processed message. Therefore the transport of messages (threads, a simulation) makes no decisions. The
+    state is a function of the sequence of messages: a server that replays the sequence has the same state, bit for bit.
 
     Args:
-        workers: how many there are at first.
-        deals: this server gives the leases; the others only note whose gradients they have.
+        workers: initial number of workers.
+        deals: this server grants the leases; other servers only record which gradients they have received.
 
     Attributes:
-        version: updates that were made.
-        trained: leases that are in the weights.
-        skipped: global batches among the versions for which no worker gave a gradient.
-        counts: what was seen so far.
+        version: number of updates.
+        trained: number of leases in the weights.
+        skipped: versions without an update of the weights, because no worker had a gradient for the global batch.
+        counts: statistics.
     """
 
     def __init__(self, workers: int, *, deals: bool = True) -> None:
@@ -86,49 +86,54 @@ class Server:
         self._deals = deals
         self.counts = Counts()
         self._workers = set(range(workers))
-        self._gone: set[int] = set()  # those that have left
+        self._departed: set[int] = set()  # workers that have left
         self._settings = Settings(workers)
         self._rule: Rule | None = None
         self._codec: Codec | None = None
         self._replies: Replies
         self._handled: dict[int, int] = {}  # number of the newest message of each worker
-        self._answers: dict[int, Any] = {}  # to that
-        self._brought = Brought()
-        self._used = Brought()
+        self._answers: dict[int, Any] = {}  # replies to these messages
+        self._received = LeaseSet()
+        self._used = LeaseSet()
         self._begun: Begin
         self._total = torch.empty(0)
-        self._average: FlatAverage | None = None  # of the weights, if a callback asks for one
-        self._sums: dict[int, Gradient] = {}  # held, by clock
-        self._applied: set[int] = set()  # workers that want the held update to be made
+        self._average: FlatAverage | None = None  # of the weights, if a callback requests it
+        self._sums: dict[int, Gradient] = {}  # held sums, by clock
+        self._applied: set[int] = set()  # workers that have sent `Apply` for the held update
         self._correction = Correction(self._settings)
         self._leases = Leases(-1, 0, self._workers)
         self._order = UpdateOrder()
-        self._logged = Logged()
-        self._parts: dict[int, dict[int, _Part]] = {}  # by clock and lease
+        self._logged = LoggedSums()
+        self._parts: dict[int, dict[int, _Part]] = {}  # clock -> lease -> part
 
     @property
     def broken(self) -> bool:
-        """Return whether a worker has left; where workers go together, the others wait for it."""
-        return bool(self._gone)
+        """Return whether a worker has left, for which the other workers in lockstep would wait."""
+        return bool(self._departed)
 
     @property
     def snapshot_every(self) -> int:
-        """Return after how many updates a snapshot is due; 0 where a server that dies isn't started again."""
+        """Return the number of updates between snapshots; 0 if a dead server is not restarted."""
         return self._settings.snapshot_every
 
     @property
     def begun(self) -> Begin:
-        """Return what this server was given at first."""
+        """Return the message with which this server was initialised."""
         return self._begun
 
     @property
     def values(self) -> Tensor:
-        """Return what workers pull, flat."""
+        """Return the weights (or sums) that workers pull, flat."""
         assert self._rule is not None
         return self._rule.values
 
     def ready(self, worker: int, message: Any) -> bool:
-        """Return whether a message can be handled now."""
+        """Return whether a message can be processed now.
+
+        Args:
+            worker: number of the sender.
+            message: of a worker.
+        """
         if isinstance(message, Begin):
             return True
         if self._rule is None:
@@ -147,15 +152,19 @@ class Server:
             return self._order.may_take_turn(worker, self.version)
         if isinstance(message, (Norm, Apply)):
             parts = self._parts.get(message.clock, {})
-            return self.version > message.clock or (bool(parts) and len(parts) >= self._wanted(parts))
+            return self.version > message.clock or (bool(parts) and len(parts) >= self._expected_parts(parts))
         return True
 
     def repeated(self, worker: int, number: int, message: Any) -> bool:
-        """Return whether a message that changes something has come before."""
+        """Return whether a message with side effects was processed before.
+
+        Args:
+            worker, number, message: see `handle_once`.
+        """
         return number <= self._handled.get(worker, 0) and not isinstance(message, READS)
 
     def handle_once(self, worker: int, number: int, message: Any, inbox: Tensor, outbox: Tensor) -> Any:
-        """Do what a message asks for, unless it has come before; then return the answer that it had.
+        """Process a message, unless it was processed before; returns the reply, or the earlier reply.
 
         Args:
             worker, message, inbox, outbox: see `handle`.
@@ -169,16 +178,16 @@ class Server:
         return answer
 
     def handle(self, worker: int, message: Any, inbox: Tensor, outbox: Tensor) -> Any:
-        """Do what a message asks for.
+        """Process a message.
 
         Args:
-            worker: whose it is.
-            message: one that is `ready`.
-            inbox: the worker's vector, if it sent one.
-            outbox: what the worker was last sent; the answer to a `Pull` is put there.
+            worker: number of the sender.
+            message: a message that is `ready`.
+            inbox: vector from the worker.
+            outbox: vector to the worker, in which the reply to a `Pull` is written.
 
         Returns:
-            the answer; None where there is none.
+            The reply; None for a message without a reply.
         """
         if isinstance(message, Pull):
             return self._pull(worker, message, inbox, outbox)
@@ -194,7 +203,7 @@ class Server:
                 return Granted(None, over=True)
             granted = self._leases.grant(worker)
             self.counts.lead = max(self.counts.lead, self._leases.lead)
-            self._go_on_without_late()
+            self._update_without_late()
             return granted
         if isinstance(message, Norm):
             held = self._held(message.clock).dense
@@ -225,40 +234,48 @@ class Server:
                 self._average = FlatAverage(message.rule, message.step, self.version - self.skipped, message.values)
             return Reply(self.version, self.trained)
         if isinstance(message, Tell):
-            return Reply(self.version, self.trained, self._told(message))
-        raise TypeError(f"a server knows nothing of {type(message).__name__}")
+            return Reply(self.version, self.trained, self._state_of(message))
+        raise TypeError(f"a server does not support messages of type {type(message).__name__}")
 
     def snapshot(self) -> dict[str, Any]:
-        """Return what `restore` needs; the tensors in it are the live ones."""
+        """Return the state for `restore`; its tensors are not copied."""
         return dict(vars(self))
 
     def restore(self, snapshot: dict[str, Any]) -> None:
-        """Be what a server was when its snapshot was taken."""
+        """Restore a snapshot.
+
+        Args:
+            snapshot: result of `snapshot`.
+        """
         vars(self).update(snapshot)
 
     def left(self, worker: int) -> None:
-        """Go on without a worker: what it had not pushed is somebody else's now."""
+        """Remove a worker, and return its leases without a gradient.
+
+        Args:
+            worker: number of the worker.
+        """
         self._workers.discard(worker)
-        self._gone.add(worker)
+        self._departed.add(worker)
         if self._rule is not None:
             self._replies.seen.pop(worker, None)
         self._order.left(worker)
         self._leases.left(worker)
-        self._go_on_without_late()
+        self._update_without_late()
 
     def joined(self, worker: int, *, resumes: bool = False) -> None:
-        """Take a worker in: at once if training hasn't begun or it was there before, else with the next section.
+        """Add a worker: at once before training and when it resumes, otherwise at the next section.
 
         Args:
-            worker: its number.
-            resumes: it was here before, and goes on with the numbers of its messages.
+            worker: number of the worker.
+            resumes: it was connected before, and continues its message numbers.
         """
         if not resumes:
             self._handled.pop(worker, None)
             self._answers.pop(worker, None)
             if self._deals and self._leases.section >= 0 and worker not in self._workers:
                 return
-        self._gone.discard(worker)
+        self._departed.discard(worker)
         self._workers.add(worker)
         self._leases.joined(worker)
 
@@ -283,19 +300,20 @@ class Server:
 
     def _open(self, message: Open) -> None:
         if message.section <= self._leases.section:
-            return  # another worker has said so already
-        self.version = max(self.version, message.version)  # rounds may be other updates on other servers
-        self._brought, self._used = Brought(), Brought()
+            return  # another worker has sent this message before
+        self.version = max(self.version, message.version)  # with local rounds, servers may have made different updates
+        self._received, self._used = LeaseSet(), LeaseSet()
         self._logged.open(message.section)
         self.counts.dealt += message.count
         if message.workers is not None:
-            self._workers = set(message.workers) - self._gone
+            self._workers = set(message.workers) - self._departed
         settings = self._settings
         bounded = settings.max_staleness if settings.bound == "clock" else None
         parts = settings.parts_of_update(len(self._workers)) if settings.aggregate else None
         self._leases = Leases(
             message.section, message.count, self._workers,
-            clock=self.version, bound=bounded, each=not settings.aggregate, parts=parts, one=bool(settings.backup),
+            clock=self.version, bound=bounded, by_worker=not settings.aggregate, parts=parts,
+            single=bool(settings.backup),
         )  # fmt: skip
 
     def _pull(self, worker: int, pull: Pull, inbox: Tensor, outbox: Tensor) -> Reply:
@@ -309,20 +327,20 @@ class Server:
         return reply
 
     def _gradient(self, push: Push, inbox: Tensor) -> Gradient:
-        """Return what has come in a vector."""
+        """Return the gradient in a worker's vector."""
         dense = inbox[: self._begun.shard.dense]
         for number in push.missing if self._codec is None else ():
             start, stop = self._begun.shard.rooms[number]
-            dense[start:stop].zero_()  # it wasn't sent
+            dense[start:stop].zero_()  # this piece was not sent
         if self._codec is not None and not push.empty:
             dense = self._codec.decode(inbox.view(torch.uint8), len(dense), push.scale, inbox.dtype)
         rows = {number: self._begun.shard.rows_in(inbox, number, count) for number, count in push.rows.items()}
         return Gradient(dense, push.missing, rows)
 
     def _push(self, worker: int, push: Push, inbox: Tensor, outbox: Tensor) -> None:
-        known, base = self._order.has_place(worker), self._order.pushed(worker)
+        in_order, base = self._order.has_place(worker), self._order.pushed(worker)
         base = self.version if base is None else base
-        if self._leases.section >= 0 and not self._takes(worker, push, known=known):
+        if self._leases.section >= 0 and not self._accepts(worker, push, in_order=in_order):
             return
         gradient = self._gradient(push, inbox)
         if self._settings.backup:
@@ -338,7 +356,7 @@ class Server:
         if too_old and settings.on_stale == "drop":
             self.counts.dropped += 1
             for lease in push.leases:
-                self._leases.back(lease)
+                self._leases.take_back(lease)
             return
         if not push.empty:
             self._count(staleness)
@@ -350,54 +368,56 @@ class Server:
         for lease in push.leases:
             self._leases.done(lease)
 
-    def _takes(self, worker: int, push: Push, *, known: bool) -> bool:
-        """Return whether a gradient is to be used: each lease's is, once on each server.
+    def _accepts(self, worker: int, push: Push, *, in_order: bool) -> bool:
+        """Return whether to use a gradient: for each lease, each server uses one gradient.
 
-        The server that deals takes it from the worker that has the lease. If that isn't the sender any more (its link
-        was cut, or it seemed dead), the lease is, or will be, another worker's, and that one's gradient counts; other
-        servers take whichever comes first. Where updates are ordered, the version that the gradient was computed with
-        has to be `known`, too.
+        The server that grants leases accepts the gradient of the worker that holds the lease. If the sender does not
+        hold it any more (its link was lost, or it was assumed dead), another worker holds or will hold the lease, whose
+        gradient is used; other servers accept the first gradient. With ordered updates, the worker must also be
+        `in_order`, so that the version of its weights is certain.
         """
         if self._deals:
-            if known and all(self._leases.holder(lease) == worker for lease in push.leases):
+            if in_order and all(self._leases.holder(lease) == worker for lease in push.leases):
                 return True
             for lease in push.leases:
                 if self._leases.holder(lease) == worker:
-                    self._leases.back(lease)
-        elif not any(lease in self._brought for lease in push.leases):
+                    self._leases.take_back(lease)
+        elif not any(lease in self._received for lease in push.leases):
             for lease in push.leases:
-                self._brought.add(lease)
+                self._received.add(lease)
             return True
         self.counts.dropped += 1
         return False
 
     def _add_part(self, part: _Part) -> None:
-        """Keep a part of a global batch's gradient, and make all updates that are complete, in their order."""
+        """Store a part of a global batch's gradient, and make all complete updates in order."""
         push = part.push
-        leased = self._leases.section >= 0  # then this worker's next gradient may come before this one is used
+        leased = self._leases.section >= 0  # this worker's next gradient may overwrite the vector before the update
         if leased and self._codec is None:
             part.gradient = part.gradient.clone()
         parts = self._parts.setdefault(push.clock, {})
         parts[push.leases[0]] = part
-        while (parts := self._parts.get(self.version, {})) and len(parts) >= self._wanted(parts) and not push.hold:
-            self._sum_up(self._parts.pop(self.version))
+        while (
+            (parts := self._parts.get(self.version, {})) and len(parts) >= self._expected_parts(parts) and not push.hold
+        ):
+            self._update_from_parts(self._parts.pop(self.version))
         if leased:
             self._leases.done(push.leases[0])
 
     def _add_if_in_time(self, worker: int, part: _Part) -> None:
-        """Keep a part of the next update; what comes after it was made is dropped, and its data trained later."""
+        """Store a part of the next update; a part that arrives after its update is dropped, and its lease returned."""
         lease = part.push.leases[0]
         if part.base < self.version:
             self.counts.dropped += 1
-            self._leases.back(lease)
+            self._leases.take_back(lease)
             return
         self._parts.setdefault(self.version, {})[lease] = part
         self._leases.done(lease)
         self._leases.resting.add(worker)
-        self._go_on_without_late()
+        self._update_without_late()
 
-    def _go_on_without_late(self) -> None:
-        """Make the next update if it has enough parts, or if nobody is left who could bring one."""
+    def _update_without_late(self) -> None:
+        """Make the next update if it has enough parts, or if no further part can arrive."""
         parts = self._parts.get(self.version)
         if not self._settings.backup or not parts:
             return
@@ -405,14 +425,14 @@ class Server:
             self._leases.resting.clear()
             share = sum(part.push.share for part in parts.values() if not part.push.empty)
             total = self._sum(parts)
-            self._sum_up(self._parts.pop(self.version), total if share == 1.0 else total / max(share, 1e-12))
+            self._update_from_parts(self._parts.pop(self.version), total if share == 1.0 else total / max(share, 1e-12))
 
     @staticmethod
-    def _wanted(parts: dict[int, _Part]) -> int:
+    def _expected_parts(parts: dict[int, _Part]) -> int:
         return next(iter(parts.values())).push.parts
 
     def _held(self, clock: int) -> Gradient:
-        """Return the sum of an update's parts, which stays until it is applied."""
+        """Return the sum of an update's parts, kept until the update is applied."""
         if clock not in self._sums:
             self._sums = {clock: self._sum(self._parts[clock])}
         return self._sums[clock]
@@ -421,7 +441,7 @@ class Server:
         if self.version > message.clock:
             return
         self._applied.add(worker)
-        if len(self._applied) < self._wanted(self._parts[message.clock]):
+        if len(self._applied) < self._expected_parts(self._parts[message.clock]):
             return
         self._applied.clear()
         total = self._held(message.clock)
@@ -431,21 +451,21 @@ class Server:
         for pieces, limit in message.limits:
             for start, stop in self._spans(pieces):
                 total.dense[start:stop].clamp_(-limit, limit)
-        self._sum_up(self._parts.pop(message.clock), total, message.groups)
+        self._update_from_parts(self._parts.pop(message.clock), total, message.groups)
         self._sums.clear()
 
     def _spans(self, pieces: Sequence[int]) -> list[tuple[int, int]]:
         return [self._begun.shard.rooms[number] for number in pieces]
 
     @staticmethod
-    def _full(parts: dict[int, _Part]) -> list[_Part]:
+    def _with_gradient(parts: dict[int, _Part]) -> list[_Part]:
         return [parts[lease] for lease in sorted(parts) if not parts[lease].push.empty]
 
     def _sum(self, parts: dict[int, _Part]) -> Gradient:
-        """Return the sum of parts, added in the order of their leases; it is put at once where workers want it."""
+        """Sum parts in the order of their leases, directly into the workers' vectors if these expect the sum."""
         dense = self._begun.shard.dense
         into = [part.box[:dense] for part in parts.values() if len(part.box)]
-        full = self._full(parts)
+        full = self._with_gradient(parts)
         if not full:
             return Gradient(torch.zeros(dense), frozenset(range(len(self._begun.shard.pieces))))
         if not into:
@@ -456,13 +476,13 @@ class Server:
         if isinstance(self._rule, Sum):
             self._replies.compress_sum(into)
         missing = frozenset.intersection(*(part.push.missing for part in full))
-        return Gradient(into[0], missing, joined([part.gradient.rows for part in full]))
+        return Gradient(into[0], missing, merge_rows([part.gradient.rows for part in full]))
 
-    def _sum_up(
+    def _update_from_parts(
         self, parts: dict[int, _Part], total: Gradient | None = None, groups: Groups | None = None
     ) -> None:  # fmt: skip
-        """Make one update of all parts, with the newest one's hyperparameters if none are given."""
-        full = self._full(parts)
+        """Make an update of all parts, with the newest part's hyperparameters by default."""
+        full = self._with_gradient(parts)
         for part in parts.values():
             self._note_used(part.push.leases)
         for part in full:
@@ -494,7 +514,7 @@ class Server:
         self.counts.staleness[staleness] = self.counts.staleness.get(staleness, 0) + 1
 
     def _note_used(self, leases: Sequence[int]) -> None:
-        """Count leases whose gradients are in the weights, or that have given none."""
+        """Count leases whose gradients are in the weights, or that had no gradient."""
         for lease in leases if self._leases.section >= 0 else ():
             if lease in self._used:
                 self.counts.repeated += 1
@@ -502,7 +522,7 @@ class Server:
                 self._used.add(lease)
                 self.counts.used += 1
 
-    def _told(self, message: Tell) -> Any:
+    def _state_of(self, message: Tell) -> Any:
         what = message.what
         if what == "logged":
             return self._logged.of(message.section)

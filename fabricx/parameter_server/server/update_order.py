@@ -1,4 +1,4 @@
-"""The order of updates that keeps staleness below its bound."""
+"""Order of updates that bounds the staleness."""
 
 from __future__ import annotations
 
@@ -7,73 +7,110 @@ from typing import final
 
 @final
 class UpdateOrder:
-    """The workers that compute a gradient, with the versions of their weights.
+    """Workers that compute a gradient, with the versions of their weights.
 
-    With several servers, updates wait for their turn at the server that deals the leases, before they are brought to
-    any. The other servers are asked for weights after it, and get each update before it: a gradient is at most as
-    stale as there.
+    With several servers, updates take turns at the server that grants the leases, before they are pushed to any server.
+    Workers pull weights from the other servers afterwards, and push to them before, so the staleness on these servers
+    is at most that on the granting server.
 
     Args:
-        ordered: updates wait here for each other.
-        bound: the largest staleness, in updates.
+        ordered: updates wait for each other.
+        bound: maximum staleness, in updates.
     """
 
     def __init__(self, *, ordered: bool = False, bound: int = 0) -> None:
         self._ordered, self._bound = ordered, bound
-        self._bases: dict[int, int] = {}  # version of the weights with which a worker computes
-        self._turn: int | None = None  # the worker whose update is next; None for any
+        self._bases: dict[int, int] = {}  # worker -> version of the weights with which it computes
+        self._turn: int | None = None  # worker with the next update; None for any worker
 
     def begins(self, worker: int, version: int) -> None:
-        """Note that a worker has the weights of a version, and computes."""
+        """Record that a worker has received weights and computes.
+
+        Args:
+            worker: number of the worker.
+            version: of the weights.
+        """
         self._bases[worker] = version
 
     def base(self, worker: int) -> int | None:
-        """Return with which version a worker computes; None if that is not known."""
+        """Return the version of the weights with which a worker computes; None if unknown.
+
+        Args:
+            worker: number of the worker.
+        """
         return self._bases.get(worker)
 
     def left(self, worker: int) -> None:
-        """Forget a worker. Should it come back, its gradient is of a lease that is dealt again."""
+        """Remove a worker; if it reconnects, its gradient belongs to a lease that was returned.
+
+        Args:
+            worker: number of the worker.
+        """
         self._bases.pop(worker, None)
         self._end_turn(worker)
 
     def has_place(self, worker: int) -> bool:
-        """Return whether the others wait for this worker's gradient where that is necessary for the bound.
+        """Return whether the other workers wait for this worker's gradient as the bound requires.
 
-        They do not, if it was away since it had the weights: its gradient must not be used.
+        They do not if it has disconnected since it received its weights: its gradient must then not be used.
+
+        Args:
+            worker: number of the worker.
         """
         return not self._ordered or worker in self._bases
 
     def take_turn(self, worker: int) -> None:
-        """Let no other update come before that of a worker."""
+        """Reserve the next update for a worker.
+
+        Args:
+            worker: number of the worker.
+        """
         self._turn = worker
 
     def pushed(self, worker: int) -> int | None:
-        """Note that a worker's gradient has come; returns the version that it was computed with, if that is known."""
+        """Record a worker's push; returns the version of its weights, if known.
+
+        Args:
+            worker: number of the worker.
+        """
         self._end_turn(worker)
         return self._bases.pop(worker, None)
 
     def may_begin(self, worker: int) -> bool:
-        """Return whether a worker may compute now: at most bound + 1 do."""
+        """Return whether a worker may receive weights: at most bound + 1 workers compute.
+
+        Args:
+            worker: number of the worker.
+        """
         return not self._ordered or len(self._bases.keys() - {worker}) <= self._bound
 
     def may_take_turn(self, worker: int, version: int) -> bool:
-        """Return whether a worker's update may be the next, at a version of the weights."""
+        """Return whether a worker's update may be the next.
+
+        Args:
+            worker: number of the worker.
+            version: present version of the weights.
+        """
         return self._turn in (None, worker) and self.may_push(worker, version)
 
     def may_push(self, worker: int, version: int) -> bool:
-        """Return whether a worker's update would make no gradient that is being computed too old.
+        """Return whether a worker's update keeps the staleness of all computing workers within the bound.
 
-        Workers that compute can push in the order in which they have got their weights: the i-th (from 0) is then stale
-        by version + i - base. No more than bound + 1 compute, so that this is within the bound at first; and an early
-        worker waits if its update would bring one ahead of it beyond. The first never waits; nor does a worker without
-        a place in that order, whose gradient makes no update.
+        Workers can always push in the order in which they have received weights: the i-th (from 0) then has the
+        staleness version + i - base. At most bound + 1 workers compute, so this is initially within the bound; a worker
+        waits if its update would move an earlier worker beyond the bound. The first worker never waits; nor does a
+        worker outside of the order, whose gradient makes no update.
+
+        Args:
+            worker: number of the worker.
+            version: present version of the weights.
         """
         if not self._ordered or worker not in self._bases:
             return True
-        for place, (other, base) in enumerate(sorted(self._bases.items(), key=lambda item: item[1])):
+        for position, (other, base) in enumerate(sorted(self._bases.items(), key=lambda item: item[1])):
             if other == worker:
                 return True
-            if version + 1 + place - base > self._bound:
+            if version + 1 + position - base > self._bound:
                 return False
         return True
 

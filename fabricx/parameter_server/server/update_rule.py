@@ -1,4 +1,4 @@
-"""The effect of a gradient on a server: a sum, or a step of the user's own optimizer."""
+"""Update rules of a server: a sum of gradients, a step of the user's optimizers, or an outer optimizer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ BLOCK: Final = 1 << 16  # elements
 @final
 @dataclass(slots=True)
 class Gradient:
-    """One gradient of what a server keeps.
+    """A gradient for a server's part of the parameters.
 
     Attributes:
         dense: of all pieces, flat.
-        missing: numbers of the pieces that have none.
-        rows: of each table that has one, the numbers of the rows, shape [k], and their gradients, [k, width].
+        missing: numbers of the pieces without a gradient.
+        rows: by table with a gradient: ids of rows, shape [k], and their gradients, shape [k, width].
     """
 
     dense: Tensor
@@ -33,7 +33,7 @@ class Gradient:
     rows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def clone(self) -> Gradient:
-        """Return one whose memory is its own."""
+        """Return a copy in new memory."""
         rows = {number: (ids.clone(), values.clone()) for number, (ids, values) in self.rows.items()}
         return Gradient(self.dense.clone(), self.missing, rows)
 
@@ -42,27 +42,35 @@ class Gradient:
         return Gradient(self.dense / divisor, self.missing, rows)
 
 
-def joined(parts: Sequence[Mapping[int, tuple[Tensor, Tensor]]]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return the sum of several gradients of rows, each row once, in ascending order."""
-    found = {}
+def merge_rows(parts: Sequence[Mapping[int, tuple[Tensor, Tensor]]]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Sum gradients of rows by id; ids are unique and ascending in the result.
+
+    Args:
+        parts: see `Gradient.rows`.
+    """
+    merged = {}
     for number in sorted({number for part in parts for number in part}):
         every = [part[number] for part in parts if number in part]
-        ids, places = torch.cat([ids for ids, _ in every]).unique(return_inverse=True)
+        ids, positions = torch.cat([ids for ids, _ in every]).unique(return_inverse=True)
         values = torch.cat([values for _, values in every])
-        found[number] = ids, values.new_zeros(len(ids), values.shape[1]).index_add_(0, places, values)
-    return found
+        merged[number] = ids, values.new_zeros(len(ids), values.shape[1]).index_add_(0, positions, values)
+    return merged
 
 
 def add_up(parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-    """Put the sum of vectors, added in their order, into others, which may be among them.
+    """Write the sum of vectors, added in their order, to other vectors, which may be among them.
 
-    Block by block: each is read once, and still in the cache when it is written.
+    The sum is computed in blocks, so that each vector is read once and results are still in the cache when copied.
+
+    Args:
+        parts: vectors to add.
+        into: vectors to write.
     """
     later = {part.data_ptr() for part in parts[2:]}
-    place = next((vector for vector in into if vector.data_ptr() not in later), None)
+    target = next((vector for vector in into if vector.data_ptr() not in later), None)
     for start in range(0, len(parts[0]), BLOCK):
         first, *others = (part[start : start + BLOCK] for part in parts)
-        total = torch.empty_like(first) if place is None else place[start : start + BLOCK]
+        total = torch.empty_like(first) if target is None else target[start : start + BLOCK]
         if others:
             torch.add(first, others[0], out=total)
         else:
@@ -70,45 +78,70 @@ def add_up(parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         for other in others[1:]:
             total.add_(other)
         for vector in into:
-            if vector is not place:
+            if vector is not target:
                 vector[start : start + BLOCK].copy_(total)
 
 
 def clip(gradient: Tensor, kind: str, spans: Iterable[tuple[int, int]], limit: float) -> None:
-    """Limit the elements of some spans of a gradient ("value"), or their common 2-norm ("norm"), in place."""
+    """Clip spans of a gradient in place.
+
+    Args:
+        gradient: flat.
+        kind: "value" limits each element, "norm" the 2-norm of all spans.
+        spans: (start, stop) of the pieces.
+        limit: maximum.
+    """
     pieces = [gradient[start:stop] for start, stop in spans]
-    if not pieces:  # other servers have what an optimizer steps
+    if not pieces:  # all parameters of the optimizer are on other servers
         return
     if kind == "value":
         torch._foreach_clamp_min_(pieces, -limit)
         torch._foreach_clamp_max_(pieces, limit)
         return
     norm = sum(float(piece.square().sum()) for piece in pieces) ** 0.5
-    if norm + 1e-6 > limit:  # as torch's clip_grad_norm_ does
+    if norm + 1e-6 > limit:  # same epsilon as torch's clip_grad_norm_
         torch._foreach_mul_(pieces, limit / (norm + 1e-6))
 
 
 class Rule(ABC):
-    """A server's part of the parameters, and how it changes."""
+    """How a server's part of the parameters changes with a gradient.
 
-    values: Tensor  # what workers pull, flat
+    Attributes:
+        values: what workers pull, flat.
+    """
+
+    values: Tensor
 
     @abstractmethod
     def update(self, gradient: Gradient, groups: Groups | None, factor: float = 1.0) -> None:
-        """Make one update; with `factor`, of so much of what it would move the weights."""
+        """Make an update.
+
+        Args:
+            gradient: of this server's part.
+            groups: hyperparameters of the workers; None for no change.
+            factor: fraction of the weights' change to apply.
+        """
 
     def moved_rows(self, gradient: Gradient) -> dict[int, Tensor]:
-        """Return which rows of which tables an update with a gradient changes, by number."""
+        """Return the ids of the rows that an update changes, by table.
+
+        Args:
+            gradient: of the update.
+        """
         return {}
 
     def optimizers(self) -> ServerOptimizers | None:
-        """Return the optimizers as they are now; None where workers step."""
+        """Return the present optimizers; None if workers step."""
         return None
 
 
 @final
 class Sum(Rule):
-    """Workers step: they pull the sum."""
+    """Sums gradients; workers pull the sum and step.
+
+    Args:
+        begin: initialisation of the server.
+    """
 
     def __init__(self, begin: Begin) -> None:
         self.values = torch.empty(0)
@@ -119,7 +152,7 @@ class Sum(Rule):
 
 
 class _Weights(Rule):
-    """Servers keep the weights, in one vector of which `pieces` are views."""
+    """Keeps the weights in a vector, of which `pieces` are views."""
 
     def __init__(self, begin: Begin) -> None:
         self._shard, self._pieces = begin.shard, begin.pieces
@@ -131,21 +164,26 @@ class _Weights(Rule):
 
 @final
 class Step(_Weights):
-    """The user's optimizers step pieces of the parameters."""
+    """Steps pieces of the parameters with the user's optimizers.
+
+    Args:
+        begin: initialisation of the server.
+    """
 
     def __init__(self, begin: Begin) -> None:
         super().__init__(begin)
         self._optimizers = [] if begin.optimizers is None else begin.optimizers.unpack(begin.pieces)
-        given = [] if begin.optimizers is None else begin.optimizers.given
-        self._hyperparameters = Hyperparameters(self._optimizers, given)
-        # They change the rows of a gradient that is sparse, and no others.
-        self._by_rows = all(type(one) in (optim.SGD, optim.Adagrad, optim.SparseAdam) for one in self._steppers())
+        pushed = [] if begin.optimizers is None else begin.optimizers.pushed
+        self._hyperparameters = Hyperparameters(self._optimizers, pushed)
+        # With sparse gradients, these optimizers change only the rows of the gradient.
+        kinds = (optim.SGD, optim.Adagrad, optim.SparseAdam)
+        self._by_rows = all(type(stepper) in kinds for stepper in self._steppers())
 
     def _steppers(self) -> list[Optimizer]:
-        """Return the optimizers that have tables."""
+        """Return the optimizers of tables."""
         tables = {id(table) for table in self._pieces[len(self._shard.pieces) :]}
-        groups = [(one, group) for one in nested(self._optimizers) for group in one.param_groups]
-        return [one for one, group in groups if any(id(p) in tables for p in group["params"])]
+        groups = [(optimizer, group) for optimizer in nested(self._optimizers) for group in optimizer.param_groups]
+        return [optimizer for optimizer, group in groups if any(id(p) in tables for p in group["params"])]
 
     def update(self, gradient: Gradient, groups: Groups | None, factor: float = 1.0) -> None:
         dense = len(self._shard.pieces)
@@ -162,13 +200,13 @@ class Step(_Weights):
             self._keep_part(gradient, before, factor)
 
     def _touched(self, gradient: Gradient) -> list[Tensor]:
-        """Return the weights that a gradient changes: all dense ones, and rows of tables."""
+        """Return the weights that a gradient changes: all dense weights, and rows of tables."""
         tables = self._pieces[len(self._shard.pieces) :]
         rows = [tables[number].detach()[ids] for number, ids in self.moved_rows(gradient).items()]
         return [self.values[: self._shard.dense], *rows]
 
     def moved_rows(self, gradient: Gradient) -> dict[int, Tensor]:
-        # An optimizer of another kind may do what it likes with a table that has a gradient.
+        # Other optimizers may change every row of a table with a gradient.
         return {
             number: ids.long() if self._by_rows else torch.arange(self._shard.rows[number].height)
             for number, (ids, _) in gradient.rows.items()
@@ -182,7 +220,7 @@ class Step(_Weights):
             tables[number].detach()[ids] = rows
 
     def optimizers(self) -> ServerOptimizers:
-        packed = pack(self._optimizers, self._pieces, given=self._hyperparameters.given)
+        packed = pack(self._optimizers, self._pieces, pushed=self._hyperparameters.pushed)
         return ServerOptimizers(self._shard, packed)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -194,7 +232,7 @@ class Step(_Weights):
         for piece, (start, stop) in zip(self._pieces, self._shard.spans, strict=True):
             piece.data = self.values[start:stop].view(piece.shape)
         self._optimizers = packed.unpack(self._pieces)
-        self._hyperparameters = Hyperparameters(self._optimizers, packed.given)
+        self._hyperparameters = Hyperparameters(self._optimizers, packed.pushed)
 
 
 def _sparse(rows: tuple[Tensor, Tensor] | None, table: Tensor) -> Tensor | None:
@@ -206,11 +244,14 @@ def _sparse(rows: tuple[Tensor, Tensor] | None, table: Tensor) -> Tensor | None:
 
 @final
 class Outer(_Weights):
-    """Workers step by themselves, and bring what they have moved.
+    """Outer optimizer for workers that train local rounds and push their weight changes.
 
     Sources: "sum": Dean et al., NIPS 2012 (Downpour); "elastic": Zhang, Choromanska, LeCun, "Deep learning with Elastic
     Averaging SGD", NIPS 2015, equation 5; "nesterov": Liu et al., "Asynchronous Local-SGD Training for Language
-    Modeling", arXiv 2401.09135, algorithm 3 with c = 0: the momentum moves once in as many rounds as there are workers.
+    Modeling", arXiv 2401.09135, algorithm 3 with c = 0: the momentum is applied once per as many rounds as workers.
+
+    Args:
+        begin: initialisation of the server.
     """
 
     def __init__(self, begin: Begin) -> None:
@@ -242,9 +283,12 @@ class Outer(_Weights):
 
 @final
 class Correction:
-    """What is done to a gradient that was computed with older weights than it meets.
+    """Compensates gradients that were computed with older weights (delay compensation).
 
     Source: DC-ASGD, Zheng et al., ICML 2017, equations 10 and 14.
+
+    Args:
+        settings: of the server.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -252,7 +296,14 @@ class Correction:
         self._mean_square: Tensor | None = None
 
     def __call__(self, gradient: Gradient, base: Tensor, now: Tensor, staleness: int) -> Gradient:
-        """Return the gradient to step with; `base` is what the worker had, and `now` what there is, both flat."""
+        """Return the gradient to step with.
+
+        Args:
+            gradient: of a worker.
+            base: weights with which it was computed, flat.
+            now: present weights, flat.
+            staleness: in updates.
+        """
         settings = self._settings
         if settings.compensation is not None:
             dense = gradient.dense
@@ -270,14 +321,18 @@ class Correction:
 
 
 def damping(staleness: int) -> float:
-    """Return the part of an update that a gradient of some staleness makes.
+    """Return the fraction of an update for a gradient of the specified staleness.
 
-    The learning rate is divided by the staleness, and the optimizer's moments see the whole gradient: dividing the
-    gradient would leave the steps of Adam as they are, which divides by the gradient's own scale. With momentum, an
-    update's older gradients are damped with it, by the staleness of the gradient that makes the update.
+    The learning rate is divided by the staleness, and the optimizer's moments use the whole gradient: dividing the
+    gradient would not change the steps of Adam, which normalises by the gradient's scale. With momentum, earlier
+    gradients in an update are damped as well, by the staleness of the gradient that causes the update.
 
     Source: Zhang, Gupta, Lian, Liu, "Staleness-aware Async-SGD for Distributed Deep Learning", IJCAI 2016 (arXiv
     1511.05950): the learning rate of each gradient is divided by its staleness.
+
+    Args:
+        staleness: in updates.
+
 
     >>> [damping(staleness) for staleness in (0, 1, 2, 4)]
     [1.0, 1.0, 0.5, 0.25]
@@ -286,7 +341,11 @@ def damping(staleness: int) -> float:
 
 
 def make_rule(begin: Begin) -> Rule:
-    """Return the rule that a server was asked for."""
+    """Return the update rule for the settings of an initialisation.
+
+    Args:
+        begin: of the server.
+    """
     if begin.settings.outer is not None:
         return Outer(begin)
     return Sum(begin) if begin.optimizers is None else Step(begin)

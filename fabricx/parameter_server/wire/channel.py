@@ -1,7 +1,6 @@
-"""Links between one worker and one server: shared memory on one machine, gloo between machines.
-
-A link carries small messages and, beside some of them, one vector each way. Its end says at once when the other side
-has died. Shared memory has no name: nothing of it can outlive the two processes.
+"""Links between a worker and a server: shared memory on the same machine, gloo between machines.
+A link carries small messages and, with some of them, a vector in each direction. An operation on a link fails as soon
+as the peer process has died. The shared memory has no name, so it never outlives the two processes.
 """
 
 from __future__ import annotations
@@ -30,28 +29,28 @@ from fabricx.distributed import authentication, peers
 from fabricx.scratch import private_folder
 
 Store = dist.Store
-LOST: Final = (EOFError, OSError, RuntimeError)  # what a link raises when the other side is gone
-PARTITION: Final = 1 << 22  # bytes that gloo is given at a time
-DOOR: Final = "door"  # name of the socket
-NETWORK: Final = "network"  # what a server says of itself that other machines may reach
-READY: Final = "ready"  # key by which a server says that it meets a worker now
-CLOSE: Final = timedelta(seconds=5)  # how long the last words may take
-MEET: Final = timedelta(seconds=20)  # from when both ends of a gloo link are ready until they are connected
-UNLIMITED: Final = timedelta(days=365)  # time-out of a receive: the end of the peer process ends it
-_LISTENING: Final = threading.Lock()  # one link at a time begins to listen, so that its ports are known
+LOST: Final = (EOFError, OSError, RuntimeError)  # errors of a link whose peer has died
+PARTITION: Final = 1 << 22  # maximum bytes of a gloo operation
+DOOR: Final = "door"  # file name of the Unix socket
+NETWORK: Final = "network"  # in a server's address: workers of other machines can reach the server
+READY: Final = "ready"  # store key with which a server announces that it connects to a worker now
+CLOSE: Final = timedelta(seconds=5)  # timeout of the last messages
+MEET: Final = timedelta(seconds=20)  # timeout for connecting both ends of a gloo link when both are ready
+UNLIMITED: Final = timedelta(days=365)  # timeout of a receive, which the end of the peer process ends
+_LISTENING: Final = threading.Lock()  # links begin to listen one after the other, so that their ports are identified
 
 
 @dataclass(slots=True)
 class Handshake:
-    """Who a worker is, and which vectors travel.
+    """Introduction of a worker to a server.
 
     Attributes:
-        worker: its number.
-        dtype: of the elements.
-        forth: elements of the vector that the worker sends.
-        back: of the one that it is sent; None if that comes in the place of its own.
-        generation: of the workers that go together, of which it is one; None where each goes by itself.
-        resumes: this worker had another link to the server before, with the same vectors and numbers of messages.
+        worker: number of the worker.
+        dtype: of the vectors.
+        forth: elements of the vector from the worker to the server.
+        back: elements of the vector from the server; None if it replaces the worker's vector in the same memory.
+        generation: of the workers in lockstep; None for workers at their own pace.
+        resumes: this worker had an earlier link to the server, with the same vectors and message numbers.
     """
 
     worker: int
@@ -61,31 +60,44 @@ class Handshake:
     generation: int | None = 0
     resumes: bool = False
 
-    def dumps(self, key: bytes, place: str) -> bytes:
-        """Return this as signed plain text, for the key `place` of a store."""
+    def dumps(self, key: bytes, store_key: str) -> bytes:
+        """Serialise and sign this.
+
+        Args:
+            key: secret of the run.
+            store_key: key of the store at which it will be written.
+        """
         text = {**asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
-        return authentication.sign(key, ["hello", place], json.dumps(text).encode())
+        return authentication.sign(key, ["hello", store_key], json.dumps(text).encode())
 
     @staticmethod
-    def loads(key: bytes, place: str, signed: bytes) -> Handshake:
-        """Return what `dumps` has written to a place.
+    def loads(key: bytes, store_key: str, signed: bytes) -> Handshake:
+        """Verify and deserialise a result of `dumps`.
+
+        Args:
+            key: secret of the run.
+            store_key: key of the store.
+            signed: content of the store.
 
         Raises:
-            AuthenticationError: a process without the run's key has written it.
+            AuthenticationError: it was not written by a process with the run's key.
         """
-        text = json.loads(authentication.verify(key, ["hello", place], signed))
+        text = json.loads(authentication.verify(key, ["hello", store_key], signed))
         return Handshake(**{**text, "dtype": getattr(torch, text["dtype"])})
 
 
 class Link(ABC):
-    """One end of a way.
+    """A worker's or a server's end of a link.
+
+    Args:
+        hello, inbox, outbox: see Attributes.
 
     Attributes:
-        hello: what the worker has said of itself.
-        inbox: the vector of which parts came with the newest message.
-        outbox: the vector of which parts may go.
+        hello: introduction of the worker.
+        inbox: vector into which parts were received with the newest message.
+        outbox: vector from which parts are sent.
         sent, received: bytes of vectors.
-        arrived: called with the last byte of each part that has come, if that comes before its message.
+        arrived: called with the end position of each part that is received before its message.
     """
 
     def __init__(self, hello: Handshake, inbox: Tensor, outbox: Tensor) -> None:
@@ -96,26 +108,34 @@ class Link(ABC):
 
     @abstractmethod
     def post(self, start: int, stop: int) -> None:
-        """Let the bytes [start, stop) of the outbox go. Waits for nothing; they are complete when a message follows."""
+        """Start to send the bytes [start, stop) of the outbox; returns at once. They precede the next message.
+
+        Args:
+            start, stop: positions in bytes.
+        """
 
     @abstractmethod
     def send(self, message: Any) -> None:
-        """Send a message after all parts that were posted."""
+        """Send a message after all posted parts.
+
+        Args:
+            message: can be pickled.
+        """
 
     @abstractmethod
     def recv(self) -> Any:
-        """Wait for the next message; what was posted before it is in the inbox then."""
+        """Wait for the next message; the parts that precede it are then in the inbox."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let the other side know that nothing will come any more."""
+        """Close the link, which the peer detects."""
 
-    def gone(self) -> bool:
-        """Return whether the other side is known to have died, without waiting for a message."""
+    def peer_lost(self) -> bool:
+        """Return whether the peer is known to have died, without waiting."""
         return False
 
     def pin(self) -> Callable[[], None]:
-        """Let CUDA copy between the vectors and a device while others compute; returns what ends that."""
+        """Register the vectors with CUDA for asynchronous copies; returns a function that unregisters them."""
         cuda: Any = torch.cuda.cudart()
         vectors = {vector.data_ptr(): vector.nbytes for vector in (self.inbox, self.outbox) if vector.nbytes}
         for address, size in vectors.items():
@@ -130,10 +150,13 @@ class Link(ABC):
 
 @final
 class SharedMemory(Link):
-    """Vectors lie in memory that both processes see; a socket rings.
+    """Link whose vectors are in memory that both processes map, with a Unix socket for messages.
 
     Args:
-        files: of the vectors, which the link closes; while they are open, another link can take over the memory.
+        connection: of the socket.
+        hello: introduction of the worker.
+        inbox, outbox: vectors in shared memory.
+        files: file descriptors of the vectors, closed with the link; until then, another link can reuse the memory.
     """
 
     def __init__(
@@ -149,7 +172,7 @@ class SharedMemory(Link):
 
     def send(self, message: Any) -> None:
         posted, self._posted = self._posted, 0
-        # Plain pickles: those of multiprocessing would hand tensors over by files of their own.
+        # Plain pickle: multiprocessing's would send tensors through shared files of their own.
         self._connection.send_bytes(pickle.dumps((message, posted)))
         self.sent += posted
 
@@ -164,7 +187,7 @@ class SharedMemory(Link):
         for file in files:
             os.close(file)
 
-    def gone(self) -> bool:
+    def peer_lost(self) -> bool:
         with socket.socket(fileno=os.dup(self._connection.fileno())) as peer:
             try:
                 return peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
@@ -176,10 +199,18 @@ class SharedMemory(Link):
 
 @final
 class Gloo(Link):
-    """A process group of two, which has a store for meeting and nothing else in common with any other group.
+    """Link through a gloo process group of two, which is independent of all other groups.
 
-    Each part and each message has three numbers before it: the bytes of a message, or none and where a part belongs.
-    Gloo sends when the other side receives, in threads of its own, and what was sent first comes first.
+    A header of three integers precedes each part and each message: (bytes of a message, 0, 0) or (0, start, stop) of a
+    part. Gloo sends in its own threads when the peer receives, in the order of the operations.
+
+    Args:
+        group: with the worker as rank 0 and the server as rank 1.
+        hello: introduction of the worker.
+        key: secret of the run.
+        name: of the link, unique in the run.
+        server: this end is the server's.
+        before: a link that has ended, whose vectors are reused.
     """
 
     def __init__(
@@ -193,8 +224,8 @@ class Gloo(Link):
             super().__init__(hello, before.inbox, before.outbox)
         self._group, self._peer = group, 0 if server else 1
         self._key, self._name = key, name
-        self._messages = [0, 0]  # sent and received: part of what is signed, so that none can be replayed
-        self._going: list[tuple[Any, Tensor]] = []  # with its memory
+        self._messages = [0, 0]  # numbers of sent and received messages, signed to prevent replays
+        self._pending: list[tuple[Any, Tensor]] = []  # sends with their tensors
 
     def post(self, start: int, stop: int) -> None:
         outbox = self.outbox.view(torch.uint8)
@@ -213,15 +244,15 @@ class Gloo(Link):
             self._begin_to_send(data[low : low + PARTITION])
 
     def _begin_to_send(self, tensor: Tensor) -> None:
-        self._going.append((self._group.send([tensor], self._peer, 0), tensor))
+        self._pending.append((self._group.send([tensor], self._peer, 0), tensor))
 
     def recv(self) -> Any:
         inbox = self.inbox.view(torch.uint8)
         header = torch.zeros(3, dtype=torch.int64)
         while True:
             self._receive(header)
-            going, self._going = self._going, []
-            for work, _ in going:  # the other side has answered: it has all of it
+            pending, self._pending = self._pending, []
+            for work, _ in pending:  # the peer has answered, so it has received all of them
                 work.wait(UNLIMITED)
             length, start, stop = header.tolist()
             if length:
@@ -240,37 +271,40 @@ class Gloo(Link):
         self._group.recv([tensor], self._peer, 0).wait(UNLIMITED)
 
     def close(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it may have died
-            for work, _ in self._going:
+        with contextlib.suppress(RuntimeError):  # the peer may have died
+            for work, _ in self._pending:
                 work.wait(CLOSE)
         del self._group
 
 
-# -- meeting ----------------------------------------------------------------------------------------------------------
+# -- connecting -------------------------------------------------------------------------------------------------------
 
 
 @final
 class LinkListener:
-    """Where a server lets workers of its machine in; its address is for them to read from the store.
+    """Socket at which a server accepts workers of its machine; the server publishes its address in the store.
 
     Args:
-        key: of the run; connections that don't prove to have it are closed.
-        folder: to make the door in, if there is one that somebody cleans up.
+        key: secret of the run; connections without proof of the key are closed.
+        folder: folder for the socket; None for a temporary folder.
+
+    Attributes:
+        address: host name and path of the socket.
     """
 
     def __init__(self, key: bytes, folder: str | None = None) -> None:
         self._closed = False
         self._key = key
         self._folder = contextlib.ExitStack()
-        own = self._folder.enter_context(private_folder(folder))
-        self._listener = authentication.listen(own, DOOR)
-        self.address = f"{socket.gethostname()}:{os.path.join(own, DOOR)}"
+        private = self._folder.enter_context(private_folder(folder))
+        self._listener = authentication.listen(private, DOOR)
+        self.address = f"{socket.gethostname()}:{os.path.join(private, DOOR)}"
 
     def accept(self) -> Link:
-        """Wait for the next worker.
+        """Accept the next worker.
 
         Raises:
-            OSError: the entrance is closed.
+            OSError: the listener is closed.
         """
         connection: Any = None
         while connection is None:
@@ -278,14 +312,14 @@ class LinkListener:
             if self._closed:
                 raise OSError("the server accepts no more workers")
         hello: Handshake = connection.recv()
-        inbox = mapped(reduction.recv_handle(connection), hello.dtype, hello.forth)
+        inbox = map_vector(reduction.recv_handle(connection), hello.dtype, hello.forth)
         outbox = inbox
         if hello.back is not None:
-            outbox = mapped(reduction.recv_handle(connection), hello.dtype, hello.back)
+            outbox = map_vector(reduction.recv_handle(connection), hello.dtype, hello.back)
         return SharedMemory(connection, hello, inbox, outbox)
 
     def close(self) -> None:
-        """Let nobody in any more; whoever waits at `accept` waits no more."""
+        """Close the socket; a pending `accept` raises an error."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -294,20 +328,20 @@ class LinkListener:
 
 
 def connect(address: str, hello: Handshake, key: bytes, before: Link | None = None) -> Link | None:
-    """Return this worker's link to a server of its own machine.
+    """Connect a worker to a server of the same machine.
 
     Args:
-        address: of the server.
-        hello: what the server is told first.
-        key: of the run.
-        before: a link that has ended, whose vectors the new one takes over.
+        address: of the server's `LinkListener`.
+        hello: introduction of the worker.
+        key: secret of the run.
+        before: a link that has ended, whose vectors are reused.
 
     Returns:
-        the link; None if the server is on another machine.
+        The link; None if the server is on another machine.
 
     Raises:
-        OSError: the server isn't there any more.
-        AuthenticationError: what listens there doesn't have the run's key.
+        OSError: the server has ended.
+        AuthenticationError: the listening process does not have the run's key.
     """
     host, _, path = address.partition(":")
     if host != socket.gethostname() or not os.path.exists(path):
@@ -318,8 +352,8 @@ def connect(address: str, hello: Handshake, key: bytes, before: Link | None = No
         files, inbox, outbox = [os.dup(file) for file in before.files], before.inbox, before.outbox
     else:
         sizes = [hello.forth] if hello.back is None else [hello.forth, hello.back]
-        files = [nameless(size * hello.dtype.itemsize) for size in sizes]
-        vectors = [mapped(os.dup(file), hello.dtype, size) for file, size in zip(files, sizes, strict=True)]
+        files = [anonymous_file(size * hello.dtype.itemsize) for size in sizes]
+        vectors = [map_vector(os.dup(file), hello.dtype, size) for file, size in zip(files, sizes, strict=True)]
         outbox, inbox = vectors[0], vectors[-1]
     link = SharedMemory(connection, hello, inbox, outbox, files)
     try:
@@ -331,8 +365,15 @@ def connect(address: str, hello: Handshake, key: bytes, before: Link | None = No
     return link
 
 
-def nameless(size: int) -> int:
-    """Return a file in memory, of so many bytes; it has no name, and is gone when the last process closes it."""
+def anonymous_file(size: int) -> int:
+    """Create a file in memory without a name, which is deleted when the last process closes it.
+
+    Args:
+        size: in bytes.
+
+    Returns:
+        File descriptor.
+    """
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("fabricx", os.MFD_CLOEXEC)
     else:
@@ -342,8 +383,14 @@ def nameless(size: int) -> int:
     return file
 
 
-def mapped(file: int, dtype: torch.dtype, elements: int) -> Tensor:
-    """Return a vector in a file, which is closed; the memory stays as long as the vector."""
+def map_vector(file: int, dtype: torch.dtype, elements: int) -> Tensor:
+    """Map a file as a vector and close the file; the memory lives as long as the vector.
+
+    Args:
+        file: file descriptor.
+        dtype: of the vector.
+        elements: length of the vector.
+    """
     memory = mmap.mmap(file, max(1, elements * dtype.itemsize))
     os.close(file)
     return torch.frombuffer(memory, dtype=dtype, count=elements) if elements else torch.empty(0, dtype=dtype)
@@ -353,37 +400,37 @@ def meet_over_gloo(
     store: dist.Store, name: str, hello: Handshake, key: bytes, *, server: bool, before: Link | None = None,
     timeout: timedelta = MEET,
 ) -> Link:  # fmt: skip
-    """Return one end of a link between machines; waits for the other end, which gives the same name and key.
+    """Connect an end of a link between machines; waits for the other end.
 
-    The operations of the link have no time-out of their own: the end of the peer process ends them.
+    Operations of the link have no timeout: the end of the peer process ends them.
 
     Args:
-        store: where both ends meet.
-        name: of the link.
-        hello: of the worker.
-        key: of the run.
-        server: which end this is.
-        before: a link that has ended, whose vectors the new one takes over.
-        timeout: of the wait for the other end.
+        store: for the rendezvous.
+        name: of the link, equal at both ends.
+        hello: introduction of the worker.
+        key: secret of the run.
+        server: this end is the server's.
+        before: a link that has ended, whose vectors are reused.
+        timeout: of the rendezvous.
 
     Raises:
-        RuntimeError: the other end did not connect in that time.
-        AuthenticationError: on both ends: another program has connected in the place of one.
+        RuntimeError: the other end did not connect within the timeout.
+        AuthenticationError: on both ends: a foreign program has connected in place of an end.
     """
-    place, meeting = 1 if server else 0, dist.PrefixStore(name, store)
+    rank, meeting = 1 if server else 0, dist.PrefixStore(name, store)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     with _LISTENING:
         others = peers.ports()
         options._devices = _devices()
-        own = peers.ports() - others
+        ports = peers.ports() - others
     options._timeout, options._threads = timeout, 2 * len(options._devices)
-    group = dist.ProcessGroupGloo(meeting, place, 2, options)  # type: ignore[attr-defined]
-    peers.confirm(meeting, place, 2, own, timeout, lambda: None)
+    group = dist.ProcessGroupGloo(meeting, rank, 2, options)  # type: ignore[attr-defined]
+    peers.confirm(meeting, rank, 2, ports, timeout, lambda: None)
     return Gloo(group, hello, key, name, server=server, before=before)
 
 
 def _devices() -> list[Any]:
-    """Return what gloo listens with, as it would choose it; who connects is checked afterwards, so it does at once."""
+    """Return gloo's default devices, without lazy connections: the connections are checked right afterwards."""
     gloo: Any = dist.ProcessGroupGloo  # type: ignore[attr-defined]
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         return [gloo.create_device(interface=name, lazy_init=False) for name in names.split(",")]

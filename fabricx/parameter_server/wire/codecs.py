@@ -14,21 +14,21 @@ _FP16_MAX: Final = 65504.0
 
 @final
 class Codec:
-    """Turns a flat gradient into bytes and back.
+    """Encodes a flat gradient in fewer bytes and decodes it.
 
-    What an encoding loses is added to the next gradient (error feedback): so it is late, not lost.
+    The encoding error is added to the next gradient (error feedback), so it is delayed, not lost.
 
     Sources: sign with error feedback: Karimireddy et al., ICML 2019; the largest elements: Aji & Heafield, EMNLP 2017,
     and Stich et al., "Sparsified SGD with Memory", NeurIPS 2018.
 
     Args:
-        kind: "bf16" and "fp16" (2 bytes an element; "fp16" is scaled by the largest), "topk" (8 bytes for each of the
-            largest elements), "sign" (1 bit an element, times the mean size).
-        keep: the part of the elements that "topk" sends.
-        feedback: whether to keep what is lost.
+        kind: "bf16" and "fp16" (2 bytes per element; "fp16" is scaled by the largest element), "topk" (8 bytes for each
+            of the largest elements), "sign" (1 bit per element, times the mean magnitude).
+        keep: fraction of the elements that "topk" sends.
+        feedback: use error feedback.
 
     Attributes:
-        lost: what will be added to the next gradient.
+        lost: encoding error that will be added to the next gradient.
 
     >>> Codec("sign").bytes(800), Codec("topk", keep=0.01).bytes(800), Codec("bf16").bytes(800)
     (100, 64, 1600)
@@ -41,13 +41,22 @@ class Codec:
         self.lost = torch.empty(0)
 
     def bytes(self, size: int) -> int:
-        """Return the bytes of a gradient of so many elements."""
+        """Return the encoded size in bytes.
+
+        Args:
+            size: elements of the gradient.
+        """
         if self.kind == "topk":
             return 8 * self._kept(size)
         return -(-size // 8) if self.kind == "sign" else 2 * size
 
     def encode(self, gradient: Tensor, room: Tensor) -> float:
-        """Write a gradient's bytes to `room`, uint8; returns the scale that `decode` needs. Changes the gradient."""
+        """Encode a gradient; returns the scale that `decode` needs.
+
+        Args:
+            gradient: flat; changed in place by error feedback.
+            room: output, uint8, at least `bytes(len(gradient))` long.
+        """
         size = len(gradient)
         if self._feedback and len(self.lost) == size:
             gradient.add_(self.lost)
@@ -62,16 +71,23 @@ class Codec:
             scale = float(gradient.abs().mean()) if size else 1.0
             raw.copy_(torch.from_numpy(np.packbits((gradient >= 0).numpy())))
         else:
-            places = gradient.abs().topk(self._kept(size), sorted=False).indices
-            places_room, values_room = raw.view(torch.int32).chunk(2) if size else (raw, raw)
-            places_room.copy_(places)
-            values_room.view(torch.float32).copy_(gradient[places])
+            indices = gradient.abs().topk(self._kept(size), sorted=False).indices
+            indices_room, values_room = raw.view(torch.int32).chunk(2) if size else (raw, raw)
+            indices_room.copy_(indices)
+            values_room.view(torch.float32).copy_(gradient[indices])
         if self._feedback:
             self.lost = gradient - self.decode(raw, size, scale, gradient.dtype)
         return scale
 
     def decode(self, room: Tensor, size: int, scale: float, dtype: torch.dtype) -> Tensor:
-        """Return the gradient that is in some bytes, shape [size]."""
+        """Decode a gradient, shape [size].
+
+        Args:
+            room: encoded bytes, uint8.
+            size: elements of the gradient.
+            scale: result of `encode`.
+            dtype: of the gradient.
+        """
         raw = room[: self.bytes(size)]
         if self.kind in ("bf16", "fp16"):
             halves = raw.view(torch.bfloat16 if self.kind == "bf16" else torch.float16)
@@ -79,11 +95,11 @@ class Codec:
         if self.kind == "sign":
             bits = torch.from_numpy(np.unpackbits(raw.numpy(), count=size))
             return bits.to(dtype).mul_(2 * scale).sub_(scale)
-        found = torch.zeros(size, dtype=dtype)
+        decoded = torch.zeros(size, dtype=dtype)
         if size:
-            places, values = raw.view(torch.int32).chunk(2)
-            found[places.long()] = values.view(torch.float32).to(dtype)
-        return found
+            indices, values = raw.view(torch.int32).chunk(2)
+            decoded[indices.long()] = values.view(torch.float32).to(dtype)
+        return decoded
 
     def _kept(self, size: int) -> int:
         return min(size, max(1, round(size * self.keep)))

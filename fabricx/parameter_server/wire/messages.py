@@ -1,4 +1,4 @@
-"""Messages between workers and servers. Vectors travel beside a message on the same link."""
+"""Messages between workers and servers; vectors precede a message on the same link."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch import Tensor
 from fabricx.core.averaging import AverageRule
 from fabricx.parameter_server.wire.partition import Shard
 
-Groups = list[list[dict[str, Any]]]  # the hyperparameters of each group of each optimizer, contained ones too
+Groups = list[list[dict[str, Any]]]  # hyperparameters of each group of each optimizer, including nested optimizers
 
 
 @dataclass(slots=True)
 class Settings:
-    """How servers treat what they are given; the words are those of the strategies.
+    """Behaviour of servers; names and values are those of the strategies' options.
 
     Attributes:
-        workers: how many there are.
-        aggregate: make one update of all parts of a global batch; else one of each push, when it arrives.
-        max_staleness: the bound; None for no bound.
-        bound: of "clock" or "version".
-        on_stale: what happens at a bound by version.
-        compensation, dc_lambda, dc_momentum: of the delay (DC-ASGD).
+        workers: number of workers.
+        aggregate: sum all parts of a global batch to one update; otherwise each push is an update.
+        max_staleness: bound of the staleness; None for no bound.
+        bound: the bound counts the "clock" of workers or the "version" of weights.
+        on_stale: action for a gradient beyond a bound by version.
+        compensation, dc_lambda, dc_momentum: delay compensation (DC-ASGD).
         damp: divide an update by the staleness of its gradient.
-        backup: workers that an update doesn't wait for.
+        backup: number of workers that an update does not wait for.
         compression, keep: of gradients; see `Codec`.
-        pull_compression: of weights or sums on their way back.
-        outer: what becomes of what a worker has moved in a round of its own; None where gradients are brought.
-        outer_lr, outer_momentum: of that.
-        snapshot_every: updates between two snapshots of a server; 0 where one that dies isn't started again.
+        pull_compression: of weights or sums to workers.
+        outer: outer optimizer for workers that train local rounds and push weight changes; None if they push gradients.
+        outer_lr, outer_momentum: of the outer optimizer.
+        snapshot_every: updates between snapshots of a server; 0 if a dead server is not restarted.
     """
 
     workers: int
@@ -54,9 +54,12 @@ class Settings:
     snapshot_every: int = 0
 
     def parts_of_update(self, present: int) -> int:
-        """Return how many leases make an update: those of a global batch, however many workers are left to do them.
+        """Return the number of leases per update: those of a global batch, for any number of remaining workers.
 
-        With backup workers each does one at most, so that it can't be more than there are.
+        With backup workers, each worker trains at most one lease per update, so there are at most `present` leases.
+
+        Args:
+            present: number of workers.
         """
         if not self.aggregate:
             return 1
@@ -64,35 +67,35 @@ class Settings:
 
     @property
     def compresses(self) -> bool:
-        """Return whether anything is compressed on its way."""
+        """Return whether gradients or weights are compressed."""
         return self.compression is not None or self.pull_compression is not None
 
     @property
     def may_drop(self) -> bool:
-        """Return whether a gradient may be dropped because it is late; then each push is answered with a `Pushed`."""
+        """Return whether late gradients may be dropped; each push is then answered with a `Pushed`."""
         by_version = self.max_staleness is not None and self.bound == "version"
         return bool(self.backup) or (by_version and self.on_stale == "drop" and not self.aggregate)
 
     @property
     def orders_updates(self) -> bool:
-        """Return whether updates wait for each other, so that none is of too old a gradient."""
+        """Return whether updates wait for each other to bound the staleness."""
         by_version = self.bound == "version" and self.on_stale == "wait"
         return by_version and self.max_staleness is not None and not self.aggregate
 
 
 @dataclass(slots=True)
 class Begin:
-    """Take over the weights, and what steps them.
+    """Initialise the server with weights and optimizers.
 
     Attributes:
-        settings: see there.
-        optimizers: the user's own, over `pieces` (`PackedOptimizers`); None where servers only sum.
-        pieces: this server's part of the parameters, in the order of `shard`.
-        shard: what they are, and where they lie in vectors.
+        settings: behaviour of the server.
+        optimizers: the user's optimizers over `pieces` (`PackedOptimizers`); None if servers only sum.
+        pieces: this server's pieces of the parameters, in the order of `shard`.
+        shard: definition of the pieces, and their positions in vectors.
         dtype: of the vectors.
-        version: updates that have been made already.
-        velocity: of the outer optimizer, flat; None for none yet.
-        lost: by compressing sums before.
+        version: number of updates made before.
+        velocity: of the outer optimizer, flat; None for zero.
+        lost: error feedback of compressed sums; None for zero.
     """
 
     settings: Settings
@@ -107,7 +110,7 @@ class Begin:
 
 @dataclass(slots=True)
 class Open:
-    """Begin a section of the data: `count` leases, which these workers take one by one, after `version` updates."""
+    """Begin a section of `count` leases for these workers, at the version of the weights."""
 
     section: int
     count: int
@@ -117,7 +120,7 @@ class Open:
 
 @dataclass(slots=True)
 class Ask:
-    """Ask for a lease; with `wait` this worker holds none, and waits until it gets one or the section is over."""
+    """Request a lease; with `wait`, this worker holds no lease, and waits for a lease or the end of the section."""
 
     section: int
     wait: bool
@@ -125,22 +128,22 @@ class Ask:
 
 @dataclass(slots=True)
 class Close:
-    """Give no more leases of a section: somebody wants all workers to meet."""
+    """End the distribution of leases of a section early, so that all workers meet."""
 
     section: int
 
 
 @dataclass(slots=True)
 class Pull:
-    """Ask for weights (or the sum) once `version` updates have been made; they come in the link's vector.
+    """Request weights, or the sum of gradients, at `version` or later; the reply's vector contains them.
 
     Attributes:
-        version: see above.
+        version: minimum version.
         to_train: a gradient will follow.
-        dense: ask for all pieces.
-        rows: how many rows of which table, whose numbers are in the vector of this message; None for all of all.
-        since: of all of all: (life, version) of the whole tables that the worker has; see `ChangedRows`.
-        whole: the weights themselves, where their differences from what the worker has would travel.
+        dense: request all pieces.
+        rows: by table, number of requested rows, whose ids are in the message's vector; None for all pieces and tables.
+        since: with `rows=None`: (life, version) of the complete tables that the worker has; see `ChangedRows`.
+        whole: request full weights if otherwise compressed differences would be sent.
     """
 
     version: int = 0
@@ -153,23 +156,23 @@ class Pull:
 
 @dataclass(slots=True)
 class Push:
-    """Bring a gradient (or what was moved), in the link's vector.
+    """Deliver a gradient (or weight changes of a local round) in the link's vector.
 
     Attributes:
-        clock: number of the update that it is a part of, where parts are aggregated.
-        parts: how many parts that update has.
-        leases: of which it was computed; the first orders the parts.
-        empty: there is no gradient: the loss was skipped.
+        clock: number of the update, if parts are aggregated.
+        parts: number of parts of the update.
+        leases: leases of the gradient; the first determines the order of parts.
+        empty: no gradient, because the loss was skipped.
         missing: numbers of the pieces without a gradient.
-        rows: how many rows of which table it has.
-        groups: hyperparameters as this worker has them now.
+        rows: by table, number of rows with a gradient.
+        groups: present hyperparameters of this worker.
         hold: the update waits for an `Apply`.
         scale: of a compressed gradient.
-        share: what part of the samples of an update the gradient has been weighted with.
-        clips: of the sum of an update's parts, one after the other: "norm" or "value", numbers of pieces, the limit.
-        confirm: answer when it is handled.
-        logged: sums of values (`merge_sums`) that the leases have logged, and of those that hooks have logged after
-            this worker's push before this one; each counts if the server that deals uses the gradient.
+        share: weight of the gradient in its update, as fraction of the samples.
+        clips: clipping of the sum of an update's parts, in order: ("norm" or "value", numbers of pieces, limit).
+        confirm: send a reply when the message was processed.
+        logged: metric sums (`merge_sums`) that the leases have logged, and sums that hooks have logged between this
+            worker's previous push and this one; each counts if the server that deals leases uses the gradient.
     """
 
     clock: int
@@ -189,22 +192,22 @@ class Push:
 
 @dataclass(slots=True)
 class Pushed:
-    """Answer to a push where gradients may be dropped: whether it is `used`, or its data dealt again."""
+    """Reply to a push, if gradients may be dropped: the gradient is `used`, or its data is leased again."""
 
     used: bool
 
 
 @dataclass(slots=True)
 class Turn:
-    """Ask for the number of this worker's next update; no other comes before its push, or its end.
+    """Request the number of this worker's next update; no other update precedes it, until its push or its end.
 
-    The content of the answer is False, and others go on, if the gradient would not be used: see `UpdateOrder`.
+    The reply's content is False, and other workers continue, if the gradient would not be used: see `UpdateOrder`.
     """
 
 
 @dataclass(slots=True)
 class Norm:
-    """Ask for the sum of squares of some pieces of the gradient that is held for an update, once it is complete."""
+    """Request the sum of squares of pieces of a held gradient, when all its parts are complete."""
 
     clock: int
     pieces: Sequence[int]
@@ -212,13 +215,13 @@ class Norm:
 
 @dataclass(slots=True)
 class Apply:
-    """Make the update that is held; all workers say so, and the last does it: nobody looks at the weights any more.
+    """Make a held update. All workers send it, and the last message triggers the update: no worker reads weights then.
 
     Attributes:
         clock: number of the update.
-        scales: (pieces, factor) to multiply with first.
-        limits: (pieces, limit) to cut the elements to then.
-        groups: hyperparameters that have come after the gradient; None for those of the `Push`.
+        scales: (pieces, factor), applied first.
+        limits: (pieces, limit) for the elements, applied second.
+        groups: hyperparameters that were set after the gradient; None for those of the `Push`.
     """
 
     clock: int
@@ -229,9 +232,14 @@ class Apply:
 
 @dataclass(slots=True)
 class Tell:
-    """Ask for something besides: the "optimizers" (`ServerOptimizers`), "velocity" of the outer one, the server's own
-    "weights", the "average" of them (values, steps since it began; None if none is kept), what was "lost" by
-    compressing sums, "counts", or what was "logged" in a section, the newest or the one before."""
+    """Request other state of the server.
+
+    Attributes:
+        what: "optimizers" (`ServerOptimizers`), "velocity" of the outer optimizer, the server's "weights", their moving
+            "average" (values, steps since its begin; or None), the error feedback "lost" of compressed sums, "counts",
+            or metric sums "logged" in a section.
+        section: the newest section or its predecessor, for "logged".
+    """
 
     what: Literal["optimizers", "velocity", "weights", "average", "lost", "counts", "logged"]
     section: int = -1
@@ -239,12 +247,12 @@ class Tell:
 
 @dataclass(slots=True)
 class Average:
-    """Keep a moving average of the weights from here on. A server that keeps one already goes on with that.
+    """Start a moving average of the weights; a server that has an average continues it.
 
     Attributes:
-        rule: how it follows the weights.
+        rule: decay of the average.
         step: weight updates of the run so far.
-        values: the average as it is now, flat, in the order of the server's vector of weights.
+        values: present average, flat, in the order of the server's vector of weights.
     """
 
     rule: AverageRule
@@ -254,23 +262,23 @@ class Average:
 
 @dataclass(slots=True)
 class Have:
-    """Say what weights this worker has, flat: what comes next is what the server's are more than these."""
+    """Report the weights of this worker, flat, to which the next compressed difference refers."""
 
     weights: Tensor
 
 
 @dataclass(slots=True)
 class Reply:
-    """A server's answer.
+    """A server's reply.
 
     Attributes:
-        version: updates that it has made.
-        trained: leases that are in the weights.
-        content: what was asked for, if it isn't in the vector; of all weights, the tables' life, and how many rows of
-            each follow, None for all of them.
-        spans: the bytes of the vector that come with it.
-        scale: of what is compressed; None if nothing is.
-        skipped: global batches among the versions for which no worker gave a gradient: no update of the weights.
+        version: number of updates.
+        trained: number of leases in the weights.
+        content: requested data other than the vector; for all weights, the tables' life and the number of changed rows
+            per table (None for all rows).
+        spans: byte ranges of the vector that precede the reply.
+        scale: of compressed values; None without compression.
+        skipped: versions without an update of the weights, because no worker had a gradient for the global batch.
     """
 
     version: int = 0
@@ -283,14 +291,14 @@ class Reply:
 
 @dataclass(slots=True)
 class Granted:
-    """A lease, or none: then what is left isn't to be had yet, or the section is `over`.
+    """Reply to a request for a lease; without a lease, the section is `over` or none can begin at present.
 
     Attributes:
         lease, clock, parts: see `Push`.
-        over: no lease of the section will come any more.
-        count: how many it had in all.
-        share: what part of the samples of its update it has; known to the worker.
-        again: another worker had it before, and may have brought its gradient to some of the servers.
+        over: the section has no further leases.
+        count: total leases of the section.
+        share: fraction of the samples of its update; set by the worker.
+        again: another worker has held it before, and may have pushed its gradient to some servers.
     """
 
     lease: int | None
@@ -304,19 +312,19 @@ class Granted:
 
 @dataclass(slots=True)
 class Counts:
-    """What a server has seen.
+    """Statistics of a server.
 
     Attributes:
-        updates, dropped: of the weights; gradients that were too old.
-        staleness: how many gradients had which staleness, in updates.
-        lead: the most clocks that a worker was ahead of the slowest.
-        messages: that were handled.
-        queued: that waited beside each of those, summed.
-        begun: updates that were in the weights when the server was given them; the next three count from there.
-        dealt: leases of all sections, on the server that deals.
-        used: different leases whose gradients this server has used, or that have given none.
-        repeated: gradients used of leases that had been used before.
-        conflicts: updates whose parts came with different hyperparameters.
+        updates, dropped: updates of the weights; gradients that were too stale.
+        staleness: number of gradients by staleness, in updates.
+        lead: maximum clocks of a worker ahead of the slowest.
+        messages: processed messages.
+        queued: waiting messages, summed over the processed messages.
+        begun: version at initialisation, from which the next three attributes count.
+        dealt: leases of all sections, on the server that deals leases.
+        used: distinct leases whose gradients were used, or that had no gradient.
+        repeated: gradients used for leases that had been used before.
+        conflicts: updates whose parts had different hyperparameters.
     """
 
     updates: int = 0

@@ -1,4 +1,4 @@
-"""Partition of parameter elements over servers, and their places in the servers' vectors."""
+"""Partition of parameter elements over servers, and their positions in the servers' vectors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of a parameter that is seen as one vector; `parameter` is its number."""
+    """Elements [start, stop) of a flattened parameter; `parameter` is its number."""
 
     parameter: int
     start: int
@@ -20,12 +20,12 @@ class Piece(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return its elements."""
+        """Return the number of elements."""
         return self.stop - self.start
 
 
 class Rows(NamedTuple):
-    """Every `step`-th row of a parameter of two dimensions, from `first` on: `height` of them, each of `width`."""
+    """Rows first, first + step, ... of a two-dimensional parameter: `height` rows of `width` elements."""
 
     parameter: int
     first: int
@@ -35,26 +35,26 @@ class Rows(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return its elements."""
+        """Return the number of elements."""
         return self.height * self.width
 
 
 @final
 @dataclass
 class Shard:
-    """What one server keeps.
+    """A server's part of the parameters.
 
-    Its vector of weights is all pieces and then all rows, one after the other. The vector in which a gradient
-    travels is the same, with room for the numbers of rows before each part of them: an integer as wide as an element.
+    The server's vector of weights is the concatenation of all pieces and all rows. The vector of gradients has the same
+    order, with room for row ids (integers as wide as an element) before the rows of each table.
 
     Attributes:
-        pieces: of parameters whose gradients are dense.
-        rows: of parameters of whose gradients only some rows are there.
-        spans: where each lies in the weights: pieces, then rows.
-        rooms: where each lies in the vector in which gradients travel.
+        pieces: of parameters with dense gradients.
+        rows: of parameters with sparse gradients.
+        spans: position of each part in the vector of weights: pieces, then rows.
+        rooms: position of each part in the vector of gradients.
         dense: elements of all pieces.
-        size: elements of the weights.
-        room: elements of the vector in which gradients travel.
+        size: elements of the vector of weights.
+        room: elements of the vector of gradients.
     """
 
     pieces: list[Piece]
@@ -70,11 +70,17 @@ class Shard:
 
     @property
     def parts(self) -> list[Piece | Rows]:
-        """Return all of it, in its order."""
+        """Return all parts: pieces, then rows."""
         return [*self.pieces, *self.rows]
 
     def rows_in(self, vector: Tensor, table: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return rows in a vector in which gradients travel: their numbers, [count], and values, [count, width]."""
+        """Return views of the rows in a vector of gradients: ids [count], and values [count, width].
+
+        Args:
+            vector: of gradients.
+            table: number among `rows`.
+            count: number of rows.
+        """
         start, width = self.rooms[len(self.pieces) + table][0], self.rows[table].width
         numbers = vector[start : start + count].view(torch.int32 if vector.element_size() == 4 else torch.int64)
         return numbers, vector[start + count : start + count * (1 + width)].view(count, width)
@@ -88,16 +94,17 @@ def _one_after_the_other(sizes: Sequence[int]) -> list[tuple[int, int]]:
 def divide(
     shapes: Sequence[Sequence[int]], servers: int, *, whole: bool = False, by_row: frozenset[int] = frozenset()
 ) -> list[Shard]:  # fmt: skip
-    """Divide parameters among servers, by size.
+    """Divide parameters over servers, balanced by size.
 
     Args:
-        shapes: of each parameter.
-        servers: how many.
-        whole: don't cut a parameter; the largest go first, each to the server that has least.
-        by_row: numbers of the parameters of which servers take rows in turn.
+        shapes: of the parameters.
+        servers: number of servers.
+        whole: keep parameters whole; the largest are assigned first, each to the server with the fewest elements.
+        by_row: numbers of the parameters whose rows are distributed cyclically.
 
     Returns:
-        what each server keeps, by parameter.
+        The part of each server.
+
 
     >>> [shard.pieces for shard in divide([[3], [5]], 2)]  # doctest: +NORMALIZE_WHITESPACE
     [[Piece(parameter=0, start=0, stop=3), Piece(parameter=1, start=0, stop=1)],
@@ -109,11 +116,11 @@ def divide(
     pieces = _whole(sizes, servers) if whole else _cut(sizes, servers)
     return [
         Shard(
-            [piece for piece in mine if piece.parameter not in by_row],
+            [piece for piece in assigned if piece.parameter not in by_row],
             [Rows(n, server, servers, len(range(server, shapes[n][0], servers)), _product(shapes[n][1:]))
              for n in sorted(by_row)],
         )
-        for server, mine in enumerate(pieces)
+        for server, assigned in enumerate(pieces)
     ]  # fmt: skip
 
 
@@ -127,9 +134,9 @@ def _product(shape: Sequence[int]) -> int:
 def _whole(sizes: Sequence[int], servers: int) -> list[list[Piece]]:
     pieces: list[list[Piece]] = [[] for _ in range(servers)]
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-        least = min(pieces, key=lambda mine: sum(piece.stop for piece in mine))
+        least = min(pieces, key=lambda assigned: sum(piece.stop for piece in assigned))
         least.append(Piece(number, 0, sizes[number]))
-    return [sorted(mine) for mine in pieces]
+    return [sorted(assigned) for assigned in pieces]
 
 
 def _cut(sizes: Sequence[int], servers: int) -> list[list[Piece]]:
@@ -137,23 +144,26 @@ def _cut(sizes: Sequence[int], servers: int) -> list[list[Piece]]:
     bounds = [sum(sizes) * server // servers for server in range(servers + 1)]
     begin = 0
     for number, size in enumerate(sizes):
-        for mine, low, high in zip(pieces, bounds, bounds[1:], strict=False):
+        for assigned, low, high in zip(pieces, bounds, bounds[1:], strict=False):
             first, last = max(low, begin), min(high, begin + size)
             if first < last:
-                mine.append(Piece(number, first - begin, last - begin))
+                assigned.append(Piece(number, first - begin, last - begin))
         begin += size
     return pieces
 
 
-def together(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the same elements in as few spans as can be.
+def merge_spans(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Merge adjacent spans.
 
-    >>> together([(0, 2), (2, 5), (6, 7)])
+    Args:
+        spans: (start, stop) in ascending order.
+
+    >>> merge_spans([(0, 2), (2, 5), (6, 7)])
     [(0, 5), (6, 7)]
     """
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for start, stop in spans:
-        if found and found[-1][1] == start:
-            start = found.pop()[0]  # noqa: PLW2901
-        found.append((start, stop))
-    return found
+        if merged and merged[-1][1] == start:
+            start = merged.pop()[0]  # noqa: PLW2901
+        merged.append((start, stop))
+    return merged

@@ -1,4 +1,4 @@
-"""Low-rank compression of matrices: two thin factors replace each gradient."""
+"""PowerSGD: low-rank factors in place of the gradients of matrices."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 @final
 class LowRank:
-    """Joins gradients in two rounds, and adds what was lost to the next ones (error feedback).
+    """Sums gradients over workers in two rounds of low-rank factors, with error feedback.
 
-    Source: PowerSGD, Vogels et al., NeurIPS 2019, algorithm 1. A worker keeps what is lost of its own part: the parts
-    that were lost add up to what the sum lacks.
+    Source: PowerSGD, Vogels et al., NeurIPS 2019, algorithm 1. Each worker keeps the error of its own part; the errors
+    of all workers sum to the error of the sum.
 
     Args:
         parameters: the same on all workers, in the same order.
         rank: of the approximation.
 
     Attributes:
-        carriers: tensors whose gradients travel in the place of the parameters'.
+        carriers: tensors whose gradients are exchanged in place of the parameters' gradients.
     """
 
     def __init__(self, parameters: Sequence[Tensor], rank: int) -> None:
@@ -33,8 +33,12 @@ class LowRank:
         self.carriers = [*lefts, *rights, *self._others]
 
     def join(self, exchange: Callable[[], None]) -> None:
-        """Let the parameters' gradients be near the sums of all workers'; `exchange` sums those of the carriers."""
-        # A manual step calls backward where autocast is on, which would round the products.
+        """Replace the parameters' gradients by approximate sums over all workers.
+
+        Args:
+            exchange: sums the gradients of the carriers over all workers.
+        """
+        # A manual step may call backward inside autocast, which would round the products.
         with torch.autocast(self._device, enabled=False):
             self._join(exchange)
 
@@ -54,18 +58,22 @@ class LowRank:
             matrix.settle()
 
     def state(self) -> list[dict[str, Tensor]]:
-        """Return what is kept for the next gradients."""
+        """Return error and basis of each compressed parameter."""
         return [{"lost": matrix.lost, "basis": matrix.basis} for matrix in self._matrices]
 
     def load(self, state: Sequence[dict[str, Tensor]]) -> None:
-        """Take over what `state` has returned."""
+        """Load a result of `state`.
+
+        Args:
+            state: of the same parameters.
+        """
         for matrix, saved in zip(self._matrices, state, strict=True):
             matrix.lost.copy_(saved["lost"])
             matrix.basis.copy_(saved["basis"])
 
 
 class _Matrix:
-    """One parameter, seen as a matrix: its first dimension by all others."""
+    """A parameter as a matrix: the first dim by all other dims."""
 
     def __init__(self, parameter: Tensor, rank: int) -> None:
         self.parameter = parameter
@@ -78,14 +86,14 @@ class _Matrix:
         self.right = nn.Parameter(torch.zeros(columns, rank, **like))
         self.lost = torch.zeros(rows, columns, **like)
         self.basis = torch.randn(columns, rank, generator=torch.Generator().manual_seed(columns)).to(**like)
-        self._given: Tensor | None = None  # this worker's gradient, with what was lost before
+        self._corrected: Tensor | None = None  # this worker's gradient plus the earlier error
 
     def project(self) -> None:
-        gradient, given = self.parameter.grad, self.lost
+        gradient, corrected = self.parameter.grad, self.lost
         if gradient is not None:
-            given = given + gradient.reshape(given.shape)
-        self._given = None if gradient is None and not bool(self.lost.any()) else given
-        self.left.grad = None if self._given is None else self._given @ self.basis
+            corrected = corrected + gradient.reshape(corrected.shape)
+        self._corrected = None if gradient is None and not bool(self.lost.any()) else corrected
+        self.left.grad = None if self._corrected is None else self._corrected @ self.basis
         self.right.grad = None
 
     def project_back(self) -> None:
@@ -93,19 +101,19 @@ class _Matrix:
         if summed is None:
             return
         self._orthogonal, _ = torch.linalg.qr(summed)
-        if self._given is not None:
-            factor = self._given.T @ self._orthogonal
+        if self._corrected is not None:
+            factor = self._corrected.T @ self._orthogonal
             self.right.grad = factor
-            self.lost = self._given - self._orthogonal @ factor.T
+            self.lost = self._corrected - self._orthogonal @ factor.T
 
     def settle(self) -> None:
-        summed, self.right.grad, self._given = self.right.grad, None, None
+        summed, self.right.grad, self._corrected = self.right.grad, None, None
         if summed is None:
             self.parameter.grad = None
             return
         self.basis = summed
-        found = (self._orthogonal @ summed.T).view(self.parameter.shape)
-        self.parameter.grad = found.to(self.parameter.dtype)
+        gradient = (self._orthogonal @ summed.T).view(self.parameter.shape)
+        self.parameter.grad = gradient.to(self.parameter.dtype)
 
 
 def _is_worth_it(parameter: Tensor, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""Requests to one server with exactly-once handling, also when the server restarts."""
+"""Requests to a server with exactly-once processing, also when the server restarts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fabricx.parameter_server.wire.messages import Pull
 
 @dataclass(slots=True)
 class _Sent:
-    """A message to which there is no answer yet, and the bytes of the vector that belong to it."""
+    """A message without a reply so far, with the byte ranges of its vector."""
 
     number: int
     message: Any
@@ -25,13 +25,16 @@ class _Sent:
 class Channel:
     """Numbered messages over a link that is replaced when it ends.
 
-    An answer shows that all messages up to its own were handled. Later ones are sent again over a new link, and the
-    server skips those that it knows. The vector holds what was sent with them, because nothing is written to it
-    between a message and the next answer.
+    A reply confirms all messages up to its number. Later messages are sent again over a new link, and the server skips
+    those that it has processed. The vector still contains their data, because it is not written between a message and
+    the next reply.
 
     Args:
         link: the first link.
-        reconnect: returns a link with the vectors of one that has ended; raises `ServerLost` if there is none.
+        reconnect: returns a new link with the vectors of an ended link; raises `ServerLost` if that is impossible.
+
+    Attributes:
+        inbox, outbox: vectors of the link.
     """
 
     def __init__(self, link: Link, reconnect: Callable[[Link], Link]) -> None:
@@ -41,17 +44,17 @@ class Channel:
         self._number = 0
         self._posted: list[tuple[int, int]] = []  # since the newest message
         self._unanswered: list[_Sent] = []
-        self._traffic = (0, 0)  # of links before this one
+        self._traffic = (0, 0)  # bytes of earlier links
         self._arrived: Callable[[int], None] | None = None
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Return the bytes of vectors that were sent and received."""
+        """Return the bytes of vectors (sent, received)."""
         return self._traffic[0] + self._link.sent, self._traffic[1] + self._link.received
 
     @property
     def arrived(self) -> Callable[[int], None] | None:
-        """Return what is called with the last byte of each part that comes before its message."""
+        """Return the callback for parts that are received before their message; see `Link.arrived`."""
         return self._arrived
 
     @arrived.setter
@@ -59,7 +62,11 @@ class Channel:
         self._arrived = self._link.arrived = call
 
     def post(self, start: int, stop: int) -> None:
-        """Send the bytes [start, stop) of the outbox with the next message."""
+        """Send the bytes [start, stop) of the outbox with the next message.
+
+        Args:
+            start, stop: positions in bytes.
+        """
         self._posted.append((start, stop))
         try:
             self._link.post(start, stop)
@@ -67,7 +74,11 @@ class Channel:
             self._send_again()
 
     def send(self, message: Any) -> None:
-        """Send a message after all bytes that were posted."""
+        """Send a message after all posted bytes.
+
+        Args:
+            message: can be pickled.
+        """
         self._number += 1
         posted, self._posted = self._posted, []
         self._unanswered.append(_Sent(self._number, message, posted))
@@ -77,7 +88,7 @@ class Channel:
             self._send_again()
 
     def recv(self) -> Any:
-        """Wait for the next answer."""
+        """Wait for the next reply."""
         while True:
             try:
                 number, answer = self._link.recv()
@@ -88,7 +99,7 @@ class Channel:
             return answer
 
     def _send_again(self) -> None:
-        """Replace the link, and send what the server may not have handled."""
+        """Replace the link, and send all messages that the server may not have processed."""
         while True:
             before = self._link
             self._link = self._reconnect(before)
@@ -99,7 +110,7 @@ class Channel:
                 for sent in self._unanswered:
                     self._post_all(sent.spans)
                     if isinstance(sent.message, Pull):
-                        sent.message.whole = True  # the server may have counted on an answer that was lost
+                        sent.message.whole = True  # a difference may refer to a reply that was lost
                     self._link.send((sent.number, sent.message))
                 self._post_all(self._posted)
             except LOST:
@@ -111,7 +122,11 @@ class Channel:
             self._link.post(start, stop)
 
     def close(self, *, done: bool) -> None:
-        """Leave the server; with `done`, this worker needs it no more."""
+        """Close the link.
+
+        Args:
+            done: this worker does not need the server any more.
+        """
         try:
             if done:
                 self._link.send(None)

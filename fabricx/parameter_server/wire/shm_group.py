@@ -1,4 +1,4 @@
-"""Shared memory of all ranks of one machine, with a signal between each two ranks."""
+"""Memory that all ranks of a machine map, with connections between all pairs of ranks."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from torch import Tensor
 
 from fabricx.distributed import authentication
 from fabricx.distributed.generations import membership
-from fabricx.parameter_server.wire.channel import DOOR, Store, mapped, nameless
+from fabricx.parameter_server.wire.channel import DOOR, Store, anonymous_file, map_vector
 from fabricx.scratch import private_folder
 
 
 @final
 class SharedMemoryGroup:
-    """One vector of each rank, which all can read and write, and messages from each to each.
+    """A shared vector per rank, which all ranks can read and write, and messages between all ranks.
 
-    A rank that dies is noticed by all others at once, when they next wait for it.
+    If a rank dies, every other rank detects it at its next receive from that rank.
 
     Args:
-        store: where ranks find each other; None for a single one.
-        key: of this mesh in it.
-        rank, size: which of how many.
+        store: for the rendezvous; None for a single rank.
+        key: of this group in the store.
+        rank, size: number of this rank, and number of ranks.
         dtype, elements: of the vectors.
-        generation: that all of them are of.
-        secret: the run's key, which each of them has to have.
+        generation: of all ranks.
+        secret: key of the run.
 
     Attributes:
-        rank: see above.
+        rank: see Args.
         vectors: by rank.
 
     Raises:
-        ValueError: the ranks aren't all on one machine.
+        ValueError: the ranks are on different machines.
     """
 
     def __init__(
@@ -51,16 +51,17 @@ class SharedMemoryGroup:
         self.rank, self._generation, self._secret = rank, generation, secret
         self._others: dict[int, Connection] = {}
         vectors: dict[int, Tensor] = {}
-        own = nameless(elements * dtype.itemsize)
+        local = anonymous_file(elements * dtype.itemsize)
         if store is not None and size > 1:
-            self._meet(store, key, own, vectors, dtype, elements, size)
-        vectors[rank] = mapped(own, dtype, elements)
+            self._meet(store, key, local, vectors, dtype, elements, size)
+        vectors[rank] = map_vector(local, dtype, elements)
         self.vectors = [vectors[number] for number in range(size)]
 
     def _meet(
-        self, store: Store, key: str, own: int, vectors: dict[int, Tensor], dtype: torch.dtype, elements: int, size: int
+        self, store: Store, key: str, local: int, vectors: dict[int, Tensor], dtype: torch.dtype, elements: int,
+        size: int,
     ) -> None:  # fmt: skip
-        """Get to know each other rank: a rank goes to those before it, and lets those after it in."""
+        """Connect to all other ranks: a rank connects to lower ranks, and accepts higher ranks."""
         with private_folder() as folder:
             door = authentication.listen(folder, DOOR)
             store.set(f"{key}/{self.rank}", f"{socket.gethostname()}:{os.path.join(folder, DOOR)}")
@@ -70,8 +71,8 @@ class SharedMemoryGroup:
                 connection: Any = authentication.connect(path, self._secret)
                 connection.send(self.rank)
                 self._others[other] = connection
-                reduction.send_handle(connection, own, 0)
-                vectors[other] = mapped(reduction.recv_handle(connection), dtype, elements)
+                reduction.send_handle(connection, local, 0)
+                vectors[other] = map_vector(reduction.recv_handle(connection), dtype, elements)
             for _ in range(self.rank + 1, size):
                 connection = None
                 while connection is None:
@@ -79,31 +80,42 @@ class SharedMemoryGroup:
                     connection = authentication.accept(door, self._secret)
                 other = connection.recv()
                 self._others[other] = connection
-                vectors[other] = mapped(reduction.recv_handle(connection), dtype, elements)
-                reduction.send_handle(connection, own, 0)
+                vectors[other] = map_vector(reduction.recv_handle(connection), dtype, elements)
+                reduction.send_handle(connection, local, 0)
             door.close()
 
     def _wait_until(self, ready: Callable[[], Any]) -> None:
-        """Wait for another rank, which may be dead by now."""
+        """Wait for another rank; raises an error if a rank has died."""
         while not ready():
             membership().check(self._generation)
             time.sleep(0.001)
 
-    def tell(self, message: Any) -> None:
-        """Send a message to all others."""
+    def send_all(self, message: Any) -> None:
+        """Send a message to all other ranks.
+
+        Args:
+            message: can be pickled.
+        """
         for connection in self._others.values():
             connection.send(message)
 
-    def hear(self) -> dict[int, Any]:
-        """Wait for the next message of each other rank; returns them by rank.
+    def recv_all(self) -> dict[int, Any]:
+        """Receive the next message of each other rank, by rank.
 
         Raises:
-            EOFError: one has died.
+            EOFError: a rank has died.
         """
         return {rank: connection.recv() for rank, connection in self._others.items()}
 
-    def give(self, file: int) -> int:
-        """Give all others the first rank's file; returns it."""
+    def share_file(self, file: int) -> int:
+        """Distribute the first rank's file to all ranks.
+
+        Args:
+            file: this rank's file descriptor; closed on all ranks but the first.
+
+        Returns:
+            Descriptor of the first rank's file.
+        """
         if not self._others:
             return file
         if self.rank:
@@ -114,61 +126,62 @@ class SharedMemoryGroup:
         return file
 
     def close(self) -> None:
-        """Leave it; the vectors stay as long as somebody has them."""
+        """Close all connections; the vectors stay valid."""
         for connection in self._others.values():
             connection.close()
 
 
 @final
 class RemappableBuffer:
-    """A vector that is one for all ranks, or each rank's own: at the same address, so that views of it stay views.
+    """A vector that can be switched between shared and private memory at the same address, so that views stay valid.
 
-    It is each rank's own at first.
+    It is private at first.
 
     Args:
-        mesh: of the ranks; all of them call this.
+        group: of the ranks; all of them call this.
         dtype, elements: of the vector.
 
     Attributes:
         vector: see above.
+        private: each rank has its own memory; otherwise all ranks share it.
     """
 
-    def __init__(self, mesh: SharedMemoryGroup, dtype: torch.dtype, elements: int) -> None:
-        self._mesh = mesh
+    def __init__(self, group: SharedMemoryGroup, dtype: torch.dtype, elements: int) -> None:
+        self._group = group
         self._size = max(1, elements * dtype.itemsize)
-        self._file = mesh.give(nameless(self._size))
-        self.vector = mapped(os.dup(self._file), dtype, elements)
+        self._file = group.share_file(anonymous_file(self._size))
+        self.vector = map_vector(os.dup(self._file), dtype, elements)
         self._map(mmap.MAP_PRIVATE)
-        self.apart = True
+        self.private = True
 
-    def come_together(self) -> None:
-        """Let all ranks have the same memory from now on, with what the first rank's has been; all call it."""
-        if self._mesh.rank == 0:
+    def share(self) -> None:
+        """Map shared memory with the values of the first rank; every rank calls it."""
+        if self._group.rank == 0:
             kept = self.vector.clone()
             self._map(mmap.MAP_SHARED)
             self.vector.copy_(kept)
-        self._mesh.tell(None)
-        self._mesh.hear()
-        if self._mesh.rank:
+        self._group.send_all(None)
+        self._group.recv_all()
+        if self._group.rank:
             self._map(mmap.MAP_SHARED)
-        self.apart = False
+        self.private = False
 
-    def go_apart(self) -> None:
-        """Let this rank's be its own from now on, with what it was; nobody changes it before all come together."""
+    def unshare(self) -> None:
+        """Map private memory with the shared values; no rank writes to the shared memory before the next `share`."""
         self._map(mmap.MAP_PRIVATE)
-        self.apart = True
+        self.private = True
 
     def close(self) -> None:
-        """Share it no more; the vector stays."""
+        """Close the shared file; the vector stays valid."""
         os.close(self._file)
 
     def _map(self, how: int) -> None:
-        """Put the file into the place of what is at the vector's address."""
+        """Map the file at the vector's address."""
         address, fixed = self.vector.data_ptr(), 0x10
         if not len(self.vector):
             return
-        found = _libc().mmap(address, self._size, mmap.PROT_READ | mmap.PROT_WRITE, how | fixed, self._file, 0)
-        if found != address:
+        mapped = _libc().mmap(address, self._size, mmap.PROT_READ | mmap.PROT_WRITE, how | fixed, self._file, 0)
+        if mapped != address:
             raise OSError(ctypes.get_errno(), "memory couldn't be mapped again")
 
 
@@ -185,7 +198,7 @@ def _path(address: str, rank: int) -> str:
     host, _, path = address.partition(":")
     if host != socket.gethostname():
         raise ValueError(
-            f"rank {rank} is on {host} and this one on {socket.gethostname()}: workers without servers have to be on "
-            "one machine; say servers=1, or take strategy=ddp"
+            f"rank {rank} is on {host} and this rank on {socket.gethostname()}: workers without servers have to be on "
+            "one machine; set servers=1, or use strategy=ddp"
         )
     return path

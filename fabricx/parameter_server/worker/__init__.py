@@ -1,1 +1,1 @@
-"""A worker's side of the exchange with parameter servers."""
+"""The worker's side of the exchange with parameter servers."""

@@ -1,4 +1,4 @@
-"""Exchange buffers between a worker and one server: parts of gradients and weights."""
+"""Buffers between a worker and a server: gradients to the server, sums or weights from it."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import Tensor
 from fabricx.parameter_server.optimizer_parts import part_of
 from fabricx.parameter_server.wire.codecs import Codec
 from fabricx.parameter_server.wire.messages import Reply
-from fabricx.parameter_server.wire.partition import Rows, Shard, together
+from fabricx.parameter_server.wire.partition import Rows, Shard, merge_spans
 
-WORTH_A_CALL: Final = 1 << 15  # bytes of a gradient that is sent by itself; smaller ones go all together
+WORTH_A_CALL: Final = 1 << 15  # minimum bytes of a gradient that is sent separately; others are sent together
 
 
 class Vectors(Protocol):
-    """What a link is to those who only fill its vectors."""
+    """The part of the link interface that buffers use."""
 
     inbox: Tensor
     outbox: Tensor
 
     def post(self, start: int, stop: int) -> None:
-        """Let some bytes of the outbox go."""
+        """Send bytes [start, stop) of the outbox."""
 
 
 @final
 @dataclass(slots=True)
 class Filled:
-    """What a worker has put into its vector: see `Push`."""
+    """Description of the gradients in a worker's vector: see `Push`."""
 
     missing: frozenset[int] = frozenset()
     rows: dict[int, int] = field(default_factory=dict)
@@ -43,15 +43,19 @@ L = TypeVar("L", bound=Vectors)
 
 @final
 class ExchangeBuffers(Generic[L]):
-    """What one worker and one server have in common.
+    """Vectors shared by a worker and a server.
 
     Args:
         link: between them.
-        shard: what the server keeps.
-        parameters: all of the model's.
+        shard: the server's part of the parameters.
+        parameters: all parameters of the model.
         codec: of gradients.
-        back: of what comes back.
-        views: gradients may stay in the link's vector: nobody keeps one until there is the next.
+        back: of replies.
+        views: gradients may be views of the link's vector, because none is kept until the next gradient.
+
+    Attributes:
+        link, shard: see Args.
+        tables: (life, version) of the complete tables that this worker has.
     """
 
     def __init__(
@@ -64,13 +68,13 @@ class ExchangeBuffers(Generic[L]):
         rooms = shard.rooms[: len(shard.pieces)]
         self._out = [self._plain[start:stop] for start, stop in rooms]
         self._back = back
-        self._came = link.inbox[: shard.dense] if back is None else torch.zeros(shard.dense, dtype=link.inbox.dtype)
-        self._in = [self._came[start:stop] for start, stop in rooms]
-        self._kept_before = torch.empty(0)  # by compression, before the newest gradient
-        self._begun = False  # have weights come from which the next ones are differences?
-        self.tables: tuple[str, int] | None = None  # life and version of the whole tables that this worker has
-        self._early: set[int] = set()  # pieces that are on their way already
-        self._views: dict[int, Tensor] = {}  # of pieces that are a parameter's whole gradient
+        self._received = link.inbox[: shard.dense] if back is None else torch.zeros(shard.dense, dtype=link.inbox.dtype)
+        self._in = [self._received[start:stop] for start, stop in rooms]
+        self._kept_before = torch.empty(0)  # error feedback before the newest gradient
+        self._begun = False  # weights were received, to which the next differences refer
+        self.tables: tuple[str, int] | None = None
+        self._early: set[int] = set()  # pieces that were sent already
+        self._views: dict[int, Tensor] = {}  # views of pieces that are a whole gradient
         if views and codec is None and back is None:
             for number, (piece, room) in enumerate(zip(shard.pieces, self._out, strict=True)):
                 parameter = parameters[piece.parameter]
@@ -78,13 +82,18 @@ class ExchangeBuffers(Generic[L]):
                 if alike and piece.size == parameter.numel():
                     self._views[number] = room.view(parameter.shape)
 
-    # -- gradients, on their way there --------------------------------------------------------------------------
+    # -- gradients to the server --------------------------------------------------------------------------------
 
-    def put(self, number: int, parameter: Tensor) -> None:
-        """Let the gradient of a piece go at once: nothing will be added to it."""
+    def post_piece(self, number: int, parameter: Tensor) -> None:
+        """Send the final gradient of a piece at once.
+
+        Args:
+            number: of the piece.
+            parameter: with a gradient.
+        """
         gradient = parameter.grad
         if self._codec is not None or gradient is None or gradient.is_sparse or gradient.is_cuda:
-            return  # from a device, all go together: whether one has changed since can't be seen from here
+            return  # gradients on a device are sent together: later changes can't be detected without synchronising it
         room, view = self._out[number], self._views.get(number)
         if gradient.data_ptr() != room.data_ptr():
             room.copy_(part_of(gradient, self.shard.pieces[number]).reshape(-1))
@@ -93,30 +102,37 @@ class ExchangeBuffers(Generic[L]):
         self._early.add(number)
         self._post(*self.shard.rooms[number])
 
-    def fill(self, gradients: Sequence[Tensor | None]) -> Filled:
-        """Bring all gradients that aren't on their way, or have changed since."""
+    def post_gradients(self, gradients: Sequence[Tensor | None]) -> Filled:
+        """Send all gradients that were not sent early, or that have changed since.
+
+        Args:
+            gradients: by parameter; None for no gradient.
+
+        Returns:
+            Description of the gradients.
+        """
         missing = []
         targets, sources = [], []
-        going: list[tuple[int, int]] = []
+        unsent: list[tuple[int, int]] = []
         early, self._early = self._early, set()
         for number, (piece, room) in enumerate(zip(self.shard.pieces, self._out, strict=True)):
             gradient = gradients[piece.parameter]
             if gradient is None:
                 missing.append(number)
-                room.zero_()  # workers without servers, and codecs, read all of it
+                room.zero_()  # read by codecs, and by other workers if there are no servers
                 continue
             source = part_of(gradient, piece).reshape(-1)
-            there = source.data_ptr() == room.data_ptr()
-            if number in early and (there or torch.equal(source.to(room.dtype), room)):
+            in_place = source.data_ptr() == room.data_ptr()
+            if number in early and (in_place or torch.equal(source.to(room.dtype), room)):
                 continue
-            if not there:
+            if not in_place:
                 targets.append(room)
                 sources.append(source)
-            going.append(self.shard.rooms[number])
+            unsent.append(self.shard.rooms[number])
         _copy_all(targets, sources)
         filled = Filled(frozenset(missing))
         if self._codec is None:
-            for start, stop in together(going):
+            for start, stop in merge_spans(unsent):
                 self._post(start, stop)
         else:
             self._kept_before = self._codec.lost
@@ -128,8 +144,8 @@ class ExchangeBuffers(Generic[L]):
                 filled.rows[number] = self._fill_rows(number, rows, gradient)
         return filled
 
-    def take_back(self) -> None:
-        """Undo what the newest gradient has changed here: the server has not used it, and its data is dealt again."""
+    def undo_feedback(self) -> None:
+        """Revert the error feedback to its state before the newest gradient, which the server has not used."""
         if self._codec is not None:
             self._codec.lost = self._kept_before
 
@@ -138,11 +154,11 @@ class ExchangeBuffers(Generic[L]):
         self.link.post(start * size, stop * size)
 
     def _fill_rows(self, number: int, rows: Rows, gradient: Tensor) -> int:
-        """Bring the rows of a gradient that are this server's; returns how many."""
+        """Send the rows of a gradient that belong to this server; returns their number."""
         sparse = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
         ids, values = sparse.indices()[0], sparse.values().reshape(-1, rows.width)
-        own = ids % rows.step == rows.first
-        ids, values = ids[own], values[own]
+        local = ids % rows.step == rows.first
+        ids, values = ids[local], values[local]
         numbers, room = self.shard.rows_in(self.link.outbox, number, len(ids))
         numbers.copy_(ids // rows.step)
         room.copy_(values)
@@ -151,36 +167,45 @@ class ExchangeBuffers(Generic[L]):
         return len(ids)
 
     def present(self, missing: frozenset[int]) -> set[int]:
-        """Return the numbers of the parameters that have another piece here than those that are missing."""
+        """Return the numbers of the parameters with a piece in this shard that is not missing.
+
+        Args:
+            missing: numbers of pieces.
+        """
         return {piece.parameter for number, piece in enumerate(self.shard.pieces) if number not in missing}
 
-    # -- sums and weights, on their way back ---------------------------------------------------------------------
+    # -- sums and weights from the server -----------------------------------------------------------------------
 
     def unpack(self, reply: Reply, *, sums: bool) -> None:
-        """Decode what has come: sums as they are, and weights as their differences from what was here before."""
+        """Decode a reply: sums are absolute, weights are differences to the weights received before.
+
+        Args:
+            reply: of the server.
+            sums: the reply contains sums.
+        """
         if self._back is None:
             return
         self._begun = not sums
         if reply.scale is None:
-            self._came.copy_(self.link.inbox[: self.shard.dense])
+            self._received.copy_(self.link.inbox[: self.shard.dense])
             return
         raw = self.link.inbox.view(torch.uint8)
-        decoded = self._back.decode(raw, len(self._came), reply.scale, self._came.dtype)
-        self._came.copy_(decoded) if sums else self._came.add_(decoded)
+        decoded = self._back.decode(raw, len(self._received), reply.scale, self._received.dtype)
+        self._received.copy_(decoded) if sums else self._received.add_(decoded)
 
     @property
-    def came(self) -> Tensor | None:
-        """Return the weights that came so far, flat, if differences from them follow."""
-        return self._came.clone() if self._begun else None
+    def received_weights(self) -> Tensor | None:
+        """Return the weights received so far, flat, if compressed differences refer to them; else None."""
+        return self._received.clone() if self._begun else None
 
-    @came.setter
-    def came(self, weights: Tensor) -> None:
+    @received_weights.setter
+    def received_weights(self, weights: Tensor) -> None:
         self._begun = True
-        self._came.copy_(weights)
+        self._received.copy_(weights)
 
     @property
     def kept(self) -> Tensor:
-        """Return what compression has lost so far, and will add to the next gradient; none if it doesn't compress."""
+        """Return the error feedback that will be added to the next gradient; empty without compression."""
         return torch.empty(0) if self._codec is None else self._codec.lost
 
     @kept.setter
@@ -188,49 +213,72 @@ class ExchangeBuffers(Generic[L]):
         if self._codec is not None:
             self._codec.lost = lost
 
-    def give_sums(self, parameters: Sequence[Tensor], missing: frozenset[int]) -> None:
-        """Let the gradients of parameters be what has come; a parameter of which pieces are elsewhere has a tensor."""
-        for number, (piece, came) in enumerate(zip(self.shard.pieces, self._in, strict=True)):
+    def write_sums(self, parameters: Sequence[Tensor], missing: frozenset[int]) -> None:
+        """Write the received sums to `parameter.grad`, which is allocated for parameters with several pieces.
+
+        Args:
+            parameters: by number.
+            missing: numbers of the pieces without a sum.
+        """
+        for number, (piece, received) in enumerate(zip(self.shard.pieces, self._in, strict=True)):
             parameter = parameters[piece.parameter]
             if number in missing:
                 continue
             view = self._views.get(number)
-            if view is not None and came.data_ptr() == view.data_ptr():
+            if view is not None and received.data_ptr() == view.data_ptr():
                 parameter.grad = view
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            _copy_part(parameter.grad, piece.start, piece.stop, came)
+            _copy_part(parameter.grad, piece.start, piece.stop, received)
 
-    def rows_of_sums(self, rows: dict[int, int]) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return the rows that have come, by parameter: their numbers in it, and their values."""
-        found = {}
+    def received_rows(self, rows: dict[int, int]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return the received rows by parameter: (ids, values).
+
+        Args:
+            rows: number of rows by table.
+        """
+        by_parameter = {}
         for number, count in rows.items():
             part = self.shard.rows[number]
             ids, values = self.shard.rows_in(self.link.inbox, number, count)
-            found[part.parameter] = ids.long() * part.step + part.first, values.clone()
-        return found
+            by_parameter[part.parameter] = ids.long() * part.step + part.first, values.clone()
+        return by_parameter
 
-    def needs(self, number: int) -> int:
-        """Return how many bytes have to come until a piece is there: all, where they are compressed."""
+    def bytes_needed(self, number: int) -> int:
+        """Return the number of bytes after which a piece is complete: all bytes, if replies are compressed.
+
+        Args:
+            number: of the piece.
+        """
         if self._back is not None:
             return self.link.inbox.nbytes
         return self.shard.rooms[number][1] * self.link.inbox.element_size()
 
-    def give_piece(self, number: int, targets: Sequence[Tensor]) -> None:
-        """Copy one piece into its tensor."""
+    def write_piece(self, number: int, targets: Sequence[Tensor]) -> None:
+        """Copy a received piece to its parameter.
+
+        Args:
+            number: of the piece.
+            targets: by parameter.
+        """
         piece = self.shard.pieces[number]
         _copy_part(targets[piece.parameter], piece.start, piece.stop, self._in[number])
 
-    def give_weights(self, targets: Sequence[Tensor], *, tables: bool) -> None:
-        """Copy weights into tensors, by parameter; with `tables`, whole ones too."""
+    def write_weights(self, targets: Sequence[Tensor], *, tables: bool) -> None:
+        """Copy received weights to tensors.
+
+        Args:
+            targets: by parameter.
+            tables: also copy complete tables.
+        """
         views, sources = [], []
         for (number, start, stop), source in zip(self.shard.pieces, self._in, strict=True):
             tensor = targets[number].detach()
             if tensor.is_contiguous():
                 views.append(tensor.view(-1)[start:stop])
                 sources.append(source)
-            else:  # of another memory format: no view of it is a vector
+            else:  # another memory format, which has no flat view
                 _copy_part(tensor, start, stop, source)
         _copy_all(views, sources)
         if tables:
@@ -238,52 +286,76 @@ class ExchangeBuffers(Generic[L]):
                 table = part_of(targets[rows.parameter], rows)
                 table.copy_(self.link.inbox[start:stop].view(table.shape))
 
-    def give_changed(self, targets: Sequence[Tensor], counts: dict[int, int]) -> None:
-        """Copy rows that came with their numbers into their tables."""
+    def write_changed_rows(self, targets: Sequence[Tensor], counts: dict[int, int]) -> None:
+        """Copy changed rows, received with their ids, to their tables.
+
+        Args:
+            targets: by parameter.
+            counts: number of rows by table.
+        """
         for number, count in counts.items():
             ids, values = self.shard.rows_in(self.link.inbox, number, count)
-            self._give_rows(number, targets, ids, values)
+            self._write_rows(number, targets, ids, values)
 
-    def want_rows(self, ids: dict[int, Tensor]) -> dict[int, int]:
-        """Write down the numbers of the rows that are wanted, by parameter; returns how many of which table."""
+    def post_row_ids(self, ids: dict[int, Tensor]) -> dict[int, int]:
+        """Send the ids of requested rows; returns their number by table.
+
+        Args:
+            ids: row ids by parameter.
+        """
         counts = {}
         for number, rows in enumerate(self.shard.rows):
             if rows.parameter not in ids:
                 continue
-            own = ids[rows.parameter]
-            own = own[own % rows.step == rows.first] // rows.step
-            numbers, _ = self.shard.rows_in(self.link.outbox, number, len(own))
-            numbers.copy_(own)
+            local = ids[rows.parameter]
+            local = local[local % rows.step == rows.first] // rows.step
+            numbers, _ = self.shard.rows_in(self.link.outbox, number, len(local))
+            numbers.copy_(local)
             start = self.shard.rooms[len(self.shard.pieces) + number][0]
-            self._post(start, start + len(own))
-            counts[number] = len(own)
+            self._post(start, start + len(local))
+            counts[number] = len(local)
         return counts
 
-    def give_rows(self, targets: Sequence[Tensor], counts: dict[int, int]) -> None:
-        """Copy the rows that were wanted into their tables."""
+    def write_rows(self, targets: Sequence[Tensor], counts: dict[int, int]) -> None:
+        """Copy the requested rows to their tables.
+
+        Args:
+            targets: by parameter.
+            counts: result of `post_row_ids`.
+        """
         for number, count in counts.items():
             rows = self.shard.rows[number]
             ids, _ = self.shard.rows_in(self.link.outbox, number, count)
             start = self.shard.spans[len(self.shard.pieces) + number][0]
             values = self.link.inbox[start : start + count * rows.width].view(count, rows.width)
-            self._give_rows(number, targets, ids, values)
+            self._write_rows(number, targets, ids, values)
 
-    def _give_rows(self, number: int, targets: Sequence[Tensor], ids: Tensor, values: Tensor) -> None:
+    def _write_rows(self, number: int, targets: Sequence[Tensor], ids: Tensor, values: Tensor) -> None:
         rows = self.shard.rows[number]
         table = targets[rows.parameter].detach()
-        places = ids.long().to(table.device) * rows.step + rows.first
-        table[places] = values.view(len(ids), *table.shape[1:]).to(table)
+        indices = ids.long().to(table.device) * rows.step + rows.first
+        table[indices] = values.view(len(ids), *table.shape[1:]).to(table)
 
 
 def dtype_of(parameters: Sequence[Tensor]) -> torch.dtype:
-    """Return the type in which parameters travel: the widest."""
+    """Return the dtype of the vectors: the widest of the parameters' dtypes, at least float32.
+
+    Args:
+        parameters: of the model.
+    """
     return torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
 
 
-def watch(
+def register_grad_hooks(
     parameters: Sequence[Tensor], shards: Sequence[Shard], put: Callable[[int, int, Tensor], None]
 ) -> Callable[[], None]:  # fmt: skip
-    """Call `put(server, number of the piece, parameter)` when a large gradient is there; returns what ends that."""
+    """Call a function when a large gradient is complete; returns a function that removes the hooks.
+
+    Args:
+        parameters: of the model.
+        shards: of all servers.
+        put: called with (server, number of the piece, parameter).
+    """
     where = pieces_by_parameter(shards)
 
     def put_all(places: list[tuple[int, int]], parameter: Tensor) -> None:
@@ -304,32 +376,36 @@ def watch(
 
 
 def pieces_by_parameter(shards: Sequence[Shard]) -> dict[int, list[tuple[int, int]]]:
-    """Return where the pieces of each parameter are: (server, number of the piece)."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for server, shard in enumerate(shards):
-        for number, piece in enumerate(shard.pieces):
-            found.setdefault(piece.parameter, []).append((server, number))
-    return found
-
-
-def settle_sums(
-    parameters: Sequence[Tensor], boxes: Sequence[ExchangeBuffers[Any]], missing: Sequence[frozenset[int]],
-    rows: Sequence[dict[int, tuple[Tensor, Tensor]]],
-) -> None:  # fmt: skip
-    """Let the gradients of parameters be the sums that have come; None where nobody had one.
+    """Return the pieces of each parameter as (server, number of the piece).
 
     Args:
-        parameters: all of them.
-        boxes: in which they came.
-        missing: numbers of the pieces without a gradient, in each.
-        rows: of tables in each, by parameter: numbers and values.
+        shards: of all servers.
+    """
+    pieces: dict[int, list[tuple[int, int]]] = {}
+    for server, shard in enumerate(shards):
+        for number, piece in enumerate(shard.pieces):
+            pieces.setdefault(piece.parameter, []).append((server, number))
+    return pieces
+
+
+def write_summed_gradients(
+    parameters: Sequence[Tensor], buffers: Sequence[ExchangeBuffers[Any]], missing: Sequence[frozenset[int]],
+    rows: Sequence[dict[int, tuple[Tensor, Tensor]]],
+) -> None:  # fmt: skip
+    """Write received sums to `parameter.grad`; None for parameters without a gradient on any worker.
+
+    Args:
+        parameters: all parameters.
+        buffers: of each server.
+        missing: numbers of the pieces without a gradient, by server.
+        rows: rows of tables, by server: (ids, values) by parameter.
     """
     present: set[int] = set()
     by_table: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    for mine, nowhere, found in zip(boxes, missing, rows, strict=True):
-        present |= mine.present(nowhere)
-        mine.give_sums(parameters, nowhere)
-        for number, part in found.items():
+    for source, absent, tables in zip(buffers, missing, rows, strict=True):
+        present |= source.present(absent)
+        source.write_sums(parameters, absent)
+        for number, part in tables.items():
             by_table.setdefault(number, []).append(part)
     for number, parameter in enumerate(parameters):
         if number in by_table:
@@ -341,7 +417,7 @@ def settle_sums(
 
 
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors; between pinned memory and a device all at once, and until they are there."""
+    """Copy tensors; between pinned memory and a device asynchronously, with a single synchronisation."""
     if not targets:
         return
     if not any(tensor.is_cuda for tensor in (*targets, *sources)):
@@ -353,7 +429,7 @@ def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _copy_part(tensor: Tensor, start: int, stop: int, source: Tensor) -> None:
-    """Copy a piece into a tensor of any memory format and device."""
+    """Copy a piece to a tensor of any memory format and device."""
     tensor = tensor.detach()
     if tensor.is_contiguous():
         tensor.view(-1)[start:stop].copy_(source)

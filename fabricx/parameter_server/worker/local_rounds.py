@@ -1,4 +1,4 @@
-"""The protocol of local steps: workers step independently and exchange their movement every few steps."""
+"""Local steps: workers train rounds of several leases independently, and exchange the change of their weights."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from fabricx.parameter_server.worker.client import Client
 
 
 @final
-class Rounds(Asynchronous):
-    """A worker takes the servers' weights, trains `every` leases with its own optimizer, and brings the difference.
+class LocalRounds(Asynchronous):
+    """Protocol of local rounds: pull weights, train `every` leases with a local optimizer, push the difference.
 
-    With "elastic" it keeps its own weights, and each round draws them and the servers' towards each other.
+    With "elastic", a worker keeps its own weights, and each round moves them and the servers' weights towards each
+    other.
 
     Args:
         settings: of the servers.
-        every: leases of a round.
-        rate: of "elastic": which part of the difference.
+        every: leases per round.
+        rate: of "elastic": fraction of the difference; None for 0.9 / workers.
     """
 
     servers_step = False
@@ -34,11 +35,13 @@ class Rounds(Asynchronous):
         super().__init__(settings)
         self._every = every
         self._rate = rate
-        self._base: list[Tensor] = []  # where this round began; for "elastic", room for the servers' weights
-        self._own: list[Tensor] = []  # this worker's weights, while the parameters hold the servers'
-        self._mine: list[int] = []  # leases of this round
-        self._trained = 0  # leases of all workers, as far as it knows
-        self.velocity: list[Tensor] | None = None  # of the servers, by parameter, when training starts
+        self._base: list[
+            Tensor
+        ] = []  # weights at the begin of the round; for "elastic", buffer for the servers' weights
+        self._local: list[Tensor] = []  # this worker's weights, while the parameters hold the servers' weights
+        self._leases: list[int] = []  # leases of this round
+        self._trained = 0  # leases trained by all workers, as far as this worker knows
+        self.velocity: list[Tensor] | None = None  # initial velocity of the outer optimizer, by parameter
 
     @property
     def _elastic(self) -> bool:
@@ -50,10 +53,14 @@ class Rounds(Asynchronous):
 
     @property
     def holds_leases(self) -> bool:
-        return super().holds_leases or bool(self._mine)
+        return super().holds_leases or bool(self._leases)
+
+    @property
+    def begins_update(self) -> bool:
+        return not self._leases
 
     def begin_lease(self, take_logged: Callable[[], dict[str, Any]]) -> None:
-        if self._mine:  # the round goes on, and what hooks have logged belongs to it
+        if self._leases:  # the round continues; values that hooks have logged belong to it
             self._take_logged = take_logged
         else:
             super().begin_lease(take_logged)
@@ -64,18 +71,18 @@ class Rounds(Asynchronous):
         self._version = self._trained = self.scheduled = step
         self._stale, self.section, self._joined = True, -1, False
         self._earlier.clear()
-        self._own, self._mine = [], []
+        self._local, self._leases = [], []
 
     def end(self) -> None:
-        self._base, self._own = [], []
+        self._base, self._local = [], []
         super().end()
 
     def before_step(self) -> None:
-        if self._mine and self._repeats:
-            self._bring()
-        if self._own:
-            _copy(self._own, self._parameters)
-            self._own = []
+        if self._leases and self._repeats:
+            self._push_round()
+        if self._local:
+            _copy(self._local, self._parameters)
+            self._local = []
         elif self._stale:
             self._pull(self._parameters)
             _copy(self._parameters, self._base)
@@ -83,10 +90,10 @@ class Rounds(Asynchronous):
 
     @property
     def _repeats(self) -> bool:
-        """Return whether the lease was another worker's before: then it is a round by itself.
+        """Return whether the lease was granted before, so that it must be a round of its own.
 
-        That worker may have brought a round with it to some of the servers. They ignore what they have, which has to be
-        all of this round, or nothing.
+        The earlier worker may have pushed a round with this lease to some servers. These ignore a round that contains
+        leases that they have, so such a round must not contain other leases.
         """
         return self.lease is not None and self.lease.again
 
@@ -95,13 +102,13 @@ class Rounds(Asynchronous):
         self._version, self._trained = reply.version, reply.trained
 
     def _numbered(self, update: int) -> int:
-        return self._trained + len(self._mine)
+        return self._trained + len(self._leases)
 
     def weights_step(self, step: int) -> int:
-        return step  # each has weights of its own, which it steps
+        return step  # each worker has weights of its own
 
     def take_turn(self, *, ordered: bool) -> int:
-        return self._numbered(0)  # each steps by itself
+        return self._numbered(0)  # each worker steps independently
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         return optimizer.step(closure) if closure is not None else optimizer.step()
@@ -109,53 +116,55 @@ class Rounds(Asynchronous):
     def updated(self, step: int) -> int:
         lease, again, self.lease = self.lease, self._repeats, None
         if lease is None or lease.lease is None:
-            return self._trained + len(self._mine)
-        self._mine.append(lease.lease)
-        self._newest = self._trained + len(self._mine)
-        if again or len(self._mine) >= self._every:
-            self._bring()
-        return self._trained + len(self._mine)
+            return self._trained + len(self._leases)
+        self._leases.append(lease.lease)
+        self._newest = self._trained + len(self._leases)
+        if again or len(self._leases) >= self._every:
+            self._push_round()
+        return self._trained + len(self._leases)
 
-    def _bring(self) -> None:
-        """End a round."""
-        if not self._mine:
+    def _push_round(self) -> None:
+        """End the round and push its change of the weights."""
+        if not self._leases:
             return
         if self._elastic:
             self._pull(self._base)
             rate = 0.9 / self.world.size if self._rate is None else self._rate
-            apart = torch._foreach_sub([parameter.detach() for parameter in self._parameters], self._base)
-            torch._foreach_mul_(apart, rate)
-            torch._foreach_sub_([parameter.detach() for parameter in self._parameters], apart)
-            moved = torch._foreach_neg(apart)
+            difference = torch._foreach_sub([parameter.detach() for parameter in self._parameters], self._base)
+            torch._foreach_mul_(difference, rate)
+            torch._foreach_sub_([parameter.detach() for parameter in self._parameters], difference)
+            moved = torch._foreach_neg(difference)
         else:
             moved = torch._foreach_sub(self._base, [parameter.detach() for parameter in self._parameters])
             self._stale = True
-        self.push(list(moved), leases=tuple(self._mine), logged=self._logged())
-        self._trained += len(self._mine)
-        self._mine = []
+        self.dropped = not self.push(
+            list(moved), leases=tuple(self._leases), answered=self.may_drop, logged=self._logged()
+        )
+        self._trained += len(self._leases)
+        self._leases = []
 
     def meet(self) -> None:
-        self.client.counts()  # all that this worker has pushed is in
+        self.client.counts()  # the reply follows all of this worker's pushes
         self.world.barrier()
         if self._joined:
             return
-        if self._elastic and not self._stale and not self._own:
-            self._own = [parameter.detach().clone() for parameter in self._parameters]
+        if self._elastic and not self._stale and not self._local:
+            self._local = [parameter.detach().clone() for parameter in self._parameters]
         self._pull(self._parameters, to_train=False)
         self._stale = self._joined = True
 
     @contextmanager
     def whole_states(self, optimizers: list[Optimizer]) -> Iterator[None]:
-        """All workers go on from what the checkpoint has: the servers' weights, and the mean of the moments."""
-        self._own = []
+        """Save the servers' weights and the mean of the workers' optimizer states, with which all workers continue."""
+        self._local = []
         for optimizer in optimizers:
-            self.world.join_moments(optimizer)
+            self.world.average_moments(optimizer)
         yield
 
     def ask(self, *, wait: bool) -> Granted:
-        granted = super().ask(wait=wait and not self._mine)
-        if granted.lease is None and wait and self._mine:  # it holds the leases of its round: nobody else can end it
-            self._bring()
+        granted = super().ask(wait=wait and not self._leases)
+        if granted.lease is None and wait and self._leases:  # the section can't end while this worker holds leases
+            self._push_round()
             granted = super().ask(wait=True)
         return granted
 

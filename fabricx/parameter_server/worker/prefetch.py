@@ -1,4 +1,4 @@
-"""Weights that are received during the forward: each module waits for its own only."""
+"""Weights that are pulled during the forward: each submodule waits only for its own parameters."""
 
 from __future__ import annotations
 
@@ -18,78 +18,86 @@ from fabricx.parameter_server.worker.buffers import ExchangeBuffers
 
 @final
 class PrefetchTask:
-    """One server's part of the weights.
+    """Background pull from a server.
 
     Args:
-        boxes: where it comes.
-        pull: what the server is asked; it has been sent.
-        threads: one of which receives.
+        buffers: of the server.
+        pull: the request, which is sent at construction.
+        threads: pool with a thread for the receive.
     """
 
-    def __init__(self, boxes: ExchangeBuffers[Channel], pull: Pull, threads: ThreadPoolExecutor) -> None:
-        self._boxes = boxes
-        self._come = 0  # bytes
+    def __init__(self, buffers: ExchangeBuffers[Channel], pull: Pull, threads: ThreadPoolExecutor) -> None:
+        self._buffers = buffers
+        self._arrived = 0  # bytes
         self._lost: BaseException | None = None
         self._changed = threading.Condition()
-        boxes.link.arrived = self._note
-        boxes.link.send(pull)
+        buffers.link.arrived = self._note
+        buffers.link.send(pull)
         self._reply = threads.submit(self._receive)
 
     def _note(self, stop: int) -> None:
         with self._changed:
-            self._come = stop
+            self._arrived = stop
             self._changed.notify_all()
 
     def _receive(self) -> Reply:
         try:
-            reply: Reply = self._boxes.link.recv()
-            self._boxes.unpack(reply, sums=False)
+            reply: Reply = self._buffers.link.recv()
+            self._buffers.unpack(reply, sums=False)
             return reply
         except LOST as error:
             self._lost = error
             raise
         finally:
-            self._boxes.link.arrived = None
-            self._note(self._boxes.link.inbox.nbytes)
+            self._buffers.link.arrived = None
+            self._note(self._buffers.link.inbox.nbytes)
 
     def wait_for(self, piece: int) -> None:
         """Wait for a piece.
 
+        Args:
+            piece: number of the piece.
+
         Raises:
-            EOFError, OSError, RuntimeError: the server has gone.
+            EOFError, OSError, RuntimeError: the server has died.
         """
-        stop = self._boxes.needs(piece)
+        stop = self._buffers.bytes_needed(piece)
         with self._changed:
-            self._changed.wait_for(lambda: self._come >= stop)
+            self._changed.wait_for(lambda: self._arrived >= stop)
         if self._lost is not None:
             raise self._lost
 
     def reply(self) -> Reply:
-        """Wait for all, and return the answer; raises like `wait_for`."""
+        """Wait for the complete reply and return it; errors are those of `wait_for`."""
         return self._reply.result()
 
 
 @final
 class PrefetchHooks:
-    """Brings parameters before the submodules that have them are called.
+    """Forward hooks that wait for a submodule's parameters before the submodule is called.
 
     Args:
-        module: the user's.
+        module: of the user.
         parameters: by number.
-        bring: what brings some, by number.
+        fetch: waits for parameters, by number.
+
+    Attributes:
+        names: of the parameters, by number.
+        missed: parameters that were received after the forward, which therefore must not have used them.
+        direct: parameters of the module itself, not of submodules.
     """
 
-    def __init__(self, module: nn.Module, parameters: Sequence[Tensor], bring: Callable[[set[int]], None]) -> None:
+    def __init__(self, module: nn.Module, parameters: Sequence[Tensor], fetch: Callable[[set[int]], None]) -> None:
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self.names = dict.fromkeys(numbers.values(), "")
-        self.missed: set[int] = set()  # parameters that came after the forward, so that it can't have seen them
-        self.own = {numbers[id(p)] for p in module.parameters(recurse=False) if id(p) in numbers}
+        self.missed: set[int] = set()
+        self.direct = {numbers[id(p)] for p in module.parameters(recurse=False) if id(p) in numbers}
         self._handles = []
         self.names |= {numbers[id(p)]: name for name, p in module.named_parameters() if id(p) in numbers}
         for part in module.modules():
-            mine = {numbers[id(p)] for p in part.parameters(recurse=False) if id(p) in numbers}
-            if mine and part is not module:
-                self._handles.append(part.register_forward_pre_hook(_before(mine, bring), prepend=True))
+            direct = {numbers[id(p)] for p in part.parameters(recurse=False) if id(p) in numbers}
+            if direct and part is not module:
+                self._handles.append(part.register_forward_pre_hook(_before(direct, fetch), prepend=True))
         for number, parameter in enumerate(parameters):
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._checked(number)))
@@ -97,26 +105,30 @@ class PrefetchHooks:
     def _checked(self, number: int) -> Callable[[Tensor], None]:
         def check(parameter: Tensor) -> None:
             if number in self.missed:
-                raise self.complaint({number})
+                raise self.error({number})
 
         return check
 
-    def complaint(self, numbers: set[int]) -> RuntimeError:
-        """Return the error that says that parameters were used too early."""
+    def error(self, numbers: set[int]) -> RuntimeError:
+        """Return the error for parameters that were used before they were received.
+
+        Args:
+            numbers: of the parameters.
+        """
         names = ", ".join(sorted(self.names[number] for number in numbers))
         return RuntimeError(
-            f"{names}: used without the module being called that has it, before the newest value had come; say "
-            "overlap='backward', or call the module"
+            f"{names}: used before its newest value was received, because its submodule was not called: set "
+            "overlap='backward', or call the submodule"
         )
 
     def end(self) -> None:
-        """Look out no more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
 
-def _before(numbers: set[int], bring: Callable[[set[int]], None]) -> Callable[..., None]:
+def _before(numbers: set[int], fetch: Callable[[set[int]], None]) -> Callable[..., None]:
     def wait(part: nn.Module, args: object) -> None:
-        bring(numbers)
+        fetch(numbers)
 
     return cast(Callable[..., None], torch.compiler.disable(wait))

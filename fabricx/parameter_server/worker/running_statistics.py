@@ -1,4 +1,4 @@
-"""Running statistics of normalisation, joined over asynchronous workers as if one process had seen all batches."""
+"""Pools running statistics of asynchronous workers, as if a single process had processed all batches."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from fabricx.distributed.world import World
 
 
 class Seen(NamedTuple):
-    """What a worker knows of one layer: batches before all ranks met last, and since then."""
+    """Batch counts of a layer on a worker: before all ranks last met, and since then."""
 
     before: int
     since: int
 
 
 def shares(seen: Sequence[Seen], momentum: float | None) -> tuple[int, float, list[float]]:
-    """Return how the statistics of one process follow from those of several workers.
+    """Return coefficients that combine the statistics of several workers to those of a single process.
 
-    A worker's statistics are q start + (1 - q) mean, with q = (1 - momentum)^k after k batches (before / (before + k),
-    where momentum is None). One process would have Q start + (1 - Q) mean, where Q is that of all batches, and its mean
-    is that of all batches: of the workers' means, weighted by their batches.
+    After k batches, a worker's statistics are q start + (1 - q) mean, with q = (1 - momentum)^k (before / (before + k)
+    if momentum is None). A single process would have Q start + (1 - Q) mean, where Q is that of all batches, and the
+    mean is the workers' means weighted by their batches.
 
     Args:
-        seen: by each worker.
-        momentum: of the layer; None for the mean over all batches.
+        seen: of each worker.
+        momentum: of the layer; None for a cumulative mean.
 
     Returns:
-        the worker whose start is taken (that knows most batches), the factor of the start, and those of the workers'
+        Worker whose start is used (with the most batches), coefficient of the start, and coefficients of the workers'
         statistics.
 
     >>> shares([Seen(0, 1), Seen(0, 3)], None)
     (0, 0.0, [0.25, 0.75])
-    >>> shares([Seen(8, 0), Seen(8, 2)], 0.1)  # one worker alone has them already
+    >>> shares([Seen(8, 0), Seen(8, 2)], 0.1)  # a single worker had batches
     (0, 0.0, [0.0, 1.0])
     """
-    before = max(one.before for one in seen)
-    holder = [one.before for one in seen].index(before)
-    count = sum(one.since for one in seen)
+    before = max(counts.before for counts in seen)
+    holder = [counts.before for counts in seen].index(before)
+    count = sum(counts.since for counts in seen)
     if not count or momentum == 0.0:
         return holder, 1.0, [0.0] * len(seen)
 
@@ -48,52 +48,65 @@ def shares(seen: Sequence[Seen], momentum: float | None) -> tuple[int, float, li
         whole = before / max(1, before + batches) if momentum is None else (1.0 - momentum) ** batches
         return float(whole)
 
-    left = kept(before, count)
-    own = [kept(one.before, one.since) for one in seen]
+    start_all = kept(before, count)
+    starts = [kept(counts.before, counts.since) for counts in seen]
     factors = [
-        (1.0 - left) / (1.0 - q) * (one.since / count) if one.since else 0.0 for one, q in zip(seen, own, strict=True)
+        (1.0 - start_all) / (1.0 - q) * (counts.since / count) if counts.since else 0.0
+        for counts, q in zip(seen, starts, strict=True)
     ]
-    return holder, left - sum(factor * q for factor, q in zip(factors, own, strict=True)), factors
+    return holder, start_all - sum(factor * q for factor, q in zip(factors, starts, strict=True)), factors
 
 
 @final
 class RunningStatistics:
-    """Those of a module, of which each worker has seen its own batches since all met last.
+    """Running statistics of a module whose workers have processed different batches since they last met.
 
     Args:
-        module: the user's.
+        module: of the user.
 
     Attributes:
-        layers: that have such statistics.
+        layers: layers with running statistics.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.layers = [part for part in module.modules() if _statistics(part) is not None]
-        self._computed = 0
+        self._computed = self._marked = 0
         self.remember()
 
     def remember(self) -> None:
-        """Take what they are as what all workers go on from."""
+        """Save the present statistics as the common start of all workers."""
         self._start = [[value.clone() for value in _statistics(layer) or ()] for layer in self.layers]
         self._tracked = [_tracked(layer) for layer in self.layers]
-        self._computed = 0
+        self._computed = self._marked = 0
 
     def computed(self) -> None:
-        """Count a batch, for layers that don't."""
+        """Count a batch, for layers that do not count batches."""
         self._computed += 1
 
+    def mark(self) -> None:
+        """Save the number of batches."""
+        self._marked = self._computed
+
+    def rewind(self) -> None:
+        """Restore the number of batches of `mark`, because later batches will be trained again."""
+        self._computed = self._marked
+
     def pool(self, world: World) -> None:
-        """Let all workers have what one process would have after all their batches; every worker calls it."""
+        """Replace the statistics by those of a single process with all workers' batches; every worker calls it.
+
+        Args:
+            world: the workers.
+        """
         if world.size > 1 and self.layers:
-            mine = [self._seen(layer, before) for layer, before in zip(self.layers, self._tracked, strict=True)]
-            seen = world.gather_objects(mine)
+            local = [self._seen(layer, before) for layer, before in zip(self.layers, self._tracked, strict=True)]
+            seen = world.gather_objects(local)
             for number, (layer, start) in enumerate(zip(self.layers, self._start, strict=True)):
-                _pool(layer, start, [one[number] for one in seen], world)
+                _pool(layer, start, [counts[number] for counts in seen], world)
         self.remember()
 
     def _seen(self, layer: nn.Module, before: int) -> Seen:
         counts = getattr(layer, "num_batches_tracked", None) is not None
-        counts = counts and not isinstance(layer, nn.modules.instancenorm._InstanceNorm)  # which has one, and leaves it
+        counts = counts and not isinstance(layer, nn.modules.instancenorm._InstanceNorm)  # its counter never changes
         return Seen(before, _tracked(layer) - before if counts else self._computed)
 
 
@@ -106,7 +119,7 @@ def _pool(layer: nn.Module, start: Sequence[Tensor], seen: Sequence[Seen], world
         value.copy_(world.all_reduce(part))
     tracked = getattr(layer, "num_batches_tracked", None)
     if isinstance(tracked, Tensor):
-        tracked.fill_(max(one.before for one in seen) + sum(one.since for one in seen))
+        tracked.fill_(max(counts.before for counts in seen) + sum(counts.since for counts in seen))
 
 
 def _statistics(part: nn.Module) -> tuple[Tensor, Tensor] | None:

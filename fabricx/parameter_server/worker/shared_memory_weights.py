@@ -1,4 +1,4 @@
-"""The protocol of shared weights on one machine: each worker sums and steps a part in place."""
+"""Shared weights on a machine without servers: each worker sums and steps a part in place."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from fabricx.distributed.world import World
 from fabricx.parameter_server.optimizer_parts import (
     Hyperparameters,
-    Remembered,
+    OptimizerSnapshot,
     ServerOptimizers,
+    load_from_servers,
     pack,
     sliced,
-    take_in,
 )
 from fabricx.parameter_server.server.update_rule import add_up
 from fabricx.parameter_server.wire.messages import Settings
@@ -25,44 +25,44 @@ from fabricx.parameter_server.wire.partition import Shard, divide
 from fabricx.parameter_server.wire.shm_group import RemappableBuffer
 from fabricx.parameter_server.worker.client import Client
 from fabricx.parameter_server.worker.protocol import Lockstep
-from fabricx.parameter_server.worker.shared_memory_sum import SharedMemorySum, others_are_there
+from fabricx.parameter_server.worker.shared_memory_sum import SharedMemorySum, detects_dead_workers
 
 Span = tuple[int, int]
 
 
 @final
-class Sharing(Lockstep):
-    """While training goes on, the parameters lie in memory that all workers see.
+class SharedWeights(Lockstep):
+    """Protocol for weights in memory that all workers share while they train.
 
-    A worker has the optimizers' moments of its own part only (ZeRO stage 1: Rajbhandari et al., SC 2020). Where all
-    meet, for a validation or a checkpoint, each has weights of its own, and may do with them what it likes; when
-    training goes on, those of the main rank are everybody's.
+    A worker has the optimizer state of its own part only (ZeRO stage 1: Rajbhandari et al., SC 2020). When all workers
+    meet, for a validation or a checkpoint, each has private weights that it may change; when training continues, the
+    weights of the main rank are used.
 
     Args:
         settings: of the exchange.
-        whole: a parameter is stepped by one worker.
+        whole: a parameter is stepped by a single worker.
     """
 
     def __init__(self, settings: Settings, *, whole: bool) -> None:
         super().__init__(settings)
         self._whole = whole
-        self._own: list[Tensor] = []  # where the parameters were
-        self._pieces: list[Tensor] = []  # of this worker
-        self._spans: list[Span] = []  # where they lie
+        self._private: list[Tensor] = []  # original memory of the parameters
+        self._pieces: list[Tensor] = []  # this worker's part of the parameters
+        self._spans: list[Span] = []  # positions of the pieces in the shared memory
         self._stepping: list[Optimizer] = []
         self._summed = False
 
     @property
-    def _neighbours(self) -> SharedMemorySum:
+    def _exchange(self) -> SharedMemorySum:
         return cast(SharedMemorySum, self._client)
 
     def begin(self, world: World, client: Client, parameters: list[Tensor], optimizers: list[Optimizer]) -> None:
         if len({(parameter.dtype, parameter.device.type) for parameter in parameters} | {(client.dtype, "cpu")}) > 1:
             raise ValueError(
-                "servers=0 with optimizer='server' keeps weights in main memory, all of one type: say servers=1"
+                "servers=0 with optimizer='server' keeps weights in main memory, all of one dtype: set servers=1"
             )
         super().begin(world, client, parameters, optimizers)
-        self._own = [parameter.data for parameter in parameters]
+        self._private = [parameter.data for parameter in parameters]
         for parameter, (start, stop) in zip(parameters, _spans(parameters), strict=True):
             view = self._memory.vector[start:stop].view(parameter.shape)
             view.copy_(parameter.data)
@@ -70,15 +70,15 @@ class Sharing(Lockstep):
 
     @property
     def _memory(self) -> RemappableBuffer:
-        assert self._neighbours.weights is not None
-        return self._neighbours.weights
+        assert self._exchange.weights is not None
+        return self._exchange.weights
 
     def starts(self, step: int) -> None:
         self._shard = self._divided(self.world.size)[self.world.rank]
         offsets = [start for start, _ in _spans(self._parameters)]
         packed, self._pieces = sliced(self._optimizers, self._parameters, self._shard)
         self._stepping = packed.unpack(self._pieces)
-        self._hyperparameters = Hyperparameters(self._stepping, packed.given)
+        self._hyperparameters = Hyperparameters(self._stepping, packed.pushed)
         self._spans = [
             (offsets[piece.parameter] + piece.start, offsets[piece.parameter] + piece.stop)
             for piece in self._shard.pieces
@@ -92,40 +92,40 @@ class Sharing(Lockstep):
         return divide([parameter.shape for parameter in self._parameters], workers, whole=self._whole)
 
     def end(self) -> None:
-        for parameter, own in zip(self._parameters, self._own, strict=True):
-            own.copy_(parameter.data)
-            parameter.data = own
-        self._own, self._pieces = [], []
+        for parameter, private in zip(self._parameters, self._private, strict=True):
+            private.copy_(parameter.data)
+            parameter.data = private
+        self._private, self._pieces = [], []
         super().end()
 
     def before_step(self) -> None:
-        if self._memory.apart:
-            with others_are_there():
-                self._memory.come_together()
+        if self._memory.private:
+            with detects_dead_workers():
+                self._memory.share()
 
     def meet(self) -> None:
-        if not self._memory.apart:
-            self._memory.go_apart()
+        if not self._memory.private:
+            self._memory.unshare()
 
     # -- one step ------------------------------------------------------------------------------------------------
 
     def complete(self) -> bool:
-        self.before_step()  # if this worker had nothing to compute
-        self._neighbours.meet()
+        self.before_step()  # for a worker without a sample, which has not called it
+        self._exchange.meet()
         return True
 
     def _sum(self) -> None:
-        """Sum this worker's part, once nobody will change a gradient any more."""
+        """Sum this worker's part of all final gradients, once per update."""
         if self._summed:
             return
-        self._neighbours.push(self.gradients())
-        filled = self._neighbours.hear()
-        slots = self._neighbours.slots
-        number_of = {piece.parameter: number for number, piece in enumerate(self._neighbours.shard.pieces)}
+        self._exchange.push(self.gradients())
+        filled = self._exchange.await_pushes()
+        slots = self._exchange.slots
+        number_of = {piece.parameter: number for number, piece in enumerate(self._exchange.shard.pieces)}
         for piece, part, (start, stop) in zip(self._pieces, self._shard.pieces, self._spans, strict=True):
             number = number_of[part.parameter]
-            full = [slot[start:stop] for slot, one in zip(slots, filled, strict=True)
-                    if one is not None and number not in one.missing]  # fmt: skip
+            full = [slot[start:stop] for slot, push in zip(slots, filled, strict=True)
+                    if push is not None and number not in push.missing]  # fmt: skip
             total = slots[self.world.rank][start:stop]
             if full:
                 add_up(full, [total])
@@ -133,11 +133,11 @@ class Sharing(Lockstep):
         self._summed = True
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-        own = self._gradients_of(parameters)
-        squares = self._neighbours.gather(sum(float(gradient.square().sum()) for gradient in own))
+        gradients = self._gradients_of(parameters)
+        squares = self._exchange.gather(sum(float(gradient.square().sum()) for gradient in gradients))
         norm = sum(squares) ** 0.5
-        if own and norm + 1e-6 > max_norm:  # as torch's clip_grad_norm_ does
-            torch._foreach_mul_(own, max_norm / (norm + 1e-6))
+        if gradients and norm + 1e-6 > max_norm:  # same epsilon as torch's clip_grad_norm_
+            torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
         return torch.tensor(norm)
 
     def clip_value(self, parameters: Iterable[Tensor], limit: float) -> bool:
@@ -160,33 +160,33 @@ class Sharing(Lockstep):
     def updated(self, step: int) -> int:
         self._sum()
         self._summed = False
-        self.forget_part()
+        self.drop_partial_gradients()
         self._hyperparameters.apply(self.groups())
         for stepping in self._stepping:
             stepping.step()
-        self._neighbours.meet()
+        self._exchange.meet()
         return step
 
     @contextmanager
     def whole_states(self, optimizers: list[Optimizer]) -> Iterator[None]:
-        remembered = Remembered(optimizers)
-        self.take_own(self.world.gather_objects(self.own()))
+        remembered = OptimizerSnapshot(optimizers)
+        self.load_local_state(self.world.gather_objects(self.local_state()))
         yield
         self.forget_moments()
         remembered.restore()
 
-    def own(self) -> ServerOptimizers:
-        packed = pack(self._stepping, self._pieces, given=self._hyperparameters.given)
+    def local_state(self) -> ServerOptimizers:
+        packed = pack(self._stepping, self._pieces, pushed=self._hyperparameters.pushed)
         return ServerOptimizers(self._shard, packed)
 
-    def take_own(self, owns: Sequence[Any]) -> None:
-        take_in(self._optimizers, self._parameters, owns)
+    def load_local_state(self, states: Sequence[Any]) -> None:
+        load_from_servers(self._optimizers, self._parameters, states)
 
 
 def _spans(parameters: Iterable[Tensor]) -> list[Span]:
-    """Return where each parameter lies in a vector of all."""
-    found, begin = [], 0
+    """Return the position of each parameter in the concatenation of all parameters."""
+    spans, begin = [], 0
     for parameter in parameters:
-        found.append((begin, begin + parameter.numel()))
+        spans.append((begin, begin + parameter.numel()))
         begin += parameter.numel()
-    return found
+    return spans

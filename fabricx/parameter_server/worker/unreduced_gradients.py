@@ -1,4 +1,4 @@
-"""Errors for reading a worker's part of a gradient whose sum is on the servers."""
+"""Errors for hooks that read a worker's part of a gradient whose sum is on the servers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class GradientElsewhere(RuntimeError):
-    """A hook has read or changed a gradient that is only this worker's part."""
+    """A hook has read or changed a gradient that is only this worker's part of the sum."""
 
 
 _MESSAGE = (
@@ -22,8 +22,8 @@ _MESSAGE = (
 
 
 @final
-class Unjoined(Tensor):
-    """A gradient that can't be read; `unjoined` puts it where hooks would find this worker's part."""
+class UnreducedGradient(Tensor):
+    """A gradient that raises an error when it is read; `unreduced` assigns it to parameters while hooks run."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -31,33 +31,37 @@ class Unjoined(Tensor):
 
 
 @contextlib.contextmanager
-def unjoined(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Let it be an error to read, or to replace, the gradients of parameters.
+def unreduced(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Raise an error if the gradients of parameters are read or replaced inside this context.
+
+    Args:
+        parameters: with or without gradients.
+
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> weight.grad = torch.ones(2)
-    >>> with unjoined([weight]):
+    >>> with unreduced([weight]):
     ...     try:
     ...         weight.grad.norm()
     ...     except GradientElsewhere as error:
     ...         print(str(error)[:45])
     this gradient is only this worker's part of t
     """
-    own = [(parameter, parameter.grad) for parameter in parameters]
-    hidden: list[Tensor | None] = [None if gradient is None else _hidden(gradient) for _, gradient in own]
-    for (parameter, _), gradient in zip(own, hidden, strict=True):
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
+    hidden: list[Tensor | None] = [None if gradient is None else _hidden(gradient) for _, gradient in gradients]
+    for (parameter, _), gradient in zip(gradients, hidden, strict=True):
         parameter.grad = gradient
     try:
         yield
-        if any(parameter.grad is not gradient for (parameter, _), gradient in zip(own, hidden, strict=True)):
+        if any(parameter.grad is not gradient for (parameter, _), gradient in zip(gradients, hidden, strict=True)):
             raise GradientElsewhere(_MESSAGE)
     finally:
-        for parameter, gradient in own:
+        for parameter, gradient in gradients:
             parameter.grad = gradient
 
 
 def _hidden(gradient: Tensor) -> Tensor:
-    if gradient.is_sparse:  # it has no memory that a subclass could share
+    if gradient.is_sparse:  # a sparse tensor has no storage that a subclass can share
         gradient = torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
-    return gradient.as_subclass(Unjoined)
+    return gradient.as_subclass(UnreducedGradient)
