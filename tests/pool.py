@@ -35,12 +35,14 @@ from fabricx.distributed import world as worlds
 from fabricx.distributed.store_server import StoreServer
 from fabricx.distributed.world import World
 from fabricx.launch import supervisor, worker
-from fabricx.launch.worker import Place
+from fabricx.launch.worker import WorkerSpec
 from fabricx.scratch import private_folder
 from fabricx.trainer import session
+from fabricx.trainer.trainer import Trainer
 
 MOST: Final = 6  # pools that are kept
 GRACE_S: Final = 2.0  # in which a thread that is ending may end
+LIMITS: Final = ("frozen_after", "stuck_after")  # of silence, after which FaultRecovery ends a rank
 _START_RANKS: Final = supervisor.run_workers
 
 
@@ -89,11 +91,11 @@ class Pool:
             store = StoreServer(folder, key)
             stack.callback(store.close)
             path = tuple(entry or os.path.abspath(entry) for entry in sys.path)
-            place = Place(0, self.size, store.path, key, folder, path, os.getcwd())
+            spec = WorkerSpec(0, self.size, store.path, key, folder, path, os.getcwd())
             answers: list[Any] = []
             try:
                 for rank, connection in enumerate(self._connections):
-                    connection.send(replace(place, rank=rank, serve=serve if rank >= self.size else None))
+                    connection.send(replace(spec, rank=rank, serve=serve if rank >= self.size else None))
                 answers += [connection.recv() for connection in self._connections]
             except (EOFError, OSError):
                 self.close()
@@ -146,6 +148,9 @@ def threads() -> set[threading.Thread]:
 
 def run_workers(function: Any, arguments: tuple[Any, ...], **options: Any) -> list[Any]:
     """Do what `fabricx.launch.supervisor.run_workers` does, on ranks that are there already, if it can be."""
+    if _recovers_by_default(arguments[0]):
+        options.pop("elastic", None)
+        options = {name: value for name, value in options.items() if name not in LIMITS}
     known = {"size", "servers", "serve", "named", "elastic", "failures", "run_dir", "note", "stops_at_step"}
     if options.get("elastic") is not None or options.keys() - known:
         return _START_RANKS(function, arguments, **options)
@@ -157,6 +162,13 @@ def run_workers(function: Any, arguments: tuple[Any, ...], **options: Any) -> li
         oldest._error = SystemExit()
         oldest.close()
     return pool.run(function, arguments, options.get("named"), options.get("serve"))
+
+
+def _recovers_by_default(job: Any) -> bool:
+    """Return whether a trainer's ranks would be replaced only because that is the default; it has tests of its own."""
+    if not isinstance(job, Trainer) or job.strategy.dealer is not None:
+        return False
+    return not any(getattr(callback, "snapshots", False) for callback in job.callbacks)
 
 
 def _take_jobs(world: World, address: str, authkey: bytes) -> None:
@@ -173,12 +185,12 @@ def _work(address: str, authkey: bytes, rank: int) -> None:
     with Client(address, "AF_UNIX", authkey=authkey) as connection:
         connection.send((rank, os.getpid()))
         while True:
-            place = connection.recv()
+            spec = connection.recv()
             fresh.restore()
-            sys.path[:] = [*place.sys_path, *(entry for entry in sys.path if entry not in place.sys_path)]
-            os.chdir(place.cwd)
+            sys.path[:] = [*spec.sys_path, *(entry for entry in sys.path if entry not in spec.sys_path)]
+            os.chdir(spec.cwd)
             with warnings.catch_warnings():
-                result = pickle.dumps(worker._run(place))
+                result = pickle.dumps(worker._run(spec))
             sys.stdout.flush()
             sys.stderr.flush()
             connection.send((result, fresh.leaks()))

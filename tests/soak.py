@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
+
+import pytest
 
 T = TypeVar("T")
 SOAK: Final = float(os.environ.get("FABRICX_SOAK", "0"))
@@ -21,6 +23,17 @@ def rounds(short: int, full: int) -> int:
         full: cases with FABRICX_SOAK=1; FABRICX_SOAK=n tries n times as many, and never fewer than `short`.
     """
     return max(short, round(full * SOAK))
+
+
+def params(short: Iterable[Any], more: Iterable[Any]) -> list[Any]:
+    """Return the parameters of a test.
+
+    Args:
+        short: those of `make test`.
+        more: those that only `make soak` adds: variants whose code the short ones run, too.
+    """
+    added = [case if isinstance(case, Sequence) and not isinstance(case, str) else (case,) for case in more]
+    return [*short, *(pytest.param(*case, marks=pytest.mark.soak) for case in added if SOAK)]
 
 
 def seeds(short: int, full: int) -> list[int]:

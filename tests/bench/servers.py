@@ -20,7 +20,7 @@ from fabricx.parameter_server.server.process import serve
 from fabricx.parameter_server.wire.messages import Settings
 from fabricx.parameter_server.worker.client import Client
 from fabricx.parameter_server.worker.protocol import WorkerStep
-from fabricx.parameter_server.worker.shared_memory_weights import Sharing
+from fabricx.parameter_server.worker.shared_memory_weights import SharedWeights
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer, Single
 from fabricx.testing import QUIET, run_ranks
 
@@ -128,7 +128,7 @@ class Exchanges(Wide):
         self.exchanges: list[float] = []
 
     def on_fit_start(self) -> None:
-        for pace in (WorkerStep, Sharing):  # in this process, which ends with the run
+        for pace in (WorkerStep, SharedWeights):  # in this process, which ends with the run
             pace.complete = self._timed(pace.complete)  # type: ignore[method-assign]
 
     def _timed(self, complete: Any) -> Any:

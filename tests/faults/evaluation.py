@@ -22,7 +22,7 @@ from tests.faults.running import BATCH, MESSAGE, RANKS, SIGNALS, Drawing, Sample
 
 STAGES = ("validate", "test", "predict")
 SAYS = {  # what the error says, by fault
-    "kill": "SIGKILL", "freeze": "no sign of life", "error": MESSAGE, "memory": "MemoryError", "cut": "Connection",
+    "kill": "SIGKILL", "freeze": "no heartbeat", "error": MESSAGE, "memory": "MemoryError", "cut": "Connection",
     "loader": "DataLoader worker",
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from fabricx.launch.run_lock import who_is_here
+from fabricx.launch.run_lock import lock_owner
 from tests import warm
 from tests.faults.cells import AFTER, Cell
 
@@ -54,7 +54,7 @@ def run_outside(cell: Cell, folder: Path) -> list[str]:
     lost = cell.disk == "failing" and status == 1 and "could not be written" in said_last  # while it stops
     if status != STATUS[cell.fault] and not after and not lost:
         wrong.append(f"exit status {status}, and not {STATUS[cell.fault]}: {said_last}")
-    wrong += [f"{path} is locked by a run that has ended" for path in folder.glob("runs/*") if who_is_here(path)]
+    wrong += [f"{path} is locked by a run that has ended" for path in folder.glob("runs/*") if lock_owner(path)]
     if (cell.process, cell.fault) != ("all", "kill"):  # nobody is left to do it: the next run does
         wrong += [f"a folder was left: {path.name}" for path in (folder / "tmp").glob("*")]
     return wrong

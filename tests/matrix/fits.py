@@ -177,7 +177,7 @@ def options(cell: Cell) -> dict[str, Any]:
         "overfit": {"overfit_batches": 1}, "reload": {"reload_dataloaders_every_n_epochs": 1},
         "stop-early": {"max_epochs": 4}, "nan": {"max_epochs": 4},
     }  # fmt: skip
-    return {**QUIET, **found, **more.get(cell.loop, {})}
+    return {**QUIET, "enable_fault_recovery": False, **found, **more.get(cell.loop, {})}
 
 
 def callbacks(cell: Cell, ranks: int) -> list[fx.Callback]:

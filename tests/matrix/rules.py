@@ -48,12 +48,12 @@ REFUSALS = (
     ),
     Refusal(
         lambda c: c.manual and c.way == "reproducible",
-        "leave automatic_optimization",
+        "needs automatic optimization",
         "`deterministic='elastic'` decides what a step is made of: automatic optimization, or `ddp`",
     ),
     Refusal(
         lambda c: c.model in ("batchnorm", "sync-batchnorm") and c.way == "reproducible",
-        "keeps statistics of the batches|SyncBatchNorm",
+        "keeps statistics of this rank|SyncBatchNorm",
         "statistics of a rank's batches depend on the number of ranks: GroupNorm or LayerNorm",
     ),
     Refusal(
@@ -89,7 +89,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda c: c.optimizer == "lbfgs" and c.accumulate > 1,
-        "can do so for one batch only",
+        "supports only one batch per update",
         "LBFGS computes the loss of one batch again: a larger batch instead of accumulation",
     ),
     Refusal(
@@ -99,12 +99,12 @@ REFUSALS = (
     ),
     Refusal(
         lambda c: c.manual and c.way == "ddp-powersgd" and c.ranks > 1,
-        "a manually optimised module may have several backwards",
+        "a manually optimised module may call backward several times",
         "what is lost of a gradient is added to the next update's: automatic optimization, or `compression='bf16'`",
     ),
     Refusal(
         lambda c: c.model == "tied" and c.manual and c.way in FSDP and c.ranks > 1,
-        "belongs to several of them",
+        "belongs to several submodules",
         "weights are gathered for each submodule that a manual step calls: tied ones in one submodule, or `ddp`",
     ),
     Refusal(
@@ -130,27 +130,27 @@ REFUSALS = (
     ),
     Refusal(
         lambda c: c.optimizer == "lbfgs" and c.way == "reproducible",
-        "LBFGS asks several times",
+        "LBFGS needs them several times",
         "gradients are summed once an update, and LBFGS asks several times: `ddp`",
     ),
     Refusal(
         lambda c: c.optimizer == "custom" and (c.way in DIVIDED or (c.way == "ps0-server" and c.ranks > 1)),
-        "steps each element by itself isn't known",
+        "steps each element independently is unknown",
         "parameters can't be divided without knowing what the optimizer looks at: `servers=1`, or `shard_by='tensor'`",
     ),
     Refusal(
         lambda c: c.model == "sparse" and c.way == "ps0-server",
-        "knows no sparse gradients",
+        "does not support sparse gradients",
         "weights are in memory that all workers see: `servers=1`",
     ),
     Refusal(
         lambda c: c.model == "sparse" and c.clip in ("norm", "value"),
-        "torch clips no sparse gradients",
+        "can.t clip sparse gradients",
         "torch clips no sparse gradients: `sparse=False`, or a clipping of the module's own",
     ),
     Refusal(
         lambda c: c.model == "sparse" and c.way in ("async_sgd-dc", "ps1-powersgd"),
-        "knows no sparse gradients",
+        "does not support sparse gradients",
         "delays and ranks of gradients are of whole tensors: `sparse=False`, or neither `compensation` nor `powersgd`",
     ),
     Refusal(
@@ -160,7 +160,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda c: c.data in STREAMS and c.way in BOUNDED,
-        "give a DataLoader over a map-style dataset",
+        "use a DataLoader over a map-style dataset",
         "a stream can't be dealt to workers: a DataLoader over a map-style dataset",
     ),
     Refusal(
@@ -170,12 +170,12 @@ REFUSALS = (
     ),
     Refusal(
         lambda c: c.model in ("dtypes", "complex") and c.way in FSDP and c.ranks > 1,
-        "needs parameters of one dtype",
+        "needs parameters of the same dtype",
         "parameters are sharded in one buffer: one dtype, or `ddp`",
     ),
     Refusal(
         lambda c: c.model in ("dtypes", "complex") and c.way == "ps0-server",
-        "all of one type|is complex",
+        "all of one dtype|is complex",
         "weights are in one memory that all workers see: one dtype, or `servers=1`",
     ),
     Refusal(
@@ -201,12 +201,12 @@ REFUSALS = (
     ),
     Refusal(
         lambda c: c.data == "balanced" and c.manual and c.ranks > 1,
-        "a manual loop doesn't weight its losses by samples",
+        "manual optimization doesn't weight losses by the samples of a rank",
         "a manual loop doesn't weight its losses by samples: automatic optimization",
     ),
     Refusal(
         lambda c: c.way in UNEQUAL_PACE and c.save in {*WITHIN_STEP, "on_train_batch_start", "on_train_batch_end"},
-        "each rank takes its batches at its own pace",
+        "each rank works at its own pace",
         "a checkpoint is of all ranks: in `on_train_epoch_end`, or by `ModelCheckpoint(every_n_train_steps=...)`",
         steps=9,
     ),
@@ -236,7 +236,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda c: c.save in WITHIN_STEP,
-        "a training step is going on",
+        "a training step is running",
         "weights, random numbers and position would not belong together: in `on_train_batch_end`",
         steps=12,  # reproducible computes a global batch in as many parts
     ),

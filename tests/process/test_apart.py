@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import BinaryAccuracy
 
 import fabricx as fx
 from fabricx.callbacks import EMA
@@ -25,6 +28,11 @@ class Normed(LayeredModule):
         super().__init__()
         self.norm = nn.BatchNorm1d(6)
         self.mean_norm = nn.BatchNorm1d(6, momentum=None)
+        self.unnumbered = nn.InstanceNorm1d(6, track_running_stats=True)  # does not count its batches
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.unnumbered(batch[0][None].transpose(1, 2))
+        return super().training_step(batch, batch_idx)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(self.norm(inputs) + self.mean_norm(inputs))
@@ -56,12 +64,54 @@ def test_running_statistics_are_those_of_one_process_however_uneven_workers_are(
         assert int(other.num_batches_tracked) == int(one.num_batches_tracked) == 48
 
 
+class CutsItsLink(Normed):
+    """Rank 1 ends its link with the server in its third batch, which is dealt again; it counts its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = BinaryAccuracy()
+        self.batches = 0
+        self.count = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batches += 1
+        self.counted(torch.ones(1), torch.ones(1))
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == 1 and self.batches == 3:
+            strategy: Any = self.trainer.strategy
+            with socket.socket(fileno=os.dup(strategy._client._links[0]._link._connection.fileno())) as link:
+                link.shutdown(socket.SHUT_RDWR)
+            time.sleep(0.3)  # until the server has seen it
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.count += sum(self.all_gather(self.counted.metric_state["tp"].float().sum()).tolist())
+        self.counted.reset()
+        self.dropped = self.trainer.strategy.counts()[0].dropped
+
+
+def test_a_batch_that_is_repeated_because_a_link_was_cut_counts_once() -> None:
+    wanted = Normed()
+    fx.Trainer(**{**QUIET, "max_epochs": 2}).fit(wanted, same_batches())
+    overlapping = AsyncSGD(overlap="forward", max_staleness=1, bound="clock")
+    for strategy in (AsyncSGD(), overlapping, AsyncSGD(every=4, outer="average")):
+        found = CutsItsLink()
+        fx.Trainer(devices=2, strategy=strategy, **{**QUIET, "max_epochs": 2}).fit(found, same_batches())
+        assert found.dropped > 0
+        assert int(found.norm.num_batches_tracked) == int(found.count) == 48
+        for name in ("norm", "mean_norm"):
+            one, other = getattr(wanted, name), getattr(found, name)
+            assert torch.allclose(other.running_mean, one.running_mean, rtol=1e-4)
+            assert torch.allclose(other.running_var, one.running_var, rtol=1e-4)
+        assert torch.allclose(found.unnumbered.running_mean, wanted.unnumbered.running_mean, rtol=1e-4)
+
+
 class Averaged(Recorded):
     def on_train_end(self) -> None:
         super().on_train_end()
         [ema] = [callback for callback in self.trainer.callbacks if isinstance(callback, EMA)]
         self.updates = ema.updates
-        ema._meet()
+        ema._join_ranks()
         self.averages = self.trainer.world.gather_objects(ema.averages)
 
 

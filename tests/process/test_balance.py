@@ -1,4 +1,4 @@
-"""Ranks of unequal speed share global batches unequally, and the weights are those of one process."""
+"""Ranks of unequal speed receive unequal shares of global batches, and the weights equal those of a single process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx.callbacks import FaultRecovery, LoadBalancer, load_balancer
-from fabricx.distributed.fsdp_internals import Pauses
+from fabricx.distributed.fsdp_internals import DeviceWaits
 from fabricx.loggers import JSONLogger
 from fabricx.strategies import DDP, FSDP, AsyncSGD, ParameterServer, Single
 from fabricx.testing import QUIET, Ledger, kill
@@ -25,7 +25,7 @@ SAMPLES, BATCH, EPOCHS = 96, 24, 8  # 4 steps an epoch
 
 
 class Paced(Ledger):
-    """Takes, by a clock of its own, so much time for a sample as its rank is slow; notes which samples it had."""
+    """Module with a simulated clock that advances by each rank's time per sample; records its samples."""
 
     def __init__(self, *seconds: float, since: int = 0, until: int = 10**9, memory: int = 10**9) -> None:
         super().__init__(SAMPLES, BATCH)
@@ -37,7 +37,7 @@ class Paced(Ledger):
 
     def on_fit_start(self) -> None:
         load_balancer._clock = lambda: self.now  # type: ignore[assignment]
-        load_balancer._now = lambda trainer: self.now  # nor does it wait by that clock
+        load_balancer._now = lambda trainer: self.now  # without waiting
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         size, rank = len(batch[0]), self.global_rank
@@ -72,16 +72,16 @@ def train(
 
 
 def assert_like_one_process(module: Any, tmp_path: Path, epochs: int = EPOCHS) -> None:
-    """Compare with a single process: 32 steps of sums in another order, each of some 1e-7 of the weights' size."""
-    one = Paced()
-    train(Single(), one, tmp_path / "one", devices=1, epochs=epochs)
-    for a, b in zip(module.parameters(), one.parameters(), strict=True):
+    """Compare with a single process: 32 steps of sums in a different order differ by about 1e-7 of the weights each."""
+    expected = Paced()
+    train(Single(), expected, tmp_path / "one", devices=1, epochs=epochs)
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
     assert float((module.entries.detach() + epochs).abs().max()) < 1e-4  # each sample once an epoch
 
 
 @pytest.mark.parametrize(
-    ("strategy", "num_workers"),  # a loader's process fetches shares ahead of the steps
+    ("strategy", "num_workers"),  # a loader process prefetches shares
     [(DDP(), 0), (DDP(), 1), (FSDP(), 0), (ParameterServer(), 0), (ParameterServer(servers=0), 0)],
 )
 def test_slow_ranks_get_less_and_the_weights_stay(strategy: Any, num_workers: int, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_slow_ranks_get_less_and_the_weights_stay(strategy: Any, num_workers: in
     )  # fmt: skip
     assert [had[0] for had in module.by_rank] == [8, 8, 8]
     fast, alike, slow = (had[-1] for had in module.by_rank)
-    assert (fast + alike, slow) == (21, 3)  # of 20.6 and 3.4
+    assert (fast + alike, slow) == (21, 3)  # exact: 20.6 and 3.4
     assert_like_one_process(module, tmp_path)
     [log] = (tmp_path / "a").rglob("metrics.jsonl")
     rows = [json.loads(line) for line in log.read_text().splitlines()]
@@ -117,7 +117,7 @@ def test_equal_ranks_stay_equal_and_ask_each_other_once_a_window(tmp_path: Path)
     module = Paced(0.01, 0.01)
     train(DDP(), module, tmp_path, asked, devices=2)
     assert {size for had in module.by_rank for size in had} == {12}
-    assert module.rows == [1 + (EPOCHS * 4 - 2) // 5]  # the first is of what fits in memory
+    assert module.rows == [1 + (EPOCHS * 4 - 2) // 5]  # the first exchanges the limits of memory
 
 
 def test_a_rank_that_becomes_much_slower_isn_t_waited_for_until_the_window_ends(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_rank_that_becomes_much_slower_isn_t_waited_for_until_the_window_ends(
 
 
 class Sleeps(Ledger):
-    """Sleeps on one rank before it computes, which others wait for in their forward; notes for how long they did."""
+    """Sleep on rank 1 before its computation, and record how long each rank waits."""
 
     def __init__(self) -> None:
         super().__init__(SAMPLES, BATCH)
@@ -152,7 +152,7 @@ def test_waiting_for_others_is_no_work_of_one_s_own(strategy: Any, tmp_path: Pat
 
 
 class Waiting(Paced):
-    """Is kept waiting within its steps as a device is, on its faster rank: before each block and after its backward."""
+    """Simulate the waiting of a device on the faster rank: before each block, and after its backward."""
 
     def __init__(self, *seconds: float, marked: bool) -> None:
         super().__init__(*seconds)
@@ -164,7 +164,7 @@ class Waiting(Paced):
             setattr(FSDPParamGroup, name, self.waiting(getattr(FSDPParamGroup, name)))
         if self.marked:
             module = self
-            FSDP.pauses = lambda strategy, mark: Pauses(module, lambda: module.now).spans  # type: ignore[method-assign]
+            FSDP.pauses = lambda strategy, mark: DeviceWaits(module, lambda: module.now).spans  # type: ignore[method-assign]
 
     def waiting(self, method: Any) -> Any:
         def wait(group: Any) -> Any:
@@ -180,11 +180,11 @@ def test_what_a_device_waits_for_within_a_step_is_no_work_of_its_own(tmp_path: P
     assert [had[-1] for had in module.by_rank] == [18, 6]
     module = Waiting(0.01, 0.03, marked=False)
     train(FSDP(), module, tmp_path / "b", LoadBalancer(every_n_steps=2), devices=2)
-    assert module.by_rank[0][-1] < 18  # it would pass for work
+    assert module.by_rank[0][-1] < 18  # unmarked waiting counts as computation
 
 
 class Asked(fx.Callback):
-    """A `LoadBalancer` whose collectives are counted."""
+    """Count the collectives of a `LoadBalancer`."""
 
     def __init__(self, **options: Any) -> None:
         self.balancer = LoadBalancer(**options)
@@ -227,7 +227,9 @@ def test_shares_that_are_given_and_pieces_that_fit(strategy: Any, tmp_path: Path
     first, second = module.by_rank
     assert max(first) <= 4
     assert sum(first) == 2 * 4 * 17
-    assert sum(second) == 2 * 4 * 7 if isinstance(strategy, DDP) else sum(second) > 2 * 4 * 7  # others' samples
+    assert (
+        sum(second) == 2 * 4 * 7 if isinstance(strategy, DDP) else sum(second) > 2 * 4 * 7
+    )  # samples of the other ranks
     assert_like_one_process(module, tmp_path, 2)
 
 
@@ -265,7 +267,7 @@ def test_whoever_is_left_goes_on_by_the_speeds_that_are_known(patience: float, t
         kill(rank=0).during("forward", step=25), enable_checkpointing=True,
     )  # fmt: skip
     assert len(trainer.failures) == 1
-    # Who has come counts as one between the others; two ranks compute their 18 and 6 samples in two pieces.
+    # A new rank is assumed to have the median speed; two ranks compute their 18 and 6 samples in two pieces.
     assert [steps[25] for steps in module.by_step if 25 in steps] == ([8, 12, 4] if patience else [9, 3])
     assert_like_one_process(module, tmp_path)
 
@@ -273,8 +275,8 @@ def test_whoever_is_left_goes_on_by_the_speeds_that_are_known(patience: float, t
 def test_a_run_goes_on_with_the_shares_that_it_had(tmp_path: Path) -> None:
     first, second = Paced(0.01, 0.03), Paced(0.01, 0.03)
     options: dict[str, Any] = {"devices": 2, "enable_checkpointing": True}
-    one = train(DDP(), first, tmp_path / "a", LoadBalancer(every_n_steps=2), epochs=3, **options)
-    saved = one.checkpoint_callback.best_model_path
+    trainer = train(DDP(), first, tmp_path / "a", LoadBalancer(every_n_steps=2), epochs=3, **options)
+    saved = trainer.checkpoint_callback.best_model_path
     torch.manual_seed(3)
     trainer = fx.Trainer(
         devices=2, strategy=DDP(), max_epochs=EPOCHS, default_root_dir=tmp_path / "b",

@@ -1,4 +1,4 @@
-"""The command line as a person uses it: what runs, what it says, what a mistake gets."""
+"""The command line as a user sees it: runs, output, and messages for mistakes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_run_is_resumed_in_its_folder_and_its_checkpoints_are_looked_after(own
     part = next(run.rglob("rank-00001.safetensors"))
     part.write_bytes(part.read_bytes()[:-1] + b"x")
     assert "DAMAGED" in fabricx("checkpoint", "verify", str(run), fails=True)
-    assert "each checkpoint" in fabricx("resume", str(run), fails=True)
+    assert "all checkpoints" in fabricx("resume", str(run), fails=True)
     said = fabricx("resume", str(run), "trainer.max_epoch=4", fails=True)
     assert "Did you mean 'max_epochs'?" in said
     assert "has no config.yaml" in fabricx("resume", "nowhere", fails=True)
@@ -93,7 +93,7 @@ def test_a_sweep_has_one_folder_for_each_job_whatever_the_number_of_ranks(own_fo
         (["fit", "module._target_=nowhere.Net"], "nowhere.Net can't be imported"),
         (["test", "ckpt_path=nowhere"], "there is no complete checkpoint"),
         (["fti"], "Did you mean 'fit'?"),
-        (["fit", "--config-dir", "nowhere"], "there is no such folder"),
+        (["fit", "--config-dir", "nowhere"], "the folder does not exist"),
     ],
 )
 def test_a_mistake_is_explained_without_a_traceback(arguments: list[str], message: str) -> None:
@@ -162,6 +162,34 @@ def test_doctor_sees_two_ranks_talk() -> None:
     assert "all-reduce works" in fabricx("doctor")
 
 
+DIES_IN_TEST = """
+import os, pathlib, signal
+from fabricx.demo.digits import DigitsClassifier
+
+class Net(DigitsClassifier):
+    def test_step(self, batch, batch_idx):
+        mark = pathlib.Path("died")
+        if self.global_rank == 1 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().test_step(batch, batch_idx)
+"""
+
+
+def test_a_worker_that_is_killed_in_the_test_after_a_fit_is_an_error_with_the_command_to_repeat_it(
+    own_folder: Path,
+) -> None:
+    (own_folder / "mine.py").write_text(DIES_IN_TEST)
+    options = ("strategy=fsdp", "trainer.devices=2", "module._target_=mine.Net", "experiment=digits")
+    said = fabricx("fit", *SHORT, *options, fails=True)
+    assert "rank 1 failed" in said
+    assert "test does not recover from the failure of a worker: call it again" in said
+    [line] = [line for line in said.splitlines() if line.startswith("the training is complete; to repeat the test")]
+    command, run_dir = line.split()[-2:]
+    assert command == "resume"
+    assert "test_accuracy" in fabricx(command, run_dir)
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_ctrl_c_ends_cleanly_with_a_checkpoint(own_folder: Path, devices: int) -> None:
     process = warm.Popen(
@@ -181,7 +209,7 @@ def test_ctrl_c_ends_cleanly_with_a_checkpoint(own_folder: Path, devices: int) -
             process.communicate()
     assert process.returncode == 130, said
     assert "Traceback" not in said
-    deadline = time.monotonic() + 10  # the fork server ends by itself when its last client is gone
+    deadline = time.monotonic() + 10  # the fork server ends when its last client has ended
     while subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True, check=False).returncode == 0:
         assert time.monotonic() < deadline, "somebody is left"
         time.sleep(0.1)
@@ -202,20 +230,20 @@ def test_a_secret_reaches_the_run_and_nothing_that_the_run_writes_or_shows(own_f
         "            raise ValueError(f'refused by {self.hparams.url}')\n"
     )
     secrets = ("s3cret-value", "s3cret-too")
-    given: tuple[str, ...] = ("module.api_key=s3cret-value", "module.url=pg://me:s3cret-too@host")
+    overrides: tuple[str, ...] = ("module.api_key=s3cret-value", "module.url=pg://me:s3cret-too@host")
     small = ("module._target_=mine.Net", "data=digits", "logger=all", "trainer.devices=2", *SHORT)
-    said = fabricx("fit", "--multirun", "module.tokenizer=gpt", "module.fails=false", *given, *small)
-    said += fabricx("fit", "--cfg", "job", *given, *small)
+    said = fabricx("fit", "--multirun", "module.tokenizer=gpt", "module.fails=false", *overrides, *small)
+    said += fabricx("fit", "--cfg", "job", *overrides, *small)
     [sweep] = (own_folder / "multirun").iterdir()
     run = sweep / "0"
     config = yaml.safe_load((run / "config.yaml").read_text())["module"]
     assert (config["api_key"], config["url"], config["tokenizer"]) == ("<masked>", "pg://me:<masked>@host", "gpt")
     said += fabricx("resume", str(run), fails=True)
-    assert "give them again" in said
+    assert "pass them again" in said
     assert "module.api_key=..." in said
     assert "module.url=..." in said
-    assert "15 steps" in fabricx("resume", str(run), *given, "trainer.max_epochs=3")
-    said += fabricx("resume", str(run), *given, "trainer.max_epochs=4", "module.fails=true", fails=True)
+    assert "15 steps" in fabricx("resume", str(run), *overrides, "trainer.max_epochs=3")
+    said += fabricx("resume", str(run), *overrides, "trainer.max_epochs=4", "module.fails=true", fails=True)
     assert "refused by pg://me:<masked>@host" in said
     said += fabricx("report", str(run)) + fabricx("report", str(sweep))
     assert [secret for secret in secrets if secret in said] == []

@@ -134,9 +134,9 @@ def test_an_update_of_some_of_the_workers_is_clipped_as_one(strategy: Any) -> No
 
 def test_a_norm_in_parts_that_nobody_joins_is_refused() -> None:
     strategy = ParameterServer(mode="bounded", servers=2)
-    with pytest.raises(WorkerFailed, match=r"Take servers=1, gradient_clip_algorithm='value', or mode='sync'"):
+    with pytest.raises(WorkerFailed, match=r"Use servers=1, gradient_clip_algorithm='value', or mode='sync'"):
         train(strategy, 2, Clipped(), gradient_clip_val=LIMIT)
-    with pytest.raises(WorkerFailed, match="Take servers=1"):
+    with pytest.raises(WorkerFailed, match="Use servers=1"):
         train(strategy, 2, Clipped(own=True))
 
 

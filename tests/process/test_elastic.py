@@ -24,11 +24,12 @@ import fabricx as fx
 from fabricx.callbacks import FaultRecovery
 from fabricx.distributed import world as worlds
 from fabricx.distributed.generations import membership
-from fabricx.launch.resize import ask
+from fabricx.launch.resize import request_workers
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
 from fabricx.testing import QUIET, Ledger, SavesAtEnd, TinyModule, cut, kill, run_ranks, tiny_loader
 from fabricx.trainer import dispatch
 from tests import warm
+from tests.soak import params
 
 from .aborted import silent
 from .served import tells_its_pid
@@ -57,13 +58,14 @@ class Asks(fx.Callback):
         self.asked: set[int] = set()
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        step = max((s for s in self.workers if s <= trainer.global_step), default=0)
-        if not trainer.is_global_zero or not step or step in self.asked:
+        due = [step for step in sorted(self.workers) if step <= trainer.global_step and step not in self.asked]
+        if not trainer.is_global_zero or not due:
             return
         if self.asked and trainer.world.size != self.workers[max(self.asked)]:
             return
+        step = due[0]  # updates of other workers may have passed several of the steps since the last batch
         self.asked.add(step)
-        ask(trainer.run_dir, self.workers[step])
+        request_workers(trainer.run_dir, self.workers[step])
         deadline = time.monotonic() + 30
         while not trainer.outdated:  # the next generation is named: this batch is the last of this one
             assert time.monotonic() < deadline
@@ -71,8 +73,11 @@ class Asks(fx.Callback):
 
 
 COMING: list[Any] = [
-    DDP(), FSDP(), LocalSGD(every=2), AsyncSGD(damp=False), ParameterServer(mode="bounded"), ParameterServer(servers=2),
-    ParameterServer(optimizer="server"), ParameterServer(servers=0, optimizer="server"), silent(DDP()), silent(FSDP()),
+    DDP(), FSDP(), LocalSGD(every=2), AsyncSGD(damp=False), ParameterServer(servers=2),
+    ParameterServer(optimizer="server"),
+]  # fmt: skip
+COMING_TOO: list[Any] = [
+    ParameterServer(mode="bounded"), ParameterServer(servers=0, optimizer="server"), silent(DDP()), silent(FSDP()),
 ]  # fmt: skip
 TORN: dict[str, Any] = {
     "ddp": DDP,
@@ -84,7 +89,7 @@ TORN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("strategy", COMING)
+@pytest.mark.parametrize("strategy", params(COMING, COMING_TOO))
 def test_workers_come_and_go_while_a_run_goes_on(strategy: Any, tmp_path: Path) -> None:
     asks: Any = Asks(at_2=3, at_5=1, at_9=2)
     module, trainer = train(
@@ -115,9 +120,7 @@ class AsksWithoutCheckpoint(Asks):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.sizes.add(trainer.world.size)
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        if trainer.is_global_zero:
+        if trainer.is_global_zero:  # an update of all ranks is done: each rank has read the checkpoint
             shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -165,7 +168,7 @@ class MissesSection(fx.Callback):
             assert all(map(torch.equal, weights, steps[0][1])), "ranks meet with different weights"
         if self.meetings == 1 and (world.rank, world.generation) == (1, 0):
             world.store.wait(["a batch that rank 1 misses"], timedelta(seconds=60))
-            ask(trainer.run_dir, 3)
+            request_workers(trainer.run_dir, 3)
             deadline = time.monotonic() + 60
             while not trainer.outdated:
                 assert time.monotonic() < deadline
@@ -409,7 +412,7 @@ def _leaves_while_an_operation_is_under_way() -> bool:
     worlds._CURRENT.clear()
     leaving.set()
     del reducing  # whose end would be that of the group, and wait
-    own.forget_left()
+    own.release_left_groups()
     thread.join()
     return True
 

@@ -129,15 +129,24 @@ class Freezes(LayeredModule):
         where: name of the hook.
         begins: before the step has computed, in `training_step`.
         clamps: instead, change its weights each time.
+        of_optimizer: freeze what the optimizer has, in the place of the module's own parameters.
+        releases: it is released at all.
     """
 
-    def __init__(self, where: str, *, begins: bool = False, clamps: bool = False) -> None:
+    def __init__(
+        self, where: str, *, begins: bool = False, clamps: bool = False, of_optimizer: bool = False,
+        releases: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.where, self.begins, self.clamps = where, begins, clamps
+        self.releases = releases
+        self.where, self.begins, self.clamps, self.of_optimizer = where, begins, clamps, of_optimizer
 
     def at(self, hook: str) -> None:
         if hook == self.where and self.clamps:
             self.head.weight.data.clamp_(-0.1, 0.1)
+        elif hook == self.where and self.of_optimizer:
+            for parameter in self.trainer.optimizers[0].param_groups[1]["params"]:
+                parameter.requires_grad_(self.global_step < 1 or (self.releases and self.global_step > 2))
         elif hook == self.where:
             self.head.requires_grad_(self.global_step not in (1, 2))
 
@@ -176,12 +185,22 @@ GATHERED = ["training_step", "on_before_zero_grad", "on_before_backward", "valid
 
 
 def test_what_is_frozen_while_it_is_gathered_stays_frozen() -> None:
-    cases = [{"where": where} for where in GATHERED] + [{"where": "training_step", "begins": True}]
+    cases: list[Any] = [{"where": where} for where in GATHERED] + [{"where": "training_step", "begins": True}]
+    cases += [{"where": where, "of_optimizer": True} for where in GATHERED[1:]]
+    cases += [
+        {"where": "training_step", "of_optimizer": True, "begins": begins, "releases": False}
+        for begins in (False, True)
+    ]
     alone = trained(Single(), cases, 1)
     for found in run_ranks(trained, 2, FSDP(), cases, 2):
         for case, own, expected in zip(cases, found, alone, strict=True):
             for name, values in expected.items():
                 torch.testing.assert_close(own[name], values, rtol=0, atol=1e-6, msg=f"{case}: {name}")  # of 0.1
+
+
+def test_an_optimizers_parameters_that_are_released_while_they_are_gathered_are_an_error() -> None:
+    with pytest.raises(WorkerFailed, match=r"training_step has set requires_grad=True on the optimizer's head\.weight"):
+        trained(FSDP(), [{"where": "training_step", "begins": True, "of_optimizer": True}], devices=2)
 
 
 @pytest.mark.parametrize("where", ["training_step", "validation_step"])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -150,7 +153,7 @@ def test_what_hooks_change_on_all_ranks_is_no_error() -> None:
     ],
 )
 def test_what_a_hook_changes_on_one_rank_within_an_epoch_is_an_error(strategy: Any, what: str, told: str) -> None:
-    with pytest.raises(WorkerFailed, match=rf"step 1: hooks have changed on some ranks .*\n  {told}"):
+    with pytest.raises(WorkerFailed, match=rf"step 1: hooks have changed settings on some ranks .*\n  {told}"):
         fx.Trainer(devices=2, strategy=strategy, **options(what)).fit(Changed(what))
 
 
@@ -160,10 +163,26 @@ def test_a_hook_of_a_shard_is_refused_at_the_step_that_would_not_call_it() -> No
         fx.Trainer(devices=2, strategy=FSDP(), **options(module.what)).fit(module)
 
 
+class FreezesInItsFirstBatch(Changed):
+    """Rank 1 freezes a layer in its first batch, for which rank 0 waits in its own: both get a batch."""
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        store = self.trainer.world.store
+        assert store is not None
+        if self.global_rank == 1:
+            self.first.requires_grad_(False)
+            store.set("frozen", "")
+            return
+        deadline = time.monotonic() + 60
+        while not store.check(["frozen"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
 def test_ranks_at_their_own_pace_are_compared_where_they_meet() -> None:
     told = r"after step \d+.*\n  first\.weight: .* trained on rank 0, .* frozen on rank 1"
     with pytest.raises(WorkerFailed, match=told):
-        fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(Changed("freezes in a batch"))
+        fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(FreezesInItsFirstBatch(""))
 
 
 def test_rates_of_an_epochs_start_are_those_of_all_ranks_at_their_own_pace() -> None:
@@ -200,6 +219,21 @@ class Gathers(Changed):
         return DataLoader(data(5), 2)  # rank 1 has no sample of the last batch
 
 
+class OfAGroup(Gathers):
+    """Calls a collective on a group of its own, at each batch."""
+
+    def on_fit_start(self) -> None:
+        self.pair = dist.new_group([0, 1], timeout=timedelta(seconds=20))
+        self.single = [dist.new_group([rank]) for rank in (0, 1)][self.global_rank]
+
+    def gathers(self, where: str) -> None:
+        if self.what == where:
+            assert dist.get_world_size(self.pair) == 2
+            assert dist.get_rank(self.pair) == self.global_rank
+            dist.all_reduce(torch.ones(1), group=self.single)  # no other rank has to join
+            dist.all_reduce(torch.ones(1), group=self.pair)
+
+
 LONELY = ["on_train_batch_start", "training_step", "on_after_backward", "on_train_batch_end"]
 
 
@@ -209,7 +243,28 @@ def test_a_collective_that_a_rank_without_a_sample_would_not_join_is_an_error(wh
         fx.Trainer(devices=2, strategy=DDP(), **options("")).fit(Gathers(where))
 
 
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        (Gathers, "on_train_batch_start"), (Gathers, "on_after_backward"), (OfAGroup, "training_step"),
+        (OfAGroup, "on_train_batch_end"),
+    ],
+)  # fmt: skip
+def test_a_collective_of_ranks_at_their_own_pace_is_an_error(kind: Any, where: str) -> None:
+    with pytest.raises(
+        WorkerFailed, match="RanksApart: a collective in training_step, or in a hook of a batch: each rank"
+    ):
+        fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(kind(where))
+
+
+@pytest.mark.parametrize("where", ["training_step", "on_train_batch_end"])
+def test_a_collective_of_a_group_with_a_rank_without_a_sample_is_an_error(where: str) -> None:
+    with pytest.raises(WorkerFailed, match="RanksApart: a collective at a batch of which some ranks have no sample"):
+        fx.Trainer(devices=2, strategy=DDP(), **options("")).fit(OfAGroup(where))
+
+
 def test_a_collective_that_all_ranks_join_is_none() -> None:
     cases = [(DDP(), "on_before_optimizer_step"), (FSDP(), "training_step")]  # ranks of fsdp all compute
-    for found in run_ranks(fit_here, 2, [(strategy, Gathers(where)) for strategy, where in cases]):
-        assert found == ["", ""]
+    given = [(strategy, kind(where)) for strategy, where in cases for kind in (Gathers, OfAGroup)]
+    for found in run_ranks(fit_here, 2, given):
+        assert found == ["", "", "", ""]

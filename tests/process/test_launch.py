@@ -1,4 +1,4 @@
-"""Workers start, answer, stop together, and leave nobody behind."""
+"""Workers start, return results, stop together, and leave no processes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def fail_on(world: World, rank: int) -> None:
     world.join()
     if world.rank == rank:
         raise KeyError("only here")
-    world.all_reduce(torch.zeros(1))  # waits for the one that fails
+    world.all_reduce(torch.zeros(1))  # waits for the rank that fails
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -100,17 +100,17 @@ class StopsOnArrival:
 
 def test_a_process_that_stops_before_its_first_sign_of_life_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "START_S", 1.0)
-    with pytest.raises(WorkerFailed, match=r"server 0 failed(?s:.*)no sign of life"):
+    with pytest.raises(WorkerFailed, match=r"server 0 failed(?s:.*)no heartbeat"):
         run_workers(wait, (), size=1, servers=1, serve=StopsOnArrival(), frozen_after=1.0)
 
 
 def die_at_the_end(world: World) -> bool:
-    own = membership()
-    own.say("inside")
+    member = membership()
+    member.send("inside")
     assert world.store is not None
     world.store.set(world.key(f"inside/{world.rank}"), b"")
     world.store.wait([world.key("inside/0"), world.key("inside/1")])  # no rank is done before all have begun
-    own.say("outside")
+    member.send("outside")
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     world.await_departure(3600.0)
@@ -122,7 +122,7 @@ def test_a_worker_that_dies_when_all_is_done_is_waited_for_by_nobody() -> None:
 
 
 def fit_and_look(folder: Path) -> bool:
-    """Return whether all ranks were at the end of the run when this one left it."""
+    """Return whether all ranks had reached the end of the run when this rank left it."""
     trainer = fx.Trainer(strategy=FSDP(), max_epochs=1, default_root_dir=folder, **QUIET)
     trainer.fit(TinyModule(), tiny_loader(2, 1))  # ranks without data
     world = trainer.world
@@ -255,7 +255,7 @@ def _sum_of_ranks() -> float:
 
 
 class Where(torch.utils.data.Dataset[Any]):
-    """Each sample tells of the process that loads it: its id, its group, and what it was started with."""
+    """Each sample describes the process that loads it: id, group, arguments, environment and cores."""
 
     def __len__(self) -> int:
         return 4
@@ -266,7 +266,7 @@ class Where(torch.utils.data.Dataset[Any]):
 
 def where_data_is_loaded(_: int) -> list[int]:
     """Load data in two processes, twice, the second time after their fork server was killed."""
-    found = []
+    loaders = []
     os.environ["OF_RANK"] = str(os.getpid())
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     for _ in range(2):
@@ -274,15 +274,15 @@ def where_data_is_loaded(_: int) -> list[int]:
         for process, group, arguments, variable, cores in loader:
             assert variable == str(os.getpid())
             assert cores == os.sched_getaffinity(0)
-            assert group == os.getpgrp() == os.getpid()  # whoever ends this process's group ends them, too
-            assert arguments == sys.orig_argv  # forked from what this process was forked from: no new interpreter
-            found.append(process)
+            assert group == os.getpgrp() == os.getpid()  # killed together with this process's group
+            assert arguments == sys.orig_argv  # a fork of the same fork server, not a new interpreter
+            loaders.append(process)
         [server] = multiprocessing.active_children()
         os.kill(server.pid or 0, signal.SIGKILL)
         server.join()
-    return found
+    return loaders
 
 
 def test_processes_that_load_data_are_forks_in_the_group_of_their_rank() -> None:
-    found = [process for of_rank in run_ranks(where_data_is_loaded, 2, 30) for process in of_rank]
-    assert len(set(found)) == 8
+    loaders = [process for of_rank in run_ranks(where_data_is_loaded, 2, 30) for process in of_rank]
+    assert len(set(loaders)) == 8

@@ -273,14 +273,19 @@ def set_up_in_ranks(cases: list[tuple[Any, fx.Module, dict[str, Any]]]) -> list[
 
 def test_what_a_manual_loop_cannot_have_is_refused_at_set_up() -> None:
     refused: list[tuple[Any, Any, dict[str, Any], str]] = [
-        (DDP(), Manual("submodule"), {"accumulate_grad_batches": 2}, "optimizer.zero_grad() only every so many"),
+        (DDP(), Manual("submodule"), {"accumulate_grad_batches": 2}, "optimizer.zero_grad() after these"),
         (DDP(), Manual("submodule"), {"gradient_clip_val": 0.1}, "self.clip_gradients(optimizer, limit, algorithm)"),
-        (DDP(), Manual("submodule"), {"callbacks": [GradientAccumulation({0: 2})]}, "only every so many"),
+        (
+            DDP(),
+            Manual("submodule"),
+            {"callbacks": [GradientAccumulation({0: 2})]},
+            "divide the loss by the number of batches",
+        ),
         (DDP(), Weighs("submodule"), {}, "self.all_gather"),
         (FSDP(), Owns(), {}, "scale belongs to the manually optimised module"),
-        (FSDP(), Searches("submodule"), {}, "take strategy=ddp"),
+        (FSDP(), Searches("submodule"), {}, "use strategy=ddp"),
         (ParameterServer(servers=0, optimizer="server"), Manual("submodule"), {}, "optimizer=worker"),
-        (Reproducible(), Manual("submodule"), {}, "leave automatic_optimization on"),
+        (Reproducible(), Manual("submodule"), {}, "needs automatic optimization"),
     ]
     for errors in run_ranks(set_up_in_ranks, 2, [case[:3] for case in refused]):
         for error, (*_, expected) in zip(errors, refused, strict=True):

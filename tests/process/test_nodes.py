@@ -1,4 +1,4 @@
-"""Two machines, as far as a network is concerned: each in a namespace of its own, joined by one link."""
+"""Two simulated machines: separate network namespaces that are connected by a link."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
+from tests.soak import params
 
 from .test_recovery import MEMORY, SCRIPT, STEPS
 from .test_security import RUNS, trained
@@ -57,7 +58,7 @@ def nodes() -> Iterator[None]:
 
 
 def start(node: int, folder: Path, *arguments: str, **more: str) -> warm.Popen:
-    """Let torchrun start a rank of the script on a node."""
+    """Start a rank of the script on a node by torchrun."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", more.pop("EACH", "1"),
         "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29411", "--rdzv-conf", f"is_host={1 - node}",
@@ -87,10 +88,10 @@ def test_two_nodes_go_on_with_their_run_after_kills(own_folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("nodes")
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
+@pytest.mark.parametrize("strategy", params(["fsdp", "hsdp"], ["ddp"]))
 def test_what_a_lost_node_held_comes_from_its_buddy_or_a_replica(strategy: str, own_folder: Path) -> None:
     (own_folder / "script.py").write_text(MEMORY)
-    # Else torchrun lets no other node into a later attempt; what nodes send each other is signed with the key.
+    # Otherwise torchrun admits no new node to a later attempt; messages between nodes are signed with the key.
     apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "FABRICX_KEY": "0123456789abcdef" * 4}
     running = [start(node, own_folder, strategy, "2", **apart) for node in (0, 1)]
     try:
@@ -158,7 +159,7 @@ def test_workers_and_servers_may_be_split_over_nodes_in_any_way(each: int, serve
     assert [node.returncode for node in running] == [0, 0], texts
     said = dict(line.split(" ", 1) for line in texts[0][0].splitlines() if line.startswith(tuple(names)))
     assert sorted(said) == sorted(names), texts
-    assert len(set(said.values())) == 1  # staleness 0, and one worker without others, train what "sync" does
+    assert len(set(said.values())) == 1  # staleness 0, and a single worker, are equivalent to "sync"
 
 
 ATTACKED = """
@@ -200,15 +201,15 @@ def test_a_run_on_one_node_is_out_of_reach_of_another_and_one_on_both_refuses_wh
         for process in (attacker, *running):
             process.kill()
             process.wait()
-    found = [
+    seen = [
         json.loads((own_folder / f"{name}.{kind}").read_text())
         for name in ("single", "both")
         for kind in ("targets", "result")
     ]
-    assert found[0]["ports"], "gloo's are open"
-    assert [found[0]["addresses"], found[2]["addresses"]] == [[ADDRESSES[0]]] * 2
-    assert found[1] == [], "no port, file or socket of a run on one machine is in reach"
-    assert "a store at port 29411" in found[3]  # torchrun's, which admits everybody
+    assert seen[0]["ports"], "gloo's are open"
+    assert [seen[0]["addresses"], seen[2]["addresses"]] == [[ADDRESSES[0]]] * 2
+    assert seen[1] == [], "no port, file or socket of a run on one machine is in reach"
+    assert "a store at port 29411" in seen[3]  # torchrun's store, which admits any process
     wanted = [weight.tolist() for weight in trained(RUNS["over_gloo"][0](), 2, [])]
     assert f"weights {wanted}" in single[0].splitlines(), single[0] + single[1][-3000:]
     weights = [[line for line in out.splitlines() if line.startswith("weights")] for out, _ in both]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import fabricx as fx
-from fabricx.callbacks import EMA
+from fabricx.callbacks import EMA, FaultRecovery
 from fabricx.distributed import world as worlds
 from fabricx.errors import NotPicklable, WorkerFailed
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer, Reproducible
@@ -97,7 +101,7 @@ DIFFERENCES = {
     "buffer": "seen: nothing on rank 0, buffer, shape [3], float32 on rank 1",
     "layer": "middle: Dropout(p=0.2, inplace=False) on rank 0, Dropout(p=0.1, inplace=False) on rank 1",
     "option": "accumulate_grad_batches: 1 on rank 0, 2 on rank 1",
-    "callback": "callback 0: nothing on rank 0, EMA(decay=0.5",
+    "callback": "callback 1: nothing on rank 0, EMA(decay=0.5",
     "optimizer": "optimizer 0: SGD on rank 0, Adam on rank 1",
     "group": "optimizer 0, group 1, params: nothing on rank 0, ['last.weight', 'last.bias'] on rank 1",
     "rate": "optimizer 0, group 0, lr: 0.1 on rank 0, 0.2 on rank 1",
@@ -141,6 +145,46 @@ def test_workers_with_servers_that_build_different_things_are_an_error() -> None
         with pytest.raises(WorkerFailed, match="ranks differ at set-up") as error:
             trainer.fit(Built(what), DataLoader(data(), 2))
         assert DIFFERENCES[what] in str(error.value)
+
+
+class Joins(Built):
+    """Is built in another way by the worker that joins when rank 1 has died; it leaves its error in the store."""
+
+    error = ""  # of that worker, as rank 0 has read it in its first batch, while rank 1 dies
+
+    def is_other(self, what: str) -> bool:
+        return self.what == what and self.global_rank > 1
+
+    def on_exception(self, error: BaseException) -> None:
+        store = self.trainer.world.store
+        if self.global_rank > 1 and store is not None:
+            store.set("error of who joins", f"{type(error).__name__}: {error}")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        world = self.trainer.world
+        if (world.rank, world.generation) == (1, 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not self.error:
+            store: Any = world.store
+            store.wait(["error of who joins"], timedelta(seconds=60))
+            self.error = store.get("error of who joins").decode()
+        return super().training_step(batch, batch_idx)
+
+
+JOINED = [(AsyncSGD, "parameter"), (AsyncSGD, "optimizer"), (DDP, "rate"), (DDP, "length")]
+
+
+@pytest.mark.parametrize(("kind", "what"), JOINED)
+def test_a_worker_that_joins_and_builds_something_else_is_an_error_of_that_worker(
+    kind: Any, what: str, tmp_path: Path
+) -> None:
+    module = Joins(what)
+    options: dict[str, Any] = {"default_root_dir": tmp_path, "callbacks": [FaultRecovery(max_restarts=1)], **QUIET}
+    trainer = fx.Trainer(devices=2, strategy=kind(), max_epochs=2, **options)
+    trainer.fit(module)
+    assert module.error.startswith("RanksDisagree: a worker that joins the run has built other objects")
+    assert DIFFERENCES[what].replace("rank 0", "the ranks at set-up").replace("rank 1", "this worker") in module.error
+    assert (trainer.current_epoch, len(trainer.failures), trainer.world.size) == (2, 1, 1)
 
 
 def test_first_weights_may_differ_and_are_those_of_rank_0() -> None:
@@ -347,5 +391,5 @@ def test_a_batch_of_no_weight_on_one_rank_is_computed_once(strategy: Any) -> Non
 
 def test_a_batch_of_no_weight_is_an_error_where_the_graph_is_static() -> None:
     trainer = fx.Trainer(devices=2, strategy=DDP(static_graph=True), max_epochs=1, **QUIET)
-    with pytest.raises(WorkerFailed, match="leave static_graph out"):
+    with pytest.raises(WorkerFailed, match="remove static_graph"):
         trainer.fit(Masked(), DataLoader(marked(), 2))

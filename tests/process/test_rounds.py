@@ -15,6 +15,7 @@ from fabricx.errors import WorkerFailed
 from fabricx.strategies import AsyncSGD, LocalSGD, Single
 from fabricx.testing import LayeredModule, SavesAtEnd
 from tests.process.served import SAMPLES, Dies, KillsServer, Recorded, tells_its_pid, train
+from tests.soak import params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -68,7 +69,7 @@ def test_one_worker_and_the_servers_draw_each_other() -> None:
 
 
 @pytest.mark.parametrize("outer", OUTERS)
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", params([3], [2]))
 def test_each_sample_is_trained_once_an_epoch_and_it_learns(outer: Any, workers: int) -> None:
     strategy = AsyncSGD(every=3, outer=outer, outer_momentum=0.5, servers=workers - 1)
     module, trainer = train(strategy, workers, batch=2, max_epochs=12)
@@ -114,11 +115,11 @@ def test_a_killed_server_goes_on_from_its_snapshot(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: AsyncSGD(every=2), "what becomes of a round"),
+        (lambda: AsyncSGD(every=2), "a method for the result of a round"),
         (lambda: AsyncSGD(every=0, outer="sum"), "every=0"),
         (lambda: AsyncSGD(outer="avrage"), "Did you mean 'average'"),
-        (lambda: AsyncSGD(outer="sum", max_staleness=2), "leave max_staleness"),
-        (lambda: AsyncSGD(outer="sum", compensation="dc"), "leave max_staleness"),
+        (lambda: AsyncSGD(outer="sum", max_staleness=2), "remove max_staleness"),
+        (lambda: AsyncSGD(outer="sum", compensation="dc"), "remove max_staleness"),
     ],
 )
 def test_wrong_options_are_refused(make: Any, message: str) -> None:

@@ -74,7 +74,7 @@ def wanted(**options: Any) -> list[Any]:
     return list(module.noted)
 
 
-@pytest.mark.filterwarnings("ignore:.*delays act like more momentum.*")
+@pytest.mark.filterwarnings("ignore:.*delays act like additional momentum.*")
 @pytest.mark.parametrize(
     ("strategy", "devices"),
     [
@@ -97,7 +97,7 @@ def test_an_update_of_a_global_batch_has_its_hyperparameters(strategy: Any, devi
         assert found.noted == wanted(by_hand=True)
 
 
-@pytest.mark.filterwarnings("ignore:.*delays act like more momentum.*")
+@pytest.mark.filterwarnings("ignore:.*delays act like additional momentum.*")
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -1,4 +1,4 @@
-"""What a run puts into TMPDIR: it works with any path, and nothing stays, however the run ends."""
+"""Files of a run in TMPDIR: any path works, and no file remains after any end of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other users of the machine and other machines get nothing of a run, and change nothing in it."""
+"""Other users of the machine and other machines can neither read nor change a run."""
 
 from __future__ import annotations
 
@@ -24,42 +24,46 @@ from fabricx.core.callback import Callback
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
 from fabricx.testing import QUIET, LayeredModule, layered_data
 from tests import warm
+from tests.soak import SOAK
 
 from .attack import external_addresses
 
 ROOT = Path(__file__).parents[2]
 RUNS: dict[str, tuple[Any, int]] = {
     "ddp": (DDP, 2),
-    "fsdp": (FSDP, 2),
-    "local_sgd": (lambda: LocalSGD(every=2), 2),
     "parameter_server": (lambda: ParameterServer(servers=1), 2),
-    "without_servers": (lambda: ParameterServer(servers=0), 2),
     "over_gloo": (lambda: ParameterServer(servers=1, link="gloo"), 2),
-    "async_sgd": (AsyncSGD, 1),  # one worker, so that the order of its updates is certain
+    "async_sgd": (AsyncSGD, 1),  # a single worker, for a deterministic order of updates
 }
+if SOAK:  # these open the same sockets
+    RUNS |= {
+        "fsdp": (FSDP, 2),
+        "local_sgd": (lambda: LocalSGD(every=2), 2),
+        "without_servers": (lambda: ParameterServer(servers=0), 2),
+    }
 
 
 def sockets_below(pid: int, but: int) -> tuple[list[tuple[str, int]], list[str]]:
     """Return the addresses at which a process and its descendants listen: of TCP and UDP, and paths of Unix sockets."""
     parent = psutil.Process(pid)
     internet, unix = set(), set()
-    for process in (one for one in (parent, *parent.children(recursive=True)) if one.pid != but):
-        for one in process.net_connections("inet"):
-            if one.status == psutil.CONN_LISTEN or one.type == socket.SOCK_DGRAM:
-                internet.add((one.laddr.ip, one.laddr.port))
-        unix |= {one.laddr for one in process.net_connections("unix") if os.path.exists(one.laddr)}
+    for process in (member for member in (parent, *parent.children(recursive=True)) if member.pid != but):
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN or connection.type == socket.SOCK_DGRAM:
+                internet.add((connection.laddr.ip, connection.laddr.port))
+        unix |= {connection.laddr for connection in process.net_connections("unix") if os.path.exists(connection.laddr)}
     return sorted(internet), sorted(unix)
 
 
 class Attacked(Callback):
-    """Names a run's sockets to the attacker in the middle of training, and waits until it has done its worst.
+    """Send the addresses of a run's sockets to the attacker during training, and wait until the attack is complete.
 
     Args:
-        folder: in which they leave each other files.
-        name: of the run.
-        attacker: number of its process.
-        run: number of the process that has started all others of the run.
-        others: addresses at which processes of other tests listen.
+        folder: folder for files of both processes.
+        name: name of the run.
+        attacker: process id of the attacker.
+        run: process id of the parent of all processes of the run.
+        others: addresses of processes of concurrent tests.
     """
 
     def __init__(self, folder: Path, name: str, attacker: int, run: int, others: Any = ()) -> None:
@@ -94,6 +98,7 @@ def trained(strategy: Any, devices: int, callbacks: list[Callback]) -> list[Tens
     return [parameter.detach() for parameter in module.parameters()]
 
 
+@pytest.mark.soak
 def test_another_user_reaches_no_socket_of_a_run_and_changes_no_bit_of_it(own_folder: Path) -> None:
     attacker = warm.Popen([sys.executable, "-m", "tests.process.attack", str(own_folder), *RUNS], cwd=ROOT)
     try:
@@ -104,7 +109,7 @@ def test_another_user_reaches_no_socket_of_a_run_and_changes_no_bit_of_it(own_fo
             attacked = trained(strategy(), devices, [attacks])
             targets = json.loads((own_folder / f"{name}.targets").read_text())
             assert {address for address, _ in targets["internet"]} <= {"127.0.0.1"}, (name, targets["internet"])
-            assert targets["sockets"], name  # the store's is one
+            assert targets["sockets"], name  # at least the socket of the store
             assert set(targets["modes"]) == {0o700}, (name, targets["sockets"])
             assert targets["files"], name
             successes = json.loads((own_folder / f"{name}.result").read_text())
@@ -147,7 +152,7 @@ def test_what_another_user_does_to_torchruns_store_has_no_effect(own_folder: Pat
         attacker.kill()
         attacker.wait()
     successes = json.loads((own_folder / "torchrun.result").read_text())
-    assert any("a store at port" in success for success in successes)  # torchrun's, which admits everybody
+    assert any("a store at port" in success for success in successes)  # torchrun's store, which admits any process
     wanted = [weight.tolist() for weight in trained(RUNS["over_gloo"][0](), 2, [])]
     lines = [line for line in done.stdout.splitlines() if line.startswith("0 ")]
     assert lines == [f"0 {wanted}"], done.stdout + done.stderr[-3000:]
@@ -158,12 +163,12 @@ def test_without_a_key_machines_train_and_nothing_that_a_rank_sends_runs_code(ow
     with socket.socket() as free:
         free.bind(("127.0.1.1", 0))
         port = free.getsockname()[1]
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.1.1"}
+    environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.1.1"}
     ranks = [
         warm.Popen(
             [sys.executable, "-m", "tests.process.keyless", str(own_folder)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, **place, "RANK": str(rank), "GROUP_RANK": str(rank), "MASTER_PORT": str(port),
+            env={**os.environ, **environ, "RANK": str(rank), "GROUP_RANK": str(rank), "MASTER_PORT": str(port),
                  "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)},
         )
         for rank in (0, 1)

@@ -23,6 +23,7 @@ from fabricx.strategies import AsyncSGD, ParameterServer
 from fabricx.testing import QUIET
 from fabricx.trainer import dispatch
 from tests.process.served import SAMPLES, Dies, KillsServer, tells_its_pid, train
+from tests.soak import params
 
 
 def test_a_server_that_dies_while_weights_come_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,13 +69,10 @@ class Replaced(Dies):
 
 @pytest.mark.parametrize(
     "strategy",
-    [
-        AsyncSGD(servers=2),
-        AsyncSGD(max_staleness=1, bound="clock"),
-        ParameterServer(mode="bounded", max_staleness=1),
-        ParameterServer(backup_workers=1),
-        AsyncSGD(every=2, outer="average"),
-    ],
+    params(
+        [AsyncSGD(servers=2), ParameterServer(mode="bounded", max_staleness=1), ParameterServer(backup_workers=1)],
+        [AsyncSGD(max_staleness=1, bound="clock"), AsyncSGD(every=2, outer="average")],
+    ),
 )
 def test_another_worker_joins_those_that_are_left(strategy: Any, tmp_path: Path) -> None:
     callbacks = [ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=-1)]
@@ -121,13 +119,13 @@ def test_a_server_that_was_killed_starts_again(strategy: Any, monkeypatch: pytes
 @pytest.mark.parametrize("optimizer", ["worker", "server"])
 def test_a_synchronous_run_without_servers_ends_with_a_worker(optimizer: Any) -> None:
     with pytest.raises(WorkerFailed, match=r"rank 1 failed[\s\S]*SIGKILL"):
-        train(ParameterServer(servers=0, optimizer=optimizer), 2, module=Dies(1), batch=1)
+        train(ParameterServer(servers=0, optimizer=optimizer), 2, module=Dies(1), batch=1, enable_fault_recovery=False)
 
 
 def test_a_synchronous_run_ends_with_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_serve", tells_its_pid)
     with pytest.raises(WorkerFailed, match=r"server 0 failed[\s\S]*SIGKILL"):
-        train(ParameterServer(), 2, module=KillsServer(), batch=1)
+        train(ParameterServer(), 2, module=KillsServer(), batch=1, enable_fault_recovery=False)
 
 
 class Ledger(fx.Module):
@@ -227,6 +225,6 @@ def test_a_death_before_training_begins_is_survived_or_ends_the_run_with_the_nam
         fx.Trainer(devices=2, strategy=strategy, max_epochs=1, **QUIET).fit(module, loader)
         assert torch.equal(module.weight, torch.ones(2, LEDGER))
     for rank in (0, 1):
-        trainer = fx.Trainer(devices=2, strategy=strategy, max_epochs=1, **QUIET)
+        trainer = fx.Trainer(devices=2, strategy=strategy, max_epochs=1, enable_fault_recovery=False, **QUIET)
         with pytest.raises(WorkerFailed, match=rf"rank {rank} failed[\s\S]*SIGKILL"):
             trainer.fit(DiesAtStart(rank, "itself", tmp_path / f"rank {rank}"), loader)

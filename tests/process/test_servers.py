@@ -240,7 +240,7 @@ class Momentum(Recorded):
 
     def on_train_start(self) -> None:
         self.caught.__exit__(None, None, None)
-        told = any("delays act like more momentum" in str(warning.message) for warning in self.heard)
+        told = any("delays act like additional momentum" in str(warning.message) for warning in self.heard)
         assert told == (self.warned and self.global_rank == 0)
         del self.caught, self.heard
 
@@ -407,7 +407,7 @@ def test_streams_of_different_lengths_are_read_to_their_ends() -> None:
     trainer.fit(module, Stream())
     assert module.by_rank == [[[n] for n in range(4)], [[n] for n in range(7)]]
     assert trainer.global_step == 11
-    with pytest.raises(WorkerFailed, match="give a DataLoader over a map-style dataset"):
+    with pytest.raises(WorkerFailed, match="use a DataLoader over a map-style dataset"):
         fx.Trainer(devices=2, strategy=ParameterServer(mode="bounded"), max_epochs=1, **QUIET).fit(module, Stream())
 
 
@@ -428,6 +428,9 @@ def test_streams_of_different_lengths_are_read_to_their_ends() -> None:
         (lambda: AsyncSGD(max_staleness=-1), "max_staleness=-1"),
         (lambda: AsyncSGD(compensation="dc-adaptiv"), "Did you mean 'dc-adaptive'"),
         (lambda: AsyncSGD(on_stale="drop", servers=2), "servers=1"),
+        (lambda: AsyncSGD(on_stale="drop"), "set max_staleness"),
+        (lambda: AsyncSGD(on_stale="damp", max_staleness=1, bound="clock"), "bound='version'"),
+        (lambda: DDP(powersgd_rank=0), "powersgd_rank=0"),
     ],
 )
 def test_wrong_options_are_refused(make: Any, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Runs of several processes that are traced, slowed, killed and hung: what is said of them, and where it is seen."""
+"""Records, traces and reports of runs with several processes that are slowed, killed and hung."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from fabricx.fault_tolerance.hang_report import explain
 from fabricx.loggers import TensorBoardLogger
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer
 from fabricx.telemetry import recorder
-from fabricx.telemetry.diagnosis import verdict
-from fabricx.telemetry.report import look_at, rank_lines, recovery, warnings_of
+from fabricx.telemetry.diagnosis import diagnose
+from fabricx.telemetry.report import load_run, rank_lines, recovery, warnings_of
 from fabricx.testing import QUIET, TinyModule, kill, tiny_data, tiny_loader
 from tests import warm
 from tests.unit.telemetry.test_trace import check_trace
@@ -36,7 +36,7 @@ LOGGING: dict[str, Any] = {**QUIET, "logger": TensorBoardLogger(), "log_every_n_
 
 
 class Clock:
-    """A clock for the recorder of a rank: it counts how often it was asked, and what was waited for others."""
+    """Clock for the recorder of a rank that advances with every call, and counts waiting time."""
 
     def __init__(self, strategy: Any) -> None:
         self.asked, self.strategy = 0.0, strategy
@@ -47,7 +47,7 @@ class Clock:
 
 
 class Slow(Dataset[Any]):
-    """Samples that take a rank an hour each to read, by its clock, if it has one."""
+    """Samples that each advance the rank's clock, if it has a simulated clock, by an hour."""
 
     def __init__(self) -> None:
         self.data = tiny_data(48)
@@ -63,7 +63,7 @@ class Slow(Dataset[Any]):
 
 
 class Counting(TinyModule):
-    """Gives the recorder of each rank a clock that counts, and rank 1 slow data."""
+    """Replace the clock of each rank's recorder, and slow down the data of rank 1."""
 
     def on_train_start(self) -> None:
         clock = recorder._clock = Clock(self.trainer.strategy)
@@ -75,7 +75,7 @@ class Counting(TinyModule):
 
 
 class Speaking(TinyModule):
-    """Says things on all ranks."""
+    """Log and warn on the ranks."""
 
     def on_train_start(self) -> None:
         logging.getLogger("own").warning("of all ranks")
@@ -104,16 +104,16 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> fx.Trainer:
 def test_a_rank_that_reads_slowly_is_named(tmp_path: Path) -> None:
     trainer = fx.Trainer(devices=2, strategy=DDP(), max_epochs=1, default_root_dir=tmp_path, **LOGGING)
     trainer.fit(Counting(), DataLoader(Slow(), batch_size=4))
-    seen = look_at(folder_of(trainer))
+    seen = load_run(folder_of(trainer))
     first, second = rank_lines(seen.run)
-    assert verdict(seen.run).startswith("rank 1 is slow in data wait: ")
+    assert diagnose(seen.run).startswith("rank 1 is slow in data wait: ")
     assert second.straggler > first.straggler == 0.0
     assert second.spans["data"] == pytest.approx(4 * 3600e3, abs=1.0)  # ms of each step
     assert first.spans["data"] < 1.0
 
 
 def test_the_records_of_a_run_have_its_steps_spans_and_arguments(traced: fx.Trainer) -> None:
-    seen = look_at(folder_of(traced))
+    seen = load_run(folder_of(traced))
     first, second = rank_lines(seen.run)
     assert {"data", "forward", "backward", "optimizer", "other"} <= first.spans.keys()
     assert (first.steps, second.steps) == (20, 20)
@@ -130,10 +130,10 @@ def test_the_records_of_a_run_have_its_steps_spans_and_arguments(traced: fx.Trai
 
 
 def test_what_ranks_say_is_in_one_file_and_told_once(traced: fx.Trainer) -> None:
-    seen = look_at(folder_of(traced))
-    told = {text.partition(" (")[0]: (who, times) for who, text, times in warnings_of(seen.run)}
-    assert told["WARNING own: of all ranks"] == ("0, 1", 2)
-    assert told["WARNING UserWarning: of one rank only"] == ("1", 1)
+    seen = load_run(folder_of(traced))
+    warned = {text.partition(" (")[0]: (ranks, times) for ranks, text, times in warnings_of(seen.run)}
+    assert warned["WARNING own: of all ranks"] == ("0, 1", 2)
+    assert warned["WARNING UserWarning: of one rank only"] == ("1", 1)
     assert len((folder_of(traced) / "logs" / "all.log").read_text().splitlines()) == len(seen.run.logs)
     assert "of one rank only" in (folder_of(traced) / "logs" / "rank-1.log").read_text()
 
@@ -147,7 +147,7 @@ def test_the_trace_of_a_run_has_the_operators_in_the_spans_of_both_ranks(traced:
         forwards = [e["ts"] for e in spans if e["name"] == "forward"]
         losses = [e["ts"] for e in spans if e["name"] == "aten::mse_loss"]
         assert len(losses) >= 2  # of the two steps that were profiled
-        minute = 60e6  # clocks that were taken for one another would be years apart; a busy machine's differ by moments
+        minute = 60e6  # confused clocks would differ by years, clocks of a busy machine by moments
         assert all(min(forwards) - minute <= at <= max(forwards) + minute for at in losses)
 
 
@@ -155,7 +155,7 @@ def test_tensorboard_shows_all_ranks_beside_the_users_metrics(traced: fx.Trainer
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder_of(traced).parent), "--port", "0"]
     with warm.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
-            address = next(found.group() for line in process.stderr or () if (found := re.search(r"http://\S+", line)))
+            address = next(match.group() for line in process.stderr or () if (match := re.search(r"http://\S+", line)))
             look_at_board(address, folder_of(traced).name)
         finally:
             process.kill()
@@ -168,18 +168,18 @@ def look_at_board(address: str, name: str) -> None:
 
     deadline = time.monotonic() + 60
     telemetry = f"{name}/telemetry"
-    while not {name, telemetry} <= (found := ask("scalars/tags")).keys() and time.monotonic() < deadline:
+    while not {name, telemetry} <= (tags := ask("scalars/tags")).keys() and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert {"loss", "val_loss"} <= found[name].keys()
+    assert {"loss", "val_loss"} <= tags[name].keys()
     by_rank = {
         f"{tag}/rank_{rank}" for tag in ("busy_ms", "wait_ms", "data_ms", "straggler", "share") for rank in (0, 1)
     }
-    assert by_rank | {"step_ms", "samples_per_s/all", "gradient_norm", "learning_rate"} <= found[telemetry].keys()
+    assert by_rank | {"step_ms", "samples_per_s/all", "gradient_norm", "learning_rate"} <= tags[telemetry].keys()
     shown = ask(f"scalars/scalars?run={telemetry}&tag=straggler/rank_1")
     assert 0.0 <= shown[-1][2] <= 1.0
     assert "arguments/text_summary" in ask("text/tags")[name]
     [category] = ask("custom_scalars/layout")["category"]
-    assert "busy time, ms" in [one["title"] for one in category["chart"]]
+    assert "busy time, ms" in [chart["title"] for chart in category["chart"]]
 
 
 def test_a_run_that_lost_a_rank_says_so_everywhere(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_run_that_lost_a_rank_says_so_everywhere(tmp_path: Path) -> None:
         callbacks=[kill(rank=1).during("backward", step=4), FaultRecovery(patience=30.0)], **LOGGING,
     )  # fmt: skip
     trainer.fit(TinyModule(), tiny_loader(80, 4))
-    run = look_at(folder_of(trainer)).run
+    run = load_run(folder_of(trainer)).run
     assert recovery(run).startswith("recovered 1 time, ")
     names = [event["name"] for event in run.events]
     assert names.count("death") == 1
@@ -199,7 +199,7 @@ def test_a_run_that_lost_a_rank_says_so_everywhere(tmp_path: Path) -> None:
 
 
 class Failing(TinyModule):
-    """One rank raises in its fourth batch."""
+    """Raise an error in the fourth batch of a rank."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_rank == 1 and batch_idx == 3:
@@ -215,11 +215,11 @@ def test_a_run_that_failed_has_the_first_traceback_and_what_was_recorded(tmp_pat
     assert "raise ArithmeticError" in str(caught.value)
     assert "dispatch.py" not in str(caught.value)
     [run_dir] = (tmp_path / "runs").iterdir()
-    assert look_at(run_dir).state == "failed"
+    assert load_run(run_dir).state == "failed"
 
 
 class Hung(TinyModule):
-    """One rank never comes out of its fourth step."""
+    """Hang in the fourth step of a rank."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_rank == 1 and self.global_step == 3 and self.trainer.world.generation == 0:
@@ -236,7 +236,7 @@ def test_a_rank_that_hangs_is_found_at_its_line_and_the_others_in_their_collecti
         callbacks=[FaultRecovery(stuck_after=2, patience=30.0)], **LOGGING,
     )  # fmt: skip
     trainer.fit(Hung(), tiny_loader(80, 4))
-    run = look_at(folder_of(trainer)).run
+    run = load_run(folder_of(trainer)).run
     [hang] = [event["text"] for event in run.events if event["name"] == "hang"]
     sentence, _, stacks = hang.partition("\n")
     assert "rank 1 is at " in sentence
@@ -254,14 +254,14 @@ def test_servers_tell_of_queues_and_gradients_reach_them_by_arrows(tmp_path: Pat
         devices=2, strategy=strategy, max_epochs=1, default_root_dir=tmp_path, callbacks=[Tracing()], **LOGGING
     )
     trainer.fit(TinyModule(), tiny_loader(160, 4))
-    run = look_at(folder_of(trainer)).run
+    run = load_run(folder_of(trainer)).run
     assert {"push", "pull"} <= {span for line in rank_lines(run) for span in line.spans}
     arrows = {"s": set(), "f": set()}
     for event in check_trace(folder_of(trainer) / "trace.json"):
         if event["ph"] in arrows:
             arrows[event["ph"]].add(event["id"])
     assert arrows["f"]
-    assert arrows["f"] <= arrows["s"]  # what was applied was sent
+    assert arrows["f"] <= arrows["s"]  # all applied gradients were sent
     assert {name for name in run.gauges if name.startswith("server_queue_")}
 
 
@@ -282,14 +282,14 @@ def test_the_commands_look_at_a_run_that_is_going_on(tmp_path: Path) -> None:
         try:
             deadline = time.monotonic() + 60
             while time.monotonic() < deadline:
-                found = [path for path in tmp_path.glob("runs/*") if any(path.glob("telemetry/worker*.jsonl"))]
-                if found and look_at(found[0]).run.steps > 3:
+                runs = [path for path in tmp_path.glob("runs/*") if any(path.glob("telemetry/worker*.jsonl"))]
+                if runs and load_run(runs[0]).run.steps > 3:
                     break
                 time.sleep(0.2)
-            assert look_at(found[0]).state == "running"
-            assert look_at(found[0]).run.ranks[0].ending is None
+            assert load_run(runs[0]).state == "running"
+            assert load_run(runs[0]).run.ranks[0].ending is None
         finally:
             process.kill()
-    seen = look_at(found[0])
+    seen = load_run(runs[0])
     seen.run.ended -= 60
-    assert seen.state.startswith("nothing was heard for")
+    assert seen.state.startswith("no records for")

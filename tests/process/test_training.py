@@ -132,7 +132,7 @@ def fit(root: Path, trouble: str, strategy: str) -> fx.Trainer:
     [
         ("raises", "rank 1 failed:(?s:.*)ArithmeticError: only on one"),
         ("dies", "rank 1 failed:(?s:.*)killed by SIGKILL"),
-        ("skips", "gave no loss on rank 1"),
+        ("skips", "returned None on rank 1"),
         ("logs", r"rank 0: 'loss'\n  rank 1: 'loss', 'other'"),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_plateau_by_steps_is_that_of_all_ranks(tmp_path: Path) -> None:
     rates = [float(trainer.callback_metrics[name]) for name in ("rate_max", "rate_min")]
     assert rates == pytest.approx([2.5e-4] * 2)  # 5.5 and 5.6 are not below 5.0
     refused = fx.Trainer(max_epochs=1, devices=1, strategy="async_sgd", default_root_dir=tmp_path, **QUIET)
-    with pytest.raises(WorkerFailed, match="take interval='epoch'"):
+    with pytest.raises(WorkerFailed, match="set interval='epoch'"):
         refused.fit(Plateau(), tiny_loader(8, 4))
 
 

@@ -1,4 +1,4 @@
-"""The configuration is the constructors' arguments, and builds what they build."""
+"""The configuration consists of constructor arguments, and creates the objects of these constructors."""
 
 from __future__ import annotations
 
@@ -54,11 +54,20 @@ def test_a_configuration_becomes_objects() -> None:
     assert trainer.loggers == []
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_no_checkpoints_means_none_of_the_default_group_either(saves: bool) -> None:
+    callbacks = {"model_checkpoint": {"save_top_k": 1}, "early_stopping": {"monitor": "val_loss"}}
+    switch = {} if saves else {"enable_checkpointing": False}
+    trainer, _, _ = build({**GIVEN, "trainer": {**GIVEN["trainer"], **switch}, "callbacks": callbacks})
+    assert (trainer.checkpoint_callback is not None) is saves
+    assert any(isinstance(callback, EarlyStopping) for callback in trainer.callbacks)
+
+
 @pytest.mark.parametrize(
     ("group", "node", "message"),
     [
         ("module", {"_target_": "fabricx.demo.digits.DigitsClassifier", "hiden": 1}, "Did you mean 'hidden'"),
-        ("module", {}, "there is no module: choose one"),
+        ("module", {}, "module is not set: choose a module"),
         ("module", {"_target_": "nowhere.Net"}, "nowhere.Net can't be imported"),
         ("strategy", {"name": "ddp", "bucket_mb": 1}, "Did you mean 'bucket_mib'"),
         ("callbacks", {"early_stoping": {}}, "Did you mean 'early_stopping'"),

@@ -1,4 +1,4 @@
-"""Secrets are masked wherever a configuration goes, and nothing else is."""
+"""Secrets are masked in all output of a configuration, and other values are not."""
 
 from __future__ import annotations
 
@@ -112,15 +112,15 @@ def test_a_secret_is_known_by_its_key(keys: list[str], expected: bool) -> None:
 
 
 def test_all_below_a_secret_key_is_masked_and_what_is_no_secret_stays() -> None:
-    given = {
+    arguments = {
         "auth": {"user": "me", "parts": ["abc", 7]}, "password": 12345, "token": None, "use_auth_token": True,
         "secret": "", "net": {"max_tokens": 5, "sizes": (1, 2)}, "pad_token": "<pad>",
     }  # fmt: skip
-    assert masked(given) == {
+    assert masked(arguments) == {
         "auth": {"user": MASK, "parts": [MASK, MASK]}, "password": MASK, "token": None, "use_auth_token": True,
         "secret": "", "net": {"max_tokens": 5, "sizes": (1, 2)}, "pad_token": "<pad>",
     }  # fmt: skip
-    assert list(masked_keys(masked(given))) == ["auth.user", "auth.parts.0", "auth.parts.1", "password"]
+    assert list(masked_keys(masked(arguments))) == ["auth.user", "auth.parts.0", "auth.parts.1", "password"]
 
 
 @pytest.mark.parametrize(
@@ -147,15 +147,15 @@ def test_an_ordinary_text_stays_as_it_is() -> None:
 
 
 def test_a_value_that_was_masked_once_is_found_in_any_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redaction, "_known", set())
+    monkeypatch.setattr(redaction, "_secrets", set())
     masked({"logger": {"api_key": "a-long-value", "password": "abc"}, "url": "pg://me:another-one@host"})
     assert masked_text("refused: a-long-value, another-one, abc") == f"refused: {MASK}, {MASK}, abc"
 
 
 def test_secrets_in_lists_and_in_text_that_is_json_are_masked() -> None:
-    given = {"args": ["run", "--token", "hunter2", "--password=hunter2", "--token", "--fast"],
+    arguments = {"args": ["run", "--token", "hunter2", "--password=hunter2", "--token", "--fast"],
              "payload": '{"password": "hunter2", "a": 1}', "nets": [{"heads": {"api_key": "hunter2"}}]}  # fmt: skip
-    assert masked(given) == {
+    assert masked(arguments) == {
         "args": ["run", "--token", MASK, f"--password={MASK}", "--token", "--fast"],
         "payload": f'{{"password": "{MASK}", "a": 1}}', "nets": [{"heads": {"api_key": MASK}}],
     }  # fmt: skip
@@ -170,10 +170,10 @@ def test_parameters_of_urls_in_logs_and_tracebacks_are_masked_and_code_stays() -
 
 
 def test_a_command_line_keeps_its_form() -> None:
-    given = ["python", "-m", "fabricx", "fit", "~x", "++a.token=a, b", "--api-key=abc", "--password", "abc",
+    arguments = ["python", "-m", "fabricx", "fit", "~x", "++a.token=a, b", "--api-key=abc", "--password", "abc",
              "--verbose", "+logger.w={api_key:abc,project:x}", "url=http://a:abc@b", "module.lr=0.1,0.2",
              "--token", "--fast"]  # fmt: skip
-    said = masked_command(given)
+    said = masked_command(arguments)
     assert "abc" not in said
     assert "a, b" not in said
     for kept in ("python -m fabricx fit '~x'", "++a.token=", "project:x", "module.lr=0.1,0.2", "--verbose", "--fast"):

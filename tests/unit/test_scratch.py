@@ -25,7 +25,7 @@ from fabricx.scratch import (
 
 
 def abandoned(parent: Path, host: str) -> Path:
-    """What a process of a host leaves when it is killed."""
+    """Create the folder of a killed process of a host."""
     folder = Path(tempfile.mkdtemp(prefix="fabricx-", dir=parent))
     (folder / LOCK).write_text(host)
     (folder / "job").write_text("secret")
@@ -68,7 +68,7 @@ def test_a_forked_child_that_drops_the_context_leaves_the_folder(tmp_path: Path)
 
 def test_an_error_names_the_folder_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
-        pytest.raises(OSError, match="nowhere: No such file or directory; let TMPDIR name"),
+        pytest.raises(OSError, match="nowhere: No such file or directory; set TMPDIR to"),
         private_folder(tmp_path / "nowhere"),
     ):
         pass
@@ -77,11 +77,11 @@ def test_an_error_names_the_folder_and_what_to_do(tmp_path: Path, monkeypatch: p
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tempfile, "mkdtemp", full)
-    with pytest.raises(OSError, match="No space left on device; let TMPDIR name"), private_folder(tmp_path):
+    with pytest.raises(OSError, match="No space left on device; set TMPDIR to"), private_folder(tmp_path):
         pass
     monkeypatch.undo()
-    monkeypatch.setattr(os, "write", lambda *given: full())
-    with pytest.raises(OSError, match="No space left on device; let TMPDIR name"), private_folder(tmp_path):
+    monkeypatch.setattr(os, "write", lambda *arguments: full())
+    with pytest.raises(OSError, match="No space left on device; set TMPDIR to"), private_folder(tmp_path):
         pass
     assert not list(tmp_path.iterdir())
 
@@ -94,7 +94,7 @@ def test_sockets_of_multiprocessing_never_have_too_long_a_path(tmp_path: Path, m
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     parent = scratch._short()
     assert parent is not None
-    assert len(parent) + scratch._NAME <= 107
+    assert len(parent) + scratch._LONGEST_NAME <= 107
     multiprocessing_folder_of(process, str(long / "fabricx-12345678"), 0)
     assert process._config["tempdir"] == "short"  # type: ignore[attr-defined]
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
@@ -107,29 +107,29 @@ def test_sockets_of_multiprocessing_never_have_too_long_a_path(tmp_path: Path, m
 def test_semaphores_go_with_the_folder_of_their_run_and_no_others_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = tmp_path / "shm"
-    place.mkdir()
-    monkeypatch.setattr(scratch, "SEMAPHORES", str(place))
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    monkeypatch.setattr(scratch, "SEMAPHORES", str(shm))
     unregistered: list[str] = []
     monkeypatch.setattr(resource_tracker, "unregister", lambda name, kind: unregistered.append(name))
     dead = abandoned(tmp_path, socket.gethostname()).name
     elsewhere = abandoned(tmp_path, "another-machine").name
     kept = {f"sem.mp-{elsewhere}-0-a", "sem.mp-a", f"mp-{dead}-0-a", "torch_1"}
     for name in (*kept, f"sem.mp-{dead}-0-a", f"sem.mp-{dead}-11-b"):
-        (place / name).touch()
+        (shm / name).touch()
     with private_folder(tmp_path) as folder:
-        assert {file.name for file in place.iterdir()} == kept  # without those of the dead
+        assert {file.name for file in shm.iterdir()} == kept  # semaphores of dead processes are removed
         assert unregistered == []
         first, second = (multiprocessing.process.BaseProcess.__new__(multiprocessing.process.BaseProcess) for _ in "ab")
         for rank, process in enumerate((first, second), start=1):
             process._config = {}  # type: ignore[attr-defined]
             multiprocessing_folder_of(process, folder, rank)
-            (place / f"sem.{process._config['semprefix'][1:]}-a").touch()  # type: ignore[attr-defined]
-        (place / f"sem.mp-{os.path.basename(folder)}-12-a").touch()
+            (shm / f"sem.{process._config['semprefix'][1:]}-a").touch()  # type: ignore[attr-defined]
+        (shm / f"sem.mp-{os.path.basename(folder)}-12-a").touch()
         unlink_semaphores_of(first)
         assert unregistered == [f"/mp-{os.path.basename(folder)}-1-a"]
-        assert len({file.name for file in place.iterdir()} - kept) == 2
-    assert {file.name for file in place.iterdir()} == kept
+        assert len({file.name for file in shm.iterdir()} - kept) == 2
+    assert {file.name for file in shm.iterdir()} == kept
 
 
 def test_a_place_where_every_user_can_rename_a_private_folder_is_refused(tmp_path: Path) -> None:

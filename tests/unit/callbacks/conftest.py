@@ -19,7 +19,7 @@ from fabricx.strategies import Single
 
 
 class FakeWorld:
-    """One of several ranks that all think alike; counts broadcasts."""
+    """World of a rank in which all ranks broadcast equal values; counts broadcasts."""
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
@@ -68,7 +68,7 @@ class FakeTrainer:
 
     def __post_init__(self) -> None:
         self.default_root_dir = str(self.run_dir)
-        self.state = SimpleNamespace(batch=0, closing=False, attempt=0)
+        self.state = SimpleNamespace(batch=0, closing=False, attempt=0, run="")
 
     def print(self, *args: Any) -> None:
         self.printed.append(" ".join(map(str, args)))
@@ -92,7 +92,7 @@ class FakeTrainer:
             after()
         return saved
 
-    # what the loop does
+    # as the training loop
 
     def call(self, hook: str, *args: Any) -> None:
         for callback in self.callbacks:

@@ -1,4 +1,4 @@
-"""The law of shares, on traces that are made up: no process, no clock, and noise by a seed."""
+"""The policy of shares on simulated traces: no process, no clock, and seeded noise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 import fabricx as fx
 from fabricx.callbacks import LoadBalancer, load_balancer
-from fabricx.callbacks.balancing_policy import Law, Seen, share_batch
+from fabricx.callbacks.balancing_policy import Measurement, SharePolicy, share_batch
 from fabricx.testing import QUIET, Ledger, layered_data
 from tests.cases import check_each, product
 
@@ -32,7 +32,7 @@ def _all_samples_are_given_and_each_rank_has_one(seed: int) -> None:
     assert min(shares) >= 1
     longest = max(share / speed for share, speed in zip(shares, speeds, strict=True))
     of = [share / speed for share, speed in zip(shares, speeds, strict=True)].index(longest)
-    for to, speed in enumerate(speeds):  # no single sample of the one that takes the longest would be better off
+    for to, speed in enumerate(speeds):  # moving a sample from the slowest rank would not help
         assert to == of or shares[of] == 1 or (shares[to] + 1) / speed >= longest
 
 
@@ -61,30 +61,33 @@ def test_what_can_t_be_divided_is_said(speeds: list[float], samples: int) -> Non
 def trace(
     speeds: Speeds, samples: int, noise: float, windows: int = 60, seed: int = 0
 ) -> list[tuple[float, list[int]]]:
-    """Run the law over windows of ten steps; returns the time of a step over the ideal's, and the shares, by window."""
+    """Run the policy over windows of ten steps; return, by window, step time over ideal time, and the shares."""
     rng, ranks = random.Random(seed), len(speeds(0))
-    law, found = Law(samples, share_batch([1.0] * ranks, samples)), []
+    policy, ratios = SharePolicy(samples, share_batch([1.0] * ranks, samples)), []
     for window in range(windows):
         now = speeds(window)
         steps = [
-            [share / v * rng.lognormvariate(0.0, noise) for share, v in zip(law.shares, now, strict=True)]
+            [share / v * rng.lognormvariate(0.0, noise) for share, v in zip(policy.shares, now, strict=True)]
             for _ in range(10)
         ]
-        found.append(
-            (max(share / v for share, v in zip(law.shares, now, strict=True)) * sum(now) / samples, law.shares)
+        ratios.append(
+            (max(share / v for share, v in zip(policy.shares, now, strict=True)) * sum(now) / samples, policy.shares)
         )
         step_s = statistics.median(max(times) for times in steps)
-        law.decide(
-            [seen(share, times, step_s) for share, times in zip(law.shares, zip(*steps, strict=True), strict=True)]
+        policy.decide(
+            [
+                measure(share, times, step_s)
+                for share, times in zip(policy.shares, zip(*steps, strict=True), strict=True)
+            ]
         )
-    return found
+    return ratios
 
 
-def seen(share: int, times: Sequence[float], step_s: float) -> Seen:
-    speeds = [share / one for one in times]
+def measure(share: int, times: Sequence[float], step_s: float) -> Measurement:
+    speeds = [share / seconds for seconds in times]
     middle = statistics.median(speeds)
     off = statistics.median(abs(speed - middle) for speed in speeds)
-    return Seen(middle, 1.25 * 1.48 * off / middle / len(speeds) ** 0.5, step_s)
+    return Measurement(middle, 1.25 * 1.48 * off / middle / len(speeds) ** 0.5, step_s)
 
 
 WAYS = [([2.0, 1.0], 64), ([4.0, 1.0], 64), ([3.0, 3.0, 1.0], 48), ([4.0, 4.0, 4.0, 1.0], 64), ([8.0, 1.0], 32)]
@@ -94,11 +97,11 @@ WAYS = [([2.0, 1.0], 64), ([4.0, 1.0], 64), ([3.0, 3.0, 1.0], 48), ([4.0, 4.0, 4
 @pytest.mark.parametrize(("speeds", "samples"), WAYS)
 def test_three_decisions_are_enough(speeds: list[float], samples: int, noise: float) -> None:
     for seed in range(10):
-        found = trace(lambda window: speeds, samples, noise, seed=seed)
-        assert found[3 if not noise else 4][0] < (
+        ratios = trace(lambda window: speeds, samples, noise, seed=seed)
+        assert ratios[3 if not noise else 4][0] < (
             1.2 if noise else 1.03
         )  # noise of the first windows is smoothed later
-        assert statistics.mean(ratio for ratio, _ in found[5:]) < 1.04
+        assert statistics.mean(ratio for ratio, _ in ratios[5:]) < 1.04
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
@@ -107,15 +110,15 @@ def test_a_rank_that_becomes_slow_and_fast_again_is_followed(noise: float) -> No
         return [1.0, 1.0, 0.25 if 20 <= window < 40 else 1.0]
 
     for seed in range(10):
-        found = trace(speeds, 48, noise, seed=seed)
-        assert found[23][0] < 1.13
-        assert found[43][0] < 1.13
+        ratios = trace(speeds, 48, noise, seed=seed)
+        assert ratios[23][0] < 1.13
+        assert ratios[43][0] < 1.13
 
 
 def test_noise_moves_nothing() -> None:
     for seed in range(20):
-        found = trace(lambda window: [1.0, 1.0, 1.0, 1.0], 64, 0.1, seed=seed)
-        assert {tuple(shares) for _, shares in found} == {(16, 16, 16, 16)}
+        ratios = trace(lambda window: [1.0, 1.0, 1.0, 1.0], 64, 0.1, seed=seed)
+        assert {tuple(shares) for _, shares in ratios} == {(16, 16, 16, 16)}
 
 
 def test_no_share_changes_by_more_than_it_may() -> None:
@@ -126,39 +129,41 @@ def test_no_share_changes_by_more_than_it_may() -> None:
 
 
 def test_a_change_that_brings_nothing_is_taken_back_and_tried_ever_more_seldom() -> None:
-    law, tried = Law(64, [32, 32]), []
-    for window in range(60):  # steps take as long whatever the shares: something else holds them up
-        before = law.shares
-        law.decide([Seen(2.0, 0.01, 1.0), Seen(1.0, 0.01, 1.0)])
-        if law.shares != before and before == [32, 32]:
+    policy, tried = SharePolicy(64, [32, 32]), []
+    for window in range(60):  # the duration of steps does not depend on the shares
+        before = policy.shares
+        policy.decide([Measurement(2.0, 0.01, 1.0), Measurement(1.0, 0.01, 1.0)])
+        if policy.shares != before and before == [32, 32]:
             tried.append(window)
-    assert tried == [0, 3, 7, 13, 23, 41, 59]  # 1, 2, 4 ... 16 windows apart, besides the two that each try takes
+    assert tried == [0, 3, 7, 13, 23, 41, 59]  # pauses of 1, 2, 4 ... 16 windows, plus two windows for each trial
 
 
 def test_ranks_of_one_core_don_t_run_away() -> None:
-    """Ranks 1 and 2 share a core, so that each one's time has the other's in it: their speeds are coupled."""
-    law = Law(192, [64, 64, 64])
+    """Ranks 1 and 2 share a core, so that the time of each includes the time of both: their speeds are coupled."""
+    policy = SharePolicy(192, [64, 64, 64])
     for _ in range(60):
-        first, *both = law.shares
+        first, *both = policy.shares
         times = [float(first), float(sum(both)), float(sum(both))]
-        law.decide([Seen(s / t, 0.01, max(times)) for s, t in zip(law.shares, times, strict=True)])
-    assert abs(law.shares[0] - 96) <= 2
-    assert 1.3 < law.gain < 1.36
+        policy.decide([Measurement(n / s, 0.01, max(times)) for n, s in zip(policy.shares, times, strict=True)])
+    assert abs(policy.shares[0] - 96) <= 2
+    assert 1.3 < policy.gain < 1.36
 
 
-@pytest.mark.parametrize("mine", [0.3, 0.6, 1.0])
-@pytest.mark.parametrize("others", [0.5, 1.0, 2.0])
-def test_however_ranks_slow_each_other_down_steps_get_no_longer(mine: float, others: float) -> None:
-    """A rank's time has some of what the next one does in it, so that less for it doesn't make it faster by as much."""
+@pytest.mark.parametrize("per_sample", [0.3, 0.6, 1.0])
+@pytest.mark.parametrize("per_sample_of_next", [0.5, 1.0, 2.0])
+def test_however_ranks_slow_each_other_down_steps_get_no_longer(per_sample: float, per_sample_of_next: float) -> None:
+    """The load of the next rank slows a rank down, so that a smaller share does not help in proportion."""
 
     def times(shares: Sequence[int]) -> list[float]:
-        return [mine * share + others * shares[(rank + 1) % 3] * rank for rank, share in enumerate(shares)]
+        return [
+            per_sample * share + per_sample_of_next * shares[(rank + 1) % 3] * rank for rank, share in enumerate(shares)
+        ]
 
-    law, steps = Law(192, [64, 64, 64]), []
+    policy, steps = SharePolicy(192, [64, 64, 64]), []
     for _ in range(100):
-        found = times(law.shares)
-        steps.append(max(found))
-        law.decide([Seen(s / t, 0.01, max(found)) for s, t in zip(law.shares, found, strict=True)])
+        seconds = times(policy.shares)
+        steps.append(max(seconds))
+        policy.decide([Measurement(n / s, 0.01, max(seconds)) for n, s in zip(policy.shares, seconds, strict=True)])
     assert statistics.mean(steps[20:]) < 1.05 * steps[0]
 
 

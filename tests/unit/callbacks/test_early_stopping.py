@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 
 from fabricx.callbacks import EarlyStopping
-from fabricx.callbacks.early_stopping import Rule, Verdict, judge
+from fabricx.callbacks.early_stopping import Decision, Rule, judge
 
 
 def stops_after(rule: Rule, scores: list[float]) -> int | None:
     best, waited = (-math.inf if rule.mode == "max" else math.inf), 0
     for number, score in enumerate(scores):
-        verdict = judge(rule, score, best, waited)
-        if verdict.reason:
+        decision = judge(rule, score, best, waited)
+        if decision.reason:
             return number
-        best, waited = verdict.best, verdict.waited
+        best, waited = decision.best, decision.checks_waited
     return None
 
 
@@ -44,7 +44,7 @@ def test_when_it_stops(rule: Rule, scores: list[float], stop: int | None) -> Non
 
 def test_the_reason_is_told() -> None:
     assert judge(Rule(patience=1), 0.5, 0.4, 0).reason == "it has not improved on 0.4 in the last 1 checks"
-    assert judge(Rule(), 0.3, 0.4, 2) == Verdict(0.3, 0)
+    assert judge(Rule(), 0.3, 0.4, 2) == Decision(0.3, 0)
 
 
 def test_training_is_asked_to_stop(trainer: Any) -> None:

@@ -16,8 +16,10 @@ from fabricx.callbacks import FaultRecovery, fault_recovery
 from fabricx.core.state import RunState
 from fabricx.data.map_style import OrderedFeed
 from fabricx.distributed.world import World
-from fabricx.loop import fit
-from fabricx.parameter_server.server.leases import Brought
+from fabricx.errors import CopiesLost
+from fabricx.fault_tolerance.fault_tolerance import FaultTolerance
+from fabricx.loop.boundary import advance
+from fabricx.parameter_server.server.leases import LeaseSet
 from fabricx.parameter_server.server.server import Server
 from fabricx.parameter_server.wire.messages import Ask, Open, Push
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
@@ -26,7 +28,7 @@ from tests.unit.parameter_server.server.test_server import begin
 
 
 class Trainer:
-    """A run of steps that take a quarter of a second each; a snapshot is written meanwhile, and takes its time."""
+    """A run with steps of 0.25 s; snapshots are written in the background, for `writing_s` seconds each."""
 
     def __init__(self, root: Path, writing_s: float) -> None:
         self.now, self.global_step, self.saved = 1000.0, 0, []
@@ -75,7 +77,7 @@ def test_one_that_takes_long_comes_so_rarely_that_it_is_a_hundredth_of_the_time(
 ) -> None:
     saved = snapshots(tmp_path, 5.0, 12_000, monkeypatch)
     assert [after - before for before, after in itertools.pairwise(saved[1:])] == [500 * 4] * (len(saved) - 2)
-    assert len(saved) * 5.0 <= 0.01 * 3000 + 2 * 5.0  # and the first two, before that was known
+    assert len(saved) * 5.0 <= 0.01 * 3000 + 2 * 5.0  # and the first two, before the first measurement
 
 
 def test_steps_that_were_asked_for_are_kept_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +88,7 @@ def test_one_that_would_have_to_wait_is_left_out_unless_numbers_depend_on_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: Any = {"writing_s": 3.0, "steps": 40, "monkeypatch": monkeypatch, "every_n_train_steps": 5}
-    assert snapshots(tmp_path, **options) == [5, 20, 35]  # each takes 12 steps
+    assert snapshots(tmp_path, **options) == [5, 20, 35]  # writing a snapshot lasts 12 steps
     assert snapshots(tmp_path, strategy=LocalSGD(), **options) == [5, 10, 15, 20, 25, 30, 35, 40]
 
 
@@ -112,17 +114,18 @@ def test_a_feed_that_goes_on_from_another_place_than_training_is_noticed(
     position: int, expected: tuple[int, int]
 ) -> None:
     feed = OrderedFeed(DataLoader(range(12), 2), World(), 0, float("inf"))
-    trainer: Any = SimpleNamespace(state=RunState(), val_every=float("inf"), slot=None)
+    trainer: Any = SimpleNamespace(state=RunState(), val_every=float("inf"))
+    trainer.fault_tolerance = FaultTolerance(trainer)
     state = trainer.state
     for micro in itertools.chain(itertools.islice(feed.epoch(0), 2), feed.epoch(0, position=position, first=2)):
-        fit._advance(trainer, micro)
+        advance(trainer, micro)
     assert (state.left_out, state.again) == expected
     assert state.samples == 12
 
 
 @pytest.mark.parametrize("second", [(0, 1, 2), (0, 1), (0, 2, 2)])
 def test_the_last_line_counts_what_each_server_has_used(second: tuple[int, ...]) -> None:
-    """The second server of two misses leases that the first has, or has used one twice."""
+    """The second of two servers misses leases of the first server, or used a lease twice."""
     begun, _ = begin(workers=1, aggregate=False)
     servers = [Server(1), Server(1, deals=False)]
     empty = torch.empty(0)
@@ -133,7 +136,7 @@ def test_the_last_line_counts_what_each_server_has_used(second: tuple[int, ...])
         lease = servers[0].handle(0, Ask(0, True), empty, empty).lease
         servers[0].handle(0, Push(0, 1, (lease,), True), empty, empty)
     for lease in second:
-        servers[1]._brought = Brought()  # what would recognise a gradient that comes twice
+        servers[1]._received = LeaseSet()  # disables the detection of repeated gradients
         servers[1].handle(0, Push(0, 1, (lease,), True), empty, empty)
     apart = Asynchronous(begun.settings)
     apart._client = SimpleNamespace(counts=lambda: [server.counts for server in servers])  # type: ignore[assignment]
@@ -142,3 +145,15 @@ def test_the_last_line_counts_what_each_server_has_used(second: tuple[int, ...])
     assert apart.lost_and_repeated() == (lost, repeated, 0)
     assert ("1 batch lost" in said, "1 batch trained twice" in said) == (bool(lost), bool(repeated))
     assert (", 0 samples lost" in said) == (not lost and not repeated)
+
+
+@pytest.mark.parametrize(
+    ("error", "restarts"),
+    [(EOFError("unexpected EOF"), True), (CopiesLost("no copies"), True), (EOFError("no data"), False)],
+)
+def test_lost_processes_and_copies_before_the_first_snapshot_are_no_error_of_the_program(
+    error: Exception, restarts: bool
+) -> None:
+    failed = RuntimeError("rank 1 failed")
+    failed.__cause__ = error
+    assert FaultRecovery(max_restarts=1).restarts_after(failed, -1) is restarts

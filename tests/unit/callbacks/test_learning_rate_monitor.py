@@ -59,7 +59,7 @@ def test_rates_are_logged_by_epoch(trainer: Any) -> None:
     run.start()
     run.epoch()
     run.epoch()
-    run.state.batch = 2  # of a run that goes on within an epoch
+    run.state.batch = 2  # of a run that was resumed within an epoch
     run.call("on_train_epoch_start")
     assert [(row["decay"], step) for row, step in logger.rows] == [(0.1, 0), (0.1, 4)]
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import math
+import tempfile
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -164,7 +166,7 @@ def test_batches_of_one_window_save_once(trainer: Any) -> None:
     saved: list[str] = []
     run.save_checkpoint = lambda path, **options: saved.append(Path(path).name)
     run.step()
-    run.call("on_train_batch_end", None, None, 1)  # another batch, no weight update
+    run.call("on_train_batch_end", None, None, 1)  # a batch without a weight update
     run.step()
     assert saved == ["epoch=0-step=1.ckpt", "epoch=0-step=2.ckpt"]
 
@@ -180,7 +182,7 @@ def test_steps_wait_for_the_metric_of_a_validation(trainer: Any, tmp_path: Path)
     run.step()
     run.validate(val_loss=0.5)
     assert Path(callback.best_model_path).name == "epoch=0-step=3.ckpt"
-    run.step()  # by now there is a value, but of older weights
+    run.step()  # a value exists now, but of older weights
     assert list(map(float, callback.best_k_models.values())) == [0.5]
     run.validate(val_loss=0.4)
     assert Path(callback.best_model_path).name == "epoch=0-step=4.ckpt"
@@ -233,7 +235,7 @@ def test_a_monitor_that_was_never_logged_is_an_error_that_names_the_nearest(trai
 def test_a_monitor_may_come_late(trainer: Any) -> None:
     callback = ModelCheckpoint(monitor="val_loss")
     run = trainer(callback, check_val_every_n_epoch=2, sanity_checking=True).start()
-    run.call("on_validation_end")  # the sanity check: nothing is saved, nobody complains
+    run.call("on_validation_end")  # the sanity check: nothing is saved, no error
     run.sanity_checking = False
     run.epoch()  # no validation in the first epoch
     run.epoch(validation={"val_loss": 0.5})
@@ -277,7 +279,7 @@ def test_an_error_in_a_run_of_one_rank_leaves_a_checkpoint(trainer: Any, tmp_pat
     run.world.size = size
     run.step()
     run.call("on_exception", RuntimeError("mine"))
-    expected = ["exception-epoch=0-step=1.ckpt"] if size == 1 else []  # saving takes all ranks
+    expected = ["exception-epoch=0-step=1.ckpt"] if size == 1 else []  # saving is collective
     assert names(tmp_path / "checkpoints") == expected
 
 
@@ -319,7 +321,7 @@ def test_save_nothing(trainer: Any, tmp_path: Path) -> None:
         ({"mode": "best"}, "min"),
         ({"save_top_k": -2}, "save_top_k=-2"),
         ({"keep_every_n_steps": -1}, "keep_every_n_steps=-1"),
-        ({"every_n_epochs": -1}, "negative"),
+        ({"every_n_epochs": -1}, "0 or more"),
         ({"train_time_interval": "soon"}, "soon"),
     ],
 )
@@ -345,3 +347,23 @@ def test_the_newest_are_kept_and_every_nth_for_ever(trainer: Any, tmp_path: Path
         "step=3.ckpt", "step=6.ckpt", "step=7.ckpt", "step=8.ckpt",
     ]  # fmt: skip
     assert Path(callback.best_model_path).name == "step=8.ckpt"
+
+
+def test_a_folder_that_cannot_be_written_to_is_an_error_at_set_up(trainer: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder, reason in ((tmp_path / "file" / "saved", "Not a directory"), (Path("/proc/saved"), "No such file")):
+        with pytest.raises(ValueError, match=rf"cannot be written to {folder} \({reason}.*set dirpath") as error:
+            trainer(ModelCheckpoint(folder)).start()
+        assert isinstance(error.value.__cause__, OSError)
+        trainer(ModelCheckpoint(folder, save_top_k=0)).start()  # it saves nothing
+
+
+def test_the_check_of_the_folder_leaves_nothing(trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer(ModelCheckpoint(tmp_path / "runs" / "saved")).start()
+    assert list(tmp_path.iterdir()) == []
+
+    def is_full(dir: Path) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", is_full)
+    trainer(ModelCheckpoint(tmp_path)).start()  # space may be free later

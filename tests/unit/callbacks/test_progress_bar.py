@@ -110,7 +110,7 @@ def test_a_batch_that_draws_nothing_costs_little(trainer: Any) -> None:
     run = trainer(callback).start()
     run.call("on_train_epoch_start")
     best = math.inf
-    for _ in range(20):  # the least of many: other processes take time too
+    for _ in range(20):  # the minimum of many measurements, because of load by other processes
         begun = time.perf_counter()
         for index in range(1000):
             callback.on_train_batch_end(run, run.module, None, None, index)

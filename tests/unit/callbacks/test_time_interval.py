@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fabricx.callbacks import time_interval
-from fabricx.callbacks.time_interval import TimeInterval, steps_until_asking
+from fabricx.callbacks.time_interval import TimeInterval, steps_until_check
 
 
 class Clock:
@@ -20,13 +20,13 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(time_interval, "time", found)
-    return found
+    clock = Clock()
+    monkeypatch.setattr(time_interval, "time", clock)
+    return clock
 
 
 class Broadcast:
-    """What the main rank says, for the others to hear."""
+    """World of two ranks that records the main rank's broadcasts and replays them on the second rank."""
 
     def __init__(self) -> None:
         self.size = 2
@@ -46,7 +46,7 @@ def test_ranks_with_other_clocks_agree(clock: Clock) -> None:
         before = len(main_world.said)
         if main.due(step, main_world):  # type: ignore[arg-type]
             due_main.append(step)
-        clock.now += 1000.0  # the other rank's clock is quite another
+        clock.now += 1000.0  # the clock of the second rank differs
         answers = main_world.said[before:]
         if other.due(step, SimpleNamespace(size=2, broadcast_object=lambda value, said=answers: said.pop())):  # type: ignore[arg-type]
             due_other.append(step)
@@ -67,7 +67,7 @@ def test_slower_steps_delay_it_by_little(clock: Clock) -> None:
 
 
 def test_the_clock_is_asked_at_least_ten_times_in_an_interval() -> None:
-    assert steps_until_asking(remaining_s=600, interval_s=600, s_per_step=1) == 60
-    assert steps_until_asking(remaining_s=30, interval_s=600, s_per_step=1) == 30
-    assert steps_until_asking(remaining_s=-5, interval_s=600, s_per_step=1) == 1
-    assert steps_until_asking(remaining_s=5, interval_s=600, s_per_step=0) > 1
+    assert steps_until_check(remaining_s=600, interval_s=600, s_per_step=1) == 60
+    assert steps_until_check(remaining_s=30, interval_s=600, s_per_step=1) == 30
+    assert steps_until_check(remaining_s=-5, interval_s=600, s_per_step=1) == 1
+    assert steps_until_check(remaining_s=5, interval_s=600, s_per_step=0) > 1

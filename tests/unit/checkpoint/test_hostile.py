@@ -173,7 +173,7 @@ def test_a_refused_pickle_is_not_run_and_no_advice_to_allow_it_is_shown(own_fold
         shown = said + "".join(capfd.readouterr())
         for advice in ("weights_only", "safe_globals", "trust the source", "file an issue"):
             assert advice not in shown
-    assert "it holds" in refusal(path, own_folder / "evil.pt")
+    assert "it contains" in refusal(path, own_folder / "evil.pt")
     assert not Path("ran").exists()
     with zipfile.ZipFile(own_folder / "bomb", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(1 << 24))
@@ -186,7 +186,7 @@ def refusal(path: Path, data: Path) -> str:
 
 
 def test_saving_what_could_not_be_loaded_shows_no_such_advice_either(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"it holds .*Path") as caught:
+    with pytest.raises(CheckpointError, match=r"it contains .*Path") as caught:
         checkpoint.save(tmp_path / "one", {"bad": Path("x")}, {})
     assert "safe_globals" not in str(caught.value)
 

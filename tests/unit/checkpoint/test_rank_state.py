@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fabricx.checkpoint.rank_state import BufferCopies, take_up_buffers
+from fabricx.checkpoint.rank_state import BufferCopies, load_buffers
 
 CHANGES = {
     "complex": torch.tensor([1 + 2j, -3j]),
@@ -26,5 +26,5 @@ def test_buffers_of_each_dtype_are_taken_up_to_the_bit() -> None:
     copies = BufferCopies(trained)
     for name, value in CHANGES.items():
         trained.get_buffer(name).copy_(value)
-    take_up_buffers(replacement, copies.packed())
+    load_buffers(replacement, copies.packed())
     assert all(torch.equal(replacement.get_buffer(name), value) for name, value in CHANGES.items())

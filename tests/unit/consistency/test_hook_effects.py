@@ -10,7 +10,7 @@ import torch
 
 import fabricx as fx
 from fabricx.callbacks import EMA
-from fabricx.consistency.hook_effects import HookEffects, fingerprint, take
+from fabricx.consistency.hook_effects import HookEffects, apply_changes, fingerprint
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.errors import RanksDisagree
 from fabricx.testing import QUIET, TinyModule, tiny_loader
@@ -49,7 +49,7 @@ def fit(*callbacks: fx.Callback) -> None:
 )  # fmt: skip
 def test_a_hook_that_changes_weights_which_servers_have_is_refused(hook: str) -> None:
     name = "a hook of the validation" if "validation" in hook else "change"
-    with pytest.raises(ValueError, match=rf"{name} changes weights, and here the servers have them"):
+    with pytest.raises(ValueError, match=rf"{name} changes weights, and the servers own them"):
         fit(changes(hook))
 
 
@@ -75,7 +75,7 @@ def test_rates_and_frozen_parameters_are_told_to_ranks_that_called_no_hook() -> 
     told = noted.changes(trainer)
     group["lr"], group["betas"] = 0.1, (0.5, 0.6)
     parameters[0].requires_grad_(True)
-    take(trainer, told, idle=True)
+    apply_changes(trainer, told, idle=True)
     assert (group["lr"], group["betas"], parameters[0].requires_grad) == (0.025, (0.1, 0.2), False)
     assert noted.changes(trainer) == told
     with pytest.raises(RanksDisagree, match="in a batch of which some ranks have no sample"):
@@ -111,4 +111,4 @@ def test_changed_weights_are_an_error_where_each_rank_has_a_part_of_them() -> No
     parameters[0].data.mul_(2.0)
     trainer.strategy.traits = Traits(sharded=True)
     with pytest.raises(RanksDisagree, match="changed weights at a batch of which some ranks have no sample"):
-        take(trainer, noted.changes(trainer), idle=True)
+        apply_changes(trainer, noted.changes(trainer), idle=True)

@@ -82,7 +82,7 @@ def test_a_sampler_that_draws_elsewhere_has_the_same_order_on_all_ranks(shuffle:
 def test_ranks_whose_samplers_differ_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = DataLoader(DATA, batch_size=2, sampler=range(0, 20, 2))
     monkeypatch.setattr(World, "gather_objects", lambda world, mine: [mine, "another"])
-    with pytest.raises(RanksDisagree, match=r"another order of the data.*use_distributed_sampler=False"):
+    with pytest.raises(RanksDisagree, match=r"a different order of the data.*use_distributed_sampler=False"):
         next(make_feed(loader, World(rank=0, size=2), seed=5).epoch(0))
     monkeypatch.setattr(World, "gather_objects", lambda world, mine: [mine, mine])
     assert next(make_feed(loader, World(rank=1, size=2), seed=5).epoch(0)).data.tolist() == [4, 6]
@@ -95,5 +95,5 @@ def test_a_distributed_sampler_is_that_of_its_rank(wrapped: bool) -> None:
     loader = DataLoader(DATA, **kind)  # type: ignore[arg-type]
     make_feed(loader, World(rank=1, size=2), seed=5)
     for world in (World(rank=0, size=2), World(rank=1, size=3), World()):
-        with pytest.raises(ValueError, match=f"not that of rank {world.rank} of {world.size}: leave the sampler out"):
+        with pytest.raises(ValueError, match=f"not that of rank {world.rank} of {world.size}: remove the sampler"):
             make_feed(loader, world, seed=5)

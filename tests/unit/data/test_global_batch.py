@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fabricx as fx
-from fabricx.checkpoint.content import _say_global_batch
+from fabricx.checkpoint.content import _print_global_batch
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
@@ -117,7 +117,7 @@ def test_batch_size_and_ranks_changed_together(batch: int, said: bool) -> None:
         train_feed=SimpleNamespace(global_batch=batch),  # batch_size of each rank x the 2 ranks that it began with
         accumulate_grad_batches=1, state=SimpleNamespace(ranks=2), print=lines.append, strategy=strategy,
     )  # fmt: skip
-    _say_global_batch(trainer, 8)
+    _print_global_batch(trainer, 8)
     assert bool(lines) is said
     assert not said or ("16 samples from here on, where it had 8" in lines[0] and "the 2 ranks" in lines[0])
 
@@ -135,11 +135,11 @@ def test_an_update_of_one_worker_has_its_batch(strategy: Any, samples: int) -> N
         train_feed=SimpleNamespace(global_batch=16), accumulate_grad_batches=1, state=SimpleNamespace(ranks=2),
         print=lines.append, strategy=strategy,
     )  # fmt: skip
-    _say_global_batch(trainer, samples)
+    _print_global_batch(trainer, samples)
     assert lines == []
-    _say_global_batch(trainer, 4)
+    _print_global_batch(trainer, 4)
     assert f"each update has {samples} samples from here on, where it had 4" in lines[0]
-    assert ("of one worker" in lines[0]) is (samples == 8)
+    assert ("of a single worker" in lines[0]) is (samples == 8)
 
 
 class Plans(TinyModule):

@@ -252,7 +252,7 @@ def test_generators_in_loader_processes_are_named(own_folder: Path, capsys: pyte
         train(loader(), save=own_folder / "one.ckpt", max_steps=steps)
         capsys.readouterr()
         train(loader(), own_folder / "one.ckpt", max_steps=steps + 1)
-        assert ("the data's own (Numbers.transforms.0.generator)" in capsys.readouterr().out) is said
+        assert ("of the dataset (Numbers.transforms.0.generator)" in capsys.readouterr().out) is said
 
 
 def test_global_generators_and_samples_are_not_searched() -> None:

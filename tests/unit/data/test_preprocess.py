@@ -77,7 +77,7 @@ def test_what_waits_to_be_trained_takes_no_more_memory_than_is_allowed() -> None
 
 
 def test_a_batch_that_is_larger_than_the_memory_is_said_when_the_loader_is_made() -> None:
-    with pytest.warns(UserWarning, match="are more than memory_mib=1"):
+    with pytest.warns(UserWarning, match="exceed memory_mib=1"):
         loader = Preprocess([torch.zeros(2**19)], lambda sample: sample, batch_size=4, memory_mib=1, workers=3)
     assert (loader.num_workers, loader.prefetch_factor) == (1, 1)
 
@@ -107,8 +107,8 @@ class Stream(IterableDataset[Any]):
         (([1], 3), {}, "can't be called with a sample"),
         (([1], str), {"workers": -1}, "0 or more processes, or 'auto'"),
         (([1], str), {"memory_mib": 0}, "more than 0 MiB"),
-        (([1], str), {"num_workers": 2}, "say workers instead"),
-        (([1], str), {"prefetch_factor": 2}, "say memory_mib instead"),
+        (([1], str), {"num_workers": 2}, "use workers instead"),
+        (([1], str), {"prefetch_factor": 2}, "use memory_mib instead"),
     ],
 )
 def test_what_it_cannot_do_is_an_error_that_says_what_can(arguments: Any, options: Any, message: str) -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 from torch.distributed import HashStore
 
-from fabricx.distributed.collective_order import SLOTS, Collectives
+from fabricx.distributed.collective_order import SLOTS, CollectiveOrder
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
 
 
-def ranks(size: int) -> list[Collectives]:
+def ranks(size: int) -> list[CollectiveOrder]:
     store = HashStore()
-    return [Collectives(World(rank=rank, size=size, store=store)) for rank in range(size)]
+    return [CollectiveOrder(World(rank=rank, size=size, store=store)) for rank in range(size)]
 
 
 def test_ranks_in_one_order_find_nothing_and_keep_a_bounded_number_of_keys() -> None:
     store = HashStore()
-    several = [Collectives(World(rank=rank, size=3, store=store)) for rank in range(3)]
+    several = [CollectiveOrder(World(rank=rank, size=3, store=store)) for rank in range(3)]
     for number in range(3 * SLOTS):
         for one in several[number % 3 :] + several[: number % 3]:  # each comes first now and then
             one.note(f"gathers the weights of {number % 5}")

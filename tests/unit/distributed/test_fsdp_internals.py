@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-from fabricx.distributed.fsdp_internals import AsBuilt
+from fabricx.distributed.fsdp_internals import UnshardedModule
 
 
 class Tied(nn.Module):
@@ -46,7 +46,7 @@ def test_what_was_sharded_can_be_taken_apart_and_sharded_again() -> None:
     module.register_forward_hook(lambda *_: seen.append(1))
     names, attributes = list(module.state_dict()), set(vars(module))
     statistics = module.body[1].running_mean
-    built = AsBuilt(module)
+    built = UnshardedModule(module)
     for time in range(3):
         with built.sharding():
             fully_shard(module.body)

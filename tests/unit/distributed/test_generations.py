@@ -49,7 +49,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_all_groups_are_aborted_in_one_go_and_each_once(own: Membership, calls: list[str]) -> None:
     assert not own.shut_broken()
-    own.heard("broken", 0)
+    own.on_message("broken", 0)
     assert own.shut_broken()
     assert calls == ["begin", "abort 1", "abort 0", "end"]
     c10d._world.pg_names[Group("2", calls)] = "2"  # type: ignore[index]
@@ -65,7 +65,7 @@ def test_who_leaves_without_being_lost_is_waited_for_by_nobody(
     own: Membership, calls: list[str], *, silent: bool
 ) -> None:
     own.building(0, None, silent=silent)
-    own.heard("generation", Generation(1, (0, 2)))
+    own.on_message("generation", Generation(1, (0, 2)))
     assert own.shut_broken() is silent  # else an error comes when the others end their links
     assert bool(calls) is silent
 
@@ -75,7 +75,7 @@ def test_what_a_collective_gives_is_only_believed_if_nobody_has_left(own: Member
     silent.settle()
     with pytest.raises(ValueError, match="process group"):
         silent.gather_objects("an error of any kind")
-    own.heard("broken", 0)
+    own.on_message("broken", 0)
     with pytest.raises(PeerLost):
         silent.settle()
     with pytest.raises(PeerLost):

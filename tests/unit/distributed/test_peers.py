@@ -151,7 +151,7 @@ def builds_groups(world: World, attacked: str) -> str:
 
     try:
         build("main", world.join)
-        build("beside", lambda: world.group_of_mine([[0, 1]]))
+        build("beside", lambda: world.new_subgroup([[0, 1]]))
     except AuthenticationError as error:
         return str(error)
     return ""

@@ -22,6 +22,6 @@ class AnswersLate:
 def test_a_request_of_this_rank_outlives_a_look_at_the_store_that_began_before() -> None:
     agreement = Agreement(World())
     store: Any = AnswersLate(agreement)
-    agreement._look(store, ["requested"])
+    agreement._read_request(store, ["requested"])
     assert agreement.reason == "should_stop"
     assert agreement.at_boundary(1)

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from fabricx.distributed.generations import gone
+from fabricx.distributed.generations import death_key
 from fabricx.distributed.world import World
 
 
@@ -39,7 +39,7 @@ def test_a_peer_that_is_gone_is_not_waited_for_without_end() -> None:
 
 def test_a_worker_of_which_the_supervisor_says_that_it_is_gone_is_not_waited_for() -> None:
     store = dist.HashStore()
-    store.set(gone(1), "")
+    store.set(death_key(1), "")
     World(rank=0, size=2, store=store).await_departure(3600.0)
     assert not store.check([World(rank=1, size=2, store=store).key("departure/0/1")])
 

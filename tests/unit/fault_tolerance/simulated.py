@@ -1,7 +1,7 @@
-"""Ranks as threads of one process: a group that can lose members at any moment, and a supervisor that sees it.
+"""Ranks as threads of a process, in a process group that can lose members at any moment, and their supervisor.
 
-What trains is what trains in real processes: the loop, recovery, the data order, slots. Collectives, and the pipes to
-the supervisor, are stand-ins here, so that a schedule of deaths takes a fraction of a second.
+The loop, recovery, the data order and slots are those of real processes. Collectives, and the pipes to the supervisor,
+are simulated, so that a schedule of deaths runs in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ TIMEOUT_S = 30.0  # for anything that has to happen
 
 
 class Killed(BaseException):
-    """What stands for a kill: nothing of fabricx catches it."""
+    """Simulates a kill: fabricx does not catch it."""
 
 
 class Left(BaseException):
-    """What stands for the end of a process that isn't needed any more."""
+    """Simulates the end of a process that is not needed any more."""
 
 
 NOBODY = generations.Generation(10**6, ())  # of which no worker is a member
@@ -48,29 +48,29 @@ def _leave() -> None:
 
 
 class Group:
-    """The collectives of one generation: the n-th of each member belong together."""
+    """The collectives of a generation: the n-th calls of all members form a collective."""
 
     def __init__(self, size: int, rng: random.Random) -> None:
         self.size, self.rng = size, rng
         self.changed = threading.Condition()
         self.broken = False
-        self.given: dict[int, dict[int, Any]] = {}
+        self.values: dict[int, dict[int, Any]] = {}
         self.done = [0] * size
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
-        """Give a value, and wait for those of all others; one that is broken off may be complete on some members."""
+        """Exchange values of all members; an aborted exchange may be complete on some members."""
         with self.changed:
             number = self.done[rank]
             self.done[rank] += 1
-            given = self.given.setdefault(number, {})
-            given[rank] = value
+            values = self.values.setdefault(number, {})
+            values[rank] = value
             self.changed.notify_all()
-            assert self.changed.wait_for(lambda: self.broken or len(given) == self.size, TIMEOUT_S), (
+            assert self.changed.wait_for(lambda: self.broken or len(values) == self.size, TIMEOUT_S), (
                 "a rank waits for ever"
             )
-            if self.broken and (len(given) < self.size or self.rng.random() < 0.5):
+            if self.broken and (len(values) < self.size or self.rng.random() < 0.5):
                 raise RuntimeError("Connection closed by peer")
-            return [given[one] for one in range(self.size)]
+            return [values[member] for member in range(self.size)]
 
     def break_off(self) -> None:
         with self.changed:
@@ -80,12 +80,12 @@ class Group:
 
 @dataclass
 class Machine:
-    """What all ranks share.
+    """State that all ranks share.
 
     Attributes:
-        rng: decides who dies when.
-        kills: how many may still die.
-        folder: for what workers leave behind.
+        rng: selects the workers and times of deaths.
+        kills: number of workers that may still die.
+        folder: for records of workers.
     """
 
     rng: random.Random
@@ -98,7 +98,7 @@ class Machine:
     lock: threading.Lock = field(default_factory=threading.Lock)
     building: threading.Lock = field(
         default_factory=threading.Lock
-    )  # of random weights: all threads draw from one stream
+    )  # of random weights: all threads draw from the same stream
     safe: Callable[[int], bool] = lambda worker: True
     often: float = 0.02
     log: list[str] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Machine:
             return group
 
     def break_off(self, generation: int) -> None:
-        """Let all that wait in a generation's group fail, now or when they come."""
+        """Make all present and later calls in a generation's group fail."""
         with self.lock:
             self.broken.add(generation)
             group = self.groups.get(generation)
@@ -119,7 +119,7 @@ class Machine:
             group.break_off()
 
     def point(self, where: str) -> None:
-        """Let the worker that comes here die, if it is its turn."""
+        """Kill the calling worker, if the schedule demands it."""
         worker = generations.membership().worker
         with self.lock:
             if not self.kills or self.rng.random() >= self.often or not self.safe(worker):
@@ -131,7 +131,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Threads(World):
-    """A world whose other ranks are threads."""
+    """A world of ranks that are threads."""
 
     machine: Any = None
 
@@ -147,7 +147,7 @@ class Threads(World):
         generations.membership().joined = self.generation  # type: ignore[attr-defined]
         self._exchange(None, "joining")
 
-    def barrier(self) -> None:  # behind the last one nobody is left who would notice
+    def barrier(self) -> None:  # without deaths: after the last barrier no rank would detect them
         if not self.newcomer:
             self.machine.group(self.generation, self.size).exchange(self.rank, None)
 
@@ -174,7 +174,7 @@ class Threads(World):
 
 
 class Summed(Strategy):
-    """What ddp promises, by one reduction after each backward."""
+    """The guarantees of ddp, by a reduction after each backward."""
 
     traits = Traits(elastic=True)
 
@@ -201,7 +201,7 @@ class Summed(Strategy):
 
 
 class _ByThread(threading.local):
-    """What `generations` keeps for a process, for each thread."""
+    """The state of `generations`, per thread instead of per process."""
 
     def __init__(self) -> None:
         self.own = Membership()
@@ -211,13 +211,13 @@ class _ByThread(threading.local):
 
 
 class Simulation:
-    """Trains with several threads while some of them die; what a supervisor does is done here.
+    """Trains with several threads while some of them die; performs the tasks of the supervisor.
 
     Args:
-        machine: what they share.
+        machine: state that the ranks share.
         make: a trainer, a module, and loaders to train and to validate on, for each worker.
-        size: how many.
-        waits: seconds for which survivors wait for who takes a dead one's place.
+        size: number of workers.
+        waits: seconds for which survivors wait for a replacement.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Simulation:
     ) -> None:
         self.machine, self.make, self.size = machine, make, size
         self.failures: list[str] = []
-        self.dying: set[int] = set()  # also those of whom nothing was heard yet
+        self.dying: set[int] = set()  # also workers whose death is not reported yet
         self.changes = ElasticController(ElasticPolicy(waits=waits, tries=100), size, self.failures)
         self.members: dict[int, Membership] = {}
         self.results: dict[int, Any] = {}
@@ -233,7 +233,7 @@ class Simulation:
         machine.safe = self._safe
 
     def _safe(self, worker: int) -> bool:
-        """Return whether others know how far the run is, so that a worker may die."""
+        """Return whether another worker has the state of the run, so that a worker may die."""
         left = set(self.changes.workers) - self.dying
         holding = self.changes._holding & left
         if not holding - {worker} or not self.changes._inside >= left or self.changes._ended:
@@ -242,7 +242,7 @@ class Simulation:
         return True
 
     def run(self) -> list[Any]:
-        """Train; returns what was left by each member at the end, by rank."""
+        """Train, and return the results of the members at the end, by rank."""
         for worker in range(self.size):
             self._start(worker, worker, newcomer=False)
         while not (self.changes.workers and all(worker in self.results for worker in self.changes.workers)):
@@ -256,10 +256,10 @@ class Simulation:
                 worker = len(self.threads)
                 self.changes.started(worker)
                 self._start(worker, seat, newcomer=True)
-            for workers, what, content in self.changes.news():
+            for workers, what, content in self.changes.messages():
                 self._tell(workers, what, content)
         for worker, thread in self.threads.items():
-            self._send_away(worker)  # who has come too late
+            self._send_away(worker)  # it has joined too late
             thread.join(TIMEOUT_S)
             assert not thread.is_alive(), f"worker {worker} doesn't end"
         gc.collect()
@@ -274,13 +274,13 @@ class Simulation:
             self.machine.break_off(self.members[worker].joined)  # type: ignore[attr-defined]  # its sockets close
             assert self.changes.died(worker, "killed"), "the others can't go on"
         elif kind:
-            self.changes.told(worker, kind, content)
+            self.changes.receive(worker, kind, content)
 
     def _send_away(self, worker: int) -> None:
         """End a worker wherever it waits; a process would just end."""
         member: Any = self.members[worker]
-        member.heard("generation", NOBODY)
-        member.heard("broken", NOBODY.number - 1)
+        member.on_message("generation", NOBODY)
+        member.on_message("broken", NOBODY.number - 1)
         self.machine.break_off(member.joined)
 
     def _tell(self, workers: Iterable[int], what: str, content: Any) -> None:
@@ -289,7 +289,7 @@ class Simulation:
             if what == "leave":
                 self._send_away(worker)
             else:
-                member.heard(what, content)
+                member.on_message(what, content)
             if what == "broken" and member.joined <= content:  # the thread that hears this shuts the links
                 self.machine.break_off(member.joined)
 
@@ -303,7 +303,7 @@ class Simulation:
             leave=_leave,
         )  # fmt: skip
         own.shut = lambda: self.machine.break_off(own.joined)  # type: ignore[method-assign, attr-defined]
-        own.joined = 0  # type: ignore[attr-defined]  # the generation whose links it has
+        own.joined = 0  # type: ignore[attr-defined]  # the generation of its connections
         thread.start()
 
     def _work(self, worker: int, seat: int, newcomer: bool) -> None:
@@ -325,11 +325,11 @@ class Simulation:
         except BaseException:
             self.machine.messages.put((worker, "failed", traceback.format_exc()))
         finally:
-            trainer.slot = None  # the memory of a process that has ended
+            trainer.fault_tolerance.slot = None  # the memory of a process that has ended
 
 
 def install(monkeypatch: Any) -> None:
-    """Let threads be workers for the length of a test."""
+    """Use threads as workers during a test."""
     monkeypatch.setattr(generations, "_CURRENT", _ByThread())
     monkeypatch.setattr(stop_consensus, "POLL_S", 0.002)
     monkeypatch.setattr("fabricx.trainer.session.next_job", lambda: 0)

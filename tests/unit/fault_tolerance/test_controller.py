@@ -1,4 +1,4 @@
-"""Who trains together when workers die, come and are asked to leave: the supervisor's reckoning, without processes."""
+"""The membership of generations after deaths, joins and planned departures of workers, without processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Workers:
         first = (0, tuple(range(size)))
         self.copies = {worker: [first, first] for worker in range(size)}  # of generations, with their members
         for worker in range(size):
-            self.changes.told(worker, "inside", None)
+            self.changes.receive(worker, "inside", None)
 
     def supervise(self) -> None:
         while (seat := self.changes.wanted()) is not None:
@@ -49,7 +49,7 @@ class Workers:
             self.starting.add(self.number)
             self.alive.add(self.number)
             self.number += 1
-        for workers, kind, content in self.changes.news():
+        for workers, kind, content in self.changes.messages():
             if kind == "generation":
                 self.generations.append(content)
             for worker in set(workers) & self.alive:
@@ -69,10 +69,10 @@ class Workers:
             self.failed = True
 
     def act(self, worker: int) -> None:
-        """Let a worker do what comes next."""
+        """Perform the next action of a worker."""
         if worker in self.starting:
             self.starting.discard(worker)
-            self.changes.told(worker, "ready", None)
+            self.changes.receive(worker, "ready", None)
         elif (generation := self.told.pop(worker, None)) is not None:
             if worker not in generation.workers:
                 self.end(worker)
@@ -80,10 +80,10 @@ class Workers:
                 self.joined[worker] = generation.number
                 self.holding.add(worker)
                 self.copy(worker, generation)
-                self.changes.told(worker, "step", (generation.number, generation.number))
+                self.changes.receive(worker, "step", (generation.number, generation.number))
 
     def copy(self, worker: int, generation: Generation) -> None:
-        """Let a worker go back to the newest copies of which all are there, and make one of its own."""
+        """Roll a worker back to the newest complete copies, and make its next copy."""
         own = self.copies.get(worker, [])
         whole = {
             copy for copies in self.copies.values() for copy in copies
@@ -107,7 +107,7 @@ def happens(run: Workers, event: str, number: int) -> None:
         if len(run.holding) > 1 or (run.outlived and alive):
             run.end(alive[number % len(alive)])
     elif event == "cut":
-        run.changes.told(0, "cut", len(run.generations))
+        run.changes.receive(0, "cut", len(run.generations))
     elif event == "resize":
         run.changes.resize(1 + number % 4)
     elif alive:
@@ -127,7 +127,7 @@ def test_whatever_happens_those_that_are_left_come_together_again(
         run.clock.now += milliseconds / 1000
         happens(run, event, number)
         run.supervise()
-        if run.failed:  # only because all that know how far the run is were gone
+        if run.failed:  # only because all workers with the state of the run had died
             assert not run.holding & set(run.changes.workers)
             return
     for _ in range(200):
@@ -150,7 +150,7 @@ def test_who_comes_when_training_has_ended_is_sent_away() -> None:
     run.act(2)  # ready
     run.supervise()
     assert run.told[2].workers == (0, 2)
-    run.changes.told(0, "outside", None)
+    run.changes.receive(0, "outside", None)
     run.supervise()
     assert run.changes.workers == (0,)
     assert run.alive == {0}
@@ -160,93 +160,93 @@ def test_who_comes_when_training_has_ended_is_sent_away() -> None:
 def test_links_that_break_at_the_same_step_again_and_again_are_an_error() -> None:
     run = Workers(ElasticPolicy(tries=2), 2)
     for number in range(5):
-        run.changes.told(1, "cut", number)
+        run.changes.receive(1, "cut", number)
         run.clock.now += 1.0
         run.supervise()
         for worker in (0, 1):
             if (generation := run.told.pop(worker, None)) is not None:
                 assert generation.workers == (0, 1)
-                run.changes.told(worker, "step", (generation.number, 7))
+                run.changes.receive(worker, "step", (generation.number, 7))
     assert len(run.generations) == 3  # the first of them made a step
     assert len(run.failures) == 3
 
 
 def ready(changes: ElasticController, worker: int) -> None:
-    """Let a worker come that was wanted."""
+    """Start a worker that the controller wants, and let it become ready."""
     assert changes.wanted() is not None
     changes.started(worker)
-    changes.told(worker, "ready", None)
+    changes.receive(worker, "ready", None)
 
 
 def named(changes: ElasticController) -> Generation:
     """Return the generation that is named now."""
-    [generation] = [content for _, kind, content in changes.news() if kind == "generation"]
+    [generation] = [content for _, kind, content in changes.messages() if kind == "generation"]
     return generation
 
 
 def test_who_dies_before_it_has_taken_anything_over_leaves_what_the_one_before_it_left() -> None:
     changes = ElasticController(ElasticPolicy(waits=10.0), 3, [])
     for worker in range(3):
-        changes.told(worker, "inside", None)
+        changes.receive(worker, "inside", None)
     assert changes.died(0, "killed")
     ready(changes, 3)
-    assert named(changes).heirs == {3: (0,)}
+    assert named(changes).replacements == {3: (0,)}
     assert changes.died(3, "killed")  # before it has said that it trains
     ready(changes, 4)
-    assert named(changes).heirs == {4: (3, 0)}
+    assert named(changes).replacements == {4: (3, 0)}
     assert changes.died(1, "killed")
     ready(changes, 5)
-    assert named(changes).heirs == {4: (3, 0), 5: (1,)}  # the fourth has still not taken anything over
+    assert named(changes).replacements == {4: (3, 0), 5: (1,)}  # the fourth has still not taken anything over
     for worker in (2, 4, 5):
-        changes.told(worker, "step", (3, 7))
+        changes.receive(worker, "step", (3, 7))
     assert changes.died(4, "killed")
     ready(changes, 6)
-    assert named(changes).heirs == {6: (4,)}
+    assert named(changes).replacements == {6: (4,)}
 
 
 def test_what_somebody_left_whose_place_nobody_takes_is_told_by_who_has_left_it() -> None:
     clock = Clock()
     changes = ElasticController(ElasticPolicy(waits=1.0), 3, [], clock)
     for worker in range(3):
-        changes.told(worker, "inside", None)
+        changes.receive(worker, "inside", None)
     assert changes.died(0, "killed")
     ready(changes, 3)
-    assert named(changes).heirs == {3: (0,)}
+    assert named(changes).replacements == {3: (0,)}
     assert changes.died(3, "killed")
     clock.now += 2.0
     generation = named(changes)
-    assert (generation.workers, generation.heirs, generation.gone) == ((1, 2), {}, ((2, (3, 0)),))
+    assert (generation.workers, generation.replacements, generation.departed) == ((1, 2), {}, ((2, (3, 0)),))
 
 
 def test_what_was_left_is_told_until_a_worker_has_gone_on() -> None:
     clock = Clock()
     changes = ElasticController(ElasticPolicy(), 4, [], clock)
     for worker in range(4):
-        changes.told(worker, "inside", None)
+        changes.receive(worker, "inside", None)
     assert changes.died(0, "killed")
-    assert named(changes).gone == ((1, (0,)),)
-    assert changes.died(1, "killed")  # while the others take over what worker 0 has left
+    assert named(changes).departed == ((1, (0,)),)
+    assert changes.died(1, "killed")  # while the other workers load worker 0's state
     generation = named(changes)
-    assert (generation.gone, generation.settled) == (((1, (0,)), (2, (1,))), 0)
-    changes.told(2, "step", (2, 7))
+    assert (generation.departed, generation.settled) == (((1, (0,)), (2, (1,))), 0)
+    changes.receive(2, "step", (2, 7))
     assert changes.died(3, "killed")
     generation = named(changes)
-    assert (generation.gone, generation.settled) == (((3, (3,)),), 2)
+    assert (generation.departed, generation.settled) == (((3, (3,)),), 2)
 
 
 def test_a_worker_that_came_is_named_by_its_rank_as_long_as_it_has_one_and_after() -> None:
     changes = ElasticController(ElasticPolicy(waits=60.0), 2, [])
     for worker in (0, 1):
-        changes.told(worker, "inside", None)
+        changes.receive(worker, "inside", None)
     assert [changes.rank_of(worker) for worker in (0, 1, 2)] == [0, 1, None]
     for dying, coming in ((1, 2), (2, 3), (3, 4)):  # always rank 1, with the numbers 2, 3, 4
         assert changes.died(dying, "killed")
         assert changes.wanted() == 1
         changes.started(coming)
-        changes.told(coming, "ready", None)
-        assert list(changes.news())
+        changes.receive(coming, "ready", None)
+        assert list(changes.messages())
         assert changes.workers == (0, coming)
         assert [changes.rank_of(worker) for worker in (0, dying, coming)] == [0, 1, 1]
         for worker in (0, coming):
-            changes.told(worker, "inside", None)
-            changes.told(worker, "step", (coming - 1, coming))
+            changes.receive(worker, "inside", None)
+            changes.receive(worker, "step", (coming - 1, coming))

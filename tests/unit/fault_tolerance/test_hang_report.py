@@ -1,4 +1,4 @@
-"""Who keeps whom waiting, in a sentence."""
+"""Sentences about waiting ranks and the ranks for which they wait."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def busy(where: str, done: str = "") -> Diagnosis:
 
 
 @pytest.mark.parametrize(
-    ("found", "sentence"),
+    ("diagnoses", "sentence"),
     [
         (
             {0: waits("all_reduce #119"), 1: waits("all_reduce #119"), 2: waits("broadcast #118")},
@@ -42,8 +42,8 @@ def busy(where: str, done: str = "") -> Diagnosis:
         ({0: busy("a.py:1 in f: x")}, "rank 0 is at a.py:1 in f: x"),
     ],
 )
-def test_the_rank_that_differs_is_named_first(found: dict[int, Diagnosis | None], sentence: str) -> None:
-    assert explain(found) == sentence
+def test_the_rank_that_differs_is_named_first(diagnoses: dict[int, Diagnosis | None], sentence: str) -> None:
+    assert explain(diagnoses) == sentence
 
 
 DUMP = f"""\
@@ -58,8 +58,8 @@ Current thread 0x00007f2 (most recent call first):
 
 
 def test_a_stack_that_a_signal_has_shown_names_the_users_line_of_the_main_thread() -> None:
-    found = from_dump(DUMP)
-    assert found is not None
-    assert found.where == "/home/me/train.py:15 in training_step"
-    assert found.stacks == DUMP
+    diagnosis = from_dump(DUMP)
+    assert diagnosis is not None
+    assert diagnosis.where == "/home/me/train.py:15 in training_step"
+    assert diagnosis.stacks == DUMP
     assert from_dump("") is None  # a process that was stopped shows nothing

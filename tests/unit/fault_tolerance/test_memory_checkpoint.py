@@ -49,10 +49,10 @@ def test_a_state_is_there_once_all_ranks_have_made_their_copies(tmp_path: Path) 
     [copies] = whole(tmp_path).values()
     assert [copy.key for copy in copies] == [1, 1]
     for rank, value in enumerate((1.0, 10.0)):
-        found = memory_checkpoint.join([copies[rank]], room)
-        assert torch.equal(found["weights"]["a"], torch.full((3,), value))
-        assert found["weights"]["odd"].dtype is torch.bool
-        assert found["step"] == int(value)
+        joined = memory_checkpoint.join([copies[rank]], room)
+        assert torch.equal(joined["weights"]["a"], torch.full((3,), value))
+        assert joined["weights"]["odd"].dtype is torch.bool
+        assert joined["step"] == int(value)
 
 
 def test_whoever_dies_while_making_one_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,21 +128,21 @@ def test_a_changed_bit_shows(tmp_path: Path) -> None:
 
 
 def blocks(*begins: int) -> list[Copy]:
-    """Return copies of a matrix of seven rows, each with the rows up to the next one's."""
-    found = []
+    """Return copies of a matrix of seven rows, each from its first row to the next copy's."""
+    copies = []
     for begin, end in zip(begins, (*begins[1:], 7), strict=True):
         rows = torch.arange(14.0).view(7, 2)[begin:end].contiguous()
         piece = Piece(0, rows.shape, rows.dtype, (begin, 0), torch.Size((7, 2)))
-        found.append(Copy(1, (0,), 0, {"__tensor__": "m"}, {"m": piece}, rows.view(-1).view(torch.uint8), 0))
-    return found
+        copies.append(Copy(1, (0,), 0, {"__tensor__": "m"}, {"m": piece}, rows.view(-1).view(torch.uint8), 0))
+    return copies
 
 
 @pytest.mark.parametrize("begins", [(0,), (0, 4), (0, 3, 6), (0, 3, 3, 7)])
 def test_blocks_are_put_together_whatever_their_sizes(begins: tuple[int, ...]) -> None:
-    found = memory_checkpoint.join(blocks(*begins), room)
-    assert torch.equal(found, torch.arange(14.0).view(7, 2))
+    joined = memory_checkpoint.join(blocks(*begins), room)
+    assert torch.equal(joined, torch.arange(14.0).view(7, 2))
 
 
 def test_a_block_that_nobody_has_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="a part of m is in no copy"):
+    with pytest.raises(RuntimeError, match="a part of m is in no in-memory checkpoint"):
         memory_checkpoint.join(blocks(0, 3, 5)[:2], room)

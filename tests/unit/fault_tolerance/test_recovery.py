@@ -87,12 +87,12 @@ def test_under_any_schedule_of_deaths_each_sample_is_trained_once_an_epoch(
     [(reference, quiet), *_], _ = train(tmp_path / "quiet", 0, 0, waits, variant)
     deaths = 0
     for seed in SCHEDULES:
-        found, machine = train(tmp_path / str(seed), seed, 4, waits, variant)
+        results, machine = train(tmp_path / str(seed), seed, 4, waits, variant)
         deaths += len(machine.log)
-        for trainer, module in found:
+        for trainer, module in results:
             assert trainer.global_step == reference.global_step
-            for mine, wanted in zip(module.parameters(), quiet.parameters(), strict=True):
-                assert torch.allclose(mine, wanted, atol=1e-5), (seed, machine.log)
+            for weight, wanted in zip(module.parameters(), quiet.parameters(), strict=True):
+                assert torch.allclose(weight, wanted, atol=1e-5), (seed, machine.log)
             # A step's loss is that of a rank's last piece of it, and fewer ranks cut it into other pieces.
             for name in ("loss", "val", "epoch") if waits else ("val", "epoch"):
                 assert float(trainer.callback_metrics[name]) == pytest.approx(
@@ -106,7 +106,7 @@ def test_an_error_in_a_batch_that_was_dealt_to_a_rank_is_never_taken_for_a_cut_l
 ) -> None:
     said: list[Any] = []
     monkeypatch.setattr(
-        "fabricx.fault_tolerance.recovery.membership", lambda: Membership(say=lambda *what: said.append(what))
+        "fabricx.fault_tolerance.recovery.membership", lambda: Membership(send=lambda *what: said.append(what))
     )
     monkeypatch.setattr("fabricx.fault_tolerance.recovery.ANSWER_S", 0.0)
     monkeypatch.setattr("fabricx.fault_tolerance.recovery.NOTICE_S", 0.0)

@@ -1,4 +1,4 @@
-"""Where the parts of a state come from, when machines are lost: from memory of the same one, or of another."""
+"""Where the parts of a state come from, when machines are lost: from the memory of the same or another machine."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fabricx.strategies import FSDP
 
 
 class Meeting:
-    """What ranks tell each other, when all of them are threads."""
+    """Exchange of objects between ranks that are threads."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=20)
-        self.told: list[Any] = [None] * size
+        self.sent: list[Any] = [None] * size
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Threads(World):
     meeting: Any = None
 
     def gather_objects(self, obj: Any) -> list[Any]:
-        self.meeting.told[self.rank] = obj
+        self.meeting.sent[self.rank] = obj
         self.meeting.barrier.wait()
-        found = list(self.meeting.told)
+        found = list(self.meeting.sent)
         self.meeting.barrier.wait()
         return found
 
@@ -49,20 +49,20 @@ class Threads(World):
 
 
 def together(root: Path, nodes: list[str], work: Callable[[Threads], Any], monkeypatch: Any) -> list[Any]:
-    """Let ranks do something, each on its machine, of which all have as many; returns what each returned."""
-    meeting, each = Meeting(len(nodes)), nodes.count(nodes[0])
-    own = threading.local()
-    monkeypatch.setattr(rollback, "membership", lambda: own.membership)
+    """Run `work` on ranks of machines with equally many ranks; return the results by rank."""
+    meeting, per_machine = Meeting(len(nodes)), nodes.count(nodes[0])
+    thread = threading.local()
+    monkeypatch.setattr(rollback, "membership", lambda: thread.membership)
 
     def run(rank: int) -> Any:
         node = nodes[rank]
         folder = root / node
         folder.mkdir(exist_ok=True)
-        for slot in (rank % each, each + rank % each):
+        for slot in (rank % per_machine, per_machine + rank % per_machine):
             for place in range(memory_checkpoint.NEWEST):
                 memory_checkpoint.path_of(str(folder), slot, place).touch()
-        own.membership = SimpleNamespace(folder=str(folder), worker=rank, slot=rank % each, changes=False)
-        place = Threads(rank, len(nodes), rank % each, each, ord(node), meeting=meeting)
+        thread.membership = SimpleNamespace(folder=str(folder), worker=rank, slot=rank % per_machine, changes=False)
+        place = Threads(rank, len(nodes), rank % per_machine, per_machine, ord(node), meeting=meeting)
         return work(place)
 
     with ThreadPoolExecutor(len(nodes)) as pool:
@@ -93,7 +93,7 @@ def copy_steps(*steps: int, groups: int = 1) -> Callable[[Threads], None]:
 
 
 def found(world: Threads, groups: int = 1) -> tuple[int, list[float]] | None:
-    """Return from which step this rank goes on, and what it gets."""
+    """Return the step and the parts that this rank would restore."""
     source = rollback._newest(world, in_groups(groups))
     if source is None:
         return None

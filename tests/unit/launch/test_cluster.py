@@ -26,17 +26,17 @@ def test_nothing_is_detected_where_a_person_has_started_the_script() -> None:
 
 def test_torchrun() -> None:
     env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
-    found = detect({**env, "MASTER_ADDR": "node0", "MASTER_PORT": "1234"})
-    assert found is not None
-    assert (found.rank, found.size, found.local_rank, found.local_size, found.node_rank) == (5, 8, 1, 4, 1)
+    world = detect({**env, "MASTER_ADDR": "node0", "MASTER_PORT": "1234"})
+    assert world is not None
+    assert (world.rank, world.size, world.local_rank, world.local_size, world.node_rank) == (5, 8, 1, 4, 1)
     assert address({"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}) == ("node0", 1234)
 
 
 def test_slurm() -> None:
     env = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_NNODES": "2"}
-    found = detect(env)
-    assert found is not None
-    assert (found.rank, found.size, found.local_rank, found.local_size, found.node_rank) == (3, 4, 1, 2, 1)
+    world = detect(env)
+    assert world is not None
+    assert (world.rank, world.size, world.local_rank, world.local_size, world.node_rank) == (3, 4, 1, 2, 1)
     for nodes, first in [("a1,a2", "a1"), ("gpu[07-09,12]", "gpu07"), ("n[3]", "n3"), ("host", "host")]:
         assert address({"SLURM_JOB_NODELIST": nodes, "SLURM_JOB_ID": "77"}) == (first, 15077)
 
@@ -51,9 +51,11 @@ def test_on_one_machine_the_store_of_the_first_rank_listens_on_the_loopback_inte
     env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "gpu07", "MASTER_PORT": str(port)}
     listening: set[tuple[str, int]] = set()
 
-    def meet(store: Any, own: Any) -> tuple[Any, bytes]:
+    def meet(store: Any, info: Any) -> tuple[Any, bytes]:
         listening.update(
-            tuple(one.laddr) for one in psutil.Process(os.getpid()).net_connections("inet") if one.status == "LISTEN"
+            tuple(connection.laddr)
+            for connection in psutil.Process(os.getpid()).net_connections("inet")
+            if connection.status == "LISTEN"
         )
         return store, b"k" * 32
 
@@ -73,7 +75,7 @@ def test_where_it_is_not_said_how_many_ranks_a_machine_has_there_may_be_others()
 
 
 def test_servers_on_several_machines_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_store, "connect", lambda place: place)
+    monkeypatch.setattr(launch_store, "connect", lambda world: world)
     for servers in (1, 0):  # without servers workers exchange packed optimizers
         served: Any = SimpleNamespace(strategy=ParameterServer(servers=servers))
         with pytest.raises(ValueError, match="set FABRICX_KEY_FILE"):

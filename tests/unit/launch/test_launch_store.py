@@ -1,4 +1,4 @@
-"""Processes of a launch find each other, whatever another program writes into the launcher's store."""
+"""Processes of a launch join their store even if a foreign program writes to the launcher's store."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ KEY = b"k" * 32
 NAMES = ("node0", "29500", "2", "run")
 
 
-def launch(rank: int, size: int = 2, given: bytes = KEY, *, alone: bool = False, **more: Any) -> Launch:
-    return Launch(rank, size, alone, given, more.pop("names", NAMES), "localhost", **more)
+def launch(rank: int, size: int = 2, user_key: bytes = KEY, *, alone: bool = False, **more: Any) -> Launch:
+    return Launch(rank, size, alone, user_key, more.pop("names", NAMES), "localhost", **more)
 
 
 def begin(store: dist.Store, launches: list[Launch]) -> tuple[dict[int, Any], list[threading.Thread]]:
-    """Let ranks meet, each in a thread; returns what they find, or their errors."""
-    found: dict[int, Any] = {}
+    """Join the launch with each rank in a thread; return their results or errors."""
+    results: dict[int, Any] = {}
 
-    def rank(own: Launch) -> None:
+    def rank(info: Launch) -> None:
         try:
-            found[own.rank] = meet(store, own)
+            results[info.rank] = meet(store, info)
         except Exception as error:
-            found[own.rank] = error
+            results[info.rank] = error
 
-    threads = [threading.Thread(target=rank, args=(own,), daemon=True) for own in launches]
+    threads = [threading.Thread(target=rank, args=(info,), daemon=True) for info in launches]
     for thread in threads:
         thread.start()
-    return found, threads
+    return results, threads
 
 
 def together(store: dist.Store, launches: list[Launch]) -> dict[int, Any]:
-    found, threads = begin(store, launches)
+    results, threads = begin(store, launches)
     for thread in threads:
         thread.join(60)
-    return found
+    return results
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +56,8 @@ def _hosts_end(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_ranks_of_one_machine_get_the_key_from_a_file_that_is_gone_then() -> None:
-    found = together(dist.HashStore(), [launch(rank, 3, b"", alone=True) for rank in range(3)])
-    stores, keys = zip(*found.values(), strict=True)
+    results = together(dist.HashStore(), [launch(rank, 3, b"", alone=True) for rank in range(3)])
+    stores, keys = zip(*results.values(), strict=True)
     assert len(set(keys)) == 1
     assert len(keys[0]) == 32
     assert stores[0].path
@@ -75,73 +75,73 @@ def test_two_launches_with_one_key_of_the_user_have_different_keys() -> None:
 
 
 def test_several_machines_without_a_key_have_none() -> None:
-    found = together(dist.HashStore(), [launch(0, given=b""), launch(1, given=b"")])
-    assert [found[rank][1] for rank in (0, 1)] == [b"", b""]
+    results = together(dist.HashStore(), [launch(0, user_key=b""), launch(1, user_key=b"")])
+    assert [results[rank][1] for rank in (0, 1)] == [b"", b""]
 
 
 def test_ranks_with_different_keys_are_told_so() -> None:
-    found, _ = begin(dist.HashStore(), [launch(0), launch(1, given=new_key())])
+    results, _ = begin(dist.HashStore(), [launch(0), launch(1, user_key=new_key())])
     deadline = time.monotonic() + 30
-    while 1 not in found and time.monotonic() < deadline:
+    while 1 not in results and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert isinstance(found[1], AuthenticationError)
-    assert "have different keys" in str(found[1])
+    assert isinstance(results[1], AuthenticationError)
+    assert "have different keys" in str(results[1])
 
 
 def test_a_rank_that_finds_the_place_of_an_earlier_attempt_waits_for_its_own() -> None:
     store = dist.HashStore()
     first = together(store, [launch(0), launch(1)])
-    found, threads = begin(store, [launch(1)])  # the earlier attempt has this rank already
+    results, threads = begin(store, [launch(1)])  # the earlier attempt has this rank already
     threads[0].join(0.5)
-    assert not found
+    assert not results
     store_host._STARTED[0].kill()
     second, more = begin(store, [launch(0)])
     for thread in [*threads, *more]:
         thread.join(60)
-    assert found[1][1] == second[0][1] != first[1][1]
+    assert results[1][1] == second[0][1] != first[1][1]
 
 
 @pytest.mark.parametrize("kind", ["foreign", "replayed", "garbage", "large"])
 @pytest.mark.parametrize("alone", [True, False], ids=["one machine", "several"])
 def test_what_another_program_writes_while_ranks_join_is_an_error_that_says_so(kind: str, alone: bool) -> None:
     store = dist.HashStore()
-    given = b"" if alone else KEY
+    key = b"" if alone else KEY
     other = dist.HashStore()
-    together(other, [launch(rank, given=given, alone=alone, names=("other",)) for rank in (0, 1)])
+    together(other, [launch(rank, user_key=key, alone=alone, names=("other",)) for rank in (0, 1)])
     forged = {"foreign": bytes(64).hex().encode(), "garbage": b"\x80\x04\xff", "large": b"0" * (1 << 24)}
     value = other.get(PLACE) if kind == "replayed" else forged[kind]
-    found, _ = begin(store, [launch(0, given=given, alone=alone)])
+    results, _ = begin(store, [launch(0, user_key=key, alone=alone)])
     store.wait([PLACE], timedelta(seconds=30))
     store.set(PLACE, value)  # type: ignore[arg-type]
-    later, _ = begin(store, [launch(1, given=given, alone=alone)])
+    later, _ = begin(store, [launch(1, user_key=key, alone=alone)])
     deadline = time.monotonic() + 30
-    while not (found and later) and time.monotonic() < deadline:
+    while not (results and later) and time.monotonic() < deadline:
         time.sleep(0.01)
-    for error in (found[0], later[1]):
+    for error in (results[0], later[1]):
         assert isinstance(error, AuthenticationError), error
         assert "another program has written" in str(error)
 
 
 def test_a_place_that_is_deleted_is_written_again() -> None:
     store = dist.HashStore()
-    found, threads = begin(store, [launch(0)])
+    results, threads = begin(store, [launch(0)])
     store.wait([PLACE], timedelta(seconds=30))
     store.delete_key(PLACE)
     threads += begin(store, [launch(1)])[1]
     for thread in threads:
         thread.join(60)
-    assert not isinstance(found[0], Exception)
+    assert not isinstance(results[0], Exception)
 
 
 def test_nothing_that_happens_in_the_launchers_store_after_that_has_an_effect() -> None:
     theirs = dist.HashStore()
-    found = together(theirs, [launch(0), launch(1)])
-    store = found[1][0]
+    results = together(theirs, [launch(0), launch(1)])
+    store = results[1][0]
     store.set("stop", "no")
     for key in (PLACE, "stop", "complete", "here/1"):
         theirs.set(key, "anything")
     assert store.get("stop") == b"no"
-    assert found[0][0].add("count", 1) == 1
+    assert results[0][0].add("count", 1) == 1
 
 
 def test_attempts_are_counted_where_an_agent_has_seen_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,12 +149,12 @@ def test_attempts_are_counted_where_an_agent_has_seen_the_one_before(monkeypatch
 
     def restarts(*times: int, agent: str = "a") -> int:
         monkeypatch.setattr(launch_store, "_agent", lambda: agent)
-        found = together(theirs, [launch(rank, restarts=times[rank], counted=True) for rank in (0, 1)])
-        return int(found[1][0].get(RESTARTS))
+        results = together(theirs, [launch(rank, restarts=times[rank], counted=True) for rank in (0, 1)])
+        return int(results[1][0].get(RESTARTS))
 
     assert restarts(0, 0) == 0
     recorded = theirs.get(ATTEMPTS)
-    assert restarts(0, 0) == 1  # after the loss of another machine no agent counts
+    assert restarts(0, 0) == 1  # agents do not count restarts that the loss of a different machine causes
     assert restarts(1, 0) == 2
     assert restarts(0, 0, agent="of a later launch") == 0
     theirs.set(ATTEMPTS, recorded)  # type: ignore[arg-type]  # replayed
@@ -174,9 +174,12 @@ def test_the_users_key_is_long_and_closed_to_others(tmp_path: Path) -> None:
         == user_key({"FABRICX_KEY_FILE": str(path)})
         != user_key({"FABRICX_KEY": text * 2})
     )
-    for given, said in (({"FABRICX_KEY": "short"}, "32 characters"), ({"FABRICX_KEY_FILE": "none"}, "can't be read")):
-        with pytest.raises(ValueError, match=said):
-            user_key(given)
+    for variables, message in (
+        ({"FABRICX_KEY": "short"}, "32 characters"),
+        ({"FABRICX_KEY_FILE": "none"}, "can't be read"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            user_key(variables)
     path.chmod(0o644)
     with pytest.raises(ValueError, match="chmod 600"):
         user_key({"FABRICX_KEY_FILE": str(path)})

@@ -22,8 +22,8 @@ def test_a_module_of_a_prompt_is_refused_and_that_of_a_file_is_not(
 ) -> None:
     main = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", main)
-    check_script(Path)  # from a file of its own
-    with pytest.raises(NotPicklable, match="Mine is used in a session that is no file"):
+    check_script(Path)  # defined in a file
+    with pytest.raises(NotPicklable, match="Mine is used in a session without a file"):
         check_script(Mine)
     main.__file__ = "<stdin>"
     with pytest.raises(NotPicklable, match=r"<stdin>.*which the worker processes can't import"):
@@ -36,5 +36,5 @@ def test_a_module_of_a_prompt_is_refused_and_that_of_a_file_is_not(
 
 def test_a_worker_that_imports_the_script_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
-    with pytest.raises(RuntimeError, match='put what the script does under `if __name__ == "__main__":`'):
+    with pytest.raises(RuntimeError, match='put the code of the script under `if __name__ == "__main__":`'):
         check_script(Path)

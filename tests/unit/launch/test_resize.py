@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from fabricx.cli.main import _scale
-from fabricx.launch.resize import ELASTIC, MOST, Requests, ask
-from fabricx.launch.run_lock import only_here
+from fabricx.launch.resize import ELASTIC, MAX_WORKERS, Requests, request_workers
+from fabricx.launch.run_lock import exclusive_run
 
 GARBAGE = (
-    b"\xff\xfe\x00", b" ", b"-3", b"0", b"3.0", b"1e3", b"three", b"3\n4", b"9" * 100_000, str(MOST + 1).encode(),
-    "\u0663".encode(), b"3\x00",
+    b"\xff\xfe\x00", b" ", b"-3", b"0", b"3.0", b"1e3", b"three", b"3\n4", b"9" * 100_000,
+    str(MAX_WORKERS + 1).encode(), "\u0663".encode(), b"3\x00",
 )  # fmt: skip
 
 
 def test_a_number_is_taken_once(tmp_path: Path) -> None:
-    with only_here(tmp_path, ELASTIC):
-        ask(tmp_path, 2)
-        ask(tmp_path, 3)
+    with exclusive_run(tmp_path, ELASTIC):
+        request_workers(tmp_path, 2)
+        request_workers(tmp_path, 3)
     requests = Requests(tmp_path)
     assert [requests.take(), requests.take()] == [3, None]
     (tmp_path / "workers").write_text(" 2\n")
@@ -36,7 +36,7 @@ def test_garbage_is_ignored_with_one_line_and_a_later_request_is_heard(
     requests = Requests(tmp_path)
     (tmp_path / "workers").write_bytes(content)
     assert [requests.take(), requests.take()] == [None, None]
-    assert capsys.readouterr().err.count("is ignored, and training goes on") == 1
+    assert capsys.readouterr().err.count("ignored a request") == 1
     (tmp_path / "workers").write_text("2")
     assert requests.take() == 2
 
@@ -47,7 +47,7 @@ def test_what_is_no_file_is_not_opened_and_costs_one_line(tmp_path: Path, capsys
         make()
         requests = Requests(tmp_path)
         assert [requests.take(), requests.take()] == [None, None]
-        assert capsys.readouterr().err.count("it isn't a file") == 1
+        assert capsys.readouterr().err.count("it is not a regular file") == 1
         path.rmdir() if path.is_dir() else path.unlink()
 
 
@@ -73,17 +73,17 @@ def test_a_file_that_is_being_written_is_waited_for(tmp_path: Path, capsys: pyte
     path.touch()
     os.utime(path, (time.time() - 60, time.time() - 60))
     assert requests.take() is None
-    assert capsys.readouterr().err.count("is ignored") == 1
+    assert capsys.readouterr().err.count("ignored a request") == 1
 
 
 def test_the_command_refuses_what_no_run_can_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with only_here(tmp_path, ELASTIC):
-        for number in ("0", str(MOST + 1), "-1", "x", "", "1.5", "\u0663"):
+    with exclusive_run(tmp_path, ELASTIC):
+        for number in ("0", str(MAX_WORKERS + 1), "-1", "x", "", "1.5", "\u0663"):
             assert _scale([str(tmp_path), number]) == 1
-        with pytest.raises(ValueError, match=f"1 to {MOST}"):
-            ask(tmp_path, 10**9)
+        with pytest.raises(ValueError, match=f"1 to {MAX_WORKERS}"):
+            request_workers(tmp_path, 10**9)
         (tmp_path / "workers").mkdir()
-        with pytest.raises(ValueError, match="can't be asked"):
-            ask(tmp_path, 2)
+        with pytest.raises(ValueError, match="could not write the request"):
+            request_workers(tmp_path, 2)
     assert "1 to" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"workers"}

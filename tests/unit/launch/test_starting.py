@@ -39,5 +39,6 @@ def test_a_fork_server_may_be_killed_after_a_long_time_of_imports(monkeypatch: p
 def test_a_fork_server_that_never_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "FORK_S", 0.0)
     process: Any = Process(*[EOFError("unexpected EOF")] * 100)
-    with pytest.raises(EOFError):
+    with pytest.raises(EOFError) as error:
         supervisor._start(process)
+    assert "the fork server, which starts workers, was killed" in error.value.__notes__[0]

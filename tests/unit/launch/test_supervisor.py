@@ -1,4 +1,4 @@
-"""The order in which the supervisor takes the messages of ranks."""
+"""The order in which the supervisor handles the messages of ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fabricx.launch.supervisor import _Workers
 
 
 class Notes:
-    """Notes the messages that membership changes take."""
+    """Controller that records the messages it receives."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[int, str]] = []
 
-    def told(self, worker: int, kind: str, content: Any) -> None:
+    def receive(self, worker: int, kind: str, content: Any) -> None:
         self.messages.append((worker, kind))
 
 
@@ -24,12 +24,12 @@ class Notes:
 def test_the_end_of_a_rank_is_taken_after_what_others_sent_before(ended: int) -> None:
     workers: Any = object.__new__(_Workers)
     pipes = [Pipe() for _ in range(2)]
-    workers._changes, workers._controls = Notes(), {rank: end for rank, (end, _) in enumerate(pipes)}
+    workers._controller, workers._controls = Notes(), {rank: end for rank, (end, _) in enumerate(pipes)}
     begun = 1 - ended
     pipes[begun][1].send(("inside", None))
     pipes[ended][1].send(("outside", None))
     workers._receive(ended, workers._controls[ended])
-    assert workers._changes.messages == [(begun, "inside"), (ended, "outside")]
+    assert workers._controller.messages == [(begun, "inside"), (ended, "outside")]
     for ends in pipes:
         for end in ends:
             end.close()

@@ -1,4 +1,4 @@
-"""What a worker leaves for the supervisor."""
+"""The file with a worker's result."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fabricx.launch import worker
 def test_a_result_that_does_not_fit_names_the_folder_and_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*given: object) -> None:
+    def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    assert pickle.loads(Path(worker._leave([1], tmp_path / "result-0")).read_bytes()) == [1]
+    assert pickle.loads(Path(worker._write_result([1], tmp_path / "result-0")).read_bytes()) == [1]
     monkeypatch.setattr(pickle, "dump", full)
     with pytest.raises(OSError, match=rf"No space left.*doesn't fit into {tmp_path}; make room.*TMPDIR"):
-        worker._leave([1], tmp_path / "result-1")
+        worker._write_result([1], tmp_path / "result-1")
     assert [path.name for path in tmp_path.iterdir()] == ["result-0"]

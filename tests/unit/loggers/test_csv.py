@@ -55,8 +55,8 @@ def test_hyperparameters_add_up(tmp_path: Path) -> None:
     logger.log_hyperparams({"lr": 0.1, "sizes": (1, 2)})
     logger.log_hyperparams({"data": tmp_path})
     logger.close()
-    found = json.loads((tmp_path / "hparams.json").read_text())
-    assert found == {"lr": 0.1, "sizes": [1, 2], "data": str(tmp_path)}
+    saved = json.loads((tmp_path / "hparams.json").read_text())
+    assert saved == {"lr": 0.1, "sizes": [1, 2], "data": str(tmp_path)}
 
 
 def test_a_folder_of_its_own_is_numbered(tmp_path: Path) -> None:

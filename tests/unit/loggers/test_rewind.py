@@ -1,4 +1,4 @@
-"""A run that goes on from an earlier step in the same folder leaves one value for each step."""
+"""Loggers keep a single value per step if a run rolls back to an earlier step in the same folder."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def read(logger: Logger, folder: Path) -> list[tuple[int, float]]:
     if isinstance(logger, TensorBoardLogger):
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        found = EventAccumulator(str(folder))
-        found.Reload()
-        return [(event.step, event.value) for event in found.Scalars("loss")]
+        events = EventAccumulator(str(folder))
+        events.Reload()
+        return [(event.step, event.value) for event in events.Scalars("loss")]
     if isinstance(logger, CSVLogger):
         with (folder / "metrics.csv").open(newline="") as file:
             return [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
@@ -56,7 +56,7 @@ def test_a_row_that_was_written_after_the_checkpoint_of_its_step_is_there_once(
     logger.close()
     logger.open(tmp_path)
     logger.rewind(2)
-    for loss in (0.25, 0.25, 0.75):  # the validation again, another one, and a row of other numbers
+    for loss in (0.25, 0.25, 0.75):  # a repeated validation, a second validation, and a row with different numbers
         logger.log_metrics({"loss": loss, "epoch": 0.0}, 2)
     logger.close()
     assert read(logger, tmp_path) == [(2, 0.5), (2, 0.25), (2, 0.25), (2, 0.75)]

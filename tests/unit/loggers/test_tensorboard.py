@@ -17,10 +17,10 @@ from fabricx.loggers.tensorboard import flatten
 def events(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    [file] = folder.glob("events.out.tfevents.*")  # one file, or TensorBoard leaves out a part
-    found = EventAccumulator(str(file))
-    found.Reload()
-    return found
+    [file] = folder.glob("events.out.tfevents.*")  # a single file: TensorBoard would ignore a part otherwise
+    events = EventAccumulator(str(file))
+    events.Reload()
+    return events
 
 
 def session(folder: Path) -> tuple[Any, Any, Any]:

@@ -124,7 +124,7 @@ def test_a_stream_without_length_closes_its_last_window_whole(quiet: dict[str, A
 
 def test_a_generator_that_is_used_up_is_an_error_and_no_endless_run(quiet: dict[str, Any]) -> None:
     trainer = fx.Trainer(max_steps=10, **quiet)
-    with pytest.raises(ValueError, match=r"generator gave no batch in epoch 1.* can be read only once"):
+    with pytest.raises(ValueError, match=r"generator yielded no batch in epoch 1.* can be iterated only once"):
         trainer.fit(TinyModule(), (batch for batch in tiny_loader(8, 4)))
     assert trainer.global_step == 2
 

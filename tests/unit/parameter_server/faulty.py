@@ -89,7 +89,7 @@ class Faulty:
             copies, pieces = sliced(stepped, parameters, self.shards[number])
             begin = Begin(self.settings, None if every else copies, pieces, self.shards[number], torch.float32, 0)
             server.handle(0, begin, none, none)
-            self.journals[number].keep(server, begin)
+            self.journals[number].snapshot_if_due(server, begin)
         self.ends: dict[int, list[End]] = {}
         self.steps: dict[int, Step] = {}
         self.requests: dict[int, tuple[str, int, Any]] = {}
@@ -108,14 +108,14 @@ class Faulty:
     def _come(self, worker: int, section: int) -> None:
         self.ends[worker] = [End(torch.zeros(s.size), torch.zeros(s.size)) for s in self.shards]
         for number, server in enumerate(self.servers):
-            self.journals[number].joined(worker, resumes=False)
+            self.journals[number].record_joined(worker, resumes=False)
             server.joined(worker)
         self.sections[worker] = section
         self.steps[worker] = self._section(worker, section)
         self.requests[worker] = next(self.steps[worker])
 
     def _section(self, worker: int, section: int) -> Step:
-        """Train one section as `Asynchronous` and `Rounds` do."""
+        """Train one section as `Asynchronous` and `LocalRounds` do."""
         servers, mine = range(len(self.servers)), []
         present = tuple(sorted(self.ends))
         for server in servers:
@@ -221,18 +221,18 @@ class Faulty:
         sent = end.queue.popleft()
         if sent is None:
             if not end.linked:
-                journal.left(worker)
+                journal.record_left(worker)
                 server.left(worker)
             self._forget_the_dead()
             return
         if not server.repeated(worker, sent.number, sent.message):
-            journal.said(server, worker, sent.number, sent.message, sent.vector)
+            journal.record_message(server, worker, sent.number, sent.message, sent.vector)
         if self._happens("server", 0.02):
             self._kill_server(number, torn=True)
             return
         outbox = end.outbox
         answer = server.handle_once(worker, sent.number, sent.message, sent.vector.clone(), outbox)
-        journal.keep(server, sent.message)
+        journal.snapshot_if_due(server, sent.message)
         if self._happens("server", 0.02):
             self._kill_server(number)
             return
@@ -253,7 +253,7 @@ class Faulty:
         before = self.servers[number]
         self.journals[number].close()
         server, journal = Server(self.settings.workers, deals=number == 0), self._journal(number)
-        assert journal.bring_back(server)
+        assert journal.replay(server)
         if not torn:
             assert server.version == before.version
             assert torch.equal(server.values, before.values)
@@ -263,7 +263,7 @@ class Faulty:
             ends[number].answers.clear()
             ends[number].linked = False
             if worker not in self.steps:  # as the supervisor says
-                journal.left(worker)
+                journal.record_left(worker)
                 server.left(worker)
         self._forget_the_dead()
 
@@ -276,7 +276,7 @@ class Faulty:
             if end.linked:
                 end.queue.append(None)
             elif not end.queue:  # the supervisor says so to a server that has no link to it
-                self.journals[number].left(worker)
+                self.journals[number].record_left(worker)
                 self.servers[number].left(worker)
             end.linked = False
 
@@ -299,9 +299,9 @@ class Faulty:
         end = self.ends[worker][number]
         end.queue = deque()
         if self.rng.random() < 0.5:  # the server notices the end of the old link first
-            self.journals[number].left(worker)
+            self.journals[number].record_left(worker)
             self.servers[number].left(worker)
-        self.journals[number].joined(worker, resumes=True)
+        self.journals[number].record_joined(worker, resumes=True)
         self.servers[number].joined(worker, resumes=True)
         for sent in end.unanswered:
             if isinstance(sent.message, Pull):

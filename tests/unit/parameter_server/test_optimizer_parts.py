@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn, optim
 
 from fabricx.parameter_server.divisible import needs_whole_tensors
-from fabricx.parameter_server.optimizer_parts import Remembered, groups_of, nested, part_of, sliced, take_in
+from fabricx.parameter_server.optimizer_parts import (
+    OptimizerSnapshot,
+    groups_of,
+    load_from_servers,
+    nested,
+    part_of,
+    sliced,
+)
 from fabricx.parameter_server.server.server import Server
 from fabricx.parameter_server.wire.messages import Begin, Push, Settings, Tell
 from fabricx.parameter_server.wire.partition import Shard, divide
@@ -190,7 +197,7 @@ class Served:
 
     def states(self) -> list[Any]:
         answers = [server.handle(0, Tell("optimizers"), *[torch.empty(0)] * 2).content for server in self.servers]
-        take_in(self.optimizers, self.weights, pickle.loads(pickle.dumps(answers)))
+        load_from_servers(self.optimizers, self.weights, pickle.loads(pickle.dumps(answers)))
         return [optimizer.state_dict() for optimizer in self.optimizers]
 
 
@@ -228,7 +235,7 @@ def test_a_snapshot_and_a_checkpoint_keep_attributes(name: str) -> None:
     served = Served(make, 1, whole=False)
     served.steps(0, 3)
     before = groups_of(nested(served.optimizers))
-    remembered = Remembered(served.optimizers)
+    remembered = OptimizerSnapshot(served.optimizers)
     served.states()
     remembered.restore()
     assert groups_of(nested(served.optimizers)) == before  # a worker's copy is as it was: only the server steps
@@ -255,10 +262,10 @@ def test_what_is_said_of_an_optimizer_is_tried() -> None:
     assert whole(OPTIMIZERS["by norm"], 2, "tensor")
     assert not whole(lambda p: [ByGlobalNorm(p, lr=0.1)], 1)  # nothing is divided
     for make, servers, shard_by, message in [
-        (OPTIMIZERS["counting"], 2, "auto", r"whether Counting steps each element .* say servers=1"),
-        (OPTIMIZERS["by norm"], 2, "element", r"ByNorm steps parts otherwise than the whole.* or shard_by='tensor'"),
-        (lambda p: [ByGlobalNorm(p, lr=0.1)], 2, "tensor", r"ByGlobalNorm steps parts otherwise"),
-        (OPTIMIZERS["lookahead"], 2, "element", r"Lookahead steps parts otherwise"),
+        (OPTIMIZERS["counting"], 2, "auto", r"whether Counting steps each element .* set servers=1"),
+        (OPTIMIZERS["by norm"], 2, "element", r"ByNorm steps parts differently from the whole.* or shard_by='tensor'"),
+        (lambda p: [ByGlobalNorm(p, lr=0.1)], 2, "tensor", r"ByGlobalNorm steps parts differently"),
+        (OPTIMIZERS["lookahead"], 2, "element", r"Lookahead steps parts differently"),
         (lambda p: [optim.Muon(p[:1])], 2, "element", r"Muon steps whole parameters"),
         (lambda p: [optim.LBFGS(p)], 1, "tensor", r"LBFGS computes the loss several times"),
     ]:
@@ -280,7 +287,7 @@ def test_steps_that_servers_would_not_make_are_refused() -> None:
         return [optimizer]
 
     for make in (hooked, replaced):
-        with pytest.raises(ValueError, match="has hooks of its step, or a step that was replaced"):
+        with pytest.raises(ValueError, match="has step hooks, or a replaced step"):
             whole(make, 1)
 
     def scheduled(p: list[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Logs and warnings of ranks: where they go, and what of them the console shows."""
+"""Logs and warnings of ranks: their files, and the lines on the console."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def speak(run_dir: Path, rank: int, settings: LogSettings | None) -> None:
 
 
 def without_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take away what pytest listens with: a worker's root logger has no handlers."""
+    """Remove pytest's handlers, because the root logger of a worker has none."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
 
 
@@ -45,9 +45,9 @@ def test_a_worker_logs_as_its_launcher_does_and_only_the_main_rank_on_the_consol
     speak(tmp_path, 1, settings)
     assert capfd.readouterr().err == ""
     assert shown == ["shape mismatch"]
-    found = [(r["rank"], r["level"], r["text"].partition(" (")[0]) for r in Files(tmp_path).new()]
+    lines_read = [(r["rank"], r["level"], r["text"].partition(" (")[0]) for r in Files(tmp_path).new()]
     lines = [("INFO", "epoch of rank {}"), ("WARNING", "the disk is slow"), ("WARNING", "shape mismatch")]
-    assert found == [(rank, level, text.format(rank)) for rank in (0, 1) for level, text in lines]
+    assert lines_read == [(rank, level, text.format(rank)) for rank in (0, 1) for level, text in lines]
     assert logging.getLogger().handlers == []
 
 
@@ -61,7 +61,7 @@ def test_a_process_that_launches_nobody_keeps_its_console(
         logging.getLogger("own").info("nobody asked for this")
         logging.getLogger("own").warning("the disk is slow")
     file.close()
-    assert capfd.readouterr().err == "the disk is slow\n"  # what Python shows where nothing is configured
+    assert capfd.readouterr().err == "the disk is slow\n"  # Python's default output without configuration
     assert logging.getLogger().level == level
 
 
@@ -90,6 +90,6 @@ def test_warnings_of_silent_ranks_come_once_with_the_count_unless_the_main_rank_
     for file in files:
         file.close()
     assert capfd.readouterr().err.splitlines() == [
-        "rank 1: WARNING own: half a batch", "rank 1, 2 said 10 times: WARNING own: half a batch"
+        "rank 1: WARNING own: half a batch", "rank 1, 2 (10 times): WARNING own: half a batch"
     ]  # fmt: skip
     assert len((tmp_path / "logs" / "all.log").read_text().splitlines()) == 14

@@ -1,4 +1,4 @@
-"""Files of records: written by one process, read by another at any moment."""
+"""Files of records, which may be read at any moment while their process writes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fabricx.telemetry.recorder import Recorder, Span
 
 
 class Clock:
-    """Says what it is told to, and counts what a rank has waited."""
+    """Manually advanced clock with the counters of a rank's waiting time."""
 
     servers = 0
     waits_for_servers = False
@@ -61,19 +61,19 @@ def test_all_files_of_a_run_have_one_id_also_of_later_attempts(tmp_path: Path) -
 
 
 def test_a_lap_counts_for_its_span_and_waiting_is_counted_apart(tmp_path: Path, clock: Clock) -> None:
-    one = recorded(tmp_path, clock)
-    one.begin()
+    recording = recorded(tmp_path, clock)
+    recording.begin()
     for step in (1, 2):
         clock.passes(0.010)
-        one.lap(Span.DATA)
+        recording.lap(Span.DATA)
         clock.passes(0.030)
-        one.lap(Span.FORWARD)
+        recording.lap(Span.FORWARD)
         clock.passes(0.050, waiting=0.020)
-        one.lap(Span.BACKWARD)
-        one.samples += 8
+        recording.lap(Span.BACKWARD)
+        recording.samples += 8
         clock.passes(0.005)
-        one.end_step(step)
-    one.close("success")
+        recording.end_step(step)
+    recording.close("success")
     [steps] = kinds(tmp_path, "steps")
     assert steps["steps"] == [1, 2]
     assert steps["samples"] == [8, 8]
@@ -82,7 +82,7 @@ def test_a_lap_counts_for_its_span_and_waiting_is_counted_apart(tmp_path: Path, 
         "data": [10_000] * 2, "forward": [30_000] * 2, "backward": [30_000] * 2, "wait": [20_000] * 2,
         "other": [5_000] * 2,
     }  # fmt: skip
-    assert one.totals() == (
+    assert recording.totals() == (
         pytest.approx({"data": 0.02, "forward": 0.06, "backward": 0.06, "wait": 0.04, "other": 0.01}),
         2,
     )
@@ -92,32 +92,32 @@ def test_a_lap_counts_for_its_span_and_waiting_is_counted_apart(tmp_path: Path, 
 def test_time_inside_of_a_validation_is_its_own_and_a_checkpoint_in_it_the_checkpoints(
     tmp_path: Path, clock: Clock
 ) -> None:
-    one = recorded(tmp_path, clock)
-    one.begin()
+    recording = recorded(tmp_path, clock)
+    recording.begin()
     clock.passes(1.0)
-    with one.within(Span.VALIDATION):
+    with recording.within(Span.VALIDATION):
         clock.passes(2.0)
-        with one.within(Span.CHECKPOINT):
+        with recording.within(Span.CHECKPOINT):
             clock.passes(4.0)
         clock.passes(8.0)
     clock.passes(16.0)
-    one.end_step(1)
-    one.close("success")
+    recording.end_step(1)
+    recording.close("success")
     [steps] = kinds(tmp_path, "steps")
     assert {name: us[0] / 1e6 for name, us in steps["us"].items()} == {"other": 17, "validation": 10, "checkpoint": 4}
 
 
 def test_what_an_interrupted_step_took_is_in_no_step(tmp_path: Path, clock: Clock) -> None:
-    one = recorded(tmp_path, clock)
-    one.begin()
+    recording = recorded(tmp_path, clock)
+    recording.begin()
     clock.passes(5.0)
-    one.lap(Span.FORWARD)
-    one.became(rank=1, size=3, generation=1)
-    one.begin()
+    recording.lap(Span.FORWARD)
+    recording.became(rank=1, size=3, generation=1)
+    recording.begin()
     clock.passes(0.5)
-    one.lap(Span.FORWARD)
-    one.end_step(7)
-    one.close("success")
+    recording.lap(Span.FORWARD)
+    recording.end_step(7)
+    recording.close("success")
     [steps] = kinds(tmp_path, "steps")
     assert steps["us"] == {"forward": [500_000]}
     assert steps["rank"] == 1
@@ -128,29 +128,29 @@ def test_what_an_interrupted_step_took_is_in_no_step(tmp_path: Path, clock: Cloc
 def test_a_large_file_holds_several_steps_in_a_row(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder, "_FULL", 200)  # bytes: passed by the first row, and twice by the second
-    one = recorded(tmp_path, clock)
-    one.begin()
+    monkeypatch.setattr(recorder, "_DOUBLING_BYTES", 200)  # bytes: passed by the first row, and twice by the second
+    recording = recorded(tmp_path, clock)
+    recording.begin()
     for step in range(1, 12):
         clock.passes(1.0)
-        one.samples += 2
-        one.end_step(step)
-        one._write()
-    one.close("success")
-    found = kinds(tmp_path, "steps")
-    assert found[0]["each"] == 1
-    assert found[-1]["each"] > 1
-    assert sum(record["each"] for record in found) == found[-1]["steps"][-1]  # none is counted twice
-    assert all(record["samples"] == [2 * record["each"]] for record in found)
+        recording.samples += 2
+        recording.end_step(step)
+        recording._write()
+    recording.close("success")
+    records = kinds(tmp_path, "steps")
+    assert records[0]["each"] == 1
+    assert records[-1]["each"] > 1
+    assert sum(record["each"] for record in records) == records[-1]["steps"][-1]  # none is counted twice
+    assert all(record["samples"] == [2 * record["each"]] for record in records)
 
 
 def test_each_lap_is_written_down_where_a_trace_is_wanted(tmp_path: Path, clock: Clock) -> None:
-    one = recorded(tmp_path, clock)
-    one.every_lap = True
-    one.begin()
+    recording = recorded(tmp_path, clock)
+    recording.every_lap = True
+    recording.begin()
     clock.passes(0.25, waiting=0.125)
-    one.lap(Span.BACKWARD)
-    one.close("success")
+    recording.lap(Span.BACKWARD)
+    recording.close("success")
     [laps] = kinds(tmp_path, "laps")
     assert laps["laps"] == [[None, 100.0, 0.0], ["backward", 100.25, 0.125]]
 
@@ -166,7 +166,7 @@ def test_a_line_that_is_being_written_is_read_once_it_is_complete(tmp_path: Path
         half.flush()
         assert files.new() == []
         [complaint] = files.complaints()
-        assert "no end" in complaint
+        assert "incomplete" in complaint
         half.write('me": "late", "at": 1}\n')
     assert [record["name"] for record in files.new()] == ["late"]
     assert files.complaints() == []
@@ -178,7 +178,7 @@ def test_lines_that_are_no_records_are_counted_and_all_others_read(tmp_path: Pat
     (tmp_path / "telemetry" / "worker0-1-a.jsonl").write_text('what?\n[1]\n{"kind": "event", "name": "a", "at": 2}\n')
     files = Files(tmp_path)
     assert [record["name"] for record in files.new()] == ["a"]
-    assert files.complaints() == ["worker0-1-a.jsonl: 2 lines aren't records; all others are shown"]
+    assert files.complaints() == ["worker0-1-a.jsonl: 2 lines are not records; the other lines are shown"]
 
 
 def test_a_full_disk_costs_records_and_says_how_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,16 +196,16 @@ def test_a_full_disk_costs_records_and_says_how_many(tmp_path: Path, monkeypatch
     file.write("event", name="kept", text="", step=3)
     file.close()
     files = Files(tmp_path)
-    found = files.new()
-    assert [record["kind"] for record in found] == ["lost", "event"]
-    assert found[0]["records"] == 2
-    assert found[1]["name"] == "kept"
+    records = files.new()
+    assert [record["kind"] for record in records] == ["lost", "event"]
+    assert records[0]["records"] == 2
+    assert records[1]["name"] == "kept"
 
 
 def test_numbers_that_json_has_not_are_read_as_what_they_were(tmp_path: Path, clock: Clock) -> None:
-    one = recorded(tmp_path, clock)
-    one.metrics({"loss": float("nan"), "norm": float("inf"), "lr": 0.5}, 3)
-    one.close("failed")
+    recording = recorded(tmp_path, clock)
+    recording.metrics({"loss": float("nan"), "norm": float("inf"), "lr": 0.5}, 3)
+    recording.close("failed")
     [path] = (tmp_path / "telemetry").glob("*.jsonl")
     [line] = [line for line in path.read_text().splitlines() if '"metrics"' in line]
     assert "NaN" not in line  # which isn't JSON
@@ -216,16 +216,16 @@ def test_numbers_that_json_has_not_are_read_as_what_they_were(tmp_path: Path, cl
 def test_a_thread_says_each_second_that_the_process_lives_and_where_it_stands_still(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder, "_EVERY_S", 0.01)
-    one = recorded(tmp_path, clock)
-    one.begin()
+    monkeypatch.setattr(recorder, "_WRITE_INTERVAL_S", 0.01)
+    recording = recorded(tmp_path, clock)
+    recording.begin()
     deadline = time.monotonic() + 30
     while not kinds(tmp_path, "now") and time.monotonic() < deadline:
         time.sleep(0.01)
     clock.passes(60.0)
     while "still_s" not in kinds(tmp_path, "now")[-1] and time.monotonic() < deadline:
         time.sleep(0.01)
-    one.close("success")
+    recording.close("success")
     now = kinds(tmp_path, "now")[-1]
     assert now["memory_mib"] > 10
     assert now["still_s"] == 60.0
@@ -233,12 +233,12 @@ def test_a_thread_says_each_second_that_the_process_lives_and_where_it_stands_st
 
 
 def test_a_folder_without_records_is_named_with_what_to_give_instead(tmp_path: Path) -> None:
-    with pytest.raises(NotARun, match="isn't there"):
+    with pytest.raises(NotARun, match="does not exist"):
         check_run(tmp_path / "nowhere")
     with pytest.raises(NotARun, match="has no records of a run"):
         check_run(tmp_path)
     EventFile(tmp_path / "run", "worker 0").close()
-    with pytest.raises(NotARun, match=r"it has runs in it, such as .*run"):
+    with pytest.raises(NotARun, match=r"it contains runs, such as .*run"):
         check_run(tmp_path)
     check_run(tmp_path / "run")
 
@@ -263,7 +263,7 @@ def test_a_process_that_was_forked_in_the_middle_of_a_write_can_write_too(tmp_pa
 
 
 class TwoMachines:
-    """The second of two ranks, whose machine's clock is 30 s ahead; barriers are left late, but for one."""
+    """The second of two ranks, on a machine with a clock 30 s ahead; all barriers but the third return late."""
 
     size, local_size, newcomer, device = 2, 1, False, torch.device("cpu")
 

@@ -13,13 +13,13 @@ import pytest
 
 from fabricx.telemetry.charts import POINTS, chart, thinned
 from fabricx.telemetry.command import main
-from fabricx.telemetry.report import comparison, look_at, runs_in, write_comparison, write_page
+from fabricx.telemetry.report import comparison, load_run, runs_in, write_comparison, write_page
 
 EVIL = "<script>alert('here')</script>"
 
 
 class Page(HTMLParser):
-    """Reads a page, and fails where it asks for anything from outside or doesn't close what it has opened."""
+    """Parser of a page that fails for references to other hosts and for unclosed elements."""
 
     VOID = ("meta", "br", "img", "link")
 
@@ -80,7 +80,7 @@ def a_run(run_dir: Path, loss: float = 0.5, steps: int = 50, **config: Any) -> P
 def test_a_page_has_all_there_is_and_runs_nothing_that_a_run_has_written(tmp_path: Path) -> None:
     run_dir = a_run(tmp_path / "run", seed=3, note=EVIL)
     (run_dir / "checkpoints").mkdir()
-    text = write_page(look_at(run_dir)).read_text()
+    text = write_page(load_run(run_dir)).read_text()
     page = Page(text)
     assert len(text) < 100_000
     assert EVIL not in text
@@ -95,7 +95,7 @@ def test_a_page_has_all_there_is_and_runs_nothing_that_a_run_has_written(tmp_pat
 
 def test_a_long_run_still_has_a_small_page(tmp_path: Path) -> None:
     run_dir = a_run(tmp_path / "run", steps=20_000)
-    text = write_page(look_at(run_dir)).read_text()
+    text = write_page(load_run(run_dir)).read_text()
     Page(text)
     assert len(text) < 300_000
 
@@ -104,22 +104,22 @@ def test_a_page_of_a_run_that_has_just_begun_says_so(tmp_path: Path) -> None:
     folder = tmp_path / "telemetry"
     folder.mkdir()
     (folder / "worker0-1-a.jsonl").write_text('{"kind": "start", "at": 1, "mono": 0, "rank": 0, "size": 1}\n{"ki')
-    text = Page(write_page(look_at(tmp_path)).read_text()).text
+    text = Page(write_page(load_run(tmp_path)).read_text()).text
     assert "no step is done yet" in text
-    assert "the last line has no end" in text
+    assert "the last line is incomplete" in text
 
 
 def test_runs_of_a_sweep_are_compared_by_what_differs(tmp_path: Path) -> None:
     a_run(tmp_path / "0", loss=0.5, module={"lr": 0.1}, seed=1)
     a_run(tmp_path / "1", loss=0.25, module={"lr": 0.01}, seed=1)
     (tmp_path / "notes").mkdir()
-    runs = [look_at(run) for run in runs_in(tmp_path)]
+    runs = [load_run(run) for run in runs_in(tmp_path)]
     header, rows = comparison(runs)
     assert header == ["run", "module.lr", "loss", "state"]
     assert rows == [["0", "0.1", "0.01", "done"], ["1", "0.01", "0.005", "done"]]
     page = Page(write_comparison(tmp_path, runs).read_text())
     assert page.tags.count("polyline") == 2
-    for name in ("0", "1"):  # started from Python: what the trainer and the module were made with
+    for name in ("0", "1"):  # started from Python: arguments of the trainer and the module
         (tmp_path / name / "config.yaml").rename(tmp_path / name / "arguments.yaml")
     assert comparison(runs) == (header, rows)
 
@@ -149,18 +149,18 @@ def test_a_folder_that_is_no_runs_is_an_error_that_says_what_to_give(
 
 def test_a_curve_of_many_points_keeps_its_shape_and_its_end() -> None:
     points = [(float(n), float(n % 2)) for n in range(10_000)]
-    found = thinned(points)
-    assert len(found) <= POINTS
-    assert found[-1] == points[-1]
-    assert all(abs(y - 0.5) < 0.1 for _, y in found[:-1])
+    reduced = thinned(points)
+    assert len(reduced) <= POINTS
+    assert reduced[-1] == points[-1]
+    assert all(abs(y - 0.5) < 0.1 for _, y in reduced[:-1])
     assert thinned([(0.0, float("nan")), (1.0, 2.0)]) == [(1.0, 2.0)]
 
 
 def test_curves_that_have_nothing_to_show_are_no_picture() -> None:
     assert chart("a", {"a": [(1.0, float("nan"))], "b": []}) is None
-    one = chart("a", {"a": [(1.0, 3.0)]})
-    assert one is not None
-    assert "circle" in one.svg
+    drawn = chart("a", {"a": [(1.0, 3.0)]})
+    assert drawn is not None
+    assert "circle" in drawn.svg
 
 
 def test_a_page_stays_small_whatever_a_run_has_done(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_page_stays_small_whatever_a_run_has_done(tmp_path: Path) -> None:
                 }
                 for n in range(300)
             ]
-            gauges = {f"balance/{name}_{one}": 0.123456 for name in ("share", "wait") for one in range(64)}
+            gauges = {f"balance/{name}_{rank}": 0.123456 for name in ("share", "wait") for rank in range(64)}
             records += [{"kind": "gauges", "at": 2.0, "rank": 0, "step": n, "values": gauges} for n in range(300)]
             records += [
                 {"kind": "event", "at": 3.0, "rank": 0, "name": "hang", "text": f"{n}\n{text}", "step": n}
@@ -194,7 +194,7 @@ def test_a_page_stays_small_whatever_a_run_has_done(tmp_path: Path) -> None:
             ]
         lines = [json.dumps({"run": "a", **record}) + "\n" for record in records]
         (folder / f"worker{rank}-1-a.jsonl").write_text("".join(lines))
-    page = write_page(look_at(tmp_path)).read_text()
+    page = write_page(load_run(tmp_path)).read_text()
     Page(page)
     assert len(page) < 1_000_000
 
@@ -208,7 +208,7 @@ HOSTILE = (
 
 
 def a_hostile_run(run_dir: Path, text: str) -> Path:
-    """Records, configuration and files in which each field that is text is this one."""
+    """Write records, a configuration and files with `text` in every text field."""
     folder = run_dir / "telemetry"
     folder.mkdir(parents=True)
     known = dict.fromkeys(("host", "strategy", "device", "precision", "pid"), text)
@@ -220,7 +220,7 @@ def a_hostile_run(run_dir: Path, text: str) -> Path:
         {"kind": "event", "at": 3.0, "rank": 0, "name": text, "text": f"{text}\n{text}", "step": 7},
         {"kind": "log", "at": 3.0, "rank": 0, "level": "ERROR", "name": text, "text": text},
         {"kind": "closed", "at": 9.0, "ending": text},
-        # what fabricx never writes
+        # fabricx never writes such records
         {"kind": text}, {"kind": "start", "rank": text}, {"kind": "event", "at": text},
         {"kind": "event", "text": [text]},
         {"kind": "event", "name": text, "text": text, "seconds": text}, {"kind": "now", "rank": 0, "still_s": text},
@@ -244,12 +244,15 @@ def test_hostile_text_in_every_field_stays_text(tmp_path: Path, text: str, capfd
     sweep = tmp_path / "sweep"
     runs = [a_hostile_run(sweep / f"{number}{text.replace('/', ':')}", text) for number in (1, 2)]
     runs.append(a_hostile_run(sweep / text.replace("/", ":"), text))
-    plain = Page(write_page(look_at(a_run(tmp_path / "plain", seed=3))).read_text())
-    for page in (*(write_page(look_at(run)) for run in runs), write_comparison(sweep, [look_at(run) for run in runs])):
+    plain = Page(write_page(load_run(a_run(tmp_path / "plain", seed=3))).read_text())
+    for page in (
+        *(write_page(load_run(run)) for run in runs),
+        write_comparison(sweep, [load_run(run) for run in runs]),
+    ):
         seen = Page(page.read_text())
         assert set(seen.tags) <= {*plain.tags, "a", "details", "summary", "pre", "circle"}
         assert "a-secret-value" not in page.read_text()
-        assert ("api_key" in seen.text) is (page.parent != sweep)  # there, what differs
+        assert ("api_key" in seen.text) is (page.parent != sweep)  # a comparison contains only differences
     assert [main(command, [str(runs[0])]) for command in ("report", "status")] == [0, 0]
     assert main("report", [str(sweep)]) == 0
     shown = "".join(capfd.readouterr())
@@ -261,8 +264,8 @@ def test_a_configuration_that_is_no_yaml_does_not_end_the_report(tmp_path: Path)
     for number, text in enumerate([b"a: [", b"- 1", b"\xff\xfe", b"!!python/object/apply:os.abort []", b"[" * 5000]):
         run_dir = a_run(tmp_path / str(number))
         (run_dir / "config.yaml").write_bytes(text)
-        Page(write_page(look_at(run_dir)).read_text())
-        assert comparison([look_at(run_dir)])[1][0][0] == str(number)
+        Page(write_page(load_run(run_dir)).read_text())
+        assert comparison([load_run(run_dir)])[1][0][0] == str(number)
 
 
 def test_links_in_a_run_of_another_user_lead_a_reader_neither_to_read_nor_to_overwrite_own_files(
@@ -275,7 +278,7 @@ def test_links_in_a_run_of_another_user_lead_a_reader_neither_to_read_nor_to_ove
         (run_dir / name).symlink_to(private)
     (run_dir / "telemetry" / "worker7-1-a.jsonl").symlink_to(private)
     os.mkfifo(run_dir / "versions.json")
-    page = write_page(look_at(run_dir))
+    page = write_page(load_run(run_dir))
     assert "of-the-reader" not in page.read_text()
     assert not page.is_symlink()
     assert private.read_text() == "private: of-the-reader"
@@ -284,19 +287,19 @@ def test_links_in_a_run_of_another_user_lead_a_reader_neither_to_read_nor_to_ove
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link to another user")
 def test_a_folder_to_which_another_users_link_leads_is_not_read(tmp_path: Path) -> None:
-    own = a_run(tmp_path / "own")
+    private = a_run(tmp_path / "own")
     sweep = tmp_path / "sweep"
     sweep.mkdir()
     for name, user in (("mine", 0), ("theirs", 65534)):
-        (sweep / name).symlink_to(own)
+        (sweep / name).symlink_to(private)
         os.lchown(sweep / name, user, user)
     assert [path.name for path in runs_in(sweep)] == ["mine"]
     theirs = tmp_path / "theirs"
     theirs.mkdir()
-    (theirs / "telemetry").symlink_to(own / "telemetry")
-    assert look_at(theirs).run.steps > 0
+    (theirs / "telemetry").symlink_to(private / "telemetry")
+    assert load_run(theirs).run.steps > 0
     os.lchown(theirs / "telemetry", 65534, 65534)
-    assert look_at(theirs).run.steps == 0
+    assert load_run(theirs).run.steps == 0
 
 
 def test_a_configuration_that_names_a_part_again_and_again_does_not_fill_the_memory(tmp_path: Path) -> None:
@@ -304,4 +307,4 @@ def test_a_configuration_that_names_a_part_again_and_again_does_not_fill_the_mem
     runs = [a_run(tmp_path / name) for name in ("a", "b")]
     for run_dir in runs:
         (run_dir / "config.yaml").write_text(f"a0: &a0 {run_dir.name}\n{levels}\n")
-    assert comparison([look_at(run_dir) for run_dir in runs])[0][0] == "run"
+    assert comparison([load_run(run_dir) for run_dir in runs])[0][0] == "run"

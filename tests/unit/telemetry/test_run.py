@@ -1,4 +1,4 @@
-"""What records tell together: of ranks that change, of runs that go back, of what slows them down."""
+"""The state of a run from its records: changes of ranks, rollbacks, and the diagnosis of bottlenecks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fabricx.telemetry import run as runs
-from fabricx.telemetry.diagnosis import judge, straggler_scores
-from fabricx.telemetry.report import look_at, recovery, warnings_of
+from fabricx.telemetry.diagnosis import diagnose_rows, straggler_scores
+from fabricx.telemetry.report import load_run, recovery, warnings_of
 from fabricx.telemetry.run import Rank, Row, Run, joined
 
 MS = 1e-3
@@ -21,8 +21,8 @@ def row(steps: int = 10, samples: int = 80, **ms: float) -> Row:
 
 def record(kind: str, rank: int | None, at: float, file: str = "", **fields: Any) -> dict[str, Any]:
     name = file or f"worker{rank}"
-    place = {} if rank is None else {"rank": rank}
-    return {"kind": kind, "at": at, "mono": at - 1000.0, "file": name, "who": name, **place, **fields}
+    rank_field = {} if rank is None else {"rank": rank}
+    return {"kind": kind, "at": at, "mono": at - 1000.0, "file": name, "who": name, **rank_field, **fields}
 
 
 def steps_of(rank: int, first: int, last: int, at: float, file: str = "", **us: int) -> dict[str, Any]:
@@ -36,38 +36,40 @@ def steps_of(rank: int, first: int, last: int, at: float, file: str = "", **us: 
 
 def test_a_rank_that_reads_slowly_is_named_with_what_it_costs() -> None:
     fast, slow = row(data=0.2, forward=2.0, wait=9.9), row(data=10.1, forward=2.0)
-    sentence = judge({0: fast, 1: slow}, synchronous=True)
+    sentence = diagnose_rows({0: fast, 1: slow}, synchronous=True)
     assert sentence == "rank 1 is slow in data wait: 10.1 ms against 0.2; it costs 82 % of each step"
 
 
 def test_a_rank_that_computes_slowly_is_compared_with_the_others_median() -> None:
     rows = {n: row(forward=4.0, backward=4.0, wait=12.0) for n in (0, 1, 3)} | {2: row(forward=4.0, backward=16.0)}
-    sentence = judge(rows, synchronous=True)
+    sentence = diagnose_rows(rows, synchronous=True)
     assert sentence == "rank 2 is slow in backward: 16.0 ms against 4.0; it costs 60 % of each step"
 
 
 def test_nobody_waits_for_a_slow_rank_where_each_goes_at_its_own_pace() -> None:
-    sentence = judge({0: row(forward=2.0), 1: row(forward=8.0)}, synchronous=False)
-    assert sentence == "rank 1 is slow in forward: 8.0 ms against 2.0; the others don't wait for it"
+    sentence = diagnose_rows({0: row(forward=2.0), 1: row(forward=8.0)}, synchronous=False)
+    assert sentence == "rank 1 is slow in forward: 8.0 ms against 2.0; the other ranks don't wait for it"
 
 
 def test_ranks_that_all_wait_for_data_get_advice() -> None:
     rows = {0: row(data=3.0, forward=7.0), 1: row(data=2.9, forward=7.0)}
-    assert judge(rows, synchronous=True) == (
-        "waiting for data takes 3.0 ms of each step of 10.0 ms, 30 %: more loader workers (num_workers), further ahead "
-        "(prefetch_factor), or less work for each sample"
+    assert diagnose_rows(rows, synchronous=True) == (
+        "waiting for data takes 3.0 ms of each step of 10.0 ms, 30 %: use more loader workers (num_workers), prefetch "
+        "more (prefetch_factor), or do less work per sample"
     )
-    assert "(num_workers=7, or fabricx.data.Preprocess)" in judge(rows, synchronous=True, loaders=0, cores=8)
-    assert "(num_workers=7 in the place of 2)" in judge(rows, synchronous=True, loaders=2, cores=8)
+    assert "(num_workers=7, or fabricx.data.Preprocess)" in diagnose_rows(rows, synchronous=True, loaders=0, cores=8)
+    assert "(num_workers=7 instead of 2)" in diagnose_rows(rows, synchronous=True, loaders=2, cores=8)
 
 
 def test_where_all_talk_more_than_they_compute_that_is_said() -> None:
     rows = {0: row(forward=5.0, wait=5.0), 1: row(forward=5.0, wait=5.0)}
-    assert judge(rows, synchronous=True) == "no rank is slow; 50 % of each step of 10.0 ms goes into communication"
+    assert (
+        diagnose_rows(rows, synchronous=True) == "no rank is slow; 50 % of each step of 10.0 ms goes into communication"
+    )
 
 
-def test_a_run_without_a_step_has_no_verdict() -> None:
-    assert "no step is done" in judge({}, synchronous=True)
+def test_a_run_without_a_step_has_no_diagnosis() -> None:
+    assert "no step is done" in diagnose_rows({}, synchronous=True)
     assert straggler_scores([]) == []
     assert straggler_scores([row(forward=1.0)]) == [0.0]
 
@@ -80,7 +82,7 @@ def test_scores_are_between_nothing_and_all_of_a_step() -> None:
 def test_a_long_run_keeps_a_bounded_number_of_rows_that_still_sum_to_all_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runs, "ROWS", 16)
+    monkeypatch.setattr(runs, "MAX_ROWS", 16)
     rank = Rank(0)
     for step in range(1, 1001):
         rank.add(Row(step, float(step), 1, 4, {"forward": 0.5}))
@@ -111,8 +113,8 @@ def test_a_rank_goes_on_in_another_process_and_clocks_of_machines_are_brought_to
     ])  # fmt: skip
     rank = run.ranks[1]
     assert (rank.processes, rank.step, rank.ending) == (2, 9, "success")
-    assert (rank.known["pid"], rank.known["host"]) == (77, "c")
-    assert run.ranks[0].processes == 1  # only who it trains with has changed
+    assert (rank.attributes["pid"], rank.attributes["host"]) == (77, "c")
+    assert run.ranks[0].processes == 1  # only the group changed, not the process
     assert run.size == 2
     assert run.began == 100.0
     assert [round(row.at, 3) for row in rank.rows] == [101.02, 101.03, 101.04, 105.02, 105.03]
@@ -149,6 +151,6 @@ def test_a_rank_whose_file_is_missing_is_named_and_the_others_shown(tmp_path: Pa
     folder = tmp_path / "telemetry"
     folder.mkdir()
     (folder / "worker0-1-a.jsonl").write_text('{"kind": "start", "at": 1, "mono": 0, "rank": 0, "size": 3}\n')
-    seen = look_at(tmp_path)
-    assert seen.complaints == ["rank 1, 2: no records are there of 3 ranks; all others are shown"]
-    assert "nothing was heard for" in seen.state
+    seen = load_run(tmp_path)
+    assert seen.complaints == ["rank 1, 2 (of 3 ranks): no records; the other ranks are shown"]
+    assert "no records for" in seen.state

@@ -9,11 +9,11 @@ from typing import Any
 
 from fabricx.telemetry.trace import write_trace
 
-ROUNDING = 1.5  # microseconds: spans are written as whole ones, or tenths
+ROUNDING = 1.5  # microseconds: times of spans are integers, or multiples of 0.1
 
 
 def check_trace(path: Path) -> list[dict[str, Any]]:
-    """Raise an error where a file isn't what ui.perfetto.dev reads without complaint; returns its events."""
+    """Check that ui.perfetto.dev accepts a file, and return its events."""
     events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
     rows: dict[tuple[Any, Any], list[tuple[float, float, str]]] = defaultdict(list)
     ends: dict[Any, set[str]] = defaultdict(set)
@@ -45,7 +45,7 @@ def write(folder: Path, name: str, *records: dict[str, Any]) -> None:
 
 
 def a_run(run_dir: Path) -> None:
-    """Two ranks whose monotonic clocks differ, a server, and a death."""
+    """Two ranks with different monotonic clocks, a server, and a death."""
     for rank, mono in ((0, 50.0), (1, 7.0)):
         write(
             run_dir / "telemetry", f"worker{rank}-1-a.jsonl",
@@ -73,7 +73,7 @@ def test_a_trace_has_a_row_for_each_rank_and_arrows_from_push_to_apply(tmp_path:
     assert path is not None
     events = check_trace(path)
     spans = {(e["pid"], e["name"]): (e["ts"], e["dur"]) for e in events if e["ph"] == "X"}
-    for rank in (0, 1):  # at the same time on one wall clock
+    for rank in (0, 1):  # at equal wall times
         assert spans[rank, "forward"] == (0.0, 200_000.0)
         assert spans[rank, "backward"] == (200_000.0, 400_000.0)
         assert spans[rank, "waits"] == (500_000.0, 100_000.0)

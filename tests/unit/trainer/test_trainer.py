@@ -157,10 +157,10 @@ def test_max_time_ends_a_run_that_nothing_else_would_end() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"val_check_interval": 1.5}, "val_check_interval=1.5: give a part of an epoch"),
+        ({"val_check_interval": 1.5}, "val_check_interval=1.5: set a fraction of an epoch"),
         ({"val_check_interval": 0}, "val_check_interval=0: "),
         ({"val_check_interval": -3}, "val_check_interval=-3: "),
-        ({"num_sanity_val_steps": -2}, "num_sanity_val_steps=-2: give a whole number of batches, -1 or more"),
+        ({"num_sanity_val_steps": -2}, "num_sanity_val_steps=-2: set an integer number of batches, -1 or more"),
         ({"fast_dev_run": -1}, "fast_dev_run=-1: "),
         ({"reload_dataloaders_every_n_epochs": -1}, "reload_dataloaders_every_n_epochs=-1: "),
     ],

@@ -14,12 +14,12 @@ from fabricx.telemetry.reader import Files
 
 def test_a_server_tells_what_has_come_since_the_last_time(tmp_path: Path) -> None:
     told = ServerRecords(tmp_path, 2, traces=True)
-    told.tell(Counts(1, 0, {0: 3, 1: 1}, 0, 8, 4))
+    told.write(Counts(1, 0, {0: 3, 1: 1}, 0, 8, 4))
     told.applied(0, 1.0)
     told.applied(1, 1.5)
     told.applied(0, 2.0)
-    told.tell(Counts(3, 0, {0: 3, 1: 1, 4: 2}, 0, 10, 7))
-    told.tell(Counts(3, 0, {0: 3, 1: 1, 4: 2}, 0, 10, 7))  # nothing has come
+    told.write(Counts(3, 0, {0: 3, 1: 1, 4: 2}, 0, 10, 7))
+    told.write(Counts(3, 0, {0: 3, 1: 1, 4: 2}, 0, 10, 7))  # nothing has come
     told.end()
     first, second, applied = Files(tmp_path).new()
     assert (first["queue"], first["staleness"]) == (0.5, 0.25)
@@ -33,7 +33,7 @@ def test_a_worker_that_comes_again_counts_from_one(tmp_path: Path) -> None:
     told.applied(0, 1.0)
     told.joined(0)
     told.applied(0, 2.0)
-    told.tell(Counts(messages=1))
+    told.write(Counts(messages=1))
     told.end()
     [applied] = [record for record in Files(tmp_path).new() if record["kind"] == "applied"]
     assert [one[1] for one in applied["applied"]] == [1, 1]
@@ -47,5 +47,5 @@ def test_a_server_without_room_for_records_serves_all_the_same(tmp_path: Path, m
     with pytest.warns(UserWarning, match="the records of a server will be missing"):
         told = ServerRecords(tmp_path, 0, traces=True)
     told.applied(0, 1.0)
-    told.tell(Counts(messages=1))
+    told.write(Counts(messages=1))
     told.end()

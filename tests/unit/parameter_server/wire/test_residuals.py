@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fabricx.distributed.low_rank_buckets import ThinSums
+from fabricx.distributed.low_rank_buckets import LowRankAverager
 from fabricx.distributed.world import World
 from fabricx.parameter_server.wire.codecs import Codec
 from fabricx.parameter_server.wire.messages import Pushed, Settings
@@ -43,7 +43,7 @@ def client_of(monkeypatch: pytest.MonkeyPatch, servers: int) -> Client:
         link = Refuses(used=number > 0)
         return ExchangeBuffers(link, self._shards[number], self._parameters, Codec("topk", keep=0.2), views=False)
 
-    monkeypatch.setattr(Client, "_meet", meet)
+    monkeypatch.setattr(Client, "_connect", meet)
     store: Any = None
     return Client(store, "run", bytes(32), 0, [nn.Parameter(torch.zeros(SIZE))], servers, compression="topk")
 
@@ -77,8 +77,8 @@ def test_where_a_link_may_be_cut_each_server_says_whether_it_uses_the_gradient(m
 @pytest.mark.parametrize("own", [True, False])
 def test_servers_go_on_with_what_workers_have_kept_only_for_as_many_workers(client: Client, own: bool) -> None:
     strategy, module = ParameterServer(compression="topk"), nn.Linear(1, 1)
-    strategy._client, strategy._pace = client, strategy._together(None, False)
-    strategy._pace.begin(World(), client, [], [])
+    strategy._client, strategy._protocol = client, strategy._lockstep_protocol(None, False)
+    strategy._protocol.begin(World(), client, [], [])
     state = {**state_of(module), "own": None, "kept": [torch.ones(SIZE)], "lost": ()}
     strategy.load_own_states([state], module, [], own=own)
     assert bool(client.kept[0].any()) == own
@@ -86,7 +86,7 @@ def test_servers_go_on_with_what_workers_have_kept_only_for_as_many_workers(clie
 
 def test_thin_matrices_are_the_same_on_all_ranks_of_another_number(recwarn: pytest.WarningsRecorder) -> None:
     strategy, module = DDP(compression="powersgd"), nn.Linear(SIZE, SIZE)
-    sums = strategy._thin = ThinSums(dict(module.named_parameters()), 1)
+    sums = strategy._thin = LowRankAverager(dict(module.named_parameters()), 1)
     kept = {"weight": {"lost": torch.ones(SIZE, SIZE), "basis": torch.ones(SIZE, 1)}}
     state = {**state_of(module), "own": kept}
     strategy.load_own_states([state], module, [], own=True)
@@ -95,7 +95,7 @@ def test_thin_matrices_are_the_same_on_all_ranks_of_another_number(recwarn: pyte
     strategy.load_own_states([state], module, [], own=False)
     assert not sums.state()["weight"]["lost"].any()
     assert sums.state()["weight"]["basis"].all()
-    assert "what compression had kept for later gradients is lost" in str(recwarn.pop().message)
+    assert "the compression errors of gradients are dropped" in str(recwarn.pop().message)
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fabricx.distributed.metric_sums import merge_sums
-from fabricx.parameter_server.worker.logged_sums import Logged
+from fabricx.parameter_server.worker.logged_sums import LoggedSums
 
 
 def sums(value: float, how: str = "mean") -> dict[str, Any]:
@@ -15,7 +15,7 @@ def sums(value: float, how: str = "mean") -> dict[str, Any]:
 
 
 def test_values_of_a_gradient_that_is_dropped_do_not_count() -> None:
-    logged = Logged()
+    logged = LoggedSums()
     logged.open(0)
     logged.add(0, (sums(1.0), {}), used=True)
     logged.add(0, (sums(10.0), sums(2.0)), used=False)  # 2.0 is of the first gradient
@@ -25,7 +25,7 @@ def test_values_of_a_gradient_that_is_dropped_do_not_count() -> None:
 
 
 def test_a_section_can_be_asked_for_until_the_one_after_the_next_begins() -> None:
-    logged = Logged()
+    logged = LoggedSums()
     for section in (0, 1):
         logged.open(section)
         logged.add(0, (sums(float(section)), {}), used=True)

@@ -1,4 +1,4 @@
-"""Memory that outlives processes: there as long as who they were started by, and gone with its keeper."""
+"""Memory files that outlive ranks, as long as the process that started the ranks, and no longer than their holder."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 from fabricx.fault_tolerance import memory_holder
 
 NAMES = ["copy-0-0", "copy-0-1"]
-# A process between this one and the keeper, as torchrun's are between it and theirs.
+# A process between this process and the holder, as the ranks are between torchrun and the holder.
 WORKER = """
 import os, sys
 from pathlib import Path
-from fabricx.fault_tolerance import memory_holder as keeper
-print(keeper.start(Path(sys.argv[1]), sys.argv[2:]))
+from fabricx.fault_tolerance import memory_holder
+print(memory_holder.start(Path(sys.argv[1]), sys.argv[2:]))
 """
 
 
@@ -32,7 +32,7 @@ def wait_for_the_end_of(folder: Path) -> None:
 
 @pytest.fixture
 def torchrun(tmp_path: Path) -> subprocess.Popen[str]:
-    """Start what stands for torchrun: a process that starts others, as often as it is told to."""
+    """Start a substitute for torchrun: a process that starts processes on request."""
     code = f"""
 import subprocess, sys
 for line in sys.stdin:
@@ -60,9 +60,9 @@ def test_what_one_process_writes_the_next_one_reads_until_their_parent_ends(
     with torchrun:
         assert started(torchrun)
         (folder / NAMES[1]).write_bytes(b"copied")
-        first = (folder / "keeper").read_text()
+        first = (folder / "holder").read_text()
         assert started(torchrun)
-        assert (folder / "keeper").read_text() == first  # and no other
+        assert (folder / "holder").read_text() == first  # and no other
         assert (folder / NAMES[1]).read_bytes() == b"copied"
         torchrun.kill()
         wait_for_the_end_of(folder)
@@ -75,7 +75,7 @@ def test_one_that_was_killed_is_followed_by_another_with_nothing(
     with torchrun:
         assert started(torchrun)
         (folder / NAMES[0]).write_bytes(b"copied")
-        os.kill(int((folder / "keeper").read_text()), signal.SIGKILL)
+        os.kill(int((folder / "holder").read_text()), signal.SIGKILL)
         assert started(torchrun)
         assert (folder / NAMES[0]).read_bytes() == b""
         memory_holder.end(folder)
@@ -101,14 +101,14 @@ def test_a_folder_that_others_could_have_made_is_not_used(torchrun: subprocess.P
 def test_a_folder_that_another_user_has_made_first_names_no_process_to_be_ended(tmp_path: Path) -> None:
     folder = tmp_path / "guessed"
     folder.mkdir(mode=0o755)
-    with subprocess.Popen([sys.executable, "-ISc", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as own:
-        assert own.stdin is not None
-        (folder / "keeper").write_text(str(own.pid))
+    with subprocess.Popen([sys.executable, "-ISc", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        (folder / "holder").write_text(str(process.pid))
         (folder / NAMES[0]).write_text("theirs")
         assert not memory_holder.start(folder, NAMES)
         memory_holder.end(folder)
-        own.stdin.close()
-        assert own.wait(20) == 0  # of its own accord
+        process.stdin.close()
+        assert process.wait(20) == 0  # without a signal
     assert (folder / NAMES[0]).read_text() == "theirs"
 
 

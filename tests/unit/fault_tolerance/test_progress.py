@@ -1,0 +1,25 @@
+"""What all ranks go on from after a failure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fabricx as fx
+from fabricx.checkpoint.content import run_state
+from fabricx.fault_tolerance.progress import standing
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+
+class Compares(fx.Callback):
+    """Notes what a recovery goes on from, beside what a checkpoint has, in the second batch of four."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            state = standing(trainer)
+            self.changed = [name for name in ("batches", "accumulate") if state[name] != run_state(trainer)[name]]
+
+
+def test_a_recovery_goes_on_from_all_that_a_checkpoint_has() -> None:
+    compares = Compares()
+    fx.Trainer(max_epochs=1, callbacks=[compares], **QUIET).fit(TinyModule(), tiny_loader(16, 4))
+    assert compares.changed == []
