@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml  # type: ignore[import-untyped]
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from fabricx.annotations import check_value
 from fabricx.errors import did_you_mean
 from fabricx.redaction import masked, masked_keys
 from fabricx.trainer import provenance
@@ -126,7 +126,7 @@ def configuration_of(run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
                 f"{key}: the run's configuration has no such key.{did_you_mean(name, valid)}\n"
                 f"  known: {', '.join(valid)}"
             )
-        OmegaConf.update(cfg, key, yaml.safe_load(value))
+        cfg.merge_with_dotlist([override])  # omegaconf reads 1e-3 as a number, yaml.safe_load as text
     config = plain(cfg)
     if hidden := list(masked_keys(config)):
         raise ValueError(
@@ -158,8 +158,8 @@ def build(cfg: DictConfig | Mapping[str, Any]) -> tuple[Trainer, Module, DataMod
     data = _instantiate("data", config["data"]) if config.get("data") else None
     trainer = Trainer(
         **{**config["trainer"], "strategy": _strategy(config.get("strategy") or {})},
-        callbacks=[_plugin("callbacks", name, options) for name, options in _callbacks(config)],
-        logger=[_plugin("loggers", name, options) for name, options in _entries(config, "logger")],
+        callbacks=[_plugin(f"callbacks.{name}", "callbacks", name, options) for name, options in _callbacks(config)],
+        logger=[_plugin(f"logger.{name}", "loggers", name, options) for name, options in _entries(config, "logger")],
     )
     trainer.configuration = config
     masked(config)  # registers the secrets, so that they are masked in messages
@@ -180,24 +180,25 @@ def _callbacks(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(name, options) for name, options in _entries(config, "callbacks") if saves or name != "model_checkpoint"]
 
 
-def _plugin(kind: str, name: str, options: dict[str, Any]) -> Any:
+def _plugin(where: str, kind: str, name: str, options: dict[str, Any]) -> Any:
     from fabricx import plugins
 
     if "_target_" in options:
-        return _instantiate(f"{kind}.{name}", options)
+        return _instantiate(where, options)
+    for option, value in options.items():
+        check_value(f"{where}.{option}", value, plugins.find(kind, name), option)
     return plugins.build(kind, name, **options)
 
 
 def _strategy(options: dict[str, Any]) -> Any:
     if not options or options.get("name") == "auto":
         return "auto"
-    if "_target_" in options:
-        return _instantiate("strategy", {key: value for key, value in options.items() if key != "name"})
-    return _plugin("strategies", options["name"], {key: value for key, value in options.items() if key != "name"})
+    arguments = {key: value for key, value in options.items() if key != "name"}
+    return _plugin("strategy", "strategies", options.get("name", ""), arguments)
 
 
 def _check_target(group: str, node: Mapping[str, Any]) -> None:
-    """Compare keys with the constructor's arguments, to detect typing errors before any object is created."""
+    """Compare keys and values with the constructor's arguments, to detect errors before any object is created."""
     from hydra.utils import get_object
 
     if "_target_" not in node:
@@ -211,10 +212,10 @@ def _check_target(group: str, node: Mapping[str, Any]) -> None:
             "  modules are imported from the current folder and from installed packages"
         ) from error
     valid = inspect.signature(target).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in valid.values()):
-        return
-    for key in node:
-        if not key.startswith("_") and key not in valid:
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in valid.values())
+    for key, value in node.items():
+        check_value(f"{group}.{key}", value, target, key)
+        if not takes_any and not key.startswith("_") and key not in valid:
             raise ValueError(
                 f"{group}.{key}: {node['_target_']} has no argument {key!r}.{did_you_mean(key, valid)}\n"
                 f"  known: {', '.join(valid) or 'none'}"

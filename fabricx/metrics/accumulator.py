@@ -464,13 +464,12 @@ def _operation(reduction: Reduction) -> str:
     return reduction if reduction in ("max", "min") else "sum"
 
 
-def as_value(value: Any, name: str, device: torch.device) -> Any:
+def as_value(value: Any, name: str) -> Any:
     """Convert a logged value to a number, or a detached tensor of one element and an exact dtype.
 
     Args:
         value: argument of `log`.
         name: for the message.
-        device: of the phase; unused.
 
     Raises:
         ValueError: the value is neither a number nor a tensor of one element.

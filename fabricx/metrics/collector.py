@@ -41,7 +41,6 @@ class Logbook:
         world = strategy.world
         self.metrics = Metrics(strategy.reduce, world.gather_objects, world.size, world.device, strategy.module)
         self.metrics.counts_shared = world.main_rank
-        self.device = world.device
         self.training = training
         self.in_step = False
         self.step = 0
@@ -97,7 +96,7 @@ class Logbook:
                     series.step_batch = series.epoch_batch = self._batch
                 self.metrics.objects[name] = (value, series)
                 return
-            value = as_value(value, name, self.device)
+            value = as_value(value, name)
         if not self.in_step:
             weight: float = 1
         elif batch_size is not None:

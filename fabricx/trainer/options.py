@@ -110,7 +110,7 @@ def check_limit(name: str, limit: Any) -> int | float:
 
 
 def check_batches(name: str, value: Any, least: int) -> int:
-    """Return a number of batches; True is 1.
+    """Return a number of batches.
 
     Args:
         name: of the option, for the message.
@@ -120,7 +120,7 @@ def check_batches(name: str, value: Any, least: int) -> int:
     Raises:
         ValueError: the value is not an integer, or less than `least`.
     """
-    if not isinstance(value, int) or value < least:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}={value!r}: set an integer number of batches, {least} or more")
     return value
 
@@ -165,12 +165,12 @@ def check_clipping(limit: float | None, algorithm: str | None) -> tuple[float | 
         algorithm: None is "norm".
 
     Raises:
-        ValueError: the limit is negative, or the algorithm is unknown.
+        ValueError: the limit is no number or negative, or the algorithm is unknown.
     """
     if algorithm not in (None, "norm", "value"):
         raise ValueError(f"gradient_clip_algorithm={algorithm!r}: set 'norm' or 'value'")
-    if limit is not None and limit < 0:
-        raise ValueError(f"gradient_clip_val={limit}: set a limit of 0 or more, or None to disable clipping")
+    if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit >= 0):
+        raise ValueError(f"gradient_clip_val={limit!r}: set a limit of 0 or more, or None to disable clipping")
     return limit, algorithm or "norm"
 
 
@@ -183,7 +183,7 @@ def check_deterministic(value: bool | str) -> bool | str:
     Raises:
         ValueError: the value is invalid.
     """
-    if value not in (False, True, "warn", "elastic"):
+    if not isinstance(value, bool) and value not in ("warn", "elastic"):
         raise ValueError(f"deterministic={value!r}: set False, True, 'warn' or 'elastic'")
     return value
 

@@ -218,7 +218,9 @@ class Trainer(TrainerProperties):
         self.configuration: dict[str, Any] | None = None  # from Hydra; in Python see `arguments`
         self.enable_checkpointing = enable_checkpointing and not fast_dev_run
         self.enable_telemetry = enable_telemetry and not fast_dev_run
-        self.fast_dev_run = check_batches("fast_dev_run", fast_dev_run, 0)
+        if not isinstance(fast_dev_run, bool):
+            check_batches("fast_dev_run", fast_dev_run, 0)
+        self.fast_dev_run = fast_dev_run
         if fast_dev_run:
             self._limit_to(int(fast_dev_run))
         reproducible = deterministic == "elastic"

@@ -84,6 +84,7 @@ def test_a_sweep_has_one_folder_for_each_job_whatever_the_number_of_ranks(own_fo
     [
         (["fit", "trainer.max_epoch=3"], "Did you mean 'trainer.max_epochs'?"),
         (["fit", "module.hiden=3"], "Did you mean 'module.hidden'?"),
+        (["fit", "module.lr=fast"], "module.lr='fast' is of type str"),
         (["fit", "strategy=async_sgd", "strategy.max_stalenes=3"], "Did you mean 'strategy.max_staleness'?"),
         (["fit", "stratgy=ddp"], "Did you mean 'strategy'?"),
         (["fit", "strategy=dpd"], "Did you mean 'ddp'?"),

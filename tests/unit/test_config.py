@@ -13,7 +13,7 @@ import yaml
 import fabricx as fx
 from fabricx import plugins
 from fabricx.callbacks import EarlyStopping
-from fabricx.config import TrainerConfig, build
+from fabricx.config import TrainerConfig, build, configuration_of
 from fabricx.demo.digits import DigitsClassifier
 from fabricx.strategies import DDP
 
@@ -72,8 +72,18 @@ def test_no_checkpoints_means_none_of_the_default_group_either(saves: bool) -> N
         ("strategy", {"name": "ddp", "bucket_mb": 1}, "Did you mean 'bucket_mib'"),
         ("callbacks", {"early_stoping": {}}, "Did you mean 'early_stopping'"),
         ("callbacks", {"ema": {"decy": 1}}, "Did you mean 'decay'"),
+        ("module", {**GIVEN["module"], "lr": "fast"}, "module.lr='fast' is of type str, and DigitsClassifier"),
+        ("strategy", {"name": "ddp", "bucket_mib": "big"}, "strategy.bucket_mib='big'"),
+        ("callbacks", {"ema": {"decay": "slow"}}, "callbacks.ema.decay='slow'"),
+        ("logger", {"mine": {"_target_": "fabricx.loggers.CSVLogger", "version": [3]}}, r"logger.mine.version=\[3\]"),
     ],
 )
-def test_a_wrong_key_is_answered_with_the_nearest(group: str, node: dict[str, Any], message: str) -> None:
+def test_a_wrong_key_or_value_is_an_error_that_names_it(group: str, node: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, LookupError), match=message):
         build({**GIVEN, group: node})
+
+
+def test_a_resumed_run_reads_numbers_as_the_command_does(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"module": {"lr": 0.1, "sizes": [1], "name": "a"}}))
+    config = configuration_of(tmp_path, ["module.lr=1e-3", "module.sizes=[2, 3]", "module.name=b"])
+    assert config["module"] == {"lr": 0.001, "sizes": [2, 3], "name": "b"}

@@ -105,10 +105,10 @@ def test_a_series_knows_in_which_batch_its_step_and_its_epoch_began() -> None:
 
 def test_only_one_number_can_be_logged() -> None:
     with pytest.raises(ValueError, match=r"shape \(2,\)"):
-        as_value(torch.zeros(2), "x", CPU)
+        as_value(torch.zeros(2), "x")
     with pytest.raises(ValueError, match="str"):
-        as_value("high", "x", CPU)
-    assert as_value(torch.ones(1), "x", CPU).dim() == 0
+        as_value("high", "x")
+    assert as_value(torch.ones(1), "x").dim() == 0
 
 
 def logbook() -> Logbook:
