@@ -134,12 +134,13 @@ class FSDP(Strategy):
     def _track_shards(self, module: nn.Module) -> None:
         self._unused = UnusedShards(self.world, module, unreached=not self._manual)
         self._gathered = GatheredWeights(module)
+        self._hooks += self._gathered.register_hooks()
 
     def _register_output_hooks(self, module: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        self._hooks = [part.register_forward_hook(self._note_outputs) for part in sharded]
+        self._hooks += [part.register_forward_hook(self._note_outputs) for part in sharded]
 
     def _shard(self, module: nn.Module, built: UnshardedModule) -> None:
         from torch.distributed.fsdp import (

@@ -40,16 +40,42 @@ class GatheredWeights:
 
     def settle(self) -> None:
         """Set `requires_grad` of gathered weights and of their shards to the value that was changed last."""
-        for unit, known in zip(self._units, self._known, strict=True):
-            for index, (trained, version) in known.items():
-                param = unit.fsdp_params[index]
-                whole, shard = param._unsharded_param, param.sharded_param
-                if whole.requires_grad != shard.requires_grad:
-                    changed, other = (whole, shard) if whole.requires_grad != trained else (shard, whole)
-                    other.requires_grad_(changed.requires_grad)
-                    if changed is shard and shard.requires_grad:
-                        self.unfrozen.append(param._param_fqn or "a parameter")
-                known[index] = shard.requires_grad, version
+        for number, known in enumerate(self._known):
+            for index in known:
+                self._settle(number, index)
+
+    def _settle(self, number: int, index: int) -> None:
+        known, param = self._known[number], self._units[number].fsdp_params[index]
+        trained, version = known[index]
+        whole, shard = param._unsharded_param, param.sharded_param
+        if whole.requires_grad != shard.requires_grad:
+            changed, other = (whole, shard) if whole.requires_grad != trained else (shard, whole)
+            other.requires_grad_(changed.requires_grad)
+            if changed is shard and shard.requires_grad:
+                self.unfrozen.append(param._param_fqn or "a parameter")
+        known[index] = shard.requires_grad, version
+
+    def register_hooks(self) -> list[Any]:
+        """Make each submodule settle its own parameters before its forward; returns the handles of the hooks.
+
+        Otherwise a shard that is frozen before a forward and released after it would be trained by this forward.
+        """
+        owned: dict[nn.Module, list[tuple[int, int]]] = {}
+        for number, unit in enumerate(self._units):
+            for index, param in enumerate(unit.fsdp_params):
+                for owner in {param._module_info.module, *param._module_info.shared_modules}:
+                    owned.setdefault(owner, []).append((number, index))
+        return [
+            owner.register_forward_pre_hook(functools.partial(self._before_forward, places))
+            for owner, places in owned.items()
+        ]
+
+    def _before_forward(self, places: list[tuple[int, int]], module: nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling():  # a change of requires_grad would split the graph
+            return
+        for number, index in places:
+            if index in self._known[number]:
+                self._settle(number, index)
 
     @contextlib.contextmanager
     def settle_step(self) -> Iterator[None]:

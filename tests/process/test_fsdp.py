@@ -203,6 +203,46 @@ def test_an_optimizers_parameters_that_are_released_while_they_are_gathered_are_
         trained(FSDP(), [{"where": "training_step", "begins": True, "of_optimizer": True}], devices=2)
 
 
+class Pauses(LayeredModule):
+    """Freezes the head during its forward.
+
+    Args:
+        of_optimizer: freeze the optimizer's parameters (shards), not the module's (gathered).
+    """
+
+    def __init__(self, of_optimizer: bool) -> None:
+        super().__init__()
+        self.of_optimizer = of_optimizer
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(inputs)
+        parameters = self.trainer.optimizers[0].param_groups[1]["params"] if self.of_optimizer else None
+        for parameter in parameters or self.head.parameters():
+            parameter.requires_grad = False
+        outputs: torch.Tensor = self.head(hidden)
+        for parameter in parameters or self.head.parameters():
+            parameter.requires_grad = True
+        return outputs
+
+
+def paused(strategy: Any, of_optimizer: bool, devices: int) -> dict[str, Any]:
+    torch.manual_seed(2)
+    module = Pauses(of_optimizer)
+    trainer = fx.Trainer(devices=devices, strategy=strategy, max_epochs=2, **QUIET)
+    trainer.fit(module, DataLoader(layered_data(12), 6 // devices))
+    return module.state_dict()
+
+
+def test_parameters_that_are_frozen_for_a_forward_are_not_trained_by_it() -> None:
+    sharded, alone = paused(FSDP(), False, 2), paused(Single(), False, 1)
+    for name, weights in alone.items():
+        torch.testing.assert_close(sharded[name], weights, rtol=0, atol=1e-6, msg=name)  # of 0.1
+    torch.manual_seed(2)
+    assert torch.equal(sharded["head.weight"], Pauses(False).head.weight)
+    with pytest.raises(WorkerFailed, match=r"training_step has set requires_grad=True on the optimizer's head\.weight"):
+        paused(FSDP(), True, 2)
+
+
 @pytest.mark.parametrize("where", ["training_step", "validation_step"])
 def test_weights_that_are_changed_while_they_are_gathered_are_an_error(where: str) -> None:
     with pytest.raises(WorkerFailed, match=r"head\.weight was changed while strategy=fsdp had gathered it"):
