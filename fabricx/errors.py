@@ -9,7 +9,7 @@ import inspect
 import os
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from fabricx.redaction import masked_values
@@ -141,6 +141,30 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """
     match = nearest(name, valid)
     return f" Did you mean '{match}'?" if match else ""
+
+
+def check_choice(owner: str, option: str, value: object, known: Sequence[str | None]) -> None:
+    """Check that an option has a known value.
+
+    Args:
+        owner: name of the object with the option, for the message.
+        option: name of the option.
+        value: of the option.
+        known: valid values.
+
+    Raises:
+        ValueError: the value is unknown; the message suggests the nearest valid value.
+
+    >>> check_choice("ddp", "compression", "fp61", ("bf16", "fp16", None))
+    Traceback (most recent call last):
+    ValueError: compression='fp61' isn't known to ddp. Did you mean 'fp16'?
+      known: bf16, fp16, None
+    """
+    if value not in known:
+        words = [str(word) for word in known]
+        raise ValueError(
+            f"{option}={value!r} isn't known to {owner}.{did_you_mean(str(value), words)}\n  known: {', '.join(words)}"
+        )
 
 
 class NamesChecked:

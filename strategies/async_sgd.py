@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, final
 
-from fabricx.parameter_server.strategy import LinkKind, Overlap, ServedStrategy, ShardBy, check_choice
+from fabricx.distributed.codecs import VectorCompression
+from fabricx.errors import check_choice
+from fabricx.parameter_server.strategy import LinkKind, Overlap, ServedStrategy, ShardBy
 from fabricx.parameter_server.wire.messages import Settings
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
 from fabricx.parameter_server.worker.local_rounds import LocalRounds
@@ -74,9 +76,9 @@ class AsyncSGD(ServedStrategy):
         outer_momentum: float = 0.9,
         elastic_rate: float | None = None,
         servers: int = 1,
-        compression: Literal["bf16", "fp16", "topk", "sign"] | None = None,
+        compression: VectorCompression | None = None,
         compression_keep: float = 0.01,
-        pull_compression: Literal["bf16", "fp16", "topk", "sign"] | None = None,
+        pull_compression: VectorCompression | None = None,
         snapshot_every: int = 100,
         link: LinkKind = "auto",
         shard_by: ShardBy = "auto",

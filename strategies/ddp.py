@@ -7,22 +7,20 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from fabricx.core.strategy import Strategy, Traits, check_dense, warn_of_lost_residuals
-from fabricx.distributed.low_rank_buckets import LowRankAverager
+from fabricx.distributed.codecs import CODECS, POWERSGD, SUMMED, SumCompression
+from fabricx.distributed.compressed_buckets import LowRankAverager, average_as, average_as_factors
 from fabricx.distributed.unused_parameters import UnusedParameters, reached, requiring_grad, with_sparse_gradients, zero
 from fabricx.distributed.world import World
-from fabricx.errors import did_you_mean
+from fabricx.errors import check_choice
 
-Compression = Literal["fp16", "bf16", "powersgd"]
-_COMPRESSIONS = ("fp16", "bf16", "powersgd")
 _GRAPH_CHANGED = (
     "static_graph=True needs gradients of the same parameters in each step, and in this step other parameters have "
     "them than in the first; remove static_graph"
@@ -62,18 +60,15 @@ class DDP(Strategy):
         bucket_mib: float = 25.0,
         static_graph: bool = False,
         find_unused_parameters: bool = False,
-        compression: Compression | None = None,
+        compression: SumCompression | None = None,
         powersgd_rank: int = 1,
         broadcast_buffers: bool = True,
     ) -> None:
         super().__init__()
-        if compression == "powersgd":  # each rank keeps the compression error of its gradients
+        if compression == POWERSGD:  # each rank keeps the compression error of its gradients
             self.traits = Traits(elastic=True, private=True)
-        if compression is not None and compression not in _COMPRESSIONS:
-            raise ValueError(
-                f"compression={compression!r} isn't known to DDP.{did_you_mean(str(compression), _COMPRESSIONS)}\n"
-                f"  known: {', '.join(_COMPRESSIONS)}"
-            )
+        if compression is not None:
+            check_choice("DDP", "compression", compression, SUMMED)
         if bucket_mib <= 0:
             raise ValueError(f"bucket_mib={bucket_mib}: must be more than 0; torch's default is 25")
         if powersgd_rank < 1:
@@ -105,7 +100,7 @@ class DDP(Strategy):
                 "static_graph=True needs one backward per step, and a manually optimised module has several; "
                 "remove static_graph"
             )
-        if several_backwards and self.compression == "powersgd":
+        if several_backwards and self.compression == POWERSGD:
             raise ValueError(
                 "compression='powersgd' adds the compression error of a gradient to the next update, and a manually "
                 "optimised module may call backward several times per update; use compression='bf16', or none"
@@ -142,15 +137,15 @@ class DDP(Strategy):
                 **more,
             )
         self._unused = UnusedParameters(self.world, known, with_sparse_gradients(self.module), self._unused)
-        if self.compression == "powersgd":
+        if self.compression == POWERSGD:
             kept = {} if self._thin is None else self._thin.state()
             names = {id(parameter): name for name, parameter in self.module.named_parameters()}
             self._thin = LowRankAverager({names[id(parameter)]: parameter for parameter in known}, self.powersgd_rank)
             self._thin.load(kept)
             self._thin.active = self._laid_out
-            self._ddp.register_comm_hook(self._thin, _thin_hook)
+            self._ddp.register_comm_hook(self._thin, average_as_factors)
         elif self.compression:
-            _compress(self._ddp, self.compression)
+            self._ddp.register_comm_hook(CODECS[self.compression].sum_dtype, average_as)
 
     def _lay_out_buckets(self) -> None:
         """Make DDP finalise its bucket layout before the first step by a reduction of zeros; collective.
@@ -430,34 +425,3 @@ class _Step(nn.Module):
     def __call__(self, *args: Any) -> Any:  # bypasses torch's hooks, which cost two frames per call
         self.called[0] = True
         return self.step(*args)
-
-
-def _compress(ddp: nn.parallel.DistributedDataParallel, compression: str) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    if compression == "fp16":
-        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif dist.get_backend() == "nccl":
-        ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    else:
-        ddp.register_comm_hook(None, _bf16_hook)  # torch's hook requires NCCL, although gloo can sum bf16
-
-
-def _bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket in bfloat16, with half the bytes."""
-    buffer = bucket.buffer()
-    halves = buffer.to(torch.bfloat16).div_(dist.get_world_size())
-    work = dist.all_reduce(halves, async_op=True)
-    assert work is not None
-    averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
-    return averaged
-
-
-def _thin_hook(sums: LowRankAverager, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket as low-rank factors."""
-    return sums.average(bucket)
-
-
-# DDP compares a hook's annotations with types, and annotations are strings in this module.
-for _hook in (_bf16_hook, _thin_hook):
-    _hook.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]})

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fabricx.checkpoint import tree
 from fabricx.core.strategy import Strategy, Traits, check_frozen
 from fabricx.distributed.world import World
-from fabricx.errors import did_you_mean
+from fabricx.errors import check_choice
 
 Outer = Literal["average", "nesterov"]
 _OUTERS = ("average", "nesterov")
@@ -111,11 +111,7 @@ class LocalSGD(Strategy):
         keep_local: float = 0.0,
     ) -> None:
         super().__init__()
-        if outer not in _OUTERS:
-            raise ValueError(
-                f"outer={outer!r} isn't known to local_sgd.{did_you_mean(str(outer), _OUTERS)}\n"
-                f"  known: {', '.join(_OUTERS)}"
-            )
+        check_choice("local_sgd", "outer", outer, _OUTERS)
         if every < 1:
             raise ValueError(f"every={every}: a round has 1 step or more")
         if not 1 <= fragments <= every:

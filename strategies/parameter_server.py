@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, final
 
-from fabricx.parameter_server.strategy import LinkKind, Overlap, ServedStrategy, ShardBy, check_choice
-from fabricx.parameter_server.wire.codecs import KINDS
+from fabricx.distributed.codecs import CODECS, POWERSGD, VectorCompression
+from fabricx.errors import check_choice
+from fabricx.parameter_server.strategy import LinkKind, Overlap, ServedStrategy, ShardBy
 from fabricx.parameter_server.wire.messages import Settings
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
 
@@ -64,10 +65,10 @@ class ParameterServer(ServedStrategy):
         max_staleness: int = 2,
         apply: Literal["aggregate", "arrival"] = "aggregate",
         backup_workers: int = 0,
-        compression: Literal["bf16", "fp16", "topk", "sign", "powersgd"] | None = None,
+        compression: VectorCompression | Literal["powersgd"] | None = None,
         compression_keep: float = 0.01,
         powersgd_rank: int = 2,
-        pull_compression: Literal["bf16", "fp16", "topk", "sign"] | None = None,
+        pull_compression: VectorCompression | None = None,
         snapshot_every: int = 100,
         link: LinkKind = "auto",
         shard_by: ShardBy = "auto",
@@ -75,7 +76,7 @@ class ParameterServer(ServedStrategy):
     ) -> None:
         check_choice("parameter_server", "mode", mode, ("sync", "bounded", "async"))
         check_choice("parameter_server", "optimizer", optimizer, ("worker", "server"))
-        check_choice("parameter_server", "compression", compression, (*KINDS, "powersgd", None))
+        check_choice("parameter_server", "compression", compression, (*CODECS, POWERSGD, None))
         check_choice("parameter_server", "apply", apply, ("aggregate", "arrival"))
         if max_staleness < 0:
             raise ValueError(f"max_staleness={max_staleness}: must be 0 or more updates")
@@ -92,7 +93,7 @@ class ParameterServer(ServedStrategy):
         self.apply = apply
         if powersgd_rank < 1:
             raise ValueError(f"powersgd_rank={powersgd_rank}: must be 1 or more columns")
-        thin = compression == "powersgd"
+        thin = compression == POWERSGD
         if thin and (apart or optimizer == "server"):
             raise ValueError(
                 "compression='powersgd' needs all workers in each update; set mode='sync', optimizer='worker' and "

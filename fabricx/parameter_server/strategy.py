@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from fabricx.core.averaging import AverageRule
 from fabricx.core.strategy import Strategy, Traits, warn_of_lost_residuals
+from fabricx.distributed.codecs import CODECS
 from fabricx.distributed.generations import membership
 from fabricx.distributed.sync_batchnorm import synchronised
 from fabricx.distributed.world import World
-from fabricx.errors import did_you_mean
+from fabricx.errors import check_choice
 from fabricx.parameter_server.divisible import needs_whole_tensors
 from fabricx.parameter_server.totals import Totals
-from fabricx.parameter_server.wire.codecs import KINDS
 from fabricx.parameter_server.wire.messages import Counts, Settings
 from fabricx.parameter_server.wire.powersgd import LowRank
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
@@ -35,26 +35,6 @@ from fabricx.parameter_server.worker.shared_memory_weights import SharedWeights
 LinkKind = Literal["auto", "gloo"]
 ShardBy = Literal["auto", "element", "tensor"]
 Overlap = Literal["backward", "forward"]
-
-
-def check_choice(strategy: str, option: str, value: object, known: Sequence[str | None]) -> None:
-    """Check that an option has a known value.
-
-    Args:
-        strategy: name of the strategy, for the message.
-        option: name of the option.
-        value: of the option.
-        known: valid values.
-
-    Raises:
-        ValueError: the value is unknown; the message suggests the nearest valid value.
-    """
-    if value not in known:
-        words = [str(word) for word in known]
-        raise ValueError(
-            f"{option}={value!r} isn't known to {strategy}.{did_you_mean(str(value), words)}\n"
-            f"  known: {', '.join(words)}"
-        )
 
 
 class ServedStrategy(Strategy):
@@ -88,8 +68,8 @@ class ServedStrategy(Strategy):
                 "do so in shared memory (mode='sync', link='auto', no compression, overlap='backward')"
             )
         check_choice(name, "link", link, ("auto", "gloo"))
-        check_choice(name, "compression", settings.compression, (*KINDS, None))
-        check_choice(name, "pull_compression", settings.pull_compression, (*KINDS, None))
+        check_choice(name, "compression", settings.compression, (*CODECS, None))
+        check_choice(name, "pull_compression", settings.pull_compression, (*CODECS, None))
         if not 0.0 < settings.keep <= 0.5:
             raise ValueError(f"compression_keep={settings.keep}: must be a fraction, more than 0 and at most 0.5")
         check_choice(name, "shard_by", shard_by, ("auto", "element", "tensor"))

@@ -13,8 +13,8 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from fabricx.distributed.codecs import make_codec
 from fabricx.parameter_server.server.server import Server
-from fabricx.parameter_server.wire.codecs import Codec
 from fabricx.parameter_server.wire.messages import Begin, Norm, Pull, Push, Tell
 from fabricx.parameter_server.wire.partition import merge_spans
 
@@ -174,7 +174,7 @@ def _carried(begun: Begin, message: Any) -> list[tuple[int, int]]:
     shard, size, settings = begun.shard, begun.dtype.itemsize, begun.settings
     dense = len(shard.pieces)
     if settings.compression is not None:
-        spans = [(0, Codec(settings.compression, keep=settings.keep).bytes(shard.dense))]
+        spans = [(0, make_codec(settings.compression, keep=settings.keep).bytes(shard.dense))]
     else:
         rooms = [room for number, room in enumerate(shard.rooms[:dense]) if number not in message.missing]
         spans = [(start * size, stop * size) for start, stop in merge_spans(rooms)]

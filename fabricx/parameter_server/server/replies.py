@@ -7,9 +7,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from fabricx.distributed.codecs import Codec, make_codec
 from fabricx.parameter_server.server.changed_rows import BEGUN, ChangedRows
 from fabricx.parameter_server.server.update_rule import Gradient
-from fabricx.parameter_server.wire.codecs import Codec
 from fabricx.parameter_server.wire.messages import Begin, Pull, Reply
 from fabricx.parameter_server.wire.partition import merge_spans
 
@@ -34,7 +34,8 @@ class Replies:
         self._scale: float | None = None  # of the newest compressed sum
         if (kind := begin.settings.pull_compression) is not None:
             sums = begin.optimizers is None and begin.settings.outer is None
-            self._codec = Codec(kind, keep=begin.settings.keep, feedback=sums)  # a difference includes earlier errors
+            # A difference of weights includes earlier errors.
+            self._codec = make_codec(kind, keep=begin.settings.keep, feedback=sums)
             self._codec.lost = torch.empty(0) if begin.lost is None else begin.lost
 
     @property

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fabricx.core.averaging import FlatAverage
+from fabricx.distributed.codecs import Codec, make_codec
 from fabricx.parameter_server.optimizer_parts import same_groups
 from fabricx.parameter_server.server.leases import Leases, LeaseSet
 from fabricx.parameter_server.server.replies import Replies
@@ -26,7 +27,6 @@ from fabricx.parameter_server.server.update_rule import (
     make_rule,
     merge_rows,
 )
-from fabricx.parameter_server.wire.codecs import Codec
 from fabricx.parameter_server.wire.messages import (
     Apply,
     Ask,
@@ -282,7 +282,7 @@ class Server:
     def _begin(self, begin: Begin) -> None:
         self._settings, self._begun = begin.settings, begin
         compression = begin.settings.compression
-        self._codec = None if compression is None else Codec(compression, keep=begin.settings.keep, feedback=False)
+        self._codec = None if compression is None else make_codec(compression, keep=begin.settings.keep, feedback=False)
         self._rule = make_rule(begin)
         self._correction = Correction(begin.settings)
         self._order = UpdateOrder(

@@ -1,1 +1,1 @@
-"""Messages, partitions, codecs and channels between workers and servers."""
+"""Messages, partitions and channels between workers and servers."""

@@ -1,20 +1,19 @@
-"""PowerSGD: low-rank factors in place of the gradients of matrices."""
+"""PowerSGD with servers: low-rank factors are exchanged in place of the gradients of matrices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
+from fabricx.distributed.powersgd import LowRankMatrix, is_compressible
+
 
 @final
 class LowRank:
-    """Sums gradients over workers in two rounds of low-rank factors, with error feedback.
-
-    Source: PowerSGD, Vogels et al., NeurIPS 2019, algorithm 1. Each worker keeps the error of its own part; the errors
-    of all workers sum to the error of the sum.
+    """Sums gradients over workers in two rounds of low-rank factors, with error feedback; see `LowRankMatrix`.
 
     Args:
         parameters: the same on all workers, in the same order.
@@ -25,10 +24,10 @@ class LowRank:
     """
 
     def __init__(self, parameters: Sequence[Tensor], rank: int) -> None:
-        self._matrices = [_Matrix(parameter, rank) for parameter in parameters if _is_worth_it(parameter, rank)]
+        self._matrices = [_CarriedMatrix(p, rank) for p in parameters if is_compressible(p, rank)]
         self._device = parameters[0].device.type if parameters else "cpu"
-        thin = {id(matrix.parameter) for matrix in self._matrices}
-        self._others = [parameter for parameter in parameters if id(parameter) not in thin]
+        compressed = {id(matrix.parameter) for matrix in self._matrices}
+        self._others = [parameter for parameter in parameters if id(parameter) not in compressed]
         lefts, rights = [m.left for m in self._matrices], [m.right for m in self._matrices]
         self.carriers = [*lefts, *rights, *self._others]
 
@@ -55,11 +54,11 @@ class LowRank:
         for other, gradient in zip(self._others, aside, strict=True):
             other.grad = gradient
         for matrix in self._matrices:
-            matrix.settle()
+            matrix.restore()
 
     def state(self) -> list[dict[str, Tensor]]:
         """Return error and basis of each compressed parameter."""
-        return [{"lost": matrix.lost, "basis": matrix.basis} for matrix in self._matrices]
+        return [{"lost": matrix.factors.lost, "basis": matrix.factors.basis} for matrix in self._matrices]
 
     def load(self, state: Sequence[dict[str, Tensor]]) -> None:
         """Load a result of `state`.
@@ -68,56 +67,37 @@ class LowRank:
             state: of the same parameters.
         """
         for matrix, saved in zip(self._matrices, state, strict=True):
-            matrix.lost.copy_(saved["lost"])
-            matrix.basis.copy_(saved["basis"])
+            matrix.factors.lost.copy_(saved["lost"])
+            matrix.factors.basis.copy_(saved["basis"])
 
 
-class _Matrix:
-    """A parameter as a matrix: the first dim by all other dims."""
+class _CarriedMatrix:
+    """A parameter whose factors are exchanged as the gradients of two tensors, `left` and `right`."""
 
     def __init__(self, parameter: Tensor, rank: int) -> None:
         self.parameter = parameter
-        rows, columns = len(parameter), parameter[0].numel()
-        like: dict[str, Any] = {
-            "dtype": torch.promote_types(parameter.dtype, torch.float32),
-            "device": parameter.device,
-        }
-        self.left = nn.Parameter(torch.zeros(rows, rank, **like))
-        self.right = nn.Parameter(torch.zeros(columns, rank, **like))
-        self.lost = torch.zeros(rows, columns, **like)
-        self.basis = torch.randn(columns, rank, generator=torch.Generator().manual_seed(columns)).to(**like)
-        self._corrected: Tensor | None = None  # this worker's gradient plus the earlier error
+        self.factors = LowRankMatrix(parameter, rank)
+        like = self.factors.lost
+        self.left = nn.Parameter(like.new_zeros(self.factors.rows, rank))
+        self.right = nn.Parameter(like.new_zeros(self.factors.columns, rank))
+        self._has_part = False  # this worker has a gradient, or an earlier error
 
     def project(self) -> None:
-        gradient, corrected = self.parameter.grad, self.lost
-        if gradient is not None:
-            corrected = corrected + gradient.reshape(corrected.shape)
-        self._corrected = None if gradient is None and not bool(self.lost.any()) else corrected
-        self.left.grad = None if self._corrected is None else self._corrected @ self.basis
+        gradient = self.parameter.grad
+        self._has_part = gradient is not None or bool(self.factors.lost.any())
+        self.left.grad = self.factors.project(gradient) if self._has_part else None
         self.right.grad = None
 
     def project_back(self) -> None:
         summed, self.left.grad = self.left.grad, None
-        if summed is None:
-            return
-        self._orthogonal, _ = torch.linalg.qr(summed)
-        if self._corrected is not None:
-            factor = self._corrected.T @ self._orthogonal
-            self.right.grad = factor
-            self.lost = self._corrected - self._orthogonal @ factor.T
+        if summed is not None:
+            self.factors.orthogonalise(summed)
+            self.right.grad = self.factors.project_back() if self._has_part else None
 
-    def settle(self) -> None:
-        summed, self.right.grad, self._corrected = self.right.grad, None, None
+    def restore(self) -> None:
+        summed, self.right.grad = self.right.grad, None
         if summed is None:
             self.parameter.grad = None
-            return
-        self.basis = summed
-        gradient = (self._orthogonal @ summed.T).view(self.parameter.shape)
-        self.parameter.grad = gradient.to(self.parameter.dtype)
-
-
-def _is_worth_it(parameter: Tensor, rank: int) -> bool:
-    if parameter.dim() < 2 or not parameter.numel():
-        return False
-    rows, columns = len(parameter), parameter[0].numel()
-    return (rows + columns) * rank < rows * columns
+        else:
+            gradient = self.factors.restore(summed).view(self.parameter.shape)
+            self.parameter.grad = gradient.to(self.parameter.dtype)

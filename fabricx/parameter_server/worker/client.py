@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricx.core.averaging import AverageRule
+from fabricx.distributed.codecs import make_codec
 from fabricx.distributed.generations import membership
 from fabricx.errors import ServerLost
 from fabricx.parameter_server.optimizer_parts import ServerOptimizers, flat_part, part_of, sliced
@@ -33,7 +34,6 @@ from fabricx.parameter_server.wire.channel import (
     connect,
     meet_over_gloo,
 )
-from fabricx.parameter_server.wire.codecs import Codec
 from fabricx.parameter_server.wire.messages import (
     Apply,
     Ask,
@@ -143,7 +143,7 @@ class Client:
         if any(parameter.is_cuda for parameter in self._parameters):
             self._unpin.append(link.pin())
         codec, decoder = (
-            Codec(kind, keep=self._keep, feedback=feedback) if kind else None for kind, feedback in self._codecs
+            make_codec(kind, keep=self._keep, feedback=feedback) if kind else None for kind, feedback in self._codecs
         )
         again = replace(hello, resumes=True)
         channel = Channel(link, lambda before: self._link(number, again, before))

@@ -15,10 +15,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fabricx.distributed.codecs import make_codec
 from fabricx.parameter_server.optimizer_parts import sliced
 from fabricx.parameter_server.server.journal import Journal
 from fabricx.parameter_server.server.server import Server
-from fabricx.parameter_server.wire.codecs import Codec
 from fabricx.parameter_server.wire.messages import Ask, Begin, Granted, Open, Pull, Push, Reply, Settings, Tell, Turn
 from fabricx.parameter_server.wire.partition import Shard, divide
 
@@ -197,7 +197,7 @@ class Faulty:
         if reply.scale is None:
             end.came.copy_(end.outbox)
         else:
-            codec = Codec(self.settings.pull_compression or "", feedback=False)
+            codec = make_codec(self.settings.pull_compression or "", feedback=False)
             raw = end.outbox.view(torch.uint8)
             end.came.add_(codec.decode(raw, self.shards[server].dense, reply.scale, torch.float32))
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from fabricx.distributed.low_rank_buckets import LowRankAverager
+from fabricx.distributed.codecs import make_codec
+from fabricx.distributed.compressed_buckets import LowRankAverager
 from fabricx.distributed.world import World
-from fabricx.parameter_server.wire.codecs import Codec
 from fabricx.parameter_server.wire.messages import Pushed, Settings
 from fabricx.parameter_server.worker.buffers import ExchangeBuffers
 from fabricx.parameter_server.worker.client import Client
@@ -41,7 +41,7 @@ def client_of(monkeypatch: pytest.MonkeyPatch, servers: int) -> Client:
 
     def meet(self: Client, number: int) -> ExchangeBuffers[Any]:
         link = Refuses(used=number > 0)
-        return ExchangeBuffers(link, self._shards[number], self._parameters, Codec("topk", keep=0.2), views=False)
+        return ExchangeBuffers(link, self._shards[number], self._parameters, make_codec("topk", keep=0.2), views=False)
 
     monkeypatch.setattr(Client, "_connect", meet)
     store: Any = None

@@ -1,13 +1,15 @@
-"""PowerSGD in the gradient buckets of torch's DDP: low-rank factors in place of full gradients."""
+"""Compression in the gradient buckets of torch's DDP: another dtype, or PowerSGD's low-rank factors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fabricx.distributed.powersgd import LowRankMatrix, is_compressible
 
 
 @final
@@ -19,9 +21,6 @@ class LowRankAverager:
     starts its second and third all-reduce when the previous all-reduce has ended, and its state fits only one bucket
     layout.
 
-    Source: Vogels et al., "PowerSGD", NeurIPS 2019, algorithm 1, except that a worker's error is the difference to the
-    worker's own contribution.
-
     Args:
         parameters: trainable parameters by name.
         rank: rank of the low-rank factors.
@@ -32,17 +31,9 @@ class LowRankAverager:
 
     def __init__(self, parameters: Mapping[str, Tensor], rank: int) -> None:
         self.active = False
-        self._names = {id(p): name for name, p in parameters.items() if _is_worth_it(p, rank)}
-        self._lost: dict[str, Tensor] = {}
-        self._basis: dict[str, Tensor] = {}
-        self._before: dict[str, tuple[Tensor, Tensor]] = {}
-        for name in self._names.values():
-            parameter = parameters[name]
-            rows, columns = len(parameter), parameter[0].numel()
-            like: dict[str, Any] = {"dtype": torch.promote_types(parameter.dtype, torch.float32)}
-            self._lost[name] = torch.zeros(rows, columns, device=parameter.device, **like)
-            chance = torch.Generator().manual_seed(columns)
-            self._basis[name] = torch.randn(columns, rank, generator=chance).to(parameter.device, **like)
+        self._names = {id(p): name for name, p in parameters.items() if is_compressible(p, rank)}
+        self._matrices = {name: LowRankMatrix(parameters[name], rank) for name in self._names.values()}
+        self._before: dict[str, tuple[Tensor, Tensor]] = {}  # error and basis before the newest average
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Average the gradients of a bucket over all ranks, in place.
@@ -55,8 +46,8 @@ class LowRankAverager:
         """
         buffer, size = bucket.buffer(), dist.get_world_size()
         pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True)) if self.active else []
-        thin = [(self._names[id(p)], gradient) for p, gradient in pairs if id(p) in self._names]
-        if not thin:
+        gradients = {self._names[id(p)]: gradient for p, gradient in pairs if id(p) in self._names}
+        if not gradients:
             dist.all_reduce(buffer.div_(size))
             return _done(buffer)
         others = [gradient for p, gradient in pairs if id(p) not in self._names]
@@ -65,15 +56,14 @@ class LowRankAverager:
             dist.all_reduce(flat)
             for other, mean in zip(others, flat.split([other.numel() for other in others]), strict=True):
                 other.copy_(mean.view(other.shape))
-        corrected = [self._lost[name] + gradient.reshape(self._lost[name].shape) for name, gradient in thin]
-        lefts = _summed([matrix @ self._basis[name] for matrix, (name, _) in zip(corrected, thin, strict=True)])
-        sides = [torch.linalg.qr(left)[0] for left in lefts]
-        factors = [matrix.T @ side for matrix, side in zip(corrected, sides, strict=True)]
-        rights = _summed(factors)
-        for (name, gradient), matrix, side, factor, right in zip(thin, corrected, sides, factors, rights, strict=True):
-            self._before[name] = self._lost[name], self._basis[name]
-            self._lost[name], self._basis[name] = matrix - side @ factor.T, right
-            gradient.copy_((side @ right.T).div_(size).view(gradient.shape))
+        matrices = [self._matrices[name] for name in gradients]
+        self._before |= {name: (m.lost, m.basis) for name, m in zip(gradients, matrices, strict=True)}
+        lefts = _summed([m.project(gradient) for m, gradient in zip(matrices, gradients.values(), strict=True)])
+        for matrix, left in zip(matrices, lefts, strict=True):
+            matrix.orthogonalise(left)
+        rights = _summed([matrix.project_back() for matrix in matrices])
+        for matrix, gradient, right in zip(matrices, gradients.values(), rights, strict=True):
+            gradient.copy_(matrix.restore(right).div_(size).view(gradient.shape))
         return _done(buffer)
 
     def undo(self, parameters: Iterable[Tensor]) -> None:
@@ -84,11 +74,12 @@ class LowRankAverager:
         """
         for name in [self._names[id(parameter)] for parameter in parameters if id(parameter) in self._names]:
             if name in self._before:
-                self._lost[name], self._basis[name] = self._before[name]
+                matrix = self._matrices[name]
+                matrix.lost, matrix.basis = self._before[name]
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return the error and the basis of each compressed parameter, by parameter name."""
-        return {name: {"lost": lost.clone(), "basis": self._basis[name].clone()} for name, lost in self._lost.items()}
+        return {name: {"lost": m.lost.clone(), "basis": m.basis.clone()} for name, m in self._matrices.items()}
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Load the result of `state`; unknown parameters and bases of another shape are skipped.
@@ -97,9 +88,48 @@ class LowRankAverager:
             state: by parameter name, {"lost": [rows, columns], "basis": [columns, rank]}.
         """
         for name, saved in state.items():
-            if name in self._lost and saved["basis"].shape == self._basis[name].shape:
-                self._lost[name] = saved["lost"].to(self._lost[name], copy=True)
-                self._basis[name] = saved["basis"].to(self._basis[name], copy=True)
+            matrix = self._matrices.get(name)
+            if matrix is not None and saved["basis"].shape == matrix.basis.shape:
+                matrix.lost = saved["lost"].to(matrix.lost, copy=True)
+                matrix.basis = saved["basis"].to(matrix.basis, copy=True)
+
+
+def average_as(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average the gradients of a bucket over all ranks, in place, in a dtype with fewer bytes.
+
+    torch has such hooks, too; its hook for bfloat16 requires NCCL, although gloo can sum bfloat16.
+
+    Args:
+        dtype: of the sums.
+        bucket: of torch's DDP communication hook.
+
+    Returns:
+        A future of the bucket's buffer.
+    """
+    buffer = bucket.buffer()
+    encoded = buffer.to(dtype).div_(dist.get_world_size())
+    work = dist.all_reduce(encoded, async_op=True)
+    assert work is not None
+    averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+    return averaged
+
+
+def average_as_factors(averager: LowRankAverager, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average the gradients of a bucket over all ranks, in place, as low-rank factors.
+
+    Args:
+        averager: state of this rank.
+        bucket: of torch's DDP communication hook.
+
+    Returns:
+        A complete future of the bucket's buffer.
+    """
+    return averager.average(bucket)
+
+
+# DDP compares a hook's annotations with types, and annotations are strings in this module.
+for _hook in (average_as, average_as_factors):
+    _hook.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]})
 
 
 def _summed(parts: list[Tensor]) -> list[Tensor]:
@@ -117,10 +147,3 @@ def _done(buffer: Tensor) -> torch.futures.Future[Tensor]:
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(buffer)
     return future
-
-
-def _is_worth_it(parameter: Tensor, rank: int) -> bool:
-    if parameter.dim() < 2 or not parameter.numel():
-        return False
-    rows, columns = len(parameter), parameter[0].numel()
-    return (rows + columns) * rank < rows * columns

@@ -1,0 +1,189 @@
+"""Compression of gradients: the table of codecs, which all strategies use, with error feedback."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, Final, Literal, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_FP16_MAX: Final = 65504.0
+
+
+class Codec(ABC):
+    """Encodes a flat vector in fewer bytes, and decodes it.
+
+    The encoding error of a vector is added to the next vector (error feedback), so it is delayed, not lost.
+
+    Args:
+        keep: fraction of the elements that "topk" sends.
+        feedback: use error feedback.
+
+    Attributes:
+        lost: encoding error that will be added to the next vector, shape [elements]; empty before the first vector.
+        sum_dtype: dtype in which collectives can add encoded vectors; None if vectors must be decoded first.
+    """
+
+    sum_dtype: ClassVar[torch.dtype | None] = None
+
+    def __init__(self, *, keep: float = 0.01, feedback: bool = True) -> None:
+        self.keep = keep
+        self.lost = torch.empty(0)
+        self._feedback = feedback
+
+    @abstractmethod
+    def bytes(self, size: int) -> int:
+        """Return the encoded size in bytes.
+
+        Args:
+            size: elements of the vector.
+        """
+
+    def encode(self, vector: Tensor, room: Tensor) -> float:
+        """Encode a vector.
+
+        Args:
+            vector: shape [elements]; changed in place by error feedback.
+            room: output, uint8, at least `bytes(elements)` long.
+
+        Returns:
+            The scale that `decode` needs.
+        """
+        size = len(vector)
+        if self._feedback and len(self.lost) == size:
+            vector.add_(self.lost)
+        raw = room[: self.bytes(size)]
+        scale = self._encode(vector, raw) if size else 1.0
+        if self._feedback:
+            self.lost = vector - self.decode(raw, size, scale, vector.dtype)
+        return scale
+
+    def decode(self, room: Tensor, size: int, scale: float, dtype: torch.dtype) -> Tensor:
+        """Decode a vector.
+
+        Args:
+            room: encoded bytes, uint8.
+            size: elements of the vector.
+            scale: result of `encode`.
+            dtype: of the vector.
+
+        Returns:
+            The vector, shape [size].
+        """
+        return self._decode(room[: self.bytes(size)], size, scale, dtype) if size else torch.zeros(0, dtype=dtype)
+
+    @abstractmethod
+    def _encode(self, vector: Tensor, raw: Tensor) -> float:
+        """Encode a vector of one or more elements into exactly as many bytes as needed; returns the scale."""
+
+    @abstractmethod
+    def _decode(self, raw: Tensor, size: int, scale: float, dtype: torch.dtype) -> Tensor:
+        """Decode a vector of one or more elements."""
+
+
+@final
+class BFloat16(Codec):
+    """Sends each element in 2 bytes, with the range of float32 and 8 significant bits."""
+
+    sum_dtype = torch.bfloat16
+
+    def bytes(self, size: int) -> int:
+        return 2 * size
+
+    def _encode(self, vector: Tensor, raw: Tensor) -> float:
+        raw.view(torch.bfloat16).copy_(vector)
+        return 1.0
+
+    def _decode(self, raw: Tensor, size: int, scale: float, dtype: torch.dtype) -> Tensor:
+        return raw.view(torch.bfloat16).to(dtype)
+
+
+@final
+class Float16(Codec):
+    """Sends each element in 2 bytes with 11 significant bits, relative to the largest element.
+
+    A collective that adds vectors of several ranks adds them without this scale, which differs per rank.
+    """
+
+    sum_dtype = torch.float16
+
+    def bytes(self, size: int) -> int:
+        return 2 * size
+
+    def _encode(self, vector: Tensor, raw: Tensor) -> float:
+        scale = max(float(vector.abs().max()) / _FP16_MAX, 1e-30)
+        raw.view(torch.float16).copy_(vector / scale)
+        return scale
+
+    def _decode(self, raw: Tensor, size: int, scale: float, dtype: torch.dtype) -> Tensor:
+        return raw.view(torch.float16).to(dtype).mul_(scale)
+
+
+@final
+class TopK(Codec):
+    """Sends the fraction `keep` of the elements with the largest magnitudes, 8 bytes each, at least one element.
+
+    Sources: Aji & Heafield, EMNLP 2017; Stich et al., "Sparsified SGD with Memory", NeurIPS 2018.
+    """
+
+    def bytes(self, size: int) -> int:
+        return 8 * self._kept(size)
+
+    def _encode(self, vector: Tensor, raw: Tensor) -> float:
+        indices = vector.abs().topk(self._kept(len(vector)), sorted=False).indices
+        indices_room, values_room = raw.view(torch.int32).chunk(2)
+        indices_room.copy_(indices)
+        values_room.view(torch.float32).copy_(vector[indices])
+        return 1.0
+
+    def _decode(self, raw: Tensor, size: int, scale: float, dtype: torch.dtype) -> Tensor:
+        indices, values = raw.view(torch.int32).chunk(2)
+        decoded = torch.zeros(size, dtype=dtype)
+        decoded[indices.long()] = values.view(torch.float32).to(dtype)
+        return decoded
+
+    def _kept(self, size: int) -> int:
+        return min(size, max(1, round(size * self.keep)))
+
+
+@final
+class Sign(Codec):
+    """Sends the sign of each element in 1 bit, times the mean magnitude.
+
+    Source: with error feedback: Karimireddy et al., ICML 2019.
+    """
+
+    def bytes(self, size: int) -> int:
+        return -(-size // 8)
+
+    def _encode(self, vector: Tensor, raw: Tensor) -> float:
+        raw.copy_(torch.from_numpy(np.packbits((vector >= 0).numpy())))
+        return float(vector.abs().mean())
+
+    def _decode(self, raw: Tensor, size: int, scale: float, dtype: torch.dtype) -> Tensor:
+        bits = torch.from_numpy(np.unpackbits(raw.numpy(), count=size))
+        return bits.to(dtype).mul_(2 * scale).sub_(scale)
+
+
+VectorCompression = Literal["bf16", "fp16", "topk", "sign"]
+SumCompression = Literal["bf16", "fp16", "powersgd"]
+
+CODECS: Final[Mapping[str, type[Codec]]] = {"bf16": BFloat16, "fp16": Float16, "topk": TopK, "sign": Sign}
+POWERSGD: Final = "powersgd"  # no codec of a vector: ranks add factors of matrices twice, see `powersgd`
+SUMMED: Final = (*(name for name, codec in CODECS.items() if codec.sum_dtype is not None), POWERSGD)
+
+
+def make_codec(name: str, *, keep: float = 0.01, feedback: bool = True) -> Codec:
+    """Return a new codec of the table.
+
+    Args:
+        name: key of `CODECS`.
+        keep, feedback: see `Codec`.
+
+    >>> make_codec("sign").bytes(800), make_codec("topk", keep=0.01).bytes(800), make_codec("bf16").bytes(800)
+    (100, 64, 1600)
+    """
+    return CODECS[name](keep=keep, feedback=feedback)
