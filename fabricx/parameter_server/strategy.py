@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from fabricx.core.averaging import AverageRule
 from fabricx.core.strategy import Strategy, Traits, warn_of_lost_residuals
-from fabricx.distributed.codecs import CODECS
 from fabricx.distributed.generations import membership
 from fabricx.distributed.sync_batchnorm import synchronised
 from fabricx.distributed.world import World
-from fabricx.errors import check_choice
 from fabricx.parameter_server.divisible import needs_whole_tensors
+from fabricx.parameter_server.options import LinkKind, ServerOptions
+from fabricx.parameter_server.sparse_embeddings import before_lookups, check_servers_can_step, sparse_embeddings
 from fabricx.parameter_server.totals import Totals
 from fabricx.parameter_server.wire.messages import Counts, Settings
 from fabricx.parameter_server.wire.powersgd import LowRank
@@ -32,53 +32,42 @@ from fabricx.parameter_server.worker.running_statistics import RunningStatistics
 from fabricx.parameter_server.worker.shared_memory_sum import SharedMemorySum
 from fabricx.parameter_server.worker.shared_memory_weights import SharedWeights
 
-LinkKind = Literal["auto", "gloo"]
-ShardBy = Literal["auto", "element", "tensor"]
-Overlap = Literal["backward", "forward"]
 
-
-class ServedStrategy(Strategy):
+class ServedStrategy(ServerOptions, Strategy):
     """Workers push gradients to servers, and pull weights or sums of gradients.
 
-    Args:
-        protocol: for workers at their own pace; None for workers in lockstep.
-        servers: number of server processes; each keeps a part of the parameters. 0: workers sum in shared memory.
-        servers_step: servers step the user's optimizers; otherwise they sum, and workers step.
-        settings: behaviour of the servers, without the number of workers.
-        link: "auto" uses shared memory with a server on the same machine, and gloo otherwise; "gloo" always uses gloo.
-        shard_by: "element" divides parameters at any element, "tensor" keeps them whole; "auto" depends on the
-            optimizers.
-        overlap: computation that overlaps with communication: "backward" (gradients are sent as they are computed), or
-            also "forward" (weights are pulled while the next step begins, if servers step).
-        rank: of the low-rank factors in place of gradients (PowerSGD), if workers step; None for none.
+    A strategy is a dataclass: its options are fields, and its `__post_init__` ends with `_design`.
     """
 
-    def __init__(
-        self, protocol: Asynchronous | None, *, servers: int, servers_step: bool, settings: Settings, link: LinkKind,
-        shard_by: ShardBy, overlap: Overlap = "backward", rank: int | None = None,
+    link: LinkKind  # of the types in both bases, the narrower
+
+    def __post_init__(self) -> None:
+        Strategy.__init__(self)
+        super().__post_init__()
+
+    def _design(
+        self, settings: Settings, protocol: Asynchronous | None, *, servers_step: bool, rank: int | None = None
     ) -> None:  # fmt: skip
-        super().__init__()
-        name = type(self).__name__
-        alone = (
-            protocol is None and not settings.compresses and rank is None and link == "auto" and overlap == "backward"
-        )
-        if servers < 0 or (servers == 0 and not alone):
-            raise ValueError(
-                f"servers={servers}: 1 or more processes keep the parameters; without servers, workers of a machine "
-                "do so in shared memory (mode='sync', link='auto', no compression, overlap='backward')"
-            )
-        check_choice(name, "link", link, ("auto", "gloo"))
-        check_choice(name, "compression", settings.compression, (*CODECS, None))
-        check_choice(name, "pull_compression", settings.pull_compression, (*CODECS, None))
-        if not 0.0 < settings.keep <= 0.5:
-            raise ValueError(f"compression_keep={settings.keep}: must be a fraction, more than 0 and at most 0.5")
-        check_choice(name, "shard_by", shard_by, ("auto", "element", "tensor"))
-        if settings.snapshot_every < 0:
-            raise ValueError(f"snapshot_every={settings.snapshot_every}: must be a number of updates, or 0 for none")
-        self.servers = servers
-        self.link = link
-        self.shard_by: ShardBy = shard_by
+        """Define who steps, and when.
+
+        Args:
+            settings: behaviour of the servers, without the number of workers.
+            protocol: for workers at their own pace; None for workers in lockstep.
+            servers_step: servers step the user's optimizers; otherwise they sum, and workers step.
+            rank: of the low-rank factors in place of gradients (PowerSGD), if workers step; None for none.
+
+        Raises:
+            ValueError: options exclude each other.
+        """
         self._compresses = settings.compresses or rank is not None
+        alone = protocol is None and not self._compresses and self.link == "auto" and self.overlap == "backward"
+        if self.servers < 0 or (self.servers == 0 and not alone):
+            raise ValueError(
+                f"servers={self.servers}: 1 or more processes keep the parameters; without servers, workers of a "
+                "machine do so in shared memory (mode='sync', link='auto', no compression, overlap='backward')"
+            )
+        if self.overlap == "forward" and (not servers_step or settings.outer is not None):
+            raise ValueError("overlap='forward' needs servers that step: workers that step need the complete sum first")
         self.traits = Traits(
             synchronous=protocol is None,
             private=protocol is None and (servers_step or self._compresses),
@@ -93,10 +82,6 @@ class ServedStrategy(Strategy):
         self._optimizers: list[Optimizer] = []
         self._several_backwards = False
         self._parameters: list[Tensor] = []
-        check_choice(name, "overlap", overlap, ("backward", "forward"))
-        if overlap == "forward" and (not servers_step or settings.outer is not None):
-            raise ValueError("overlap='forward' needs servers that step: workers that step need the complete sum first")
-        self._overlap = overlap
         self._rank = rank
         self._kept: Any = None  # error feedback from a checkpoint
         self._measured_before: Totals | None = None  # totals at the previous call of `measured`
@@ -136,10 +121,10 @@ class ServedStrategy(Strategy):
     def _connect(self) -> None:
         """Connect to the servers with the present ranks."""
         optimizers = self._optimizers
-        tables = _tables(self.module, self._parameters) if self._settings.outer is None else {}
+        tables = sparse_embeddings(self.module, self._parameters) if self._settings.outer is None else {}
         whole = self.shard_by == "tensor"
         if self._servers_step:
-            _check_tables(optimizers, [self._parameters[number] for number in tables.values()])
+            check_servers_can_step(optimizers, [self._parameters[number] for number in tables.values()])
             parts = self.servers or self.world.size
             whole = needs_whole_tensors(
                 optimizers, self._parameters, parts, self.shard_by, frozenset(tables.values())
@@ -157,11 +142,11 @@ class ServedStrategy(Strategy):
         protocol.begin(self.world, self._client, self._parameters, optimizers)
         if self._settings.outer is None:
             self._undo.append(self._client.register_grad_hooks())
-        if self._overlap == "forward" and self.module is not None:
+        if self.overlap == "forward" and self.module is not None:
             protocol.prefetch = PrefetchHooks(self.module, self._parameters, self._client.await_parameters)
             self._undo.append(protocol.prefetch.end)
         if self._servers_step:
-            self._undo += [self._pull_rows_before(part, number, protocol) for part, number in tables.items()]
+            self._undo += before_lookups(tables, protocol)
 
     def _make_client(self, parameters: list[Tensor], whole: bool, tables: frozenset[int]) -> Client:
         world, key = self.world, self.world.key("exchange")
@@ -179,15 +164,6 @@ class ServedStrategy(Strategy):
             compression=self._settings.compression, back=self._settings.pull_compression, keep=self._settings.keep,
             generation=world.generation if self._apart is None else None,
         )  # fmt: skip
-
-    def _pull_rows_before(self, part: nn.Module, number: int, protocol: WorkerProtocol) -> Callable[[], None]:
-        """Pull the rows that a table looks up before each forward in training; returns a function that ends this."""
-
-        def pull_rows(part: nn.Module, args: tuple[Any, ...]) -> None:
-            if protocol.computing:
-                protocol.client.pull_rows({number: args[0].detach().unique().cpu()})
-
-        return part.register_forward_pre_hook(pull_rows).remove
 
     def _lockstep_protocol(self, low_rank: LowRank | None, whole: bool) -> WorkerProtocol:
         if self._servers_step:
@@ -346,7 +322,7 @@ class ServedStrategy(Strategy):
         """Return whether a worker's weights lack some updates, or a part of an update."""
         if not self._servers_step or not self.servers:
             return False
-        partial = self._settings.pull_compression is not None or bool(_tables(self.module, self._parameters))
+        partial = self._settings.pull_compression is not None or bool(sparse_embeddings(self.module, self._parameters))
         return self._apart is not None or partial
 
     @property
@@ -517,36 +493,3 @@ def _warn_of_momentum(optimizers: Sequence[Optimizer], settings: Settings) -> No
             "additional momentum, and training may diverge. Set damp=true, a small max_staleness, or less momentum",
             stacklevel=2,
         )
-
-
-def _tables(module: nn.Module | None, parameters: Sequence[Tensor]) -> dict[nn.Module, int]:
-    """Return the embeddings with sparse gradients, and the numbers of their parameters.
-
-    Raises:
-        ValueError: an embedding has `max_norm`, so that its forward changes weights.
-    """
-    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-    tables: dict[nn.Module, int] = {}
-    for name, part in module.named_modules() if module is not None else ():
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and id(part.weight) in numbers:
-            if part.max_norm is not None:
-                raise ValueError(
-                    f"{name} has max_norm, which changes rows of the worker that servers don't see: remove max_norm"
-                )
-            tables[part] = numbers[id(part.weight)]
-    return tables
-
-
-def _check_tables(optimizers: Sequence[Optimizer], tables: Sequence[Tensor]) -> None:
-    """Check that servers can step tables with sparse gradients.
-
-    Raises:
-        ValueError: a group of a table has momentum, which changes rows without a gradient.
-    """
-    sparse = {id(table) for table in tables}
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        if group.get("momentum") and any(id(parameter) in sparse for parameter in group["params"]):
-            raise ValueError(
-                "momentum moves rows of a sparse embedding that have no gradient, and servers have gradients of rows: "
-                "set momentum=0 for the table (in a group of its own), sparse=False, or use optimizer='worker'"
-            )

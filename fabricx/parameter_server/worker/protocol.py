@@ -121,6 +121,14 @@ class WorkerProtocol(ABC):
         if self.prefetch is not None:
             self.prefetch.missed = late
 
+    def pull_rows(self, ids: dict[int, Tensor]) -> None:
+        """Pull rows of tables for a lookup.
+
+        Args:
+            ids: unique row ids, shape [k], by the number of the parameter.
+        """
+        self.client.pull_rows(ids)
+
     def weights_step(self, step: int) -> int:
         """Wait for a background pull; returns the number of updates in this worker's weights.
 
