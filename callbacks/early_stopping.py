@@ -15,7 +15,7 @@ from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.core.trainer import TrainerProtocol
 
 Mode = Literal["min", "max"]
 
@@ -154,26 +154,26 @@ class EarlyStopping(Callback):
         """Return a key that distinguishes several `EarlyStopping` callbacks of the same run."""
         return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         self._fitting = stage == "fit"
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
         if self._stopped_before:
             trainer.print(f"the resumed run had stopped early ({self.reason}); change `patience` to continue training")
             trainer.should_stop, self._stopped_before = True, False
 
-    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
         if not self._fitting or trainer.sanity_checking:
             return
         self._validated = True
         if not reads_at_epoch_end(trainer, self.check_on_train_epoch_end):
             self._check(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
         if reads_at_epoch_end(trainer, self.check_on_train_epoch_end):
             self._check(trainer)
 
-    def _check(self, trainer: Trainer) -> None:
+    def _check(self, trainer: TrainerProtocol) -> None:
         if trainer.fast_dev_run:
             return
         logged = trainer.callback_metrics

@@ -14,7 +14,7 @@ from fabricx.core.callback import Callback
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.core.trainer import TrainerProtocol
 
 
 @final
@@ -83,22 +83,22 @@ class EMA(Callback):
         self._updates_before = 0  # updates of the averages before servers took over the averaging
         self._step_seen = 0
         self._trains = False
-        self._trainer: Trainer | None = None  # None between runs
+        self._trainer: TrainerProtocol | None = None  # None between runs
 
     # -- averaging ----------------------------------------------------------------------------------------------
 
-    def check_fit(self, trainer: Trainer, module: Module, global_batch: int | None) -> None:
+    def check_fit(self, trainer: TrainerProtocol, module: Module, global_batch: int | None) -> None:
         if sum(isinstance(callback, EMA) for callback in trainer.callbacks) > 1:
             raise ValueError(
                 "several EMA callbacks: a module and a checkpoint hold a single average; remove all but one EMA"
             )
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         self._trains = stage == "fit"
         if self._trains:  # discard the averages of an earlier fit; a checkpoint is restored after `setup`
             self.averages, self._live, self.updates = {}, {}, 0
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
         tensors = self._averaged(module)
         self._check_buffers(trainer, module)
         if self.averages.keys() != tensors.keys():
@@ -109,7 +109,7 @@ class EMA(Callback):
         if self._live:  # a checkpoint was loaded, which stores the averages as the module's weights
             self._swap_out()
 
-    def _check_buffers(self, trainer: Trainer, module: Module) -> None:
+    def _check_buffers(self, trainer: TrainerProtocol, module: Module) -> None:
         """Refuse to average buffers under an asynchronous strategy, where no rank sees the buffers of every update."""
         asynchronous = trainer.strategy.dealer is not None and trainer.world.size > 1
         if self.use_buffers and asynchronous and any(map(_averageable, module.buffers())):
@@ -119,17 +119,19 @@ class EMA(Callback):
                 "or use strategy=ddp"
             )
 
-    def _start_averaging(self, trainer: Trainer) -> None:
+    def _start_averaging(self, trainer: TrainerProtocol) -> None:
         """Begin averaging from the present state: at the start of training, or after a rollback."""
         devices = zip(self.averages.items(), self._tensors, strict=True)
         self.averages = {name: average.to(tensor.device) for (name, average), tensor in devices}
         self._step_seen, self._updates_before = trainer.global_step, self.updates
         self._kept = trainer.strategy.keep_average(self._rule, self._step_seen, self.averages)
 
-    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> None:
         self._update()  # under asynchronous strategies, a rank receives new weights before a batch
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self._update()
 
     def _update(self) -> None:
@@ -169,7 +171,7 @@ class EMA(Callback):
             for average in self.averages.values():
                 world.all_reduce(average).div_(world.size)
         elif self.use_buffers:
-            for name, _ in trainer.module.named_buffers():
+            for name, _ in trainer.session.module.named_buffers():
                 if name in self.averages:
                     world.broadcast(self.averages[name])
 
@@ -195,29 +197,29 @@ class EMA(Callback):
             torch._foreach_copy_(_local(self._tensors), _local(self._live[name] for name in self.averages))
             self._live = {}
 
-    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
         if self.validate_with_ema:
             self._join_ranks()
             self._swap_in()
 
-    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
         self._swap_out()
 
-    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
         self._join_ranks()
         if self.apply_at_end:
             self._swap_in()
 
-    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerProtocol, module: Module, exception: BaseException) -> None:
         self._swap_out()
         self._tensors, self._trainer = [], None
 
-    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         self._tensors, self._live, self._trainer = [], {}, None
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
-    def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: TrainerProtocol, module: Module, checkpoint: dict[str, Any]) -> None:
         if not self._tensors or self._live:  # between runs, or the module holds the averages already
             return
         self._join_ranks()  # in place: the tensors that `state_dict` returned are updated too
@@ -229,7 +231,7 @@ class EMA(Callback):
                     state["live"][name] = weights[alias]
                 weights[alias] = self.averages[name].to(weights[alias].dtype)
 
-    def on_load_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: TrainerProtocol, module: Module, checkpoint: dict[str, Any]) -> None:
         """Resume training from the trained weights, not the averages: servers copy the module's weights at start."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if not self._trains or not state or not state["live"]:

@@ -18,8 +18,9 @@ from fabricx.core.callback import Callback
 from fabricx.errors import CopiesLost, ServerLost, did_you_mean, is_lost_connection
 
 if TYPE_CHECKING:
+    from fabricx.checkpoint import Writer
     from fabricx.core.module import Module
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.core.trainer import TrainerProtocol
 
 BadGradients = Literal["raise", "roll_back", "skip"]
 _BAD_GRADIENTS = ("raise", "roll_back", "skip")
@@ -194,7 +195,7 @@ class FaultRecovery(Callback):
             self._step_saved, self._step_compared = state_dict["saved"], state_dict["compared"]
             self._next, self._estimated = state_dict["next"]
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
         strategy = trainer.strategy
         if self.bad_gradients == "skip" and strategy.hides_gradients and not strategy.traits.synchronous:
             raise ValueError(
@@ -205,13 +206,13 @@ class FaultRecovery(Callback):
         step = self._step_saved = trainer.global_step
         self._estimated_at, self._next, self._estimated = (step, time.monotonic()), step + _FIRST_ESTIMATE, False
         if trainer.failures:
-            trainer.logger_dispatcher.rewind(step)
+            trainer.session.metrics.loggers.rewind(step)
             text = f"started again from step {step}: {trainer.failures[-1]}"
-            seconds = time.time() - trainer.failed_at if trainer.failed_at else 0.0
-            again = max(0, trainer.step_reached - step)
-            trainer.logger_dispatcher.event("recovery", text, step, steps_again=again, seconds=seconds)
+            seconds = time.time() - trainer.session.failures.newest_at if trainer.session.failures.newest_at else 0.0
+            again = max(0, trainer.session.failures.step_reached - step)
+            trainer.session.metrics.loggers.event("recovery", text, step, steps_again=again, seconds=seconds)
 
-    def _check_gradients(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
+    def _check_gradients(self, trainer: TrainerProtocol, module: Module, optimizer: Optimizer) -> None:
         optimizers = [optimizer]
         if module.automatic_optimization:  # an update of all optimizers is skipped as a whole
             if optimizer is not trainer.optimizers[0]:
@@ -233,10 +234,12 @@ class FaultRecovery(Callback):
                 f"step {trainer.global_step}: the gradient isn't finite in {where}; check the learning rate, the loss "
                 "and the data of this step, or set bad_gradients='skip'"
             )
-        trainer.logger_dispatcher.event("bad gradient", "not finite: the update was skipped", trainer.global_step)
+        trainer.session.metrics.loggers.event("bad gradient", "not finite: the update was skipped", trainer.global_step)
         trainer.strategy.drop_gradients(parameters)
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         step, every = trainer.global_step, self.compare_every_n_steps
         if every and step % every == 0 and step != self._step_compared:
             _compare(trainer, module)
@@ -244,7 +247,7 @@ class FaultRecovery(Callback):
         if self._due(trainer) and not self._must_skip(trainer):
             self._save(trainer)
 
-    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
         trainer.finish_checkpoint()
         if trainer.interrupted or trainer.fast_dev_run:
             return
@@ -254,14 +257,14 @@ class FaultRecovery(Callback):
             times = f"{len(trainer.failures)} time{'s' if len(trainer.failures) > 1 else ''}"
             text = f"recovered {times}{_account(trainer, module)}"
             lost = trainer.strategy.lost_with_a_worker
-            if trainer.strategy.dealer is not None and trainer.fault_tolerance.metric_objects:
+            if trainer.strategy.dealer is not None and trainer.session.fault_tolerance.metric_objects:
                 lost = ["updates of torchmetrics objects in an epoch", *lost]
             if lost:
                 text += f"; possibly lost with the workers that died: {', '.join(lost)}"
-            trainer.logger_dispatcher.event("recovery", text, trainer.global_step)
+            trainer.session.metrics.loggers.event("recovery", text, trainer.global_step)
             trainer.print(text)
 
-    def _due(self, trainer: Trainer) -> bool:
+    def _due(self, trainer: TrainerProtocol) -> bool:
         """Return whether a snapshot is due; the result is the same on all ranks."""
         if not self.snapshots:
             return False
@@ -277,22 +280,21 @@ class FaultRecovery(Callback):
         self._estimated_at, self._next = (step, time.monotonic()), step + steps
         return due
 
-    def _must_skip(self, trainer: Trainer) -> bool:
+    def _must_skip(self, trainer: TrainerProtocol) -> bool:
         """Return whether to skip a snapshot, because training would wait for the previous snapshot's completion.
 
         Snapshots at user-defined steps are not skipped if they affect the weights.
         """
         required = trainer.strategy.traits.joins and self.every_n_train_steps is not None
-        if trainer.writer is None or required:
-            return False
-        return trainer.writer.busy()
+        writer: Writer | None = trainer.session.checkpoints.writer
+        return writer is not None and not required and writer.busy()
 
     @property
     def interval_s(self) -> float:
         """Return the seconds between two snapshots, by the writing time of the newest (main rank only)."""
         return max(self.every_s, self._write_s / _SNAPSHOT_FRACTION)
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: TrainerProtocol) -> None:
         step = trainer.global_step
         if step == self._step_saved or trainer.fast_dev_run:
             return
@@ -301,7 +303,7 @@ class FaultRecovery(Callback):
         self._step_saved = step
 
     @staticmethod
-    def _folder(trainer: Trainer) -> Path:
+    def _folder(trainer: TrainerProtocol) -> Path:
         return Path(trainer.run_dir or trainer.default_root_dir) / "recovery"
 
     def _complete(self, kept: Path, began: float) -> None:
@@ -314,7 +316,7 @@ class FaultRecovery(Callback):
                 checkpoint.remove(path)
 
 
-def _account(trainer: Trainer, module: Module) -> str:
+def _account(trainer: TrainerProtocol, module: Module) -> str:
     """Return lost and repeated samples and batches as the end of a sentence; "" if they are not counted."""
     dealer, state, since = trainer.strategy.dealer, trainer.state, ""
     counts: list[tuple[int, str, str]] = [(state.left_out, "sample", "lost"), (state.again, "sample", "trained twice")]
@@ -333,7 +335,7 @@ def _account(trainer: Trainer, module: Module) -> str:
     return f", 0 samples lost{since}" if dealer is not None or module.automatic_optimization else ""
 
 
-def _compare(trainer: Trainer, module: Module) -> None:
+def _compare(trainer: TrainerProtocol, module: Module) -> None:
     """Raise an error that names the ranks with weights that differ from the majority's."""
     traits, world = trainer.strategy.traits, trainer.world
     if world.size == 1 or traits.sharded or not traits.synchronous:
@@ -352,9 +354,9 @@ def _compare(trainer: Trainer, module: Module) -> None:
     )
 
 
-def _forget_copies(trainer: Trainer) -> None:
+def _forget_copies(trainer: TrainerProtocol) -> None:
     """Discard in-memory checkpoints, which may contain the error; every rank calls this."""
-    trainer.fault_tolerance.forget_copies()
+    trainer.session.fault_tolerance.forget_copies()
 
 
 def _bits(tensors: Iterable[Tensor]) -> int:

@@ -9,7 +9,7 @@ from fabricx.core.callback import Callback
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.core.trainer import TrainerProtocol
 
 
 @final
@@ -52,19 +52,19 @@ class GradientAccumulation(Callback):
         """
         return next((n for start, n in reversed(self.scheduling.items()) if start <= epoch), default)
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         if stage == "fit" and self._default is None:
             self._default = trainer.accumulate_grad_batches
 
-    def on_load_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: TrainerProtocol, module: Module, checkpoint: dict[str, Any]) -> None:
         if self._default is not None:  # the data position within an epoch depends on it
             trainer.accumulate_grad_batches = self.batches_at(checkpoint["state"]["epoch"], self._default)
 
-    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
         default = self._default if self._default is not None else trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = self.batches_at(trainer.current_epoch, default)
 
-    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         if stage == "fit" and self._default is not None:
             trainer.accumulate_grad_batches = self._default
             self._default = None

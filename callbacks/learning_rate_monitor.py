@@ -11,7 +11,7 @@ from fabricx.core.callback import Callback
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.core.trainer import TrainerProtocol
 
 
 def rate_names(optimizers: Sequence[Optimizer], schedule_names: dict[int, str]) -> list[list[str]]:
@@ -99,7 +99,7 @@ class LearningRateMonitor(Callback):
         self._every = 0
         self._logged_step = -1
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
         if not trainer.loggers and not trainer.fast_dev_run:
             raise ValueError(
                 "LearningRateMonitor: the run has no logger (logger=False); enable a logger or remove the callback"
@@ -113,22 +113,22 @@ class LearningRateMonitor(Callback):
         self._every = 0 if self.logging_interval == "epoch" else trainer.log_every_n_steps
         self._logged_step = -1
 
-    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> None:
         # Before the step, because a scheduler may change the rate directly after it.
         step = trainer.global_step + 1
         if self._every and step % self._every == 0 and step != self._logged_step:
             self._logged_step = step
             self._log(trainer, step)
 
-    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
         # A batch number above 0 means that the resumed run began this epoch, and logged it.
         if self.logging_interval != "step" and not trainer.state.batch:
             self._log(trainer, trainer.global_step)
 
-    def _log(self, trainer: Trainer, step: int) -> None:
+    def _log(self, trainer: TrainerProtocol, step: int) -> None:
         values = rates(trainer.optimizers, self._names, momentum=self.log_momentum, weight_decay=self.log_weight_decay)
         for name, value in values.items():
             self.lrs.setdefault(name, []).append(value)
         if values:
             row = {**values, "epoch": float(trainer.current_epoch)}
-            trainer.logger_dispatcher.each(lambda logger: logger.log_metrics(row, step))
+            trainer.session.metrics.loggers.each(lambda logger: logger.log_metrics(row, step))

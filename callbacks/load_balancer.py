@@ -22,7 +22,7 @@ from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.core.trainer import TrainerProtocol
 
 _WARM_UP = 2  # steps that are too irregular for a measurement of speed
 _SLOWER = 1.5  # a rank that is slower by this factor in two consecutive steps requests an immediate decision
@@ -99,7 +99,7 @@ class LoadBalancer(Callback):
 
     # -- before training --------------------------------------------------------------------------------------------
 
-    def check_fit(self, trainer: Trainer, module: Module, global_batch: int | None) -> None:
+    def check_fit(self, trainer: TrainerProtocol, module: Module, global_batch: int | None) -> None:
         strategy, ranks = trainer.strategy, len(trainer.device_ids) * trainer.num_nodes
         ranks = max(ranks, trainer.world.size)
         if ranks == 1 or strategy.dealer is not None:
@@ -131,9 +131,9 @@ class LoadBalancer(Callback):
         if isinstance(self.shares, list) and len(self.shares) != ranks:
             raise ValueError(f"LoadBalancer: {len(self.shares)} shares for {ranks} ranks; pass a share for each rank")
 
-    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+    def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
         self._generation = -1
-        self.check_fit(trainer, module, trainer.train_feed.global_batch)
+        self.check_fit(trainer, module, trainer.session.data.train_feed.global_batch)
         if trainer.is_global_zero and has_own_statistics(module):
             warnings.warn(
                 "LoadBalancer: batch normalisation uses the statistics of each rank's samples, whose number will "
@@ -142,7 +142,7 @@ class LoadBalancer(Callback):
                 stacklevel=2,
             )
 
-    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
         if self._inactive(trainer) or self._generation == trainer.world.generation:
             return
         resumed = self._saved if self._generation < 0 and trainer.world.generation == 0 else []
@@ -165,32 +165,32 @@ class LoadBalancer(Callback):
         self._alarms = 0  # also on the ranks that did not join just now: all count from the same point
         self._start_alarm(trainer if measures else None)
 
-    def _start_alarm(self, trainer: Trainer | None) -> None:
+    def _start_alarm(self, trainer: TrainerProtocol | None) -> None:
         """Listen for ranks that become slower from now on, discarding earlier requests; None stops listening."""
         if self._alarm is not None:
             self._alarm.close()
         self._alarms += 1
         self._alarm = None if trainer is None else Agreement(trainer.world, f"balance/{self._alarms}")
 
-    def _policy_from(self, trainer: Trainer, speeds: list[float], resumed: Sequence[int] = ()) -> SharePolicy:
+    def _policy_from(self, trainer: TrainerProtocol, speeds: list[float], resumed: Sequence[int] = ()) -> SharePolicy:
         """Return a policy that begins with `resumed` shares if they fit, or with shares by `speeds` if not empty."""
         samples, ranks = _samples(trainer), trainer.world.size
         fits = len(resumed) == ranks and sum(resumed) == samples
         return SharePolicy(samples, list(resumed) if fits else share_batch(speeds or [1.0] * ranks, samples), speeds)
 
     @staticmethod
-    def _log_shares(trainer: Trainer, shares: list[int]) -> None:
-        trainer.logger_dispatcher.event("rebalance", f"shares of the ranks: {shares}", trainer.global_step)
+    def _log_shares(trainer: TrainerProtocol, shares: list[int]) -> None:
+        trainer.session.metrics.loggers.event("rebalance", f"shares of the ranks: {shares}", trainer.global_step)
 
     def _fixed(self, ranks: int) -> Sequence[float]:
         """Return the fixed shares; equal shares if the number of ranks changed."""
         return self.shares if isinstance(self.shares, list) and len(self.shares) == ranks else [1.0] * ranks
 
-    def _apply(self, trainer: Trainer, weights: Sequence[float], ahead: int) -> None:
+    def _apply(self, trainer: TrainerProtocol, weights: Sequence[float], ahead: int) -> None:
         """Set the shares from the global batch on that follows `ahead` prefetched batches."""
         state, turns = trainer.state, self.shares == "round_robin"
         position = state.samples + ahead * _samples(trainer)
-        trainer.balance.change(state.epoch, position, tuple(weights), turns=turns, most=self._limits)
+        trainer.session.balance.change(state.epoch, position, tuple(weights), turns=turns, most=self._limits)
 
     # -- measurement ------------------------------------------------------------------------------------------------
 
@@ -206,13 +206,13 @@ class LoadBalancer(Callback):
         self._computing: deque[tuple[int, list[_Computed]]] = deque()
         self._ended = _clock()
 
-    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> None:
         if self._policy is not None:
             self._pauses.clear()
             self._begun = _now(trainer)
-            self._samples += trainer.logbook.size or 0
+            self._samples += trainer.session.metrics.logbook.size or 0
 
-    def on_before_backward(self, trainer: Trainer, module: Module, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: TrainerProtocol, module: Module, loss: Tensor) -> None:
         if self._begun is None or not loss.requires_grad:
             return
         begun, self._begun = self._begun, None
@@ -223,7 +223,9 @@ class LoadBalancer(Callback):
         # A callback queued at the start of backward runs when all gradients are computed, before waiting for peers.
         loss.register_hook(lambda _: Variable._execution_engine.queue_callback(computed))  # type: ignore[attr-defined]
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         policy = self._policy
         if policy is None or trainer.global_step == self._step:
             return
@@ -254,30 +256,30 @@ class LoadBalancer(Callback):
             self._speeds = self._speeds[-2:]
             self._alarm.request("slower")
 
-    def _decide(self, trainer: Trainer, policy: SharePolicy) -> None:
+    def _decide(self, trainer: TrainerProtocol, policy: SharePolicy) -> None:
         """Exchange measurements and decide about the shares. Collective; the decision is the same on all ranks."""
         measurements = [Measurement(*row) for row in trainer.world.all_gather(self._measurement(trainer)).tolist()]
         self._restart_window(0)
         if policy.samples != _samples(trainer):  # accumulation has changed
             self._policy = policy = self._policy_from(trainer, policy.speeds)
-            self._apply(trainer, policy.shares, trainer.train_feed.ahead)
+            self._apply(trainer, policy.shares, trainer.session.data.train_feed.ahead)
             return
         if not all(measurement.speed > 0.0 for measurement in measurements):
             return
         before, shares = policy.shares, policy.decide(measurements)
         self._speed = policy.speeds[trainer.global_rank]
         if shares is not None:
-            ahead = trainer.train_feed.ahead
+            ahead = trainer.session.data.train_feed.ahead
             self._apply(trainer, shares, ahead)
             self._restart_window(ahead + 1)
             self._log_shares(trainer, shares)
         due = trainer.global_step - self._logged >= (trainer.log_every_n_steps or 1)
-        if trainer.logger_dispatcher and (due or shares is not None):
+        if trainer.session.metrics.loggers and (due or shares is not None):
             self._logged = trainer.global_step
             row = _metrics(policy, before, measurements)
-            trainer.logger_dispatcher.measured(row, trainer.global_step)
+            trainer.session.metrics.loggers.measured(row, trainer.global_step)
 
-    def _measurement(self, trainer: Trainer) -> Tensor:
+    def _measurement(self, trainer: TrainerProtocol) -> Tensor:
         speeds, speed, spread = self._speeds, 0.0, 0.0
         if speeds:
             speed = statistics.median(speeds)
@@ -286,10 +288,10 @@ class LoadBalancer(Callback):
         measurement = [speed, spread, statistics.median(self._steps)]
         return torch.tensor(measurement, dtype=torch.float32, device=trainer.world.device)
 
-    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerProtocol, module: Module, exception: BaseException) -> None:
         self._start_alarm(None)
 
-    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
         if self._alarm is not None:
             trainer.world.barrier()  # a peer may still wait for this rank's answer to a request
         self._start_alarm(None)
@@ -299,15 +301,15 @@ class LoadBalancer(Callback):
                 f"shares {policy.shares}: by the measured speeds, steps are {policy.gain:.2f} times as fast as with "
                 "equal shares"
             )
-            trainer.logger_dispatcher.event("rebalance", text, trainer.global_step)
+            trainer.session.metrics.loggers.event("rebalance", text, trainer.global_step)
             trainer.print(text)
 
     # -- out-of-memory errors, and state ----------------------------------------------------------------------------
 
-    def repeats_after(self, trainer: Trainer, error: Exception) -> bool:
-        size = trainer.logbook.size or 0
+    def repeats_after(self, trainer: TrainerProtocol, error: Exception) -> bool:
+        size = trainer.session.metrics.logbook.size or 0
         out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-        if not out_of_memory or size < 2 or self._inactive(trainer) or synchronised(trainer.module):
+        if not out_of_memory or size < 2 or self._inactive(trainer) or synchronised(trainer.session.module):
             return False
         self._max_fitting = size // 2
         return True
@@ -318,13 +320,14 @@ class LoadBalancer(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict["shares"]
 
-    def _inactive(self, trainer: Trainer) -> bool:
+    def _inactive(self, trainer: TrainerProtocol) -> bool:
         alone = trainer.world.size == 1 and self.max_batch_size is None and not self._max_fitting
         return alone or trainer.strategy.dealer is not None
 
 
-def _samples(trainer: Trainer) -> int:
-    return trainer.train_feed.global_batch * trainer.accumulate_grad_batches
+def _samples(trainer: TrainerProtocol) -> int:
+    samples: int = trainer.session.data.train_feed.global_batch * trainer.accumulate_grad_batches
+    return samples
 
 
 def _assumed(speeds: Sequence[float]) -> list[float]:
@@ -337,7 +340,7 @@ def _assumed(speeds: Sequence[float]) -> list[float]:
     return [speed or statistics.median(measured) for speed in speeds] if measured else []
 
 
-def _now(trainer: Trainer) -> Any:
+def _now(trainer: TrainerProtocol) -> Any:
     """Return a time stamp: an event on CUDA devices, else seconds without the time spent waiting for peers."""
     return _event() if trainer.world.device.type == "cuda" else _clock() - trainer.strategy.waited_s
 

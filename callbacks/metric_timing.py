@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.core.trainer import TrainerProtocol
 
 
-def reads_at_epoch_end(trainer: Trainer, requested: bool | None) -> bool:
+def reads_at_epoch_end(trainer: TrainerProtocol, requested: bool | None) -> bool:
     """Return whether to read the metric at the end of each training epoch, rather than after each validation.
 
     Args:
@@ -24,7 +24,7 @@ def reads_at_epoch_end(trainer: Trainer, requested: bool | None) -> bool:
     return isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
 
-def has_validation(trainer: Trainer) -> bool:
+def has_validation(trainer: TrainerProtocol) -> bool:
     """Return whether the run has validation batches.
 
     Args:

@@ -34,7 +34,7 @@ from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.core.trainer import TrainerProtocol
 
 Mode = Literal["min", "max"]
 
@@ -208,7 +208,7 @@ class ModelCheckpoint(Callback):
 
     # -- schedule -----------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         self._fitting, self._resumed = stage == "fit", False
         if self._fitting:
             folder = trainer.run_dir or trainer.default_root_dir
@@ -217,7 +217,7 @@ class ModelCheckpoint(Callback):
             if saves and trainer.is_global_zero and is_local(self._folder):
                 check_writable(self._folder)
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
         if not self._resumed:
             self._last_step = self._step_saved = self._step_ranked = trainer.global_step
             self._waiting, self._validated_step = False, -1
@@ -232,11 +232,13 @@ class ModelCheckpoint(Callback):
         if self._last_step != trainer.global_step:  # the checkpoint was saved before this callback handled the step
             self._on_step(trainer)
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if trainer.global_step != self._last_step:  # else within an accumulation window
             self._on_step(trainer)
 
-    def _on_step(self, trainer: Trainer) -> None:
+    def _on_step(self, trainer: TrainerProtocol) -> None:
         step = trainer.global_step
         due = self.every_n_train_steps > 0 and step % self.every_n_train_steps == 0
         if self._clock is not None:
@@ -245,11 +247,11 @@ class ModelCheckpoint(Callback):
             self._save_or_wait(trainer)
         self._last_step = step
 
-    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
         if self._fitting and self.monitor is not None:
             self._before_validation = (trainer.callback_metrics.get(self.monitor),)
 
-    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
         if not self._fitting or trainer.sanity_checking:
             return
         self._validated_step = trainer.global_step
@@ -262,14 +264,14 @@ class ModelCheckpoint(Callback):
             # Metrics of a training epoch exist only after its end. An epoch of unknown length may never end: complain.
             self._save_or_wait(trainer, complain=trainer.num_training_batches == math.inf)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
         at_epoch_end = reads_at_epoch_end(trainer, self.save_on_train_epoch_end)
         if self._waiting or (at_epoch_end and self._epoch_due(trainer)) or self._interval_passed(trainer):
             complete = trainer.state.closing  # False: the run stops in the middle of the epoch
             validated = self._validated_step >= 0 or not has_validation(trainer)
             self._save_or_wait(trainer, complain=complete and validated)
 
-    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
         if trainer.fast_dev_run:
             return
         lost = self._finish(trainer)
@@ -285,7 +287,7 @@ class ModelCheckpoint(Callback):
         elif self.save_last:
             self._save_last_alone(trainer)
 
-    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerProtocol, module: Module, exception: BaseException) -> None:
         # Saving is collective, whereas an error usually occurs on a single rank.
         saves = self.save_on_exception and (self.save_top_k or self.save_last) and self._fitting
         if not saves or trainer.world.size > 1 or trainer.fast_dev_run or trainer.global_step == self._step_saved:
@@ -296,17 +298,17 @@ class ModelCheckpoint(Callback):
         except Exception as error:  # warn only, so that the user sees the first error
             warnings.warn(f"could not save a checkpoint after the error: {error}", stacklevel=2)
 
-    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         self._fitting = False
         self._before_validation = None
 
-    def _epoch_due(self, trainer: Trainer) -> bool:
+    def _epoch_due(self, trainer: TrainerProtocol) -> bool:
         return self.every_n_epochs > 0 and (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
-    def _interval_passed(self, trainer: Trainer) -> bool:
+    def _interval_passed(self, trainer: TrainerProtocol) -> bool:
         return self._clock is not None and self._clock.due(trainer.global_step, trainer.world, ask=True)
 
-    def _save_or_wait(self, trainer: Trainer, *, complain: bool = False) -> None:
+    def _save_or_wait(self, trainer: TrainerProtocol, *, complain: bool = False) -> None:
         """Save now, or once the metric of these weights is logged; if `complain`, raise if it is missing."""
         if trainer.fast_dev_run or trainer.global_step == self._step_ranked:
             self._waiting = False
@@ -328,7 +330,7 @@ class ModelCheckpoint(Callback):
 
     # -- saving -------------------------------------------------------------------------------------------------
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: TrainerProtocol) -> None:
         """Save if the checkpoint is among the best. Collective: every rank calls this at the same step."""
         self._finish(trainer)  # the ranking depends on whether the former checkpoint was completed
         ranked, self._step_ranked = self._step_ranked, trainer.global_step
@@ -338,7 +340,7 @@ class ModelCheckpoint(Callback):
             self._step_ranked = ranked
             raise
 
-    def _save_if_good(self, trainer: Trainer) -> None:
+    def _save_if_good(self, trainer: TrainerProtocol) -> None:
         metrics = self._metrics(trainer)
         score = metrics.get(self.monitor, math.nan) if self.monitor is not None else math.nan
         self.current_score = torch.tensor(score) if self.monitor is not None else None
@@ -358,7 +360,7 @@ class ModelCheckpoint(Callback):
         self._keep({p: s for p, s in self.best_k_models.items() if p != displaced} | {path: torch.tensor(score)})
         self._write(trainer, path, before, displaced)
 
-    def _save_last_alone(self, trainer: Trainer) -> None:
+    def _save_last_alone(self, trainer: TrainerProtocol) -> None:
         """Save for the "last" link only; the checkpoint is not ranked."""
         if trainer.global_step == self._step_saved:
             return
@@ -366,7 +368,7 @@ class ModelCheckpoint(Callback):
         name = format_name(self._template, self._metrics(trainer), self.auto_insert_metric_name)
         self._write(trainer, self._free_path(trainer, name), self._kept())
 
-    def _save_aside(self, trainer: Trainer, reason: str) -> str:
+    def _save_aside(self, trainer: TrainerProtocol, reason: str) -> str:
         """Save an unranked checkpoint, with the reason in its name, and wait until it is complete."""
         self._finish(trainer)
         name = format_name(DEFAULT_TEMPLATE, self._metrics(trainer))
@@ -374,7 +376,7 @@ class ModelCheckpoint(Callback):
         trainer.finish_checkpoint()
         return path
 
-    def _write(self, trainer: Trainer, path: str, before: dict[str, Any], displaced: str | None = None) -> str:
+    def _write(self, trainer: TrainerProtocol, path: str, before: dict[str, Any], displaced: str | None = None) -> str:
         """Save; after completion, update the link and delete superseded checkpoints. On failure, restore `before`."""
         saved = self._step_saved
         superseded = {displaced} if displaced else set()
@@ -425,7 +427,7 @@ class ModelCheckpoint(Callback):
             self.last_model_path, self._last_target = before["last"], before["target"]
             self._keep(before["models"])
 
-    def _finish(self, trainer: Trainer) -> bool:
+    def _finish(self, trainer: TrainerProtocol) -> bool:
         """Wait for the newest checkpoint; undo its registration if it is missing. Collective.
 
         Returns:
@@ -436,7 +438,9 @@ class ModelCheckpoint(Callback):
             return False
         path, step, superseded = (self._pending[name] for name in ("path", "step", "superseded"))
         if not trainer.world.broadcast_object(step_of(path) == step):
-            trainer.logger_dispatcher.event("checkpoint", f"{path} was lost: a worker died while it was written", step)
+            trainer.session.metrics.loggers.event(
+                "checkpoint", f"{path} was lost: a worker died while it was written", step
+            )
             self._undo()
             return True
         self._pending = None
@@ -465,11 +469,11 @@ class ModelCheckpoint(Callback):
     def _template(self) -> str:
         return self.filename or DEFAULT_TEMPLATE
 
-    def _metrics(self, trainer: Trainer) -> dict[str, float]:
+    def _metrics(self, trainer: TrainerProtocol) -> dict[str, float]:
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
         return {**logged, "epoch": trainer.current_epoch, "step": trainer.global_step}
 
-    def _free_path(self, trainer: Trainer, name: str, displaced: str | None = None) -> str:
+    def _free_path(self, trainer: TrainerProtocol, name: str, displaced: str | None = None) -> str:
         """Return a path that does not exist, or that holds a checkpoint to be replaced.
 
         A checkpoint is replaced if it is about to be superseded, or if this run saved the same step before a rollback
@@ -488,7 +492,7 @@ class ModelCheckpoint(Callback):
         path = versioned(self._folder, name, self.FILE_EXTENSION, may_replace)
         return str(trainer.world.broadcast_object(path))
 
-    def _link_path(self, trainer: Trainer) -> str:
+    def _link_path(self, trainer: TrainerProtocol) -> str:
         path = versioned(self._folder, self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION, Path.is_symlink)
         return str(trainer.world.broadcast_object(path))
 

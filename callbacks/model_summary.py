@@ -14,7 +14,7 @@ from fabricx.core.callback import Callback
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.core.trainer import TrainerProtocol
 
 _COLUMNS = ("", "Name", "Type", "Params", "Size")
 
@@ -164,7 +164,7 @@ class ModelSummary(Callback):
         summarize(nn.Module(), max_depth)  # report an invalid depth now, not when training begins
         self.max_depth = max_depth
 
-    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+    def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
         if not trainer.is_global_zero:
             return
         summary = summarize(module, self.max_depth)

@@ -10,7 +10,7 @@ from fabricx.telemetry.diagnosis import SPAN_LABELS
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.core.trainer import TrainerProtocol
 
 
 @final
@@ -23,14 +23,14 @@ class Profiler(Callback):
 
     needs_all_ranks: ClassVar[bool] = True
 
-    def check_fit(self, trainer: Trainer, module: Module, global_batch: int | None) -> None:
+    def check_fit(self, trainer: TrainerProtocol, module: Module, global_batch: int | None) -> None:
         if not trainer.enable_telemetry or not trainer.writes:
             raise ValueError(
                 "Profiler: nothing is recorded in this run; set enable_telemetry=True, and a logger or checkpoints"
             )
 
-    def on_train_end(self, trainer: Trainer, module: Module) -> None:
-        by_rank = trainer.world.gather_objects(trainer.recorder.totals())
+    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
+        by_rank = trainer.world.gather_objects(trainer.session.recorder.totals())
         trainer.print(table(by_rank))
 
 

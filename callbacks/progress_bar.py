@@ -14,7 +14,7 @@ from fabricx.core.callback import Callback
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.core.trainer import TrainerProtocol
 
 _TERMINAL_S = 0.1  # seconds between two updates of a bar
 _LINES_S = 5.0  # seconds between two lines
@@ -243,20 +243,20 @@ class ProgressBar(Callback):
 
     # -- stages -------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         self._close()
         self._open(trainer)
 
-    def _open(self, trainer: Trainer) -> None:
+    def _open(self, trainer: TrainerProtocol) -> None:
         if trainer.is_global_zero and self.refresh_rate != 0:
             self._screen = open_screen()
             usual = _LINES_S if isinstance(self._screen, Lines) else _TERMINAL_S
             self._every_s = usual if self.refresh_rate is None else self.refresh_rate
 
-    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         self._close()
 
-    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerProtocol, module: Module, exception: BaseException) -> None:
         self._close()
 
     def _close(self) -> None:
@@ -294,7 +294,7 @@ class ProgressBar(Callback):
 
     # -- training -----------------------------------------------------------------------------------------------
 
-    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
         if self._screen is None:  # this rank may have become the main rank after the death of a worker
             self._open(trainer)
         self._stages.clear()  # remove stages that a failure interrupted
@@ -303,64 +303,84 @@ class ProgressBar(Callback):
         label = f"epoch {epoch}/{last}" if last is not None and last > 0 else f"epoch {epoch}"
         self._begin(label, trainer.num_training_batches, trainer.state.batch)
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if time.monotonic() >= self._next:
             self._draw(batch_idx + 1, trainer.progress_bar_metrics)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
         if self._screen is not None:
             self._end(trainer.state.batch, trainer.progress_bar_metrics)
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
-    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
         self._begin_evaluation(trainer, "sanity check" if trainer.sanity_checking else "validation")
 
-    def on_test_start(self, trainer: Trainer, module: Module) -> None:
+    def on_test_start(self, trainer: TrainerProtocol, module: Module) -> None:
         self._begin_evaluation(trainer, "test")
 
-    def on_predict_start(self, trainer: Trainer, module: Module) -> None:
+    def on_predict_start(self, trainer: TrainerProtocol, module: Module) -> None:
         self._begin_evaluation(trainer, "prediction")
 
-    def _begin_evaluation(self, trainer: Trainer, label: str) -> None:
+    def _begin_evaluation(self, trainer: TrainerProtocol, label: str) -> None:
         self._begin(label, sum(_lengths(trainer)))
 
-    def _evaluated(self, trainer: Trainer, batch_idx: int, dataloader_idx: int) -> None:
+    def _evaluated(self, trainer: TrainerProtocol, batch_idx: int, dataloader_idx: int) -> None:
         if time.monotonic() >= self._next:
             before = sum(_lengths(trainer)[:dataloader_idx])
             self._draw((int(before) if before < math.inf else 0) + batch_idx + 1, {})
 
     def on_validation_batch_end(
-        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: TrainerProtocol,
+        module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self._evaluated(trainer, batch_idx, dataloader_idx)
 
     def on_test_batch_end(
-        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: TrainerProtocol,
+        module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self._evaluated(trainer, batch_idx, dataloader_idx)
 
     def on_predict_batch_end(
-        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: TrainerProtocol,
+        module: Module,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self._evaluated(trainer, batch_idx, dataloader_idx)
 
-    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
         self._end_evaluation(trainer)
 
-    def on_test_end(self, trainer: Trainer, module: Module) -> None:
+    def on_test_end(self, trainer: TrainerProtocol, module: Module) -> None:
         self._end_evaluation(trainer)
 
-    def on_predict_end(self, trainer: Trainer, module: Module) -> None:
+    def on_predict_end(self, trainer: TrainerProtocol, module: Module) -> None:
         self._end_evaluation(trainer)
 
-    def _end_evaluation(self, trainer: Trainer) -> None:
+    def _end_evaluation(self, trainer: TrainerProtocol) -> None:
         total = sum(_lengths(trainer))
         alone = len(self._stages) == 1 and not trainer.sanity_checking
         self._end(int(total) if alone and total < math.inf else None)
 
 
-def _lengths(trainer: Trainer) -> list[float]:
+def _lengths(trainer: TrainerProtocol) -> list[float]:
     """Return the number of batches of each loader of the running evaluation."""
     lengths = [float(length) for length in trainer.num_val_batches]
     if trainer.sanity_checking and trainer.num_sanity_val_steps >= 0:

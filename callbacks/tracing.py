@@ -9,7 +9,7 @@ from fabricx.core.callback import Callback
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.core.trainer import TrainerProtocol
 
 
 @final
@@ -37,19 +37,19 @@ class Tracing(Callback):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_profiler": None}
 
-    def check_fit(self, trainer: Trainer, module: Module, global_batch: int | None) -> None:
+    def check_fit(self, trainer: TrainerProtocol, module: Module, global_batch: int | None) -> None:
         if not trainer.enable_telemetry or not trainer.writes:
             raise ValueError(
                 "Tracing: nothing is recorded in this run; set enable_telemetry=True and enable a logger or checkpoints"
             )
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
-        trainer.recorder.every_lap = self.steps is None
+    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
+        trainer.session.recorder.every_lap = self.steps is None
 
-    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step + 1  # the weight update that this batch contributes to
         if self.steps is not None:
-            trainer.recorder.every_lap = self.steps[0] <= step <= self.steps[1]
+            trainer.session.recorder.every_lap = self.steps[0] <= step <= self.steps[1]
         if self.operators is None or self._profiled or step < self.operators[0]:
             return
         from torch import profiler
@@ -58,18 +58,20 @@ class Tracing(Callback):
         self._profiler = profiler.profile(activities=list(profiler.supported_activities()))
         self._profiler.start()
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self._profiler is not None and self.operators is not None and trainer.global_step >= self.operators[1]:
             self._end(trainer)
 
-    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
         self._end(trainer)
         self._profiled = False
 
-    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerProtocol, module: Module, exception: BaseException) -> None:
         self._end(trainer)
 
-    def _end(self, trainer: Trainer) -> None:
+    def _end(self, trainer: TrainerProtocol) -> None:
         profiler, self._profiler = self._profiler, None
         if profiler is not None and trainer.run_dir is not None:
             profiler.stop()

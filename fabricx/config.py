@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from fabricx.annotations import check_value
+from fabricx.core.options import TrainerOptions
 from fabricx.errors import did_you_mean
 from fabricx.redaction import masked, masked_keys
 from fabricx.trainer import provenance
@@ -23,50 +24,22 @@ if TYPE_CHECKING:
     from fabricx.trainer.trainer import Trainer
 
 
-@dataclass
-class TrainerConfig:
-    """Arguments of the Trainer with their defaults, without strategy, callbacks and logger, which are groups."""
-
-    accelerator: str = "auto"
-    devices: Any = "auto"
-    num_nodes: int = 1
-    precision: Any = "32-true"
-    max_epochs: Any = None
-    min_epochs: Any = None
-    max_steps: Any = -1
-    min_steps: Any = None
-    max_time: Any = None
-    limit_train_batches: Any = 1.0
-    limit_val_batches: Any = 1.0
-    limit_test_batches: Any = 1.0
-    limit_predict_batches: Any = 1.0
-    overfit_batches: Any = 0
-    val_check_interval: Any = 1.0
-    check_val_every_n_epoch: int | None = 1
-    num_sanity_val_steps: int = 2
-    log_every_n_steps: int = 50
-    accumulate_grad_batches: int = 1
-    gradient_clip_val: float | None = None
-    gradient_clip_algorithm: str | None = "norm"
-    deterministic: Any = False
-    benchmark: bool | None = None
-    inference_mode: bool = True
-    use_distributed_sampler: bool = True
-    profiler: Any = None
-    detect_anomaly: bool = False
-    sync_batchnorm: bool = False
-    reload_dataloaders_every_n_epochs: int = 0
-    fast_dev_run: Any = False
-    enable_checkpointing: bool = True
-    enable_progress_bar: bool = True
-    enable_model_summary: bool = True
-    enable_fault_recovery: bool = True
-    enable_telemetry: bool = True
-    default_root_dir: str | None = None
-    compile: Any = False
-
-
 OPEN_GROUPS = ("module", "data", "strategy")
+_GROUPS = ("self", "strategy", "callbacks", "logger")  # not part of the group "trainer"
+_CHECKED = {"bool": bool, "int": int, "str": str, "bool | None": bool | None, "int | None": int | None,
+            "float | None": float | None, "str | None": str | None}  # types of arguments that Hydra checks  # fmt: skip
+
+
+def _trainer_schema() -> type:
+    """Return a dataclass with the Trainer's arguments and defaults; types that Hydra does not support become Any."""
+    parameters = inspect.signature(TrainerOptions.__init__).parameters.values()
+    return make_dataclass(
+        "TrainerConfig",
+        [(p.name, _CHECKED.get(p.annotation, Any), p.default) for p in parameters if p.name not in _GROUPS],
+    )
+
+
+TrainerConfig: Final = _trainer_schema()
 
 
 def register() -> None:
@@ -161,11 +134,12 @@ def build(cfg: DictConfig | Mapping[str, Any]) -> tuple[Trainer, Module, DataMod
         callbacks=[_plugin(f"callbacks.{name}", "callbacks", name, options) for name, options in _callbacks(config)],
         logger=[_plugin(f"logger.{name}", "loggers", name, options) for name, options in _entries(config, "logger")],
     )
-    trainer.configuration = config
     masked(config)  # registers the secrets, so that they are masked in messages
-    if HydraConfig.initialized():  # use the folder that Hydra created for this run or job
-        trainer.run_dir = Path(HydraConfig.get().runtime.output_dir)
-        provenance.write(trainer.run_dir, config)
+    # Hydra has created a folder for this run or job.
+    run_dir = Path(HydraConfig.get().runtime.output_dir) if HydraConfig.initialized() else None
+    trainer.configure(config, run_dir)
+    if run_dir is not None:
+        provenance.write(run_dir, config)
     return trainer, module, data
 
 

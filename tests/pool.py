@@ -37,7 +37,7 @@ from fabricx.distributed.world import World
 from fabricx.launch import supervisor, worker
 from fabricx.launch.worker import WorkerSpec
 from fabricx.scratch import private_folder
-from fabricx.trainer import session
+from fabricx.trainer import set_up
 from fabricx.trainer.trainer import Trainer
 
 MOST: Final = 6  # pools that are kept
@@ -210,7 +210,7 @@ class _Fresh:
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
         torch.set_rng_state(self._random[2])
-        session._JOBS = itertools.count()
+        set_up._JOBS = itertools.count()
         heartbeat.set_reached(0)
         heartbeat._JOINED[0] = 0
         worlds.WAITED_S[0] = 0.0

@@ -177,8 +177,9 @@ def run(command: str, config: dict[str, Any], run_dir: Path | None = None) -> tu
 
         seed_everything(config["seed"])
     trainer, module, data = build(config)
-    run_dir = trainer.run_dir = run_dir or trainer.run_dir
+    run_dir = run_dir or trainer.run_dir
     assert run_dir is not None
+    trainer.configure(config, run_dir)
     if command == "fit":
         trainer.fit(module, datamodule=data, ckpt_path=config["ckpt_path"])
         if config["test"] and not trainer.interrupted and not trainer.fast_dev_run:

@@ -22,9 +22,12 @@ from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
 
 if TYPE_CHECKING:
+    from fabricx.core.callback import Callback
+    from fabricx.core.module import Module
     from fabricx.core.optimizers import Schedule
+    from fabricx.core.options import TrainerOptions
+    from fabricx.core.strategy import Strategy
     from fabricx.data import Feed
-    from fabricx.trainer.trainer import Trainer
 
 OPTIONS: Final = (
     "precision", "max_epochs", "min_epochs", "max_steps", "min_steps", "limit_train_batches", "limit_val_batches",
@@ -198,16 +201,21 @@ def _like(tensor: Tensor) -> str:
     return f"shape {list(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def of_training(trainer: Trainer) -> dict[str, str]:
+def of_training(
+    options: TrainerOptions, module: Module, strategy: Strategy, callbacks: Sequence[Callback]
+) -> dict[str, str]:  # fmt: skip
     """Describe the options of the trainer, of the strategy, and of callbacks that need all ranks.
 
     Args:
-        trainer: at set-up.
+        options: of the trainer.
+        module: of the user.
+        strategy: of the run.
+        callbacks: of the run.
     """
-    described = {name: _plain(getattr(trainer, name)) for name in OPTIONS}
-    described["automatic_optimization"] = str(trainer.module.automatic_optimization)
-    described["strategy"] = _options(trainer.strategy)
-    acting = [callback for callback in trainer.callbacks if callback.needs_all_ranks]
+    described = {name: _plain(getattr(options, name)) for name in OPTIONS}
+    described["automatic_optimization"] = str(module.automatic_optimization)
+    described["strategy"] = _options(strategy)
+    acting = [callback for callback in callbacks if callback.needs_all_ranks]
     return described | {f"callback {number}": _options(callback) for number, callback in enumerate(acting)}
 
 
@@ -230,27 +238,28 @@ def _options(plugin: Any) -> str:
     return f"{type(plugin).__qualname__}({plain})"
 
 
-def of_hooks(trainer: Trainer, changed: Collection[str] = ()) -> dict[str, str]:
+def of_hooks(
+    options: TrainerOptions, module: Module, strategy: Strategy, train: Feed, optimizers: Sequence[Optimizer],
+    changed: Collection[str] = (),
+) -> dict[str, str]:  # fmt: skip
     """Describe everything that hooks may have changed since set-up and have to change on all ranks.
 
     Args:
-        trainer: of a fit.
+        options: of the trainer.
+        module: of the user.
+        strategy: of the run.
+        train: feed of the training data.
+        optimizers: of the module.
         changed: hyperparameters that hooks of some rank have just changed.
     """
-    described = (
-        {name: _plain(getattr(trainer, name)) for name in OPTIONS}
-        | of_module(trainer.module)
-        | of_data(trainer.train_feed, ())
-    )
-    if trainer.strategy.dealer is not None:  # hyperparameters of each rank's newest update may differ
-        groups = of_optimizers(trainer.module, trainer.optimizers, ()) if changed else {}
+    described = {name: _plain(getattr(options, name)) for name in OPTIONS} | of_module(module) | of_data(train, ())
+    if strategy.dealer is not None:  # hyperparameters of each rank's newest update may differ
+        groups = of_optimizers(module, optimizers, ()) if changed else {}
         return described | {name: value for name, value in groups.items() if name in changed}
     # Optimizers from other packages may store values in their groups that were measured on this rank only.
-    known = [
-        o for o in trainer.optimizers if trainer.strategy.traits.synchronous or type(o).__module__.startswith("torch.")
-    ]
+    known = [o for o in optimizers if strategy.traits.synchronous or type(o).__module__.startswith("torch.")]
     # Sorted: loading a state changes the order of a group's options.
-    return described | dict(sorted(of_optimizers(trainer.module, known, ()).items()))
+    return described | dict(sorted(of_optimizers(module, known, ()).items()))
 
 
 def of_optimizers(

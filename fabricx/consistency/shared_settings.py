@@ -17,25 +17,17 @@ from fabricx.distributed.stop_consensus import Agreement
 from fabricx.errors import RanksDisagree
 
 if TYPE_CHECKING:
+    from fabricx.core.module import Module
+    from fabricx.core.options import TrainerOptions
+    from fabricx.core.state import RunState
+    from fabricx.core.strategy import Strategy
     from fabricx.data import Microbatch
-    from fabricx.distributed.world import World
-    from fabricx.trainer.trainer import Trainer
 
 SKIPS: Final = "on_train_batch_start"
 LOOK_S: Final = 0.0005
 _limits_of: Final = operator.attrgetter(*LIMITS)
 _is_trained: Final = operator.attrgetter("requires_grad")
 Settings = tuple[list[bool], tuple[Any, ...], bool]
-
-
-def share_settings(trainer: Trainer) -> None:
-    """Start to compare settings that hooks change, with the ranks of the present generation.
-
-    Args:
-        trainer: of a fit; receives `shared`.
-    """
-    compares = trainer.world.size > 1 and trainer.strategy.dealer is None and trainer.agreement is not None
-    trainer.shared = SharedSettings(trainer) if compares else None
 
 
 @final
@@ -47,105 +39,109 @@ class SharedSettings:
     changes settings, the ranks exchange nothing.
 
     Args:
-        trainer: of a fit in lockstep.
+        options: of the trainer.
+        module: of the user.
+        strategy: of a run in lockstep.
+        state: position of the run, for messages.
+        agreement: of the run, whose thread also serves these checks.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        named = dict(trainer.module.named_parameters())
+    def __init__(
+        self, options: TrainerOptions, module: Module, strategy: Strategy, state: RunState, agreement: Agreement
+    ) -> None:  # fmt: skip
+        named = dict(module.named_parameters())
+        self._options, self._strategy, self._state, self._agreement = options, strategy, state, agreement
+        self._world = strategy.world  # of one generation: after a change of the ranks, the settings are shared anew
         self._names, self._parameters = [*named], [*named.values()]
-        self._known = self._now(trainer, skips=False)
+        self._known = self._now(skips=False)
         self._checks = self._changes = 0
         self._read: list[str] = []  # keys of the previous comparison
-        self._topic = self._next_topic(trainer)
-        self._every = trainer.strategy.traits.sharded or not trainer.module.automatic_optimization
+        self._topic = self._next_topic()
+        self._every = strategy.traits.sharded or not module.automatic_optimization
 
-    def before_forward(self, trainer: Trainer, micro: Microbatch) -> None:
+    def before_forward(self, micro: Microbatch) -> None:
         """Compare the settings before a forward, which may communicate; every rank calls it.
 
         Args:
-            trainer: of the fit.
             micro: the microbatch.
         """
         if self._every or micro.opens or micro.closes:
-            self.check(trainer)
+            self.check()
 
-    def before_backward(self, trainer: Trainer, micro: Microbatch) -> None:
+    def before_backward(self, micro: Microbatch) -> None:
         """Compare the settings before gradients are exchanged, since a step may have changed them; every rank calls it.
 
         Args:
-            trainer: of the fit.
             micro: the microbatch.
         """
         if micro.closes:
-            self.check(trainer)
+            self.check()
 
-    def _next_topic(self, trainer: Trainer) -> Agreement:
-        return Agreement(trainer.world, f"settings/{self._changes}", beside=trainer.agreement)
+    def _next_topic(self) -> Agreement:
+        return Agreement(self._world, f"settings/{self._changes}", beside=self._agreement)
 
-    def _now(self, trainer: Trainer, *, skips: bool) -> Settings:
-        trainer.strategy.settle_trained()
-        return list(map(_is_trained, self._parameters)), _limits_of(trainer), skips
+    def _now(self, *, skips: bool) -> Settings:
+        self._strategy.settle_trained()
+        return list(map(_is_trained, self._parameters)), _limits_of(self._options), skips
 
-    def check(self, trainer: Trainer, *, skips: bool = False) -> None:
+    def check(self, *, skips: bool = False) -> None:
         """Compare the settings, if any rank has changed them.
 
         Args:
-            trainer: of the fit.
             skips: `on_train_batch_start` has requested to skip the rest of the epoch.
 
         Raises:
             RanksDisagree: ranks have made different changes, or only some ranks have made changes.
         """
         self._checks += 1
-        now, topic = self._now(trainer, skips=skips), self._topic
-        if now == self._known and (topic.reason is None or self._requested_ahead(trainer.world)):
+        now, topic = self._now(skips=skips), self._topic
+        if now == self._known and (topic.reason is None or self._requested_ahead()):
             topic.pass_by(self._checks)
             return
         topic.request("changed")
-        self._compare(trainer, now)
+        self._compare(now)
         self._known = (*now[:2], False)
-        assert trainer.agreement is not None
-        trainer.agreement.forget(topic)
-        assert trainer.world.store is not None
+        self._agreement.forget(topic)
+        assert self._world.store is not None
         for key in self._read:
-            trainer.world.store.delete_key(key)
+            self._world.store.delete_key(key)
         # All ranks will have read these keys before any rank ends the next comparison.
-        self._read = [self._key(trainer.world, trainer.world.rank), *topic.local_keys()]
+        self._read = [self._key(self._world.rank), *topic.local_keys()]
         self._changes += 1
-        self._topic = self._next_topic(trainer)
+        self._topic = self._next_topic()
 
-    def _requested_ahead(self, world: World) -> bool:
+    def _requested_ahead(self) -> bool:
         """Return whether all changed ranks made their changes at a later check; ranks may be ahead of this rank."""
-        reports = [self._report_of(world, rank) for rank in range(world.size)]
+        reports = [self._report_of(rank) for rank in range(self._world.size)]
         return all(report is None or report[0] > self._checks for report in reports)
 
-    def _compare(self, trainer: Trainer, now: Settings) -> None:
-        world = trainer.world
+    def _compare(self, now: Settings) -> None:
+        world = self._world
         assert world.store is not None
-        world.store.set(self._key(world, world.rank), json.dumps([self._checks, self._describe(now)]))
+        world.store.set(self._key(world.rank), json.dumps([self._checks, self._describe(now)]))
         unchanged = [0, self._describe(self._known)]
         reports: dict[int, Any] = {}
         while len(reports) < world.size:
             for rank in range(world.size):
                 # Read `passed` before the report: a rank with changes never passes the check at which it reports them.
                 passed = self._topic.passed_by(rank) >= self._checks
-                report = self._report_of(world, rank)
+                report = self._report_of(rank)
                 if report is not None or passed:
                     reports[rank] = report or unchanged
             membership().check(world.generation)
             time.sleep(LOOK_S if len(reports) < world.size else 0.0)
         by_rank = [reports[rank] for rank in range(world.size)]
         if any(report != by_rank[0] for report in by_rank):
-            raise RanksDisagree(self._explained(trainer, by_rank))
+            raise RanksDisagree(self._explained(by_rank))
 
-    def _explained(self, trainer: Trainer, by_rank: list[Any]) -> str:
+    def _explained(self, by_rank: list[Any]) -> str:
         settings = [described for _, described in by_rank]
         if any(described != settings[0] for described in settings):
             what = "\n  ".join(differences(settings))
         else:
             what = "the same is changed on all ranks, but not in the same batch"
         return (
-            f"step {trainer.state.step}: hooks have changed settings on some ranks only, and all ranks must share "
+            f"step {self._state.step}: hooks have changed settings on some ranks only, and all ranks must share "
             f"them:\n  {what}\n"
             f"  change requires_grad, limits and clipping on all ranks in the same hook and batch, {NO_CONDITION}; "
             "where a rank has no sample, in on_train_batch_start or on_train_batch_end, whose changes that rank "
@@ -161,10 +157,10 @@ class SharedSettings:
         words |= {name: repr(value) for name, value in zip(LIMITS, limits, strict=True)}
         return words | {SKIPS: "skips the rest of the epoch" if skips else "goes on with the epoch"}
 
-    def _report_of(self, world: World, rank: int) -> Any:
-        key = self._key(world, rank)
-        assert world.store is not None
-        return json.loads(world.store.get(key)) if world.store.check([key]) else None
+    def _report_of(self, rank: int) -> Any:
+        key = self._key(rank)
+        assert self._world.store is not None
+        return json.loads(self._world.store.get(key)) if self._world.store.check([key]) else None
 
-    def _key(self, world: World, rank: int) -> str:
-        return world.key(f"settings/{world.generation}/{self._changes}/of/{rank}")
+    def _key(self, rank: int) -> str:
+        return self._world.key(f"settings/{self._world.generation}/{self._changes}/of/{rank}")

@@ -11,7 +11,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabricx.core.module import Module
-    from fabricx.trainer.trainer import Trainer
+
+
+# The trainer of a hook is a `fabricx.core.trainer.TrainerProtocol`; Any, so that an override may annotate its own type,
+# such as fx.Trainer.
+AnyTrainer = Any
 
 
 class Callback(NamesChecked):
@@ -46,7 +50,7 @@ class Callback(NamesChecked):
 
     # the run as a whole
 
-    def check_fit(self, trainer: Trainer, module: Module, global_batch: int | None) -> None:
+    def check_fit(self, trainer: AnyTrainer, module: Module, global_batch: int | None) -> None:
         """Raise an error if the callback doesn't support the run, before worker processes start.
 
         Args:
@@ -55,25 +59,25 @@ class Callback(NamesChecked):
             global_batch: samples of a global batch; 0 if it can't be divided over ranks, None if it is unknown yet.
         """
 
-    def setup(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         """First hook of every rank; `stage` is "fit", "validate", "test" or "predict"."""
 
-    def teardown(self, trainer: Trainer, module: Module, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
         """Last hook of every rank."""
 
-    def on_fit_start(self, trainer: Trainer, module: Module) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
         """The strategy has set up the model and the optimizers exist."""
 
-    def on_fit_end(self, trainer: Trainer, module: Module) -> None:
+    def on_fit_end(self, trainer: AnyTrainer, module: Module) -> None:
         """After `on_train_end`."""
 
-    def on_exception(self, trainer: Trainer, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, module: Module, exception: BaseException) -> None:
         """An exception was raised in this rank's process."""
 
-    def on_save_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: AnyTrainer, module: Module, checkpoint: dict[str, Any]) -> None:
         """Add entries to a checkpoint before it is written; called on every rank, and rank 0's entries are saved."""
 
-    def on_load_checkpoint(self, trainer: Trainer, module: Module, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: AnyTrainer, module: Module, checkpoint: dict[str, Any]) -> None:
         """Read from a checkpoint that is being restored."""
 
     # training
@@ -87,7 +91,7 @@ class Callback(NamesChecked):
         """
         return False
 
-    def repeats_after(self, trainer: Trainer, error: Exception) -> bool:
+    def repeats_after(self, trainer: AnyTrainer, error: Exception) -> bool:
         """Return whether all ranks repeat the step in which this rank raised an error.
 
         Args:
@@ -96,110 +100,110 @@ class Callback(NamesChecked):
         """
         return False
 
-    def on_sanity_check_start(self, trainer: Trainer, module: Module) -> None:
+    def on_sanity_check_start(self, trainer: AnyTrainer, module: Module) -> None:
         """Before the validation batches that precede training."""
 
-    def on_sanity_check_end(self, trainer: Trainer, module: Module) -> None:
+    def on_sanity_check_end(self, trainer: AnyTrainer, module: Module) -> None:
         """After the validation batches that precede training; metrics and random states have been restored."""
 
-    def on_train_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
         """Training begins, after the sanity check and after a checkpoint was restored."""
 
-    def on_train_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_end(self, trainer: AnyTrainer, module: Module) -> None:
         """Training has ended by its limits or by a request to stop."""
 
-    def on_train_epoch_start(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         """An epoch begins."""
 
-    def on_train_epoch_end(self, trainer: Trainer, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         """An epoch has ended; its metrics are in `trainer.callback_metrics`."""
 
-    def on_train_batch_start(self, trainer: Trainer, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> None:
         """The batch is on the device."""
 
-    def on_train_batch_end(self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         """The batch is done; `outputs["loss"]` is the loss, not divided by the accumulation."""
 
-    def on_before_zero_grad(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
+    def on_before_zero_grad(self, trainer: AnyTrainer, module: Module, optimizer: Optimizer) -> None:
         """Before gradients are reset, at the first batch of an accumulation window."""
 
-    def on_before_backward(self, trainer: Trainer, module: Module, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: AnyTrainer, module: Module, loss: Tensor) -> None:
         """Before `backward`."""
 
-    def on_after_backward(self, trainer: Trainer, module: Module) -> None:
+    def on_after_backward(self, trainer: AnyTrainer, module: Module) -> None:
         """After `backward`."""
 
-    def on_before_optimizer_step(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: AnyTrainer, module: Module, optimizer: Optimizer) -> None:
         """Gradients are the global mean, unscaled and not yet clipped."""
 
     # validation
 
-    def on_validation_start(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_start(self, trainer: AnyTrainer, module: Module) -> None:
         """Before validation begins."""
 
-    def on_validation_end(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
         """After validation; metrics are logged."""
 
-    def on_validation_epoch_start(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         """Before the first batch of validation."""
 
-    def on_validation_epoch_end(self, trainer: Trainer, module: Module) -> None:
+    def on_validation_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         """After the last batch of validation."""
 
     def on_validation_batch_start(
-        self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """The batch is on the device."""
 
     def on_validation_batch_end(
-        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """The batch is done."""
 
     # the test
 
-    def on_test_start(self, trainer: Trainer, module: Module) -> None:
+    def on_test_start(self, trainer: AnyTrainer, module: Module) -> None:
         """Before the test begins."""
 
-    def on_test_end(self, trainer: Trainer, module: Module) -> None:
+    def on_test_end(self, trainer: AnyTrainer, module: Module) -> None:
         """After the test; metrics are logged."""
 
-    def on_test_epoch_start(self, trainer: Trainer, module: Module) -> None:
+    def on_test_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         """Before the first batch of the test."""
 
-    def on_test_epoch_end(self, trainer: Trainer, module: Module) -> None:
+    def on_test_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         """After the last batch of the test."""
 
     def on_test_batch_start(
-        self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """The batch is on the device."""
 
     def on_test_batch_end(
-        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """The batch is done."""
 
     # prediction
 
-    def on_predict_start(self, trainer: Trainer, module: Module) -> None:
+    def on_predict_start(self, trainer: AnyTrainer, module: Module) -> None:
         """Before prediction begins."""
 
-    def on_predict_end(self, trainer: Trainer, module: Module) -> None:
+    def on_predict_end(self, trainer: AnyTrainer, module: Module) -> None:
         """After prediction; metrics are logged."""
 
-    def on_predict_epoch_start(self, trainer: Trainer, module: Module) -> None:
+    def on_predict_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
         """Before the first batch of prediction."""
 
-    def on_predict_epoch_end(self, trainer: Trainer, module: Module) -> None:
+    def on_predict_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
         """After the last batch of prediction."""
 
     def on_predict_batch_start(
-        self, trainer: Trainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """The batch is on the device."""
 
     def on_predict_batch_end(
-        self, trainer: Trainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """The batch is done."""

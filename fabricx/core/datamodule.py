@@ -9,7 +9,7 @@ import torch
 from fabricx.core.hparams import HyperParameters
 
 if TYPE_CHECKING:
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.core.trainer import TrainerProtocol
 
 
 class DataModule(HyperParameters):
@@ -19,7 +19,7 @@ class DataModule(HyperParameters):
     every rank, with `stage` "fit", "validate", "test" or "predict".
     """
 
-    trainer: Trainer | None = None
+    trainer: TrainerProtocol | None = None
 
     def prepare_data(self) -> None:
         """Download or write files; runs on a single rank per node, so do not set attributes."""

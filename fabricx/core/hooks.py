@@ -13,7 +13,7 @@ from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.core.trainer import TrainerProtocol
 
 Hook = tuple[Callable[..., Any], ...]
 
@@ -42,7 +42,7 @@ class Hooks:
 
         def __getattr__(self, name: str) -> Hook: ...
 
-    def __init__(self, trainer: Trainer, module: Module, callbacks: Sequence[Callback]) -> None:
+    def __init__(self, trainer: TrainerProtocol, module: Module, callbacks: Sequence[Callback]) -> None:
         first = [callback for callback in callbacks if not callback.watches_metrics]
         watching = [callback for callback in callbacks if callback.watches_metrics]
         watching.sort(key=lambda callback: hasattr(callback, "best_model_path"))  # checkpoints save others' decisions
@@ -65,7 +65,7 @@ def _without(hook: Hook, last: Hook) -> Hook:
     return hook[: len(hook) - len(last)]
 
 
-def _bound(name: str, callbacks: Iterable[Callback], trainer: Trainer, module: Module) -> Hook:
+def _bound(name: str, callbacks: Iterable[Callback], trainer: TrainerProtocol, module: Module) -> Hook:
     if name not in CALLBACK_HOOKS:
         return ()
     return tuple(

@@ -17,7 +17,7 @@ from fabricx.core.reductions import Reduction
 if TYPE_CHECKING:
     from os import PathLike
 
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.core.trainer import TrainerProtocol
 
 _NOT_CARRIED = ("_trainer", "_log_to")  # attributes of the running trainer, which are not pickled
 
@@ -236,9 +236,9 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
     # -- what users read ----------------------------------------------------------------------------------------
 
     @property
-    def trainer(self) -> Trainer:
+    def trainer(self) -> TrainerProtocol:
         """Return the trainer that runs this module."""
-        trainer: Trainer | None = self.__dict__.get("_trainer")
+        trainer: TrainerProtocol | None = self.__dict__.get("_trainer")
         if trainer is None:
             raise RuntimeError(
                 f"{type(self).__name__} is not attached to a trainer; read `trainer` only in steps and hooks of a run"
@@ -246,7 +246,7 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         return trainer
 
     @trainer.setter
-    def trainer(self, trainer: Trainer | None) -> None:
+    def trainer(self, trainer: TrainerProtocol | None) -> None:
         self.__dict__["_trainer"] = trainer
 
     @property
@@ -262,25 +262,25 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
     @property
     def current_epoch(self) -> int:
         """Return the number of completed epochs."""
-        trainer: Trainer | None = self.__dict__.get("_trainer")
+        trainer: TrainerProtocol | None = self.__dict__.get("_trainer")
         return trainer.current_epoch if trainer else 0
 
     @property
     def global_step(self) -> int:
         """Return the number of weight updates."""
-        trainer: Trainer | None = self.__dict__.get("_trainer")
+        trainer: TrainerProtocol | None = self.__dict__.get("_trainer")
         return trainer.global_step if trainer else 0
 
     @property
     def global_rank(self) -> int:
         """Return the rank of this process among all processes."""
-        trainer: Trainer | None = self.__dict__.get("_trainer")
+        trainer: TrainerProtocol | None = self.__dict__.get("_trainer")
         return trainer.global_rank if trainer else 0
 
     @property
     def local_rank(self) -> int:
         """Return the rank of this process on its machine."""
-        trainer: Trainer | None = self.__dict__.get("_trainer")
+        trainer: TrainerProtocol | None = self.__dict__.get("_trainer")
         return trainer.local_rank if trainer else 0
 
     @property

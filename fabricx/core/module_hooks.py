@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from fabricx.core.callback import Callback
-
 
 class ModuleHooks:
     """Hooks of a module; a hook that is not overridden costs nothing.
@@ -39,8 +36,8 @@ class ModuleHooks:
     def configure_model(self) -> None:
         """Create layers that should be created in the worker, on its device."""
 
-    def configure_callbacks(self) -> Callback | list[Callback]:
-        """Return additional callbacks; each replaces the trainer's callback of the same class."""
+    def configure_callbacks(self) -> Any:
+        """Return an additional callback or a list; each replaces the trainer's callback of the same class."""
         return []
 
     # -- how a weight update is done ----------------------------------------------------------------------------

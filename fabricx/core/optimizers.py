@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fabricx.core.strategy import OTHER_STATE
-from fabricx.errors import did_you_mean, missing_metric
+from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.core.strategy import Strategy
 
 
 @dataclass
@@ -142,69 +142,21 @@ def load_schedules(
         schedule.scheduler.load_state_dict(state)
 
 
-def follow_schedules(trainer: Trainer, step: int) -> None:
-    """Advance the schedulers with interval "step" to an update, if ranks work at their own pace.
-
-    They advance per global batch, which may make several updates, and never backwards: the dealer keeps their values
-    at earlier updates for late gradients.
-
-    Args:
-        trainer: its strategy has a dealer.
-        step: number of the update, from 0.
-    """
-    dealer, updates = trainer.strategy.dealer, trainer.strategy.updates_per_batch
-    while dealer.scheduled // updates < step // updates:
-        batch = dealer.scheduled // updates + 1
-        dealer.passes(batch * updates)
-        step_schedules(trainer, "step", batch)
-
-
-def step_schedules(trainer: Trainer, interval: str, count: int) -> None:
-    """Advance the due schedulers of an interval; in manual optimization the user advances them.
-
-    Args:
-        trainer: has made an update, or ends an epoch.
-        interval: "step" or "epoch".
-        count: number of updates or epochs so far.
-
-    Raises:
-        ValueError: the metric of a strict schedule is missing.
-    """
-    if not trainer.lr_schedulers or not trainer.module.automatic_optimization:
-        return
-    for schedule in trainer.lr_schedulers:
-        if schedule.interval != interval or count % schedule.frequency:
-            continue
-        metric = None
-        if schedule.reduce_on_plateau:
-            metric = _monitored(trainer, schedule)
-            if metric is None:
-                if schedule.strict:
-                    raise ValueError(missing_metric(str(schedule.monitor), trainer.published.metrics, "the scheduler"))
-                continue
-        trainer.module.lr_scheduler_step(schedule.scheduler, metric)
-
-
-def _monitored(trainer: Trainer, schedule: Schedule) -> Any:
-    """Return the newest value of a schedule's metric on rank 0, so that all ranks have equal learning rates."""
-    metric = trainer.callback_metrics.get(schedule.monitor or "")
-    return metric if trainer.world.size == 1 else trainer.world.broadcast_object(metric)
-
-
-def need_metrics_each_step(trainer: Trainer) -> bool:
+def need_metrics_each_step(schedules: Sequence[Schedule], strategy: Strategy) -> bool:
     """Return whether a schedule reads a metric after each weight update.
 
     Args:
-        trainer: has its schedules.
+        schedules: of the module.
+        strategy: of the run.
 
     Raises:
         ValueError: there is such a schedule, and ranks work at their own pace.
     """
-    reads_metric = any(schedule.reduce_on_plateau and schedule.interval == "step" for schedule in trainer.lr_schedulers)
-    if reads_metric and trainer.strategy.dealer is not None:
+    reads_metric = any(schedule.reduce_on_plateau and schedule.interval == "step" for schedule in schedules)
+    if reads_metric and strategy.dealer is not None:
         raise ValueError(
             f"a plateau scheduler with interval='step' reads a metric of all ranks after each update, and under "
-            f"{type(trainer.strategy).__name__} ranks do not synchronise at each update; set interval='epoch'"
+            f"{type(strategy).__name__} ranks do not synchronise at each update; set interval='epoch'"
         )
     return reads_metric
 
@@ -221,18 +173,18 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 @final
 class OptimizerHandle:
-    """Proxy of an optimizer, returned by `self.optimizers()`; its `step` runs through the trainer.
+    """Proxy of an optimizer, returned by `self.optimizers()`; its `step` runs through the strategy and the precision.
 
     All other attributes are those of the optimizer.
 
     Args:
         optimizer: of the module.
-        trainer: runs the module.
+        step: updates the weights of an optimizer, which it receives with the closure or None.
     """
 
-    def __init__(self, optimizer: Optimizer, trainer: Trainer) -> None:
+    def __init__(self, optimizer: Optimizer, step: Callable[[Optimizer, Callable[[], Any] | None], None]) -> None:
         self.__dict__["optimizer"] = optimizer
-        self.__dict__["_trainer"] = trainer
+        self.__dict__["_step"] = step
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Update the weights through the strategy and the precision, and count the update.
@@ -240,7 +192,7 @@ class OptimizerHandle:
         Args:
             closure: recomputes the loss; None without.
         """
-        self._trainer.optimizer_step(self.optimizer, closure)
+        self.__dict__["_step"](self.optimizer, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients.

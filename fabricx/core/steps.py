@@ -10,28 +10,32 @@ from torch import Tensor
 from fabricx.core.hooks import accepts
 
 if TYPE_CHECKING:
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.core.module import Module
+    from fabricx.core.precision import Precision
 
 
-def wrap_steps(trainer: Trainer) -> None:
-    """Wrap the module's steps in the precision, and adapt them to the number of their parameters.
+def wrap_steps(module: Module, precision: Precision, *, several_loaders: bool) -> dict[str, Callable[..., Any]]:
+    """Return the module's steps, wrapped in the precision and adapted to the number of their parameters.
 
     Args:
-        trainer: `training_step` and `steps` are set.
+        module: of the user.
+        precision: of the run.
+        several_loaders: evaluation steps are called with the index of the loader.
+
+    Returns:
+        functions by name: "training", "validation", "test", "predict"; those that the module has.
     """
+    steps: dict[str, Callable[..., Any]] = {}
     names = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
     for word, name in names.items():
-        step = getattr(trainer.module, name, None)
+        step = getattr(module, name, None)
         if callable(step):
-            trainer.steps[word] = _fitting(
-                trainer.precision_plugin.wrap_step(step), accepts(step, 3), 3 if trainer.several_loaders else 2
-            )
-    if callable(getattr(trainer.module, "training_step", None)):
-        step = trainer.module.training_step
-        manual = not trainer.module.automatic_optimization
-        wrapped = trainer.precision_plugin.wrap_step(step, updates_weights=manual)
-        trainer.training_step = _fitting(wrapped, accepts(step, 2), 2)
-        trainer.steps["training"] = trainer.training_step
+            steps[word] = _fitting(precision.wrap_step(step), accepts(step, 3), 3 if several_loaders else 2)
+    step = getattr(module, "training_step", None)
+    if callable(step):
+        wrapped = precision.wrap_step(step, updates_weights=not module.automatic_optimization)
+        steps["training"] = _fitting(wrapped, accepts(step, 2), 2)
+    return steps
 
 
 def _fitting(step: Callable[..., Any], accepted: int, passed: int) -> Callable[..., Any]:

@@ -19,22 +19,21 @@ import torch
 from torch import Tensor
 
 from fabricx.checkpoint import tree
-from fabricx.checkpoint.rank_state import RankState, from_record
-from fabricx.consistency.shared_settings import share_settings
 from fabricx.core.state import Phase
-from fabricx.core.steps import wrap_steps
 from fabricx.distributed.generations import Generation, membership
-from fabricx.distributed.stop_consensus import Agreement
 from fabricx.distributed.world import World
 from fabricx.errors import ServerLost
 from fabricx.fault_tolerance import rank_record
-from fabricx.fault_tolerance.progress import NO_SUMS, progress, record_of, standing, take_over
+from fabricx.fault_tolerance.common_state import common_state, load_common_state
+from fabricx.fault_tolerance.progress import NO_SUMS, progress, record_of
 from fabricx.fault_tolerance.rollback import roll_back
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
+from fabricx.session.rank_state import RankState, from_record
 
 if TYPE_CHECKING:
     from fabricx.checkpoint import Writer
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.fault_tolerance.records import RankRecords
+    from fabricx.session.session import Session
 
 NOTICE_S: Final = 1.0  # from an error to the supervisor's notice of a death
 ANSWER_S: Final = 5.0  # from a report of cut connections to the supervisor's answer
@@ -80,45 +79,45 @@ def _record_at(
     return max(earlier, key=lambda entry: entry[0])[1] if earlier else None
 
 
-def recover(trainer: Trainer, error: Exception) -> None:
+def recover(session: Session, ft: RankRecords, error: Exception) -> None:
     """Continue in the next generation after an error that a dead worker has caused.
 
     Args:
-        trainer: of this rank.
+        session: of this rank.
+        ft: its fault tolerance.
         error: of this rank.
 
     Raises:
         Exception: `error`, if no worker has died, or if recovery in place is impossible.
     """
-    ft = trainer.fault_tolerance
     torn = ft.torn and ft.memory is None  # in-memory checkpoints restore the state before that update
-    if trainer.strategy.dealer is not None and trainer.strategy.dealer.holds_leases:
+    if session.strategy.dealer is not None and session.strategy.dealer.holds_leases:
         raise error  # an error in a batch of this rank: its leases are released only when its process ends
-    if not membership().changes or torn or trainer.world.newcomer:
+    if not membership().changes or torn or session.world.newcomer:
         raise error
-    if any(callback.repeats_after(trainer, error) for callback in trainer.callbacks):
+    if any(callback.repeats_after(session.trainer, error) for callback in session.callbacks):
         traceback.clear_frames(error.__traceback__)  # frees the memory that the frames hold
-        membership().send("again", (trainer.world.generation, f"{type(error).__name__}; all ranks repeat the step"))
-    if not _is_membership_change(trainer.world.generation, error, trainer.world.silent):
+        membership().send("again", (session.world.generation, f"{type(error).__name__}; all ranks repeat the step"))
+    if not _is_membership_change(session.world.generation, error, session.world.silent):
         raise error
-    _join_others(trainer, holds=True)
+    _join_others(session, ft, holds=True)
 
 
-def take_part(trainer: Trainer) -> None:
+def take_part(session: Session, ft: RankRecords) -> None:
     """Start training: with all ranks at the beginning, or as a replacement in a running job.
 
     Args:
-        trainer: of this rank.
+        session: of this rank.
+        ft: its fault tolerance.
     """
-    if trainer.world.newcomer:
+    if session.world.newcomer:
         membership().send("ready")
-        _join_others(trainer, holds=False)
+        _join_others(session, ft, holds=False)
         return
-    ft = trainer.fault_tolerance
     if ft.memory is not None:
-        ft.memory.begin(trainer, range(trainer.world.size))
-    if trainer.strategy.dealer is not None:  # the main rank can't be replaced before the servers have its weights
-        trainer.world.barrier()
+        ft.memory.begin(session, range(session.world.size))
+    if session.strategy.dealer is not None:  # the main rank can't be replaced before the servers have its weights
+        session.world.barrier()
     ft.record()
     membership().send("inside")  # recovery in place is possible from this point
 
@@ -142,7 +141,7 @@ def _is_membership_change(generation: int, error: Exception, silent: bool) -> bo
     return group_member.becomes_outdated(generation, ANSWER_S)
 
 
-def _join_others(trainer: Trainer, *, holds: bool) -> None:
+def _join_others(session: Session, ft: RankRecords, *, holds: bool) -> None:
     """Join generations until all members of a generation have loaded the same state.
 
     A worker may die while the members of a generation load the state, when only some members have finished. A member
@@ -150,92 +149,91 @@ def _join_others(trainer: Trainer, *, holds: bool) -> None:
     trains (`Generation.settled`), every member contributes the same state again that it contributed first.
 
     Args:
-        trainer: of this rank.
+        session: of this rank.
+        ft: its fault tolerance.
         holds: this rank was a member before; False for a replacement.
     """
     group_member = membership()
-    writer, given_up = _let_go(trainer) if holds else None, None
-    began, step = time.monotonic(), trainer.state.step
-    number, unchanged, taken_over = trainer.world.generation, holds, -1
-    ft = trainer.fault_tolerance
-    point = (ft.epoch_end or ft.resume_point or RankState(trainer)) if holds and ft.memory is None else None
-    member, state = (_MemberState() if point is None else _current_state(trainer, point)), None
+    writer, given_up = _let_go(session) if holds else None, None
+    began, step = time.monotonic(), session.state.step
+    number, unchanged, taken_over = session.world.generation, holds, -1
+    point = (ft.epoch_end or ft.resume_point or session.rank_state()) if holds and ft.memory is None else None
+    member, state = (_MemberState() if point is None else _current_state(session, ft, point)), None
     while True:
         generation = group_member.newer_than(number, NEWCOMER_S)
         if ft.memory is not None and unchanged and generation.whole:
-            ft.memory.before_change(trainer)
+            ft.memory.before_change(session, torn=ft.torn)
         if 0 <= taken_over <= generation.settled:
-            member, state = _current_state(trainer, RankState(trainer)), None
+            member, state = _current_state(session, ft, session.rank_state()), None
         number, unchanged, taken_over = generation.number, False, -1
         try:
-            _join(trainer, generation)
+            _join(session, generation)
             if writer is not None:  # all members have abandoned the checkpoint that was being written
                 given_up = writer.given_up
                 writer.sweep()
                 writer = None
             if ft.memory is not None:
-                failures = roll_back(trainer, came=not holds)
+                failures = roll_back(session, ft, newcomer=not holds)
             else:
-                member, state = _agree(trainer, generation, member, point, state)
+                member, state = _agree(session, ft, generation, member, point, state)
                 failures, point, taken_over = state["failures"], None, number
-            _connect(trainer, generation)
+            _connect(session, ft, generation)
             if member.records and ft.slot is not None:  # both records are needed until the generation is settled
                 ft.slot.write(*member.records[0])
             ft.record()  # before the other ranks continue: a replacement of this rank starts from this record
-            member.records.append((progress(trainer), record_of(trainer, RankState(trainer))))
-            lost = trainer.world.gather_objects(given_up)
+            member.records.append((progress(session), record_of(session, session.rank_state())))
+            lost = session.world.gather_objects(given_up)
             break
         except Exception as error:
             group_member.shut()
-            if not _is_membership_change(number, error, trainer.world.silent):
+            if not _is_membership_change(number, error, session.world.silent):
                 raise
-    group_member.send("step", (number, trainer.state.step))
-    _report(trainer, failures, step if holds else trainer.state.step, time.monotonic() - began)
-    _report_lost_checkpoint(trainer, lost)
+    group_member.send("step", (number, session.state.step))
+    _report(session, failures, step if holds else session.state.step, time.monotonic() - began)
+    _report_lost_checkpoint(session, lost)
 
 
-def _report(trainer: Trainer, before: int, reached: int, seconds: float) -> None:
+def _report(session: Session, before: int, reached: int, seconds: float) -> None:
     """Report failures after the first `before`, the repeated steps and the duration, in the log."""
-    what = "; ".join(trainer.failures[before:]) or "workers have joined"
-    workers = f"{trainer.world.size} workers go on" if trainer.world.size > 1 else "1 worker goes on"
-    again = reached - trainer.state.step
+    what = "; ".join(session.failures.errors[before:]) or "workers have joined"
+    workers = f"{session.world.size} workers go on" if session.world.size > 1 else "1 worker goes on"
+    again = reached - session.state.step
     lost = f", train {again} step{'s' if again > 1 else ''} again" if again > 0 else ""
-    text = f"{what}; {workers} from step {trainer.state.step}{lost}, after {seconds:.2f} s"
-    trainer.logger_dispatcher.event("recovery", text, trainer.state.step, steps_again=max(0, again), seconds=seconds)
-    trainer.print(text)
+    text = f"{what}; {workers} from step {session.state.step}{lost}, after {seconds:.2f} s"
+    session.metrics.loggers.event("recovery", text, session.state.step, steps_again=max(0, again), seconds=seconds)
+    session.print(text)
 
 
-def _report_lost_checkpoint(trainer: Trainer, abandoned: list[Path | None]) -> None:
+def _report_lost_checkpoint(session: Session, abandoned: list[Path | None]) -> None:
     """Report the user's checkpoint that was abandoned because a worker died, if any."""
     if path := next((path for path in abandoned if path is not None), None):
         text = (
             f"the checkpoint {path} was lost: it was being written when the workers changed, and is not there unless a "
             "hook saves it again"
         )
-        trainer.logger_dispatcher.event("checkpoint", text, trainer.state.step)
-        trainer.print(text)
+        session.metrics.loggers.event("checkpoint", text, session.state.step)
+        session.print(text)
 
 
-def _let_go(trainer: Trainer) -> Writer | None:
+def _let_go(session: Session) -> Writer | None:
     """Abandon the interrupted batch; returns the writer of an abandoned checkpoint."""
     membership().shut()
-    if trainer.agreement is not None:
-        trainer.agreement.close()
-    writer, trainer.writer = trainer.writer, None
+    session.agreement.close()
+    writer, session.checkpoints.writer = session.checkpoints.writer, None
     if writer is not None:
         writer.abandon()
-    if (dealer := trainer.strategy.dealer) is not None:  # other workers finish their section first
+    if (dealer := session.strategy.dealer) is not None:  # other workers finish their section first
         dealer.let_all_meet()
-    trainer.logbook = trainer.train_logbook
-    trainer.logbook.end_batch()
-    trainer.attach_log(trainer.logbook)
-    trainer.state.phase = Phase.TRAIN
+    session.metrics.logbook = session.metrics.training
+    session.metrics.logbook.end_batch()
+    session.metrics.collect(session.metrics.logbook)
+    session.state.phase = Phase.TRAIN
     return writer
 
 
-def _join(trainer: Trainer, generation: Generation) -> None:
+def _join(session: Session, generation: Generation) -> None:
     """Build the process group of a generation, with all members."""
-    group_member, world = membership(), trainer.world
+    group_member, world = membership(), session.world
     if group_member.worker not in generation.workers:
         group_member.leave()
     rank, size = generation.workers.index(group_member.worker), len(generation.workers)
@@ -245,12 +243,9 @@ def _join(trainer: Trainer, generation: Generation) -> None:
     )  # fmt: skip  # all ranks are on the same machine
     _wait_for_all(joined, generation)
     joined.follow()
-    trainer.world = joined
-    if trainer.strategy.dealer is not None:
-        trainer.strategy.dealer.workers = generation.workers
-    trainer.strategy.world_changed(joined)
-    wrap_steps(trainer)
-    trainer.training_step = trainer.strategy.wrap_step(trainer.training_step)
+    if session.strategy.dealer is not None:
+        session.strategy.dealer.workers = generation.workers
+    session.change_world(joined)
     world.release_left_groups()
 
 
@@ -265,22 +260,23 @@ def _wait_for_all(world: World, generation: Generation) -> None:
         time.sleep(0.002)
 
 
-def _current_state(trainer: Trainer, point: RankState) -> _MemberState:
+def _current_state(session: Session, ft: RankRecords, point: RankState) -> _MemberState:
     """Return the contribution of a rank that was a member before."""
-    now = record_of(trainer, RankState(trainer))
-    if trainer.fault_tolerance.epoch_end is not None:  # other ranks may have finished this epoch
+    now = record_of(session, session.rank_state())
+    if ft.epoch_end is not None:  # other ranks may have finished this epoch
         now |= NO_SUMS
-    return _MemberState(progress(trainer), [(progress(trainer), record_of(trainer, point))], now)
+    return _MemberState(progress(session), [(progress(session), record_of(session, point))], now)
 
 
 def _agree(
-    trainer: Trainer, generation: Generation, member: _MemberState, point: RankState | None,
+    session: Session, ft: RankRecords, generation: Generation, member: _MemberState, point: RankState | None,
     before: dict[str, Any] | None,
 ) -> tuple[_MemberState, dict[str, Any]]:  # fmt: skip
     """Load the state of the most advanced member on all members. Nothing changes before all data is received.
 
     Args:
-        trainer: of this rank.
+        session: of this rank.
+        ft: its fault tolerance.
         generation: the generation that agrees.
         member: contribution of this rank.
         point: start of the interrupted batch, if any.
@@ -289,39 +285,40 @@ def _agree(
     Returns:
         the contribution and the state for the next attempt, in case this generation is not settled either.
     """
-    world, members = trainer.world, _gather(trainer, generation, member)
+    world, members = session.world, _gather(session, generation, member)
     furthest = max(other.progress for other in members)
     if not furthest:
         raise RuntimeError("no member of the process group has the state of the run; resume from a checkpoint on disk")
     holder = [other.progress for other in members].index(furthest)
-    state = world.broadcast_object((before or standing(trainer)) if world.rank == holder else None, holder)
+    state = world.broadcast_object((before or common_state(session)) if world.rank == holder else None, holder)
     record = members[world.rank].at(furthest)
-    if trainer.strategy.dealer is None:
+    if session.strategy.dealer is None:
         behind = any(other.progress != furthest for other in members)
-        weights: Any = _broadcast_weights(trainer, point, holder) if behind else None
+        weights: Any = _broadcast_weights(session, point, holder) if behind else None
         records, whole = _records_of_all(members, furthest)
         rank = world.rank if whole else None
         if member.progress != furthest:
-            trainer.strategy.load_state_dict(weights, trainer.module, trainer.optimizers)
+            session.strategy.load_state_dict(weights, session.module, session.optimizers)
         elif point is not None and point.of_window:
-            point.restore_buffers(trainer.module)
+            point.restore_buffers(session.module)
     else:  # the servers have the weights, and each worker keeps its metric sums
         records = [] if record is None else [record]
         rank = 0 if records else None
     states = [from_record(per_rank) for per_rank in records]
-    take_over(trainer, {**state, "ranks": states}, rank, came=not member.progress)
+    ft.torn = False
+    load_common_state(session, {**state, "ranks": states}, rank, newcomer=not member.progress)
     return _MemberState(furthest, [] if record is None else [(furthest, record)]), state
 
 
-def _gather(trainer: Trainer, generation: Generation, member: _MemberState) -> list[_MemberState]:
+def _gather(session: Session, generation: Generation, member: _MemberState) -> list[_MemberState]:
     """Return the contributions of all members, by rank; a replacement contributes the records of its predecessors."""
     folder, worker = membership().folder, membership().worker
     records, empty = member.records, []
     if not member.progress:
         records = _read_slots(folder, generation.replacements.get(worker, ()))
-    if trainer.world.main_rank:
+    if session.world.main_rank:
         empty = [(since, _read_slots(folder, workers)) for since, workers in generation.departed]
-    return trainer.world.gather_objects(replace(member, records=records, empty=empty))
+    return session.world.gather_objects(replace(member, records=records, empty=empty))
 
 
 def _read_slots(folder: str, workers: Iterable[int]) -> Records:
@@ -337,12 +334,12 @@ def _records_of_all(members: list[_MemberState], furthest: tuple[Any, ...]) -> t
     return [record for record in (*present, *absent) if record is not None], whole
 
 
-def _broadcast_weights(trainer: Trainer, point: RankState | None, holder: int) -> Any:
+def _broadcast_weights(session: Session, point: RankState | None, holder: int) -> Any:
     """Return the weights and the optimizer states of rank `holder`, on all ranks."""
-    world = trainer.world
+    world = session.world
     held: tuple[Any, dict[str, Tensor]] = (None, {})  # plain data and tensors of the holder
     if world.rank == holder:
-        state = trainer.strategy.state_dict(trainer.module, trainer.optimizers)
+        state = session.strategy.state_dict(session.module, session.optimizers)
         state["module"].update(point.buffers if point is not None else {})
         held = tree.split(state)
     rest, kinds = world.broadcast_object((held[0], {k: (v.shape, v.dtype) for k, v in held[1].items()}), holder)
@@ -354,28 +351,20 @@ def _broadcast_weights(trainer: Trainer, point: RankState | None, holder: int) -
     return tree.join(rest, tensors)
 
 
-def _connect(trainer: Trainer, generation: Generation) -> None:
+def _connect(session: Session, ft: RankRecords, generation: Generation) -> None:
     """Connect all parts that communicate to the new process group."""
-    world = trainer.world
-    trainer.train_logbook.metrics.world_changed(world.gather_objects, world.size)
-    trainer.train_logbook.metrics.counts_shared = world.main_rank
-    reason = None
-    if trainer.agreement is not None:
-        reason = trainer.agreement.reason
-        trainer.agreement.close()
-    trainer.agreement = Agreement(world)
-    if reason is not None:
-        trainer.agreement.request(reason)
-    share_settings(trainer)
-    trainer.failures = list(generation.failures)
-    ft = trainer.fault_tolerance
+    world = session.world
+    session.metrics.training.metrics.world_changed(world.gather_objects, world.size)
+    session.metrics.training.metrics.counts_shared = world.main_rank
+    session.renew_agreements()
+    session.failures.errors = list(generation.failures)
     ft.resume_point = ft.epoch_end = None
-    trainer.balance.changes.clear()
-    trainer.recorder.became(world.rank, world.size, generation.number)
-    trainer.recorder.begin()
-    if world.main_rank and not trainer.logger_dispatcher and trainer.writes:
-        trainer.logger_dispatcher = LoggerDispatcher(trainer.loggers, trainer.run_dir, trainer.recorder)
-        trainer.logger_dispatcher.rewind(trainer.state.step)
+    session.balance.changes.clear()
+    session.recorder.became(world.rank, world.size, generation.number)
+    session.recorder.begin()
+    if world.main_rank and not session.metrics.loggers and session.writes:
+        session.metrics.loggers = LoggerDispatcher(session.loggers, session.run_dir, session.recorder)
+        session.metrics.loggers.rewind(session.state.step)
     if ft.memory is not None:
-        trainer.logger_dispatcher.rewind(trainer.state.step)
-        ft.memory.begin(trainer, generation.workers)
+        session.metrics.loggers.rewind(session.state.step)
+        ft.memory.begin(session, generation.workers)

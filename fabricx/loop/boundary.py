@@ -6,91 +6,90 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fabricx.checkpoint.save_points import publish_hooks_done
-from fabricx.core.schedule import agree_at_boundary, limit_reached, validation_due
 from fabricx.core.state import Stage
 from fabricx.core.steps import detached
 from fabricx.data import Microbatch
 from fabricx.distributed import heartbeat
 from fabricx.loop.evaluation import validate_in_fit
-from fabricx.metrics.publish import log_step
+from fabricx.session.save_points import publish_hooks_done
+from fabricx.session.schedule import agree_at_boundary, limit_reached, validation_due
 from fabricx.telemetry.recorder import Span
 
 if TYPE_CHECKING:
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.session.session import Session
 
 
-def begin_batch(trainer: Trainer, micro: Microbatch) -> Any:
+def begin_batch(session: Session, micro: Microbatch) -> Any:
     """Return the data of a batch on the device."""
-    trainer.in_step = True  # for the hooks of the transfer
+    session.batch.in_step = True  # for the hooks of the transfer
     heartbeat.advance()
-    batch = micro.data if trainer.bring is None else trainer.bring(micro.data, 0)
-    trainer.in_step = False
-    trainer.is_last_batch = micro.last
-    trainer.logbook.begin_batch(batch, micro.size, trainer.state.step + 1)
-    if trainer.bring is not None:
-        trainer.recorder.lap(Span.TRANSFER)
+    batch = micro.data if session.transfer is None else session.transfer(micro.data, 0)
+    session.batch.in_step = False
+    session.batch.is_last = micro.last
+    session.metrics.logbook.begin_batch(batch, micro.size, session.state.step + 1)
+    if session.transfer is not None:
+        session.recorder.lap(Span.TRANSFER)
     return batch
 
 
-def results_of(trainer: Trainer, outputs: Any, batch: Any) -> Any:
+def results_of(session: Session, outputs: Any, batch: Any) -> Any:
     """Return the outputs of a step without their graph, for the hooks that end a batch."""
     results = {"loss": outputs.detach()} if isinstance(outputs, Tensor) else detached(outputs)
-    trainer.window.outputs, trainer.window.batch = results, batch
+    session.window.outputs, session.window.batch = results, batch
     return results
 
 
-def advance(trainer: Trainer, micro: Microbatch) -> None:
+def advance(session: Session, micro: Microbatch) -> None:
     """Set the position in the data after a batch: a checkpoint that is written from now on continues with the next."""
-    state = trainer.state
+    state = session.state
     if micro.start is not None and micro.start != state.samples:
         state.jump(micro.start)
     state.batch, state.samples = micro.index + 1, micro.position
     state.passed += 1
-    state.validating = validation_due(trainer, micro)
-    trainer.in_step = False
-    trainer.fault_tolerance.after_batch()
+    state.validating = validation_due(session, micro)
+    session.batch.in_step = False
+    session.fault_tolerance.after_batch()
 
 
-def end_batch(trainer: Trainer, micro: Microbatch) -> bool:
+def end_batch(session: Session, micro: Microbatch) -> bool:
     """Log, validate and agree to stop after a batch, on all ranks; returns whether training stops."""
-    call_last_hooks(trainer, micro.index, closes=micro.closes)
-    if trainer.writer is not None:
-        trainer.writer.poll()
-    if trainer.state.validating if micro.closes else validation_due(trainer, micro):
-        validate_in_fit(trainer)
+    call_last_hooks(session, micro.index, closes=micro.closes)
+    if session.checkpoints.writer is not None:
+        session.checkpoints.writer.poll()
+    if session.state.validating if micro.closes else validation_due(session, micro):
+        validate_in_fit(session)
     if not micro.closes:
         return False
-    if agree_at_boundary(trainer) or limit_reached(trainer):
+    if agree_at_boundary(session) or limit_reached(session):
         return True
-    trainer.fault_tolerance.after_step()
+    session.fault_tolerance.after_step()
     return False
 
 
-def call_last_hooks(trainer: Trainer, index: int, *, closes: bool = True) -> None:
+def call_last_hooks(session: Session, index: int, *, closes: bool = True) -> None:
     """Log a step, and call the last hooks of a batch: their checkpoints contain the position after the batch.
 
     Args:
-        trainer: of this rank.
+        session: of this rank.
         index: of the batch in its epoch.
         closes: the batch completes an accumulation window.
     """
     if closes:
-        log_step(trainer)
-    for hook in trainer.hooks.train_batch_end_watching:
-        hook(trainer.window.outputs, trainer.window.batch, index)
+        session.metrics.log_step(session.recorder, session.optimizers, session.window.norm)
+    for hook in session.hooks.train_batch_end_watching:
+        hook(session.window.outputs, session.window.batch, index)
     if closes:
-        trainer.fault_tolerance.stage = Stage.BETWEEN
-        trainer.recorder.end_step(trainer.state.step)
+        session.fault_tolerance.stage = Stage.BETWEEN
+        session.recorder.end_step(session.state.step)
 
 
-def skip_rest(trainer: Trainer, micro: Microbatch) -> int:
+def skip_rest(session: Session, micro: Microbatch) -> int:
     """Skip the rest of the epoch, on all ranks; returns -1."""
     if micro.idle:
-        publish_hooks_done(trainer, skip=True)
-        trainer.idle_ranks = 0
-    if trainer.shared is not None:
-        trainer.shared.check(trainer, skips=True)
-    trainer.strategy.forget_window()
-    trainer.logbook.end_batch()
+        publish_hooks_done(session, skip=True)
+        session.batch.idle_ranks = 0
+    if session.settings is not None:
+        session.settings.check(skips=True)
+    session.strategy.forget_window()
+    session.metrics.logbook.end_batch()
     return -1

@@ -5,58 +5,66 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from fabricx.checkpoint.content import recount_batches, report_global_batch
-from fabricx.consistency.hook_effects import compare_ranks, local_hyperparameters
 from fabricx.core.hooks import call
-from fabricx.core.manual_optimization import check_options
 from fabricx.core.rng import random_kept
-from fabricx.core.schedule import agree_at_boundary, epoch_pending, limit_reached
 from fabricx.core.state import Stage
 from fabricx.loop.boundary import call_last_hooks
 from fabricx.loop.evaluation import validate_in_fit
-from fabricx.metrics.publish import log_measured, publish_epoch
+from fabricx.loop.manual_optimization import check_options
+from fabricx.session.checkpoint import recount_batches, report_global_batch
+from fabricx.session.schedule import agree_at_boundary, epoch_pending, limit_reached
 
 if TYPE_CHECKING:
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.session.session import Session
 
 
-def begin_epoch(trainer: Trainer) -> bool | None:
+def begin_epoch(session: Session) -> bool | None:
     """Prepare an epoch, or the rest of it.
 
     Returns:
         None if its batches are to be trained; else whether the epoch is complete.
     """
-    trainer.fault_tolerance.begin_epoch()
-    trainer.begin_epoch()
-    rates = local_hyperparameters(trainer)
-    with repeated_hooks(trainer.state.batch):
-        call(trainer.hooks.on_train_epoch_start)
-    if not trainer.module.automatic_optimization:
-        check_options(trainer)  # a callback may have changed the accumulation
-    recount_batches(trainer)
-    report_global_batch(trainer)
-    compare_ranks(trainer, f"at the start of epoch {trainer.state.epoch}", rates)
-    if trainer.fault_tolerance.stage is Stage.BATCH_TOLD:  # the last hooks of a batch were interrupted
-        call_last_hooks(trainer, trainer.state.batch - 1)
-    if trainer.state.validating or trainer.state.judging:  # after a batch that an earlier run has trained
-        validate_in_fit(trainer)
-        if agree_at_boundary(trainer) or limit_reached(trainer):
-            return epoch_pending(trainer)
-    trainer.fault_tolerance.begin_batches(saved_within=_saved_within_batches(trainer))
-    trainer.window.accumulate = trainer.accumulate_grad_batches
+    session.fault_tolerance.begin_epoch()
+    _reset_logs_and_loaders(session)
+    rates = session.checks.local_hyperparameters()
+    with repeated_hooks(session.state.batch):
+        call(session.hooks.on_train_epoch_start)
+    if not session.module.automatic_optimization:
+        check_options(session)  # a callback may have changed the accumulation
+    recount_batches(session)
+    report_global_batch(session)
+    session.checks.compare_ranks(f"at the start of epoch {session.state.epoch}", rates)
+    if session.fault_tolerance.stage is Stage.BATCH_TOLD:  # the last hooks of a batch were interrupted
+        call_last_hooks(session, session.state.batch - 1)
+    if session.state.validating or session.state.judging:  # after a batch that an earlier run has trained
+        validate_in_fit(session)
+        if agree_at_boundary(session) or limit_reached(session):
+            return epoch_pending(session)
+    session.fault_tolerance.begin_batches(saved_within=_saved_within_batches(session))
+    session.window.accumulate = session.options.accumulate_grad_batches
     return None
 
 
-def end_epoch(trainer: Trainer) -> None:
+def _reset_logs_and_loaders(session: Session) -> None:
+    """Reset the logs of the epoch, and reload the loaders if that is due."""
+    if not session.state.batch:
+        session.metrics.logbook.batches = 0
+    session.metrics.published.open = True
+    every, epoch = session.options.reload_dataloaders_every_n_epochs, session.state.epoch
+    if every and epoch and epoch % every == 0:
+        session.data.reload(session.world)
+
+
+def end_epoch(session: Session) -> None:
     """Validate, if that is due after the last batch, and publish the values of the epoch."""
-    if trainer.state.validating or trainer.state.judging:
-        validate_in_fit(trainer)
-    trainer.fault_tolerance.before_publishing()
-    publish_epoch(trainer)
-    log_measured(trainer)
-    call(trainer.hooks.train_epoch_end_others)
-    trainer.fault_tolerance.after_publishing()
-    publish_epoch(trainer)  # values that the hooks have logged
+    if session.state.validating or session.state.judging:
+        validate_in_fit(session)
+    session.fault_tolerance.before_publishing()
+    session.metrics.publish_epoch()
+    session.metrics.log_measured()
+    call(session.hooks.train_epoch_end_others)
+    session.fault_tolerance.after_publishing()
+    session.metrics.publish_epoch()  # values that the hooks have logged
 
 
 def repeated_hooks(repeated: int) -> AbstractContextManager[None]:
@@ -64,8 +72,12 @@ def repeated_hooks(repeated: int) -> AbstractContextManager[None]:
     return random_kept() if repeated else nullcontext()
 
 
-def _saved_within_batches(trainer: Trainer) -> bool:
+def _saved_within_batches(session: Session) -> bool:
     """Return whether a checkpoint may be written between the start and the end of a global batch."""
-    if trainer.accumulate_grad_batches > 1 or trainer.state.ranks > trainer.world.size or trainer.strategy.parts:
+    if (
+        session.options.accumulate_grad_batches > 1
+        or session.state.ranks > session.world.size
+        or session.strategy.parts
+    ):
         return True
-    return bool(trainer.hooks.on_train_batch_start)  # this hook may save after the data is read
+    return bool(session.hooks.on_train_batch_start)  # this hook may save after the data is read

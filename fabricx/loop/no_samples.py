@@ -5,58 +5,58 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from fabricx.checkpoint.save_points import follow_hooks
-from fabricx.core.manual_optimization import train_without_data
 from fabricx.data import Microbatch
-from fabricx.loop.accumulation import NO_BATCH
 from fabricx.loop.boundary import advance
+from fabricx.loop.manual_optimization import train_without_data
 from fabricx.loop.update import example_batch, update, zero_grad
+from fabricx.session.accumulation import NO_BATCH
+from fabricx.session.save_points import follow_hooks
 
 if TYPE_CHECKING:
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.session.session import Session
 
 
-def train_without_samples(trainer: Trainer, micro: Microbatch) -> int | None:
+def train_without_samples(session: Session, micro: Microbatch) -> int | None:
     """Run the collectives of a batch without samples; returns -1 if the rest of the epoch is skipped."""
-    trainer.idle_ranks = micro.idle
-    if micro.idle and follow_hooks(trainer):
-        if trainer.shared is not None:
-            trainer.shared.check(trainer, skips=True)
-        trainer.idle_ranks = 0
-        trainer.strategy.forget_window()
+    session.batch.idle_ranks = micro.idle
+    if micro.idle and follow_hooks(session):
+        if session.settings is not None:
+            session.settings.check(skips=True)
+        session.batch.idle_ranks = 0
+        session.strategy.forget_window()
         return -1
-    trainer.in_step = True
-    _compute(trainer, micro)
-    trainer.in_step = False
-    trainer.window.outputs = trainer.window.batch = None
-    for hook in trainer.hooks.train_batch_end_empty:
+    session.batch.in_step = True
+    _compute(session, micro)
+    session.batch.in_step = False
+    session.window.outputs = session.window.batch = None
+    for hook in session.hooks.train_batch_end_empty:
         hook(None, None, micro.index)
     if micro.idle:
-        follow_hooks(trainer)
-        trainer.idle_ranks = 0
+        follow_hooks(session)
+        session.batch.idle_ranks = 0
     return None
 
 
-def _compute(trainer: Trainer, micro: Microbatch) -> None:
+def _compute(session: Session, micro: Microbatch) -> None:
     if micro.size is None:
-        source = type(trainer.train_dataloader).__name__
+        source = type(session.data.train_dataloader).__name__
         raise ValueError(
-            f"rank {trainer.world.rank}: {source} has ended after {micro.index} batches of this epoch, and its length, "
+            f"rank {session.world.rank}: {source} has ended after {micro.index} batches of this epoch, and its length, "
             "or limit_train_batches, promised more, by which the other ranks have weighted their batches. Give it no "
             "length, or set limit_train_batches to the number that each rank has at least"
         )
-    if not trainer.module.automatic_optimization:
-        train_without_data(trainer, micro, example_batch(trainer, micro))
-        trainer.fault_tolerance.after_own_update(micro)
-        advance(trainer, micro)
+    if not session.module.automatic_optimization:
+        train_without_data(session, micro, example_batch(session, micro))
+        session.fault_tolerance.after_own_update(micro)
+        advance(session, micro)
         return
     if micro.opens:
-        zero_grad(trainer, micro)
-    with nullcontext() if micro.closes else trainer.strategy.accumulate():
-        trainer.window.sit_out(trainer, micro, NO_BATCH, *example_batch(trainer, micro))
+        zero_grad(session, micro)
+    with nullcontext() if micro.closes else session.strategy.accumulate():
+        session.window.sit_out(micro, NO_BATCH, session.settings, *example_batch(session, micro))
     if micro.closes:
-        if trainer.window.ready(trainer):
-            update(trainer, micro, None)
+        if session.window.ready():
+            update(session, micro, None)
         else:
-            trainer.state.trained += 1
-        advance(trainer, micro)
+            session.state.trained += 1
+        advance(session, micro)

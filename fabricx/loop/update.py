@@ -2,88 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabricx.core.optimizers import step_schedules
 from fabricx.data import Microbatch
-from fabricx.metrics.publish import publish_step
+from fabricx.loop import manual_optimization
+from fabricx.loop.lr_schedules import step_schedules
 from fabricx.telemetry.recorder import Span
 
 if TYPE_CHECKING:
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.session.session import Session
 
 
-def zero_grad(trainer: Trainer, micro: Microbatch) -> None:
+def zero_grad(session: Session, micro: Microbatch) -> None:
     """Clear the gradients before the first backward of a window."""
-    for optimizer in trainer.optimizers:
-        for hook in trainer.hooks.on_before_zero_grad:
+    for optimizer in session.optimizers:
+        for hook in session.hooks.on_before_zero_grad:
             hook(optimizer)
-        if trainer.overridden.optimizer_zero_grad:
-            trainer.module.optimizer_zero_grad(trainer.state.epoch, micro.index, optimizer)
+        if session.overridden.optimizer_zero_grad:
+            session.module.optimizer_zero_grad(session.state.epoch, micro.index, optimizer)
         else:
             optimizer.zero_grad()
 
 
-def update(trainer: Trainer, micro: Microbatch, batch: Any) -> None:
+def update(session: Session, micro: Microbatch, batch: Any) -> None:
     """Step all optimizers with the gradient of a whole window.
 
     Args:
-        trainer: of this rank.
+        session: of this rank.
         micro: the last microbatch of the window.
         batch: its data; None if this rank has no sample of it.
     """
-    trainer.fault_tolerance.settle()
-    for optimizer in trainer.optimizers:
-        trainer.precision_plugin.unscale(optimizer)
-        own_clipping = trainer.overridden.configure_gradient_clipping
-        if trainer.hooks.on_before_optimizer_step or trainer.gradient_clip_val is not None or own_clipping:
-            _clip(trainer, optimizer, own_clipping=own_clipping)
-        trainer.fault_tolerance.before_update(micro)
-        if trainer.overridden.optimizer_step or trainer.closures:
-            _step_with_closure(trainer, micro, batch, optimizer)
+    session.fault_tolerance.settle()
+    for optimizer in session.optimizers:
+        session.precision.unscale(optimizer)
+        own_clipping = session.overridden.configure_gradient_clipping
+        if session.hooks.on_before_optimizer_step or session.options.gradient_clip_val is not None or own_clipping:
+            _clip(session, optimizer, own_clipping=own_clipping)
+        session.fault_tolerance.before_update(micro)
+        if session.overridden.optimizer_step or session.overridden.closures:
+            _step_with_closure(session, micro, batch, optimizer)
         else:
-            trainer.precision_plugin.step(optimizer, trainer.strategy.step)
-    trainer.precision_plugin.updated()
-    _count_update(trainer)
-    trainer.recorder.lap(Span.OPTIMIZER)
+            session.precision.step(optimizer, session.strategy.step)
+    session.precision.updated()
+    _count_update(session)
+    session.recorder.lap(Span.OPTIMIZER)
 
 
-def _count_update(trainer: Trainer) -> None:
+def step_optimizer(session: Session, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:
+    """Step an optimizer for the module: in manual optimization, or in its `optimizer_step`.
+
+    Args:
+        session: of this rank.
+        optimizer: of the module.
+        closure: computes the loss and the gradients; None without.
+    """
+    session.fault_tolerance.begin_update()
+    if session.module.automatic_optimization:
+        used = closure if id(optimizer) in session.overridden.closures else None
+        session.precision.step(optimizer, session.strategy.step, used)
+        return
+    manual_optimization.step(session, optimizer, closure)
+
+
+def _count_update(session: Session) -> None:
     """Count an update, and step the schedules; asynchronous ranks step them at each new lease."""
-    trainer.state.step = trainer.strategy.updated(trainer.state.step + 1)
-    if trainer.strategy.dealer is None:
-        trainer.state.trained += 1
-        if trainer.overridden.metrics_each_step and trainer.world.size > 1:
-            publish_step(trainer)
-        step_schedules(trainer, "step", trainer.state.step)
+    session.state.step = session.strategy.updated(session.state.step + 1)
+    if session.strategy.dealer is None:
+        session.state.trained += 1
+        if session.overridden.metrics_each_step and session.world.size > 1:
+            session.metrics.publish_step()
+        step_schedules(session, "step", session.state.step)
 
 
-def _clip(trainer: Trainer, optimizer: Optimizer, *, own_clipping: bool) -> None:
+def _clip(session: Session, optimizer: Optimizer, *, own_clipping: bool) -> None:
     """Call the hooks that may read the gradient of an update, and clip it."""
-    limit = trainer.gradient_clip_val
-    if trainer.hooks.on_before_optimizer_step or own_clipping:
-        with trainer.strategy.hooks_see_gradients():
-            for hook in trainer.hooks.on_before_optimizer_step:
+    limit = session.options.gradient_clip_val
+    if session.hooks.on_before_optimizer_step or own_clipping:
+        with session.strategy.hooks_see_gradients():
+            for hook in session.hooks.on_before_optimizer_step:
                 hook(optimizer)
             if own_clipping:
-                trainer.module.configure_gradient_clipping(
-                    optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+                session.module.configure_gradient_clipping(
+                    optimizer, session.options.gradient_clip_val, session.options.gradient_clip_algorithm
                 )
     if limit is not None and not own_clipping:
-        trainer.clip_gradients(optimizer, limit, trainer.gradient_clip_algorithm)
+        session.clip_gradients(optimizer, limit, session.options.gradient_clip_algorithm)
 
 
-def _step_with_closure(trainer: Trainer, micro: Microbatch, batch: Any, optimizer: Optimizer) -> None:
+def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimizer: Optimizer) -> None:
     """Step through the module's own `optimizer_step`, or with an optimizer that computes the loss again."""
-    if trainer.window.planned > 1 and id(optimizer) in trainer.overridden.closures:
+    if session.window.planned > 1 and id(optimizer) in session.overridden.closures:
         raise ValueError(
             f"{type(optimizer).__name__} computes the loss of one batch again, and a global batch is "
-            f"{trainer.window.planned} microbatches on this rank, as {trainer.state.ranks} ranks began this run: "
+            f"{session.window.planned} microbatches on this rank, as {session.state.ranks} ranks began this run: "
             "continue with that number of ranks"
         )
     fresh = True  # the first call returns the loss of the backward that has run already
@@ -92,31 +108,31 @@ def _step_with_closure(trainer: Trainer, micro: Microbatch, batch: Any, optimize
         nonlocal fresh
         if fresh:
             fresh = False
-            return _global_loss(trainer, micro, trainer.window.loss)
+            return _global_loss(session, micro, session.window.loss)
         optimizer.zero_grad()
         if batch is None:  # other ranks compute
-            trainer.strategy.backward_nothing(*example_batch(trainer, micro))
-            return _global_loss(trainer, micro, None)
-        outputs = trainer.training_step(batch, micro.index)
+            session.strategy.backward_nothing(*example_batch(session, micro))
+            return _global_loss(session, micro, None)
+        outputs = session.training_step(batch, micro.index)
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
-        trainer.backward(loss * ((trainer.window.again or micro.factor) * trainer.strategy.gradient_factor))
-        return _global_loss(trainer, micro, loss.detach())
+        session.backward(loss * ((session.window.again or micro.factor) * session.strategy.gradient_factor))
+        return _global_loss(session, micro, loss.detach())
 
-    with torch.enable_grad(), trainer.strategy.hooks_see_gradients():
-        trainer.module.optimizer_step(trainer.state.epoch, micro.index, trainer.handle_of(optimizer), closure)
-    trainer.fault_tolerance.after_own_update(micro)
+    with torch.enable_grad(), session.strategy.hooks_see_gradients():
+        session.module.optimizer_step(session.state.epoch, micro.index, session.handle_of(optimizer), closure)
+    session.fault_tolerance.after_own_update(micro)
 
 
-def _global_loss(trainer: Trainer, micro: Microbatch, loss: Tensor | None) -> Tensor | None:
+def _global_loss(session: Session, micro: Microbatch, loss: Tensor | None) -> Tensor | None:
     """Return the loss of the global batch: an optimizer that reads it has to decide the same on all ranks."""
-    if trainer.world.size == 1 or not trainer.strategy.traits.synchronous:
+    if session.world.size == 1 or not session.strategy.traits.synchronous:
         return loss
-    share = torch.zeros((), dtype=torch.float64, device=trainer.world.device)
+    share = torch.zeros((), dtype=torch.float64, device=session.world.device)
     if loss is not None:
-        share += loss * (trainer.window.again or micro.factor)
-    return trainer.world.all_reduce(share)
+        share += loss * (session.window.again or micro.factor)
+    return session.world.all_reduce(share)
 
 
-def example_batch(trainer: Trainer, micro: Microbatch) -> tuple[Any, ...]:
+def example_batch(session: Session, micro: Microbatch) -> tuple[Any, ...]:
     """Return the arguments with which a rank without samples computes along: (batch, index), or () without a batch."""
-    return () if micro.data is None else (trainer.to_device(micro.data, 0), micro.index)
+    return () if micro.data is None else (session.to_device(micro.data, 0), micro.index)

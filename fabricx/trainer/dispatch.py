@@ -41,17 +41,17 @@ from fabricx.trainer import provenance
 from fabricx.trainer.result import Outcome
 from fabricx.trainer.run_dir import checkpoints_of, new_run_dir, newest_whole, resolve_checkpoint
 from fabricx.trainer.run_request import Job, check_job
-from fabricx.trainer.session import execute, next_job, ranks_that_began
+from fabricx.trainer.set_up import execute, next_job, ranks_that_began
 
 if TYPE_CHECKING:
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.trainer.interface import TrainerInterface
 
 
 T = TypeVar("T")
 _FITS: Final = itertools.count()  # calls of `fit` in this process
 
 
-def dispatch(trainer: Trainer, job: Job) -> Any:
+def dispatch(trainer: TrainerInterface, job: Job) -> Any:
     """Run a job in the right processes, and copy weights, metrics and positions to the caller's objects.
 
     Args:
@@ -74,10 +74,12 @@ def dispatch(trainer: Trainer, job: Job) -> Any:
     return results
 
 
-def _run(trainer: Trainer, job: Job) -> Any:
+def _run(trainer: TrainerInterface, job: Job) -> Any:
     check_job(trainer, job)
-    trainer.interrupted = trainer.terminated = False
+    trainer.stop.interrupted = trainer.stop.terminated = False
     if job.stage == "fit":
+        trainer.stop.requested = trainer.stop.agreed = False
+        trainer.stop.boundary = 0
         trainer.state.run = secrets.token_hex(8)  # a checkpoint records the run that saved it
     # The seed is reproducible if the caller has seeded torch.
     trainer.state.seed = trainer.state.seed or torch.initial_seed() % 2**62
@@ -94,7 +96,7 @@ def _run(trainer: Trainer, job: Job) -> Any:
         if job.stage == "fit" and here is not None:
             _resume_launch(trainer, job, here, stack)
         _prepare_run_dir(trainer, job, here, stack)
-        _aggregate(trainer, job, here, stack)
+        aggregator = _aggregate(trainer, job, here, stack)
         if here is not None and (here.size > 1 or _is_launched()):
             stack.enter_context(_interruptible(trainer, job, (signal.SIGINT, *termination_signals())))
             results = execute(trainer, job, here).results
@@ -102,7 +104,7 @@ def _run(trainer: Trainer, job: Job) -> Any:
                 trainer.world.await_departure()  # the script may exit now, and no supervisor keeps this process alive
             return results
         if _has_workers(trainer, job):
-            return _in_workers(trainer, job)
+            return _in_workers(trainer, job, aggregator)
         device = trainer.strategy.device(trainer.device_ids[0], trainer.accelerator)
         stack.enter_context(_interruptible(trainer, job, (signal.SIGINT, *termination_signals())))
         return execute(trainer, job, World(device=device)).results
@@ -114,7 +116,7 @@ def _is_launched() -> bool:
     return launched is not None and launched.size > 1
 
 
-def _refuse_missing_servers(trainer: Trainer, job: Job) -> None:
+def _refuse_missing_servers(trainer: TrainerInterface, job: Job) -> None:
     """Refuse servers in a world that the user's program has joined: no process of it would serve."""
     if job.stage == "fit" and trainer.strategy.servers:
         raise ValueError(
@@ -125,7 +127,7 @@ def _refuse_missing_servers(trainer: Trainer, job: Job) -> None:
         )
 
 
-def _prepare_run_dir(trainer: Trainer, job: Job, here: World | None, stack: contextlib.ExitStack) -> None:
+def _prepare_run_dir(trainer: TrainerInterface, job: Job, here: World | None, stack: contextlib.ExitStack) -> None:
     """Determine the run's folder, lock it, and resolve the checkpoint to start from."""
     # An existing folder is locked first, because another process may use it; a new folder needs a valid checkpoint.
     earlier = trainer.run_dir is not None
@@ -137,31 +139,32 @@ def _prepare_run_dir(trainer: Trainer, job: Job, here: World | None, stack: cont
         stack.enter_context(_locked(trainer, job, here))
 
 
-def _aggregate(trainer: Trainer, job: Job, here: World | None, stack: contextlib.ExitStack) -> None:
+def _aggregate(
+    trainer: TrainerInterface, job: Job, here: World | None, stack: contextlib.ExitStack
+) -> Aggregator | None:
     """Aggregate the records of all ranks during training, for warnings, TensorBoard and the report."""
-    trainer.watcher = None
+    aggregator = None
     if job.stage != "fit" or not trainer.writes or not trainer.enable_telemetry:
-        return
+        return None
     assert trainer.run_dir is not None
     if here is None or here.main_rank:
         trainer.run_dir.mkdir(parents=True, exist_ok=True)
         board = any(logger.shows_telemetry for logger in trainer.loggers)
         with full_disk_costs("the records of this run"):
-            trainer.watcher = Aggregator(
-                trainer.run_dir, board=board, separate=here is None and _has_workers(trainer, job)
-            )
-            stack.push(functools.partial(_stop_aggregating, trainer))
+            aggregator = Aggregator(trainer.run_dir, board=board, separate=here is None and _has_workers(trainer, job))
+            stack.push(functools.partial(_stop_aggregating, trainer, aggregator))
     _decided_by_main_rank(here, lambda: None)  # other ranks continue when the records of the run exist
+    return aggregator
 
 
-def _stop_aggregating(trainer: Trainer, kind: Any, error: BaseException | None, traceback: Any) -> None:
-    watcher, trainer.watcher = trainer.watcher, None
-    if watcher is not None:
-        stopped = trainer.interrupted or isinstance(error, KeyboardInterrupt)
-        watcher.close("interrupted" if stopped else "success" if error is None else "failed")
+def _stop_aggregating(
+    trainer: TrainerInterface, aggregator: Aggregator, kind: Any, error: BaseException | None, traceback: Any
+) -> None:
+    stopped = trainer.interrupted or isinstance(error, KeyboardInterrupt)
+    aggregator.close("interrupted" if stopped else "success" if error is None else "failed")
 
 
-def _resume_launch(trainer: Trainer, job: Job, here: World, stack: contextlib.ExitStack) -> None:
+def _resume_launch(trainer: TrainerInterface, job: Job, here: World, stack: contextlib.ExitStack) -> None:
     """Resume the run that was in progress when torchrun restarted all processes.
 
     A marker file in the run's folder identifies the launch and the call of `fit` in the script.
@@ -184,7 +187,7 @@ def _resume_launch(trainer: Trainer, job: Job, here: World, stack: contextlib.Ex
 
     run_dir, newest, restarts = _decided_by_main_rank(here, find_run)
     trainer.run_dir = Path(run_dir)
-    trainer.failures = ["torchrun has restarted all processes"] * restarts
+    trainer.failure_log.errors = ["torchrun has restarted all processes"] * restarts
     if newest is not None:
         job.ckpt_path = as_path(newest)
     if cluster.has_restarts() and trainer.strategy.dealer is None and not trainer.strategy.servers:
@@ -228,7 +231,7 @@ def _hold_memory_checkpoints(here: World, folder: Path) -> Iterator[None]:
         memory_holder.end(folder)
 
 
-def _locked(trainer: Trainer, job: Job, here: World | None) -> contextlib.AbstractContextManager[None]:
+def _locked(trainer: TrainerInterface, job: Job, here: World | None) -> contextlib.AbstractContextManager[None]:
     """Return the lock of the run's folder; a null context if this process writes no folder."""
     if job.stage != "fit" or not trainer.writes or (here is not None and not here.main_rank):
         return contextlib.nullcontext()
@@ -262,7 +265,7 @@ def _path(text: str | None) -> Path | None:
     return None if text is None else as_path(text)
 
 
-def _join_cluster(trainer: Trainer) -> World | None:
+def _join_cluster(trainer: TrainerInterface) -> World | None:
     """Join the world of a launch by torchrun or SLURM and return it; None without such a launch."""
     launched = cluster.detect()
     if launched is None or launched.size == 1:
@@ -285,7 +288,7 @@ def _join_cluster(trainer: Trainer) -> World | None:
     return enter(trainer, _connected(trainer, launched))
 
 
-def _connected(trainer: Trainer, launched: World) -> World:
+def _connected(trainer: TrainerInterface, launched: World) -> World:
     """Return the world of a launch with its store.
 
     Raises:
@@ -301,7 +304,7 @@ def _connected(trainer: Trainer, launched: World) -> World:
     return world
 
 
-def enter(trainer: Trainer, world: World) -> World:
+def enter(trainer: TrainerInterface, world: World) -> World:
     """Select the device of a rank and join its process group.
 
     Args:
@@ -323,19 +326,19 @@ def enter(trainer: Trainer, world: World) -> World:
     return world
 
 
-def _work(world: World, trainer: Trainer, job: Job) -> Outcome | None:
+def _work(world: World, trainer: TrainerInterface, job: Job) -> Outcome | None:
     """Run a job in a worker; returns the outcome on the main rank only, for the caller."""
     world = enter(trainer, world)
     # The supervisor handles Ctrl-C; other signals may be sent to a single rank.
     with _interruptible(trainer, job, termination_signals()):
         outcome = execute(trainer, job, world)
-    weights = trainer.strategy.whole_weights(trainer.module)
+    weights = trainer.strategy.whole_weights(job.module)
     if trainer.strategy.dealer is None:  # else ranks end independently of each other
         trainer.world.await_departure()
     return outcome.portable(trainer, weights) if trainer.world.main_rank else None
 
 
-def _in_workers(trainer: Trainer, job: Job) -> Any:
+def _in_workers(trainer: TrainerInterface, job: Job, aggregator: Aggregator | None) -> Any:
     from fabricx.launch.supervisor import run_workers
 
     # The folder exists before the workers start, so that all use the same folder.
@@ -344,21 +347,23 @@ def _in_workers(trainer: Trainer, job: Job) -> Any:
         provenance.write(trainer.run_dir, None)  # this process has the user's command line
     named = {"module": job.module, "trainer": trainer, "train_dataloaders": job.train, "dataloaders": job.evaluate,
              "datamodule": job.datamodule}  # fmt: skip
-    trainer.failures = []
+    trainer.failure_log.errors = []
     trainer.log_settings = LogSettings.of_this_process()
     elastic = _elastic(trainer, job)
+    serve = functools.partial(
+        _serve, records=_records(trainer, aggregator), network=trainer.strategy.link == "gloo"
+    )  # fmt: skip
     while True:
         job.began_with = ranks_that_began(job)
         try:
             outcome = run_workers(
                 _work, (trainer, job), size=len(trainer.device_ids), named=named, servers=_servers(trainer, job),
-                serve=functools.partial(_serve, records=_records(trainer), network=trainer.strategy.link == "gloo"),
-                elastic=elastic, failures=trainer.failures, run_dir=trainer.run_dir,
-                note=None if trainer.watcher is None else trainer.watcher.record_event,
+                serve=serve, elastic=elastic, failures=trainer.failures, run_dir=trainer.run_dir,
+                note=None if aggregator is None else aggregator.record_event,
                 stops_at_step=job.stage == "fit", **_limits(trainer, elastic),
             )[0]  # fmt: skip
         except WorkerFailed as error:
-            _report_lost_checkpoint(trainer, error)
+            _report_lost_checkpoint(aggregator, error)
             if isinstance(error.__cause__, SystemExit) and error.__cause__.code == TERMINATED:
                 raise SystemExit(TERMINATED) from None  # a signal to a rank has ended an evaluation
             if job.stage != "fit" and error.__cause__ is None:  # killed: the failure may not recur, unlike an error
@@ -366,14 +371,14 @@ def _in_workers(trainer: Trainer, job: Job) -> Any:
                     f"{job.stage} does not recover from the failure of a worker: call it again. The weights and "
                     "checkpoints are unchanged"
                 )
-            if job.stage != "fit" or error.stopping or not _restarts(trainer, job, error):
+            if job.stage != "fit" or error.stopping or not _restarts(trainer, job, aggregator, error):
                 raise
         else:
             outcome.absorb(trainer, job)
             return outcome.results
 
 
-def _report_lost_checkpoint(trainer: Trainer, error: WorkerFailed) -> None:
+def _report_lost_checkpoint(aggregator: Aggregator | None, error: WorkerFailed) -> None:
     """Report the loss of a checkpoint that a hook was saving when the workers ended."""
     if error.saving is None:
         return
@@ -384,12 +389,12 @@ def _report_lost_checkpoint(trainer: Trainer, error: WorkerFailed) -> None:
         f"the checkpoint {path} was lost: it was being written at step {step} when a worker failed, and is missing "
         "unless a hook saves it again"
     )
-    if trainer.watcher is not None:
-        trainer.watcher.record_event("checkpoint", text)
+    if aggregator is not None:
+        aggregator.record_event("checkpoint", text)
     print(text, file=sys.stderr, flush=True)
 
 
-def _elastic(trainer: Trainer, job: Job) -> ElasticPolicy | None:
+def _elastic(trainer: TrainerInterface, job: Job) -> ElasticPolicy | None:
     """Return the rules by which workers continue after the death of a worker; None without recovery in place."""
     if job.stage != "fit" or not trainer.strategy.traits.elastic:
         return None
@@ -405,7 +410,7 @@ def _elastic(trainer: Trainer, job: Job) -> ElasticPolicy | None:
     return None
 
 
-def _limits(trainer: Trainer, elastic: ElasticPolicy | None) -> dict[str, Any]:
+def _limits(trainer: TrainerInterface, elastic: ElasticPolicy | None) -> dict[str, Any]:
     """Return the supervisor's timeouts for silent workers, in seconds, by name; a missing name keeps the default."""
     limits = {}
     for name in ("frozen_after", "stuck_after"):
@@ -417,7 +422,7 @@ def _limits(trainer: Trainer, elastic: ElasticPolicy | None) -> dict[str, Any]:
     return limits
 
 
-def _restarts(trainer: Trainer, job: Job, error: WorkerFailed) -> bool:
+def _restarts(trainer: TrainerInterface, job: Job, aggregator: Aggregator | None, error: WorkerFailed) -> bool:
     """Prepare a restart from the newest checkpoint of the run; returns False if no callback requests a restart."""
     assert trainer.run_dir is not None
     checkpoints = checkpoints_of(trainer.run_dir)
@@ -429,25 +434,25 @@ def _restarts(trainer: Trainer, job: Job, error: WorkerFailed) -> bool:
     last = [line for line in error.traceback.splitlines() if line][-1]
     what = f"{lines[0]} {last}"[:300]
     trainer.failures.append(what)
-    trainer.failed_at = time.time()
-    if trainer.watcher is not None:
-        again = max(0, trainer.watcher.run.steps - max(0, step))
-        trainer.watcher.record_event("failure", str(error), steps_again=float(again))
+    trainer.failure_log.newest_at = time.time()
+    if aggregator is not None:
+        again = max(0, aggregator.run.steps - max(0, step))
+        aggregator.record_event("failure", str(error), steps_again=float(again))
     print(f"{what}\nall workers restart from step {max(0, step)}", file=sys.stderr, flush=True)
     job.ckpt_path = path
     return True
 
 
-def _has_workers(trainer: Trainer, job: Job) -> bool:
+def _has_workers(trainer: TrainerInterface, job: Job) -> bool:
     """Return whether a job outside of a launch needs worker processes."""
     return len(trainer.device_ids) * trainer.num_nodes > 1 or _servers(trainer, job) > 0
 
 
-def _servers(trainer: Trainer, job: Job) -> int:
+def _servers(trainer: TrainerInterface, job: Job) -> int:
     return trainer.strategy.servers if job.stage == "fit" else 0
 
 
-def _server_of_cluster(trainer: Trainer) -> World | None:
+def _server_of_cluster(trainer: TrainerInterface) -> World | None:
     """Return the world of the launch if this process is a server, as its last ranks are; None in a worker.
 
     Raises:
@@ -464,24 +469,24 @@ def _server_of_cluster(trainer: Trainer) -> World | None:
     return launched if launched.rank >= launched.size - servers else None
 
 
-def _serve_in_cluster(trainer: Trainer, job: Job, launched: World) -> list[Any]:
+def _serve_in_cluster(trainer: TrainerInterface, job: Job, launched: World) -> list[Any]:
     """Serve the workers of a launch; a server has no results."""
     workers = launched.size - trainer.strategy.servers
     # Without a store: this process does not communicate with the workers as a rank.
-    trainer.world = World(rank=launched.rank, local_rank=launched.local_rank, job=next_job())
+    server = trainer.serve_as(World(rank=launched.rank, local_rank=launched.local_rank, job=next_job()))
     # Connect also for an evaluation, because the workers wait for all processes of the launch.
-    world = replace(_connected(trainer, launched), size=workers, job=trainer.world.job)
+    world = replace(_connected(trainer, launched), size=workers, job=server.job)
     if job.stage == "fit":
         network = launched.local_size < launched.size or trainer.strategy.link == "gloo"
         _serve(world, launched.rank - workers, network=network)
     return []
 
 
-def _records(trainer: Trainer) -> tuple[Path, bool] | None:
+def _records(trainer: TrainerInterface, aggregator: Aggregator | None) -> tuple[Path, bool] | None:
     """Return the folder for the servers' records, and whether they trace each gradient; None without telemetry."""
-    if trainer.watcher is None:
+    if aggregator is None:
         return None
-    return trainer.watcher.run_dir, any(callback.traces for callback in trainer.callbacks)
+    return aggregator.run_dir, any(callback.traces for callback in trainer.callbacks)
 
 
 def _serve(
@@ -504,7 +509,7 @@ def _serve(
 
 
 @contextlib.contextmanager
-def _interruptible(trainer: Trainer, job: Job, signals: tuple[signal.Signals, ...]) -> Iterator[None]:
+def _interruptible(trainer: TrainerInterface, job: Job, signals: tuple[signal.Signals, ...]) -> Iterator[None]:
     """Handle signals during a job: stop training at the next step boundary, and an evaluation immediately.
 
     An evaluation has no state to save. A second signal is handled as it was before the job.

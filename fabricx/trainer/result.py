@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from fabricx.trainer.interface import TrainerInterface
     from fabricx.trainer.run_request import Job
-    from fabricx.trainer.trainer import Trainer
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Outcome:
     attributes: dict[str, Any] = field(default_factory=dict)
     callbacks: list[dict[str, Any]] = field(default_factory=list)
 
-    def portable(self, trainer: Trainer, weights: dict[str, Any]) -> Outcome:
+    def portable(self, trainer: TrainerInterface, weights: dict[str, Any]) -> Outcome:
         """Add the attributes that the caller's objects copy.
 
         Args:
@@ -44,10 +44,9 @@ class Outcome:
         Returns:
             this object.
         """
-        module = trainer.module
+        module = trainer.session.module
         self.weights = weights
-        keys = ("state", "interrupted", "terminated", "run_dir", "num_training_batches", "num_val_batches", "published",
-                "stop_wanted", "stopped")  # fmt: skip
+        keys = ("state", "stop", "run_dir", "batches", "published")
         self.trainer = {key: getattr(trainer, key) for key in keys}
         self.attributes = picklable_part(
             {k: v for k, v in vars(module).items() if not k.startswith("_") and not inspect.ismethod(v)}
@@ -55,7 +54,7 @@ class Outcome:
         self.callbacks = [picklable_part(vars(callback)) for callback in trainer.callbacks]
         return self
 
-    def absorb(self, trainer: Trainer, job: Job) -> None:
+    def absorb(self, trainer: TrainerInterface, job: Job) -> None:
         """Copy the state of the workers' module, trainer and callbacks to the caller's objects.
 
         Args:

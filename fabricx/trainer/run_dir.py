@@ -13,7 +13,7 @@ from fabricx.checkpoint.storage import as_path
 from fabricx.errors import CheckpointError, did_you_mean
 
 if TYPE_CHECKING:
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.trainer.interface import TrainerInterface
 
 
 def new_run_dir(root: Path) -> Path:
@@ -25,7 +25,7 @@ def new_run_dir(root: Path) -> Path:
     return root / "runs" / f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(3)}"
 
 
-def resolve_checkpoint(trainer: Trainer, path: str | Path | None) -> Path | None:
+def resolve_checkpoint(trainer: TrainerInterface, path: str | Path | None) -> Path | None:
     """Resolve "last", "best" or a path to a complete checkpoint; None to start from the beginning.
 
     Args:

@@ -15,7 +15,7 @@ from fabricx.distributed.world import World
 from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.trainer.interface import TrainerInterface
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Job:
     began_with: int | None = None
 
 
-def check_job(trainer: Trainer, job: Job) -> None:
+def check_job(trainer: TrainerInterface, job: Job) -> None:
     """Validate a job before any process starts.
 
     Args:

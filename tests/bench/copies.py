@@ -28,7 +28,7 @@ class Timed(Large):
         self.seconds, self.copying, self.begun = 0.0, 0.0, (0.0, 0.0)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        memory_checkpointer = self.trainer.fault_tolerance.memory
+        memory_checkpointer = self.trainer.session.fault_tolerance.memory
         now = (time.monotonic(), 0.0 if memory_checkpointer is None else memory_checkpointer.seconds)
         if self.trainer.global_step == WARM:
             self.begun = now

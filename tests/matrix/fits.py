@@ -29,7 +29,7 @@ from fabricx.parameter_server.worker.unreduced_gradients import GradientElsewher
 from fabricx.testing import QUIET
 from fabricx.trainer import dispatch
 from fabricx.trainer.run_request import Job, check_job
-from fabricx.trainer.session import execute
+from fabricx.trainer.set_up import execute
 from tests.matrix.cells import BOUNDED, JOINED_WAYS, LOSSY, ONE_WORKER, UNEQUAL_PACE, WAYS, Cell
 from tests.matrix.module import CLIP, PRECISIONS, make_loaders, make_module, whole
 

@@ -535,7 +535,7 @@ def say(line):
 
 class Told(Ledger):
     def on_train_start(self):
-        say(f"rank {self.global_rank} begins at {self.trainer.global_step} of {self.trainer.step_reached}")
+        say(f"rank {self.global_rank} begins at {self.trainer.global_step} of {self.trainer.failure_log.step_reached}")
 
 class LosesMachine(fx.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):

@@ -11,8 +11,8 @@ import torch
 
 import fabricx as fx
 from fabricx import checkpoint
-from fabricx.checkpoint import save_points
 from fabricx.errors import WorkerFailed
+from fabricx.session import save_points
 from fabricx.strategies import AsyncSGD, ParameterServer
 from fabricx.testing import QUIET, SavesAtEnd, TinyModule, run_ranks, tiny_loader
 
@@ -170,3 +170,23 @@ def test_what_ranks_add_otherwise_than_rank_0_is_said(tmp_path: Path) -> None:
     assert told.startswith("on_save_checkpoint adds other values on other ranks (of 1, of_rank), and a checkpoint has")
     assert not none  # rank 0 says it
     assert checkpoint.load(tmp_path / "a.ckpt")["of_all"].tolist() == [0.0, 1.0]
+
+
+def test_the_caller_of_workers_saves_their_weights_and_is_told_that_it_has_no_more(tmp_path: Path) -> None:
+    trainer, module = fx.Trainer(devices=2, strategy="fsdp", max_steps=2, **QUIET), TinyModule()
+    trainer.fit(module, tiny_loader(16, 4))
+    with pytest.raises(RuntimeError, match=r"this process has not trained .* Pass weights_only=True"):
+        trainer.save_checkpoint(tmp_path / "all.ckpt")
+    path = trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    loaded = TinyModule.load_from_checkpoint(path)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), module.parameters(), strict=True))
+
+
+def test_an_evaluation_after_a_fit_leaves_what_is_saved_as_it_is(tmp_path: Path) -> None:
+    trainer, module = fx.Trainer(max_epochs=1, **QUIET), TinyModule()
+    trainer.fit(module, tiny_loader(16, 4))
+    trainer.validate(module, tiny_loader(16, 4), verbose=False)
+    path = trainer.save_checkpoint(tmp_path / "after.ckpt")
+    resumed, whole = TinyModule(), fx.Trainer(max_epochs=2, **QUIET)
+    whole.fit(resumed, tiny_loader(16, 4), ckpt_path=path)
+    assert whole.global_step == 2 * trainer.global_step

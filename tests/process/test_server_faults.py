@@ -60,7 +60,9 @@ class Replaced(Dies):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         deadline = time.monotonic() + 60
-        while self.trainer.world.size == 2 and not self.trainer.outdated:  # nothing names a generation of three yet
+        while (
+            self.trainer.world.size == 2 and not self.trainer.session.fault_tolerance.outdated
+        ):  # nothing names a generation of three yet
             assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(0.04)

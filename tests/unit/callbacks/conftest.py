@@ -15,6 +15,7 @@ from fabricx import checkpoint
 from fabricx.core.callback import Callback
 from fabricx.core.strategy import Strategy
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
+from fabricx.session.status import CheckpointStatus, FailureLog
 from fabricx.strategies import Single
 
 
@@ -61,8 +62,12 @@ class FakeTrainer:
     strategy: Strategy = field(default_factory=Single)
 
     @property
-    def logger_dispatcher(self) -> LoggerDispatcher:
-        return LoggerDispatcher(self.loggers if self.is_global_zero else (), self.run_dir)
+    def session(self) -> Any:
+        loggers = LoggerDispatcher(self.loggers if self.is_global_zero else (), self.run_dir)
+        return SimpleNamespace(
+            metrics=SimpleNamespace(loggers=loggers), module=self.module, failures=FailureLog(self.failures),
+            checkpoints=CheckpointStatus(),
+        )  # fmt: skip
 
     module: Any = field(default_factory=lambda: torch.nn.Linear(4, 2))
 

@@ -17,12 +17,13 @@ from fabricx.core.state import RunState
 from fabricx.data.map_style import OrderedFeed
 from fabricx.distributed.world import World
 from fabricx.errors import CopiesLost
-from fabricx.fault_tolerance.fault_tolerance import FaultTolerance
 from fabricx.loop.boundary import advance
 from fabricx.parameter_server.server.leases import LeaseSet
 from fabricx.parameter_server.server.server import Server
 from fabricx.parameter_server.wire.messages import Ask, Open, Push
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
+from fabricx.session.fault_tolerance import FaultTolerance
+from fabricx.session.status import BatchStatus
 from fabricx.strategies import DDP, LocalSGD
 from tests.unit.parameter_server.server.test_server import begin
 
@@ -32,15 +33,16 @@ class Trainer:
 
     def __init__(self, root: Path, writing_s: float) -> None:
         self.now, self.global_step, self.saved = 1000.0, 0, []
-        self.world, self.failures, self.failed_at = World(), [], 0.0
-        self.fast_dev_run, self.run_dir, self.default_root_dir = False, root, root
+        self.world, self.failures = World(), []
+        self.fast_dev_run, self.run_dir = False, root
         self.writing_s = writing_s
         self.ends: list[tuple[float, Callable[[], None]]] = []
         self.strategy: Any = DDP()
 
     @property
-    def writer(self) -> Any:
-        return SimpleNamespace(busy=lambda: bool(self.ends))
+    def session(self) -> Any:
+        writer = SimpleNamespace(busy=lambda: bool(self.ends))
+        return SimpleNamespace(checkpoints=SimpleNamespace(writer=writer))
 
     def save_checkpoint(self, path: Path, *, wait: bool, after: Callable[[], None]) -> None:
         self.saved.append(self.global_step)
@@ -114,11 +116,11 @@ def test_a_feed_that_goes_on_from_another_place_than_training_is_noticed(
     position: int, expected: tuple[int, int]
 ) -> None:
     feed = OrderedFeed(DataLoader(range(12), 2), World(), 0, float("inf"))
-    trainer: Any = SimpleNamespace(state=RunState(), val_every=float("inf"))
-    trainer.fault_tolerance = FaultTolerance(trainer)
-    state = trainer.state
+    session: Any = SimpleNamespace(state=RunState(), data=SimpleNamespace(val_every=float("inf")), batch=BatchStatus())
+    session.fault_tolerance = FaultTolerance(None, None, session.state, None)  # type: ignore[arg-type]
+    state = session.state
     for micro in itertools.chain(itertools.islice(feed.epoch(0), 2), feed.epoch(0, position=position, first=2)):
-        advance(trainer, micro)
+        advance(session, micro)
     assert (state.left_out, state.again) == expected
     assert state.samples == 12
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fabricx.checkpoint.rank_state import BufferCopies, load_buffers
+from fabricx.session.rank_state import BufferCopies, load_buffers
 
 CHANGES = {
     "complex": torch.tensor([1 + 2j, -3j]),

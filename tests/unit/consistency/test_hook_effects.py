@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 import fabricx as fx
 from fabricx.callbacks import EMA
-from fabricx.consistency.hook_effects import HookEffects, apply_changes, fingerprint
+from fabricx.consistency.hook_effects import HookChecks, fingerprint
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.errors import RanksDisagree
 from fabricx.testing import QUIET, TinyModule, tiny_loader
@@ -58,35 +57,34 @@ def test_one_that_restores_them_and_an_average_of_weights_are_not() -> None:
     fit(changes("on_train_end"))
 
 
-def trained() -> tuple[Any, list[torch.Tensor]]:
+def trained() -> tuple[HookChecks, Any, list[torch.Tensor]]:
     trainer = fx.Trainer(max_epochs=1, **QUIET)
     module = TinyModule()
     trainer.fit(module, tiny_loader())
-    trainer.optimizers = [torch.optim.Adam(module.parameters(), lr=0.1, betas=(0.5, 0.6))]
-    return trainer, list(module.parameters())
+    trainer.optimizers[:] = [torch.optim.Adam(module.parameters(), lr=0.1, betas=(0.5, 0.6))]
+    return trainer.session.checks, trainer, list(module.parameters())
 
 
 def test_rates_and_frozen_parameters_are_told_to_ranks_that_called_no_hook() -> None:
-    trainer, parameters = trained()
-    noted, group = HookEffects(trainer), trainer.optimizers[0].param_groups[0]
-    assert noted.changes(trainer) == ""
+    checks, trainer, parameters = trained()
+    noted, group = checks.effects(), trainer.optimizers[0].param_groups[0]
+    assert noted.changes() == ""
     group["lr"], group["betas"] = 0.025, (0.1, 0.2)
     parameters[0].requires_grad_(False)
-    told = noted.changes(trainer)
+    told = noted.changes()
     group["lr"], group["betas"] = 0.1, (0.5, 0.6)
     parameters[0].requires_grad_(True)
-    apply_changes(trainer, told, idle=True)
+    checks.apply_changes(told, idle=True)
     assert (group["lr"], group["betas"], parameters[0].requires_grad) == (0.025, (0.1, 0.2), False)
-    assert noted.changes(trainer) == told
+    assert noted.changes() == told
     with pytest.raises(RanksDisagree, match="in a batch of which some ranks have no sample"):
-        noted.check(trainer)
+        noted.check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("rows", [4, 9000])
 def test_a_fingerprint_shows_changes_that_leave_norms_as_they_are(dtype: torch.dtype, rows: int) -> None:
     module = torch.nn.ParameterList([torch.randn(1 + rows * 4).to(dtype)])
-    trainer: Any = SimpleNamespace(module=module)
     weight = module[0].data[1:].view(rows, 4)  # not aligned to whole words
     module[0].data[0] = float("nan")
     for change in (
@@ -99,16 +97,16 @@ def test_a_fingerprint_shows_changes_that_leave_norms_as_they_are(dtype: torch.d
         lambda: weight[:3].copy_(weight[:3].flip(0)),
         lambda: weight[3, 3].mul_(1.01),
     ):
-        before, same = fingerprint(trainer), fingerprint(trainer)
+        before, same = fingerprint(module), fingerprint(module)
         change()
         assert torch.equal(before, same)
-        assert not torch.equal(before, fingerprint(trainer))
+        assert not torch.equal(before, fingerprint(module))
 
 
 def test_changed_weights_are_an_error_where_each_rank_has_a_part_of_them() -> None:
-    trainer, parameters = trained()
-    noted = HookEffects(trainer)
+    checks, trainer, parameters = trained()
+    noted = checks.effects()
     parameters[0].data.mul_(2.0)
     trainer.strategy.traits = Traits(sharded=True)
     with pytest.raises(RanksDisagree, match="changed weights at a batch of which some ranks have no sample"):
-        apply_changes(trainer, noted.changes(trainer), idle=True)
+        checks.apply_changes(noted.changes(), idle=True)

@@ -40,10 +40,11 @@ def trainers(store: HashStore, size: int) -> Iterator[list[Any]]:
         world = World(rank=rank, size=size, store=store)
         t: Any = SimpleNamespace(
             world=world, agreement=Agreement(world), module=nn.Linear(2, 1), state=SimpleNamespace(step=7),
-            strategy=SimpleNamespace(traits=Traits(), settle_trained=lambda: None), **dict.fromkeys(LIMITS, 1),
+            strategy=SimpleNamespace(world=world, traits=Traits(), settle_trained=lambda: None),
+            **dict.fromkeys(LIMITS, 1),
         )  # fmt: skip
         t.module.automatic_optimization = True
-        t.shared = SharedSettings(t)
+        t.shared = SharedSettings(t, t.module, t.strategy, t.state, t.agreement)
         found.append(t)
     try:
         yield found
@@ -63,7 +64,7 @@ def train(act: Act, *, size: int = 2, checks: int = 6, in_lockstep: bool = True)
     def work(t: Any) -> None:
         try:
             for number in range(checks):
-                t.shared.check(t, skips=bool(act(t, t.world.rank, number)))
+                t.shared.check(skips=bool(act(t, t.world.rank, number)))
                 if in_lockstep:
                     passed.wait(60)
         except RanksDisagree as error:

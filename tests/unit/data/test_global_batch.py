@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fabricx as fx
-from fabricx.checkpoint.content import _print_global_batch
+from fabricx.session.checkpoint import _print_global_batch
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
@@ -109,15 +109,20 @@ def test_an_accumulation_that_changes_within_an_epoch_is_refused() -> None:
     assert trainer.global_step == 1
 
 
+def data_of(global_batch: int) -> Any:
+    return SimpleNamespace(train_feed=SimpleNamespace(global_batch=global_batch))
+
+
 @pytest.mark.parametrize(("batch", "said"), [(8, False), (16, True)])
 def test_batch_size_and_ranks_changed_together(batch: int, said: bool) -> None:
     strategy = SimpleNamespace(steps_globally=True)
     lines: list[str] = []
-    trainer: Any = SimpleNamespace(
-        train_feed=SimpleNamespace(global_batch=batch),  # batch_size of each rank x the 2 ranks that it began with
-        accumulate_grad_batches=1, state=SimpleNamespace(ranks=2), print=lines.append, strategy=strategy,
+    session: Any = SimpleNamespace(
+        data=data_of(batch),  # batch_size of each rank x the 2 ranks that it began with
+        options=SimpleNamespace(accumulate_grad_batches=1), state=SimpleNamespace(ranks=2), print=lines.append,
+        strategy=strategy,
     )  # fmt: skip
-    _print_global_batch(trainer, 8)
+    _print_global_batch(session, 8)
     assert bool(lines) is said
     assert not said or ("16 samples from here on, where it had 8" in lines[0] and "the 2 ranks" in lines[0])
 
@@ -131,13 +136,13 @@ def test_batch_size_and_ranks_changed_together(batch: int, said: bool) -> None:
 )  # fmt: skip
 def test_an_update_of_one_worker_has_its_batch(strategy: Any, samples: int) -> None:
     lines: list[str] = []
-    trainer: Any = SimpleNamespace(
-        train_feed=SimpleNamespace(global_batch=16), accumulate_grad_batches=1, state=SimpleNamespace(ranks=2),
+    session: Any = SimpleNamespace(
+        data=data_of(16), options=SimpleNamespace(accumulate_grad_batches=1), state=SimpleNamespace(ranks=2),
         print=lines.append, strategy=strategy,
     )  # fmt: skip
-    _print_global_batch(trainer, samples)
+    _print_global_batch(session, samples)
     assert lines == []
-    _print_global_batch(trainer, 4)
+    _print_global_batch(session, 4)
     assert f"each update has {samples} samples from here on, where it had 4" in lines[0]
     assert ("of a single worker" in lines[0]) is (samples == 8)
 

@@ -27,7 +27,7 @@ from fabricx.distributed.generations import Membership
 from fabricx.distributed.world import World
 from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from fabricx.trainer.run_request import Job
-from fabricx.trainer.session import execute
+from fabricx.trainer.set_up import execute
 
 TIMEOUT_S = 30.0  # for anything that has to happen
 
@@ -325,11 +325,11 @@ class Simulation:
         except BaseException:
             self.machine.messages.put((worker, "failed", traceback.format_exc()))
         finally:
-            trainer.fault_tolerance.slot = None  # the memory of a process that has ended
+            vars(trainer.session.fault_tolerance)["slot"] = None  # the memory of a process that has ended
 
 
 def install(monkeypatch: Any) -> None:
     """Use threads as workers during a test."""
     monkeypatch.setattr(generations, "_CURRENT", _ByThread())
     monkeypatch.setattr(stop_consensus, "POLL_S", 0.002)
-    monkeypatch.setattr("fabricx.trainer.session.next_job", lambda: 0)
+    monkeypatch.setattr("fabricx.trainer.set_up.next_job", lambda: 0)

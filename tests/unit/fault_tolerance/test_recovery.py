@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx.distributed.generations import Membership
+from fabricx.distributed.world import World
 from fabricx.fault_tolerance.recovery import recover
 from fabricx.parameter_server.wire.messages import Granted
+from fabricx.strategies import AsyncSGD
 from fabricx.testing import QUIET, Ledger
 from tests.process.test_recovery import Numbered
 from tests.soak import seeds
@@ -110,10 +113,12 @@ def test_an_error_in_a_batch_that_was_dealt_to_a_rank_is_never_taken_for_a_cut_l
     )
     monkeypatch.setattr("fabricx.fault_tolerance.recovery.ANSWER_S", 0.0)
     monkeypatch.setattr("fabricx.fault_tolerance.recovery.NOTICE_S", 0.0)
-    trainer: Any = fx.Trainer(strategy="async_sgd", **QUIET)
-    trainer.strategy.dealer.lease = Granted(3)
+    strategy: Any = AsyncSGD()
+    strategy.dealer.lease = Granted(3)
+    session: Any = SimpleNamespace(strategy=strategy, world=World(), callbacks=[])
+    ft: Any = SimpleNamespace(torn=False, memory=None)
     with pytest.raises(ConnectionResetError):  # of a user's tracking server, for example
-        recover(trainer, ConnectionResetError("Connection reset by peer"))
+        recover(session, ft, ConnectionResetError("Connection reset by peer"))
     assert not said
 
 

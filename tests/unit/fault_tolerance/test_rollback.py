@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fabricx.distributed.world import World
-from fabricx.fault_tolerance import memory_checkpoint, rollback
+from fabricx.fault_tolerance import memory_checkpoint, memory_checkpointer, rollback
+from fabricx.fault_tolerance.memory_checkpointer import MemoryCheckpointer
 from fabricx.strategies import FSDP
 
 
@@ -52,7 +53,8 @@ def together(root: Path, nodes: list[str], work: Callable[[Threads], Any], monke
     """Run `work` on ranks of machines with equally many ranks; return the results by rank."""
     meeting, per_machine = Meeting(len(nodes)), nodes.count(nodes[0])
     thread = threading.local()
-    monkeypatch.setattr(rollback, "membership", lambda: thread.membership)
+    for module in (rollback, memory_checkpointer):
+        monkeypatch.setattr(module, "membership", lambda: thread.membership)
 
     def run(rank: int) -> Any:
         node = nodes[rank]
@@ -80,7 +82,7 @@ def state_of(step: int, shard: int) -> dict[str, Any]:
 
 def copy_steps(*steps: int, groups: int = 1) -> Callable[[Threads], None]:
     def work(world: Threads) -> None:
-        memory_checkpointer = rollback.MemoryCheckpointer(world, in_groups(groups))
+        memory_checkpointer = MemoryCheckpointer(world, in_groups(groups))
         for step in steps:
             state = state_of(step, world.rank % (world.size // groups))
             memory_checkpointer.copies.make((step,), range(world.size), state)
@@ -106,6 +108,7 @@ def test_a_lost_machine_s_part_comes_from_another(
     chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setattr(rollback, "CHUNK", chunk)
+    monkeypatch.setattr(memory_checkpointer, "CHUNK", chunk)
     together(tmp_path, ["a", "a", "b", "b", "c", "c"], copy_steps(3, 4, 5), monkeypatch)
     same = together(tmp_path, ["a", "a", "b", "b", "c", "c"], found, monkeypatch)
     assert same == [(5, [50.0 + rank]) for rank in range(6)]
@@ -136,7 +139,7 @@ def test_a_copy_that_its_buddy_hasn_t_yet_doesn_t_count_once_the_machine_is_lost
     together(tmp_path, ["a", "b"], copy_steps(1, 2), monkeypatch)
 
     def die_while_copying(world: Threads) -> None:
-        memory_checkpointer = rollback.MemoryCheckpointer(world, in_groups(1))
+        memory_checkpointer = MemoryCheckpointer(world, in_groups(1))
         memory_checkpointer.keep((2,))
         memory_checkpointer.copies.make((3,), range(2), state_of(3, 0))
 

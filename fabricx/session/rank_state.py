@@ -15,7 +15,11 @@ from fabricx.metrics.accumulator import Series, join_latest
 from fabricx.metrics.objects import metric_objects, set_states, states_of
 
 if TYPE_CHECKING:
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.core.module import Module
+    from fabricx.data.run_data import RunData
+    from fabricx.distributed.world import World
+    from fabricx.metrics.run_metrics import RunMetrics
+    from fabricx.telemetry.recorder import NoopRecorder
 
 
 @final
@@ -26,24 +30,26 @@ class RankState:
     from its begin. Therefore a snapshot is taken at the begin, and saved in place of the later state.
 
     Args:
-        trainer: of a fit.
+        module: of a fit.
+        data, metrics: of the fit.
         buffers: copies of the module's buffers at the begin of a window, whose batches may change them; None otherwise.
         objects: result of `metric_objects`, if available.
     """
 
     def __init__(
-        self, trainer: Trainer, buffers: dict[str, Tensor] | None = None, objects: dict[str, Any] | None = None
+        self, module: Module, data: RunData, metrics: RunMetrics, buffers: dict[str, Tensor] | None = None,
+        objects: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.of_window = buffers is not None
         self.buffers = buffers or {}
-        self._random, self._own = RandomState(), states_of_generators(trainer.own_generators)
-        metrics = trainer.train_logbook.metrics
-        self._sums, self._shared = metrics.sums(), metrics.shared if metrics.counts_shared else {}
-        objects = metric_objects(trainer.module) if objects is None else objects
+        self._random, self._own = RandomState(), states_of_generators(data.own_generators)
+        sums = metrics.training.metrics
+        self._sums, self._shared = sums.sums(), sums.shared if sums.counts_shared else {}
+        objects = metric_objects(module) if objects is None else objects
         self._objects = {name: states_of(metric) for name, metric in objects.items()}
-        self._logged = _logged_objects(trainer, objects) if objects else {}
-        self._position = trainer.train_feed.state_dict()
-        self._latest = trainer.train_logbook.metrics.latest()
+        self._logged = _logged_objects(metrics, objects) if objects else {}
+        self._position = data.train_feed.state_dict()
+        self._latest = sums.latest()
 
     def restore_buffers(self, module: nn.Module) -> None:
         """Restore the module's buffers from the begin of the window.
@@ -87,25 +93,25 @@ class LoggedMark:
     """Snapshot of metric sums, metric objects and buffers before a batch whose gradient may be dropped.
 
     Args:
-        trainer: of a fit.
+        module: of a fit.
+        metrics, recorder: of the fit.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._values = trainer.logbook.metrics.mark()
-        self._objects = [(metric, states_of(metric)) for metric in metric_objects(trainer.module).values()]
-        self._buffers = [(buffer, buffer.clone()) for buffer in trainer.module.buffers()]
-        self._batches, self._samples = trainer.logbook.batches, trainer.recorder.samples
+    def __init__(self, module: Module, metrics: RunMetrics, recorder: NoopRecorder) -> None:
+        self._metrics, self._recorder = metrics, recorder
+        self._values = metrics.logbook.metrics.mark()
+        self._objects = [(metric, states_of(metric)) for metric in metric_objects(module).values()]
+        self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        self._batches, self._samples = metrics.logbook.batches, recorder.samples
 
     def restore(self) -> None:
         """Restore the state from before the batch, which will be trained again."""
-        trainer = self._trainer
-        trainer.logbook.metrics.rewind(self._values)
+        self._metrics.logbook.metrics.rewind(self._values)
         for metric, states in self._objects:
             set_states(metric, states)
         for buffer, before in self._buffers:
             buffer.copy_(before)
-        trainer.logbook.batches, trainer.recorder.samples = self._batches, self._samples
+        self._metrics.logbook.batches, self._recorder.samples = self._batches, self._samples
 
 
 def from_record(record: dict[str, Any]) -> dict[str, Any]:
@@ -134,18 +140,22 @@ def load_buffers(module: nn.Module, packed: tuple[tuple[str, ...], bytes] | None
         buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))  # clone: a view of another dtype is aligned
 
 
-def restore_rank_states(trainer: Trainer, ranks: list[dict[str, Any]], *, rank: int | None) -> None:
+def restore_rank_states(
+    module: Module, data: RunData, metrics: RunMetrics, world: World, ranks: list[dict[str, Any]], *, rank: int | None
+) -> None:  # fmt: skip
     """Restore metric sums, metric objects, buffers and stream positions of ranks, without random states.
 
     Args:
-        trainer: of a fit.
+        module: of a fit.
+        data, metrics: of the fit.
+        world: the present ranks.
         ranks: `state_dict` of each rank of the earlier run.
         rank: index of this rank's state; None if the ranks have changed: the main rank then merges the sums of all
             ranks, and stream positions are lost.
     """
     same = rank is not None
-    states = [ranks[rank]] if rank is not None else ranks if trainer.world.main_rank else []
-    sums = trainer.train_logbook.metrics
+    states = [ranks[rank]] if rank is not None else ranks if world.main_rank else []
+    sums = metrics.training.metrics
     sums.forget_epoch()
     for saved in states:
         sums.add_sums(saved["sums"])
@@ -154,8 +164,8 @@ def restore_rank_states(trainer: Trainer, ranks: list[dict[str, Any]], *, rank: 
         sums.set_latest(latest[0] if same else join_latest(latest))
         # Without this step the rank would count as a rank without a batch, and its values would be skipped.
         steps = [step for values in latest for _, step, *_ in values.values()]
-        trainer.train_logbook.step = max(steps, default=trainer.train_logbook.step)
-    objects = metric_objects(trainer.module)
+        metrics.training.step = max(steps, default=metrics.training.step)
+    objects = metric_objects(module)
     for metric in objects.values():
         metric.reset()
     for name, (attribute, kind) in ranks[0]["logged"].items() if ranks else ():
@@ -171,15 +181,15 @@ def restore_rank_states(trainer: Trainer, ranks: list[dict[str, Any]], *, rank: 
             set_states(incoming, other)
             metric.merge_state(incoming)
     if same:
-        load_buffers(trainer.module, states[0].get("buffers"))
+        load_buffers(module, states[0].get("buffers"))
     if same and states[0]["position"] is not None:
-        trainer.train_feed.load_state_dict(states[0]["position"])
+        data.train_feed.load_state_dict(states[0]["position"])
 
 
-def _logged_objects(trainer: Trainer, objects: dict[str, Any]) -> dict[str, Any]:
+def _logged_objects(metrics: RunMetrics, objects: dict[str, Any]) -> dict[str, Any]:
     """Return the metric objects logged in this epoch, by logged name: (attribute, kind of the series)."""
     names = {id(metric): name for name, metric in objects.items()}
-    logged = trainer.train_logbook.metrics.objects.items()
+    logged = metrics.training.metrics.objects.items()
     return {name: [names[id(metric)], list(series.kind())] for name, (metric, series) in logged if id(metric) in names}
 
 

@@ -14,32 +14,32 @@ from fabricx.errors import RanksDisagree
 
 if TYPE_CHECKING:
     from fabricx.data import Microbatch
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.session.session import Session
 
 FIRST_STEPS: Final = 2  # first steps of a run, whose gradients are compared over ranks
 COMPARE_EVERY: Final = 64  # steps between later comparisons
 
 
-def check_options(trainer: Trainer) -> None:
+def check_options(session: Session) -> None:
     """Refuse options that only automatic optimization supports.
 
     Args:
-        trainer: its module is manually optimised.
+        session: its module is manually optimised.
 
     Raises:
         ValueError: such an option is set; the message gives the equivalent code for `training_step`.
     """
     refused = {
-        f"accumulate_grad_batches={trainer.accumulate_grad_batches}": (
-            trainer.accumulate_grad_batches != 1,
+        f"accumulate_grad_batches={session.options.accumulate_grad_batches}": (
+            session.options.accumulate_grad_batches != 1,
             "divide the loss by the number of batches, and call optimizer.step() and optimizer.zero_grad() after these",
         ),
-        f"gradient_clip_val={trainer.gradient_clip_val}": (
-            trainer.gradient_clip_val is not None,
+        f"gradient_clip_val={session.options.gradient_clip_val}": (
+            session.options.gradient_clip_val is not None,
             "call self.clip_gradients(optimizer, limit, algorithm) before optimizer.step()",
         ),
         "batch_weight": (
-            trainer.overridden.batch_weight,
+            session.overridden.batch_weight,
             "divide the loss by the global weight, from self.all_gather, or use automatic optimization",
         ),
     }
@@ -48,25 +48,25 @@ def check_options(trainer: Trainer) -> None:
             raise ValueError(f"{option} has no effect on a manually optimised module: {remedy}")
 
 
-def train_manually(trainer: Trainer, micro: Microbatch, batch: Any) -> Any:
+def train_manually(session: Session, micro: Microbatch, batch: Any) -> Any:
     """Run a training step that calls backward and steps its optimizers; count the updates.
 
     Args:
-        trainer: its module is manually optimised.
+        session: its module is manually optimised.
         micro: share of this rank in the global batch.
         batch: on the device.
 
     Returns:
         the outputs of `training_step`.
     """
-    trainer.window.took_part(micro)
-    trainer.window.loss_factor = micro.factor * trainer.strategy.gradient_factor
-    outputs = trainer.training_step(batch, micro.index)
-    trainer.count_manual_steps()
+    session.window.took_part(micro)
+    session.window.loss_factor = micro.factor * session.strategy.gradient_factor
+    outputs = session.training_step(batch, micro.index)
+    count_manual_steps(session)
     return outputs
 
 
-def train_without_data(trainer: Trainer, micro: Microbatch, company: tuple[Any, ...]) -> None:
+def train_without_data(session: Session, micro: Microbatch, company: tuple[Any, ...]) -> None:
     """Run the training step for a batch of which this rank has no sample, with a loss of zero weight.
 
     Only the manual step determines how often it calls `backward`, and for which parameters, and all ranks have to make
@@ -74,26 +74,39 @@ def train_without_data(trainer: Trainer, micro: Microbatch, company: tuple[Any, 
     random numbers and batch statistics do not change.
 
     Args:
-        trainer: its module is manually optimised.
+        session: its module is manually optimised.
         micro: share of this rank in the global batch, without samples.
         company: arguments of the step; empty without any batch.
 
     Raises:
         ValueError: this rank has not had a batch.
     """
-    if trainer.shared is not None:
-        trainer.shared.before_forward(trainer, micro)
-    trainer.window.loss_factor = 0.0
+    if session.settings is not None:
+        session.settings.before_forward(micro)
+    session.window.loss_factor = 0.0
     if not company:
         raise ValueError(
-            f"rank {trainer.world.rank} has not had a batch yet, and a manually optimised module needs all ranks in "
+            f"rank {session.world.rank} has not had a batch yet, and a manually optimised module needs all ranks in "
             "each step; begin each rank's stream with a batch, or use fewer devices"
         )
-    devices = [trainer.world.device] if trainer.world.device.type == "cuda" else []
-    with trainer.logbook.muted(), torch.random.fork_rng(devices=devices), _statistics_kept(trainer.module):
-        trainer.training_step(*company)
-    trainer.logbook.pass_batch(trainer.state.step + 1)
-    trainer.count_manual_steps()
+    devices = [session.world.device] if session.world.device.type == "cuda" else []
+    with session.metrics.logbook.muted(), torch.random.fork_rng(devices=devices), _statistics_kept(session.module):
+        session.training_step(*company)
+    session.metrics.logbook.pass_batch(session.state.step + 1)
+    count_manual_steps(session)
+
+
+def count_manual_steps(session: Session) -> None:
+    """Count the weight updates of a manual batch: the steps of the optimizer that stepped most often.
+
+    Args:
+        session: of this rank.
+    """
+    steps = session.overridden.manual_steps
+    if steps:
+        for _ in range(max(steps.values())):
+            session.state.step = session.strategy.updated(session.state.step + 1)
+        steps.clear()
 
 
 @contextlib.contextmanager
@@ -107,70 +120,70 @@ def _statistics_kept(module: nn.Module) -> Iterator[None]:
         buffer.copy_(copy)
 
 
-def backward(trainer: Trainer, loss: Tensor, *args: Any, **options: Any) -> None:
+def backward(session: Session, loss: Tensor, *args: Any, **options: Any) -> None:
     """Compute gradients as the mean over the global batch, for `Module.manual_backward`.
 
     Args:
-        trainer: its module is manually optimised.
+        session: its module is manually optimised.
         loss: mean over this rank's samples, shape [].
         args: passed to `Module.backward`.
         options: passed to `Module.backward`.
     """
-    factor = trainer.window.loss_factor
-    scaled = trainer.precision_plugin.scale(loss if factor == 1.0 else loss * factor)
-    for hook in trainer.hooks.on_before_backward:
+    factor = session.window.loss_factor
+    scaled = session.precision.scale(loss if factor == 1.0 else loss * factor)
+    for hook in session.hooks.on_before_backward:
         hook(loss)
-    trainer.backward(scaled, *args, **options)
-    for hook in trainer.hooks.on_after_backward:
+    session.backward(scaled, *args, **options)
+    for hook in session.hooks.on_after_backward:
         hook()
 
 
-def step(trainer: Trainer, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:
+def step(session: Session, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:
     """Step an optimizer, and count the step.
 
     Args:
-        trainer: its module is manually optimised.
+        session: its module is manually optimised.
         optimizer: to step.
         closure: recomputes the loss; None without.
     """
-    trainer.precision_plugin.unscale(optimizer)
-    for hook in trainer.hooks.on_before_optimizer_step:
+    session.precision.unscale(optimizer)
+    for hook in session.hooks.on_before_optimizer_step:
         hook(optimizer)
-    trainer.precision_plugin.step(optimizer, trainer.strategy.step, closure)
-    trainer.precision_plugin.updated()
-    trainer.overridden.manual_steps[id(optimizer)] = trainer.overridden.manual_steps.get(id(optimizer), 0) + 1
+    session.precision.step(optimizer, session.strategy.step, closure)
+    session.precision.updated()
+    session.overridden.manual_steps[id(optimizer)] = session.overridden.manual_steps.get(id(optimizer), 0) + 1
 
 
-def watch_gradients(trainer: Trainer) -> None:
+def watch_gradients(session: Session) -> None:
     """Compare the gradients of all ranks before optimizers step, in the first updates and then periodically.
 
     A gradient that was not computed by `manual_backward` (but by `loss.backward()` or `torch.autograd.grad`) is not
     averaged over ranks: the weights of the ranks would silently diverge.
 
     Args:
-        trainer: its module is manually optimised.
+        session: its module is manually optimised.
 
     Raises:
         RanksDisagree: when an optimizer steps: gradients differ between ranks.
     """
-    traits = trainer.strategy.traits
+    traits = session.strategy.traits
     if not traits.synchronous or traits.sharded:
         return
 
     def compare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if trainer.world.size == 1 or (trainer.state.step >= FIRST_STEPS and trainer.state.step % COMPARE_EVERY):
+        if session.world.size == 1 or (session.state.step >= FIRST_STEPS and session.state.step % COMPARE_EVERY):
             return
-        fingerprint = _fingerprint(optimizer).to(trainer.world.device)
-        largest, smallest = trainer.world.all_reduce(torch.stack([fingerprint, -fingerprint]), "max")
+        fingerprint = _fingerprint(optimizer).to(session.world.device)
+        largest, smallest = session.world.all_reduce(torch.stack([fingerprint, -fingerprint]), "max")
         # Averaged gradients are bitwise equal; clipping may round differently on other kinds of processors.
         if bool((largest + smallest > 1e-4 * largest[:, :1]).any()):
             raise RanksDisagree(
-                f"step {trainer.state.step}: the gradients of {type(optimizer).__name__} differ between ranks. Compute "
+                f"step {session.state.step}: the gradients of {type(optimizer).__name__} differ between ranks. Compute "
                 "them with self.manual_backward(loss), which averages them over ranks; loss.backward() and "
                 "torch.autograd.grad do not"
             )
 
-    trainer.overridden.undo += [optimizer.register_step_pre_hook(compare).remove for optimizer in trainer.optimizers]
+    session.overridden.undo += [optimizer.register_step_pre_hook(compare).remove for optimizer in session.optimizers]
 
 
 def _fingerprint(optimizer: Optimizer) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import fabricx as fx
-from fabricx.checkpoint.content import run_state
-from fabricx.fault_tolerance.progress import standing
+from fabricx.fault_tolerance.common_state import common_state
+from fabricx.session.checkpoint import run_state
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
@@ -15,8 +15,10 @@ class Compares(fx.Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
-            state = standing(trainer)
-            self.changed = [name for name in ("batches", "accumulate") if state[name] != run_state(trainer)[name]]
+            state = common_state(trainer.session)
+            self.changed = [
+                name for name in ("batches", "accumulate") if state[name] != run_state(trainer.session)[name]
+            ]
 
 
 def test_a_recovery_goes_on_from_all_that_a_checkpoint_has() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -12,9 +13,18 @@ from fabricx.data import Microbatch
 from fabricx.distributed.generations import membership
 from fabricx.distributed.sync_batchnorm import synchronised
 from fabricx.errors import RanksDisagree
+from fabricx.session.rank_state import LoggedMark
 
 if TYPE_CHECKING:
-    from fabricx.trainer.trainer import Trainer
+    from torch.optim import Optimizer
+
+    from fabricx.consistency.shared_settings import SharedSettings
+    from fabricx.core.module import Module
+    from fabricx.core.options import TrainerOptions
+    from fabricx.core.state import RunState
+    from fabricx.core.strategy import Strategy
+    from fabricx.data.run_data import RunData
+    from fabricx.metrics.run_metrics import RunMetrics
 
 NO_BATCH: Final = "has no batch"
 NO_LOSS: Final = "gave no loss"
@@ -22,9 +32,24 @@ ALL_SKIP_S: Final = 120.0  # longest wait until all ranks have published that th
 
 
 class AccumulationWindow:
-    """State of the present accumulation window on this rank."""
+    """State of the present accumulation window on this rank.
 
-    def __init__(self) -> None:
+    Args:
+        options: of the run.
+        module: of the user.
+        strategy: of the run.
+        state: position of the run.
+        data, metrics: of the run.
+        optimizers: of the module.
+    """
+
+    def __init__(
+        self, options: TrainerOptions, module: Module, strategy: Strategy, state: RunState, data: RunData,
+        metrics: RunMetrics, optimizers: Sequence[Optimizer],
+    ) -> None:  # fmt: skip
+        self._options, self._module, self._strategy, self._state = options, module, strategy, state
+        self._data, self._metrics, self._optimizers = data, metrics, optimizers
+        self.by_weight = False  # the gradient is divided by the sum of `Module.batch_weight` over the global batch
         self.accumulate = 1  # microbatches of a rank in a window, in this epoch
         self.planned = 1
         self.taken = 0.0  # microbatches with a gradient, over all ranks
@@ -35,24 +60,25 @@ class AccumulationWindow:
         self.factor: float | None = None  # loss factor of the newest batch, with `batch_weight`
         self.again: float | None = None  # the same factor with the weight of all ranks
         self.loss_factor = 1.0  # of each loss of a manually optimised batch
+        self.mark: LoggedMark | None = None  # before a batch whose gradient may be dropped
         self._weight = self._share = 0.0  # weight of this rank's batches, and their share of the global batch
         self._number = 0  # of the newest microbatch, counted from 1
         self._absences: list[tuple[str, str, float]] = []
         self._together = True  # whether all ranks have reached the last backward of this rank
 
-    def begin(self, trainer: Trainer, micro: Microbatch) -> None:
+    def begin(self, micro: Microbatch) -> None:
         """Begin a microbatch; the first microbatch of a window resets it.
 
         Args:
-            trainer: of the run.
             micro: share of this rank in the global batch.
 
         Raises:
             ValueError: `accumulate_grad_batches` was changed within the epoch.
         """
-        if trainer.accumulate_grad_batches != self.accumulate:
+        accumulate = self._options.accumulate_grad_batches
+        if accumulate != self.accumulate:
             raise ValueError(
-                f"accumulate_grad_batches was changed from {self.accumulate} to {trainer.accumulate_grad_batches} "
+                f"accumulate_grad_batches was changed from {self.accumulate} to {accumulate} "
                 "within an epoch, whose windows are already determined; change it in on_train_epoch_start, or with the "
                 "callback GradientAccumulation"
             )
@@ -62,20 +88,19 @@ class AccumulationWindow:
             self._number = 0
             self._absences.clear()
 
-    def weigh(self, trainer: Trainer, micro: Microbatch) -> float:
+    def weigh(self, micro: Microbatch) -> float:
         """Weight the newest batch by `Module.batch_weight`; the sum over ranks is computed at the end of the window.
 
         Args:
-            trainer: of the run.
             micro: share of this rank in the global batch.
 
         Returns:
             the weight.
         """
-        weight = trainer.logbook.weight
+        weight = self._metrics.logbook.weight
         self._weight += weight
         self._share += micro.factor
-        self.factor = weight / _usual(trainer)
+        self.factor = weight / self._usual()
         return weight
 
     def took_part(self, micro: Microbatch, loss: Tensor | None = None) -> None:
@@ -89,101 +114,98 @@ class AccumulationWindow:
         self.taken += micro.portion
         self.loss = None if loss is None else loss.detach()
 
-    def sit_out(self, trainer: Trainer, micro: Microbatch, why: str, *company: Any) -> None:
+    def sit_out(self, micro: Microbatch, why: str, settings: SharedSettings | None, *company: Any) -> None:
         """Participate in a microbatch without a gradient, and publish the reason to the other ranks.
 
         Args:
-            trainer: of the run.
             micro: share of this rank in the global batch.
             why: `NO_BATCH` or `NO_LOSS`.
+            settings: compared with the other ranks, before they compute; None without a comparison.
             company: see `Strategy.backward_nothing`.
 
         Raises:
             ValueError: SyncBatchNorm needs a sample of each rank.
         """
-        world = trainer.world
+        world = self._strategy.world
         self._number += 1
-        if world.size > 1 and synchronised(trainer.module):  # the other ranks wait for this rank's statistics
+        if world.size > 1 and synchronised(self._module):  # the other ranks wait for this rank's statistics
             raise ValueError(
                 f"rank {world.rank} {why}, and SyncBatchNorm needs all ranks in each batch; provide a sample for each "
                 "rank, or use another normalisation"
             )
         if micro.apart:  # a leased microbatch: the update without a gradient returns the lease
             return
-        if trainer.shared is not None:
+        if settings is not None:
             if why == NO_BATCH:
-                trainer.shared.before_forward(trainer, micro)
-            trainer.shared.before_backward(trainer, micro)
+                settings.before_forward(micro)
+            settings.before_backward(micro)
         if world.size == 1:
             if why == NO_BATCH:  # an empty part of a global batch
                 self.taken += micro.portion
                 if micro.closes:
-                    trainer.strategy.backward_nothing(*company)
+                    self._strategy.backward_nothing(*company)
             return
-        if not trainer.strategy.traits.synchronous:  # no rank waits for this rank's gradient
+        if not self._strategy.traits.synchronous:  # no rank waits for this rank's gradient
             self.taken += micro.portion
             if why == NO_BATCH:
-                trainer.strategy.backward_nothing(*company)
+                self._strategy.backward_nothing(*company)
             return
         assert world.store is not None
-        position = (world.generation, trainer.state.epoch, trainer.state.step, micro.index, self._number)
+        position = (world.generation, self._state.epoch, self._state.step, micro.index, self._number)
         key = world.key("nothing/" + "/".join(map(str, position)))
         world.store.set(f"{key}/{world.rank}", why)
         self._absences.append((key, why, micro.portion))
-        if micro.closes or trainer.strategy.traits.sharded:  # sharded weights are gathered in each microbatch
-            with trainer.logbook.muted():
-                self._together = trainer.strategy.backward_nothing(*company)
+        if micro.closes or self._strategy.traits.sharded:  # sharded weights are gathered in each microbatch
+            with self._metrics.logbook.muted():
+                self._together = self._strategy.backward_nothing(*company)
         elif why == NO_BATCH:
-            trainer.strategy.forward_nothing()
+            self._strategy.forward_nothing()
 
-    def ready(self, trainer: Trainer) -> bool:
+    def ready(self) -> bool:
         """Close the window, and return whether there is a gradient for a weight update.
 
         All ranks have finished the last backward, so that every rank without a gradient has published its reason.
-
-        Args:
-            trainer: of the run.
 
         Raises:
             RanksDisagree: only some ranks have a loss for a batch.
             ValueError: with `deterministic="elastic"`, only a part of a global batch has no loss.
         """
         for absence in self._absences:
-            self._settle(trainer, *absence)
+            self._settle(*absence)
         if self.taken == 0:
             return False
-        if trainer.overridden.batch_weight and trainer.module.automatic_optimization:
-            return self._divide_by_weight(trainer)
+        if self.by_weight:
+            return self._divide_by_weight()
         if self.taken != self.planned:  # fewer microbatches than the divisor of the loss
-            if trainer.strategy.parts:
+            if self._strategy.parts:
                 raise ValueError(
                     "training_step returned None for a part of a global batch, and under deterministic='elastic' a "
                     "batch can only be skipped as a whole; return a loss of zero"
                 )
-            _scale_gradients(trainer, self.planned / self.taken)
+            self._scale_gradients(self.planned / self.taken)
         return True
 
-    def _divide_by_weight(self, trainer: Trainer) -> bool:
+    def _divide_by_weight(self) -> bool:
         """Divide the gradient by the weight of the global batch; return whether an update follows."""
-        total, share = torch.tensor([self._weight], device=trainer.world.device), 1.0
-        if trainer.strategy.traits.synchronous:
-            trainer.world.all_reduce(total)
+        total, share = torch.tensor([self._weight], device=self._strategy.world.device), 1.0
+        if self._strategy.traits.synchronous:
+            self._strategy.world.all_reduce(total)
         else:  # the gradient is of this rank only
             share = self._share * self.planned / self.taken  # excludes microbatches without a loss
         weight = float(total)
         if weight:
-            self.again = (self.factor or 0.0) * _usual(trainer) * share / weight
-            _scale_gradients(trainer, _usual(trainer) * share / weight)
-        return weight > 0.0 or not trainer.strategy.traits.synchronous
+            self.again = (self.factor or 0.0) * self._usual() * share / weight
+            self._scale_gradients(self._usual() * share / weight)
+        return weight > 0.0 or not self._strategy.traits.synchronous
 
-    def _settle(self, trainer: Trainer, key: str, why: str, portion: float) -> None:
-        store, size = trainer.world.store, trainer.world.size
+    def _settle(self, key: str, why: str, portion: float) -> None:
+        store, size = self._strategy.world.store, self._strategy.world.size
         assert store is not None
         keys = [f"{key}/{rank}" for rank in range(size)]
         if not self._together:
             deadline = time.monotonic() + ALL_SKIP_S  # later, another rank must have trained the batch
             while not store.check(keys) and time.monotonic() < deadline:
-                membership().check(trainer.world.generation)  # `store.wait` would not detect the death of a rank
+                membership().check(self._strategy.world.generation)  # `store.wait` would not detect the death of a rank
                 time.sleep(0.002)
         if store.check(keys):  # all ranks skip it, or it is an empty part of the global batch on all ranks
             self.taken += portion * all(store.get(reason_key).decode() == NO_BATCH for reason_key in keys)
@@ -191,20 +213,22 @@ class AccumulationWindow:
         if why != NO_BATCH:
             absent = [rank for rank in range(size) if store.check([keys[rank]])]
             raise RanksDisagree(
-                f"step {trainer.state.step}: training_step returned None on rank {', '.join(map(str, absent))} and a "
+                f"step {self._state.step}: training_step returned None on rank {', '.join(map(str, absent))} and a "
                 "loss on the other ranks; return None on all ranks to skip a batch"
             )
         self.taken += portion  # other ranks had a batch
 
+    def _usual(self) -> int:
+        """Return the provisional divisor of summed gradients, which avoids overflow until the total weight is known."""
+        return max(1, self._data.train_feed.global_batch * self._options.accumulate_grad_batches)
 
-def _usual(trainer: Trainer) -> int:
-    """Return the provisional divisor of summed gradients, which avoids overflow until the total weight is known."""
-    return max(1, trainer.train_feed.global_batch * trainer.accumulate_grad_batches)
-
-
-def _scale_gradients(trainer: Trainer, factor: float) -> None:
-    gradients = [
-        p.grad for o in trainer.optimizers for group in o.param_groups for p in group["params"] if p.grad is not None
-    ]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
+    def _scale_gradients(self, factor: float) -> None:
+        gradients = [
+            p.grad
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)

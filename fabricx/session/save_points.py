@@ -11,71 +11,70 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from fabricx.consistency.hook_effects import apply_changes
 from fabricx.core.state import Phase
 from fabricx.distributed.generations import membership
 from fabricx.errors import RanksApart, RanksDisagree
 
 if TYPE_CHECKING:
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.session.session import Session
 
 ALL_CALL_S: Final = 60.0  # in lockstep, the other ranks call it as soon as they reach the same hook
 LOOK_S: Final = 0.02
 FOLLOW_S: Final = 0.002  # the last batch of an epoch takes at most this much longer
 
 
-def check_savable(trainer: Trainer, *, weights_only: bool) -> None:
+def check_savable(session: Session, *, weights_only: bool) -> None:
     """Refuse a checkpoint from which the run could not resume exactly.
 
     Args:
-        trainer: of the run.
+        session: of the run.
         weights_only: as in `save_checkpoint`.
 
     Raises:
         RanksApart: ranks work at their own pace at present.
         RuntimeError: a training step is running, training has not begun, or another checkpoint is being collected.
     """
-    if trainer.collecting:
+    if session.checkpoints.collecting:
         raise RuntimeError("save_checkpoint is called within on_save_checkpoint, for the checkpoint that calls it")
-    if trainer.apart:
+    if session.batch.asynchronous:
         raise RanksApart(
             "save_checkpoint: each rank works at its own pace, and a checkpoint needs all ranks. Save "
             "in on_train_epoch_end or on_validation_end, or let ModelCheckpoint(every_n_train_steps=...) do it: all "
             "ranks meet for that"
         )
-    if trainer.state.phase is Phase.IDLE and trainer.agreement is not None:
+    if session.state.phase is Phase.IDLE and session.running:
         raise RuntimeError(
             "save_checkpoint: training has not begun, so weights and position may still be those of another run: "
             "save in on_train_start"
         )
-    if trainer.in_step and trainer.idle_ranks:
+    if session.batch.in_step and session.batch.idle_ranks:
         raise RuntimeError(
             "save_checkpoint: a training step is running, and some ranks have no sample of this batch, so they "
             "don't call it. Save in on_train_batch_end"
         )
-    if trainer.in_step and not weights_only:
+    if session.batch.in_step and not weights_only:
         raise RuntimeError(
             "save_checkpoint: a training step is running, so weights, random numbers and statistics would be "
             "newer than the position in the data. Save in on_train_batch_end, or with weights_only=True"
         )
 
 
-def meet_to_save(trainer: Trainer, path: Path, *, weights_only: bool, wait: bool) -> None:
+def meet_to_save(session: Session, path: Path, *, weights_only: bool, wait: bool) -> None:
     """Wait until all ranks have called `save_checkpoint` with the same arguments.
 
     Args:
-        trainer: of the run.
+        session: of the run.
         path: of the checkpoint.
         weights_only, wait: further arguments of `save_checkpoint`, which ranks without a sample copy.
 
     Raises:
         RanksDisagree: a rank has not called it, or with other arguments.
     """
-    world = trainer.world
-    if world.size == 1 or world.store is None or trainer.state.phase is Phase.IDLE:
+    world = session.world
+    if world.size == 1 or world.store is None or session.state.phase is Phase.IDLE:
         return
-    key, call = _next_save(trainer), json.dumps([str(path), weights_only, wait])
-    if trainer.idle_ranks:
+    key, call = _next_save(session), json.dumps([str(path), weights_only, wait])
+    if session.batch.idle_ranks:
         world.store.set(f"{key}/call", call)
     world.store.set(f"{key}/{world.rank}", call)
     deadline = time.monotonic() + ALL_CALL_S
@@ -98,15 +97,15 @@ def meet_to_save(trainer: Trainer, path: Path, *, weights_only: bool, wait: bool
         raise RanksDisagree(f"save_checkpoint is called with other paths or options on other ranks: {listed}")
 
 
-def publish_hooks_done(trainer: Trainer, changes: str = "", *, skip: bool = False) -> None:
+def publish_hooks_done(session: Session, changes: str = "", *, skip: bool = False) -> None:
     """Notify ranks without a sample of this microbatch that this rank has called its hooks.
 
     Args:
-        trainer: of a fit.
+        session: of a fit.
         changes: changes by the hooks; see `HookEffects`.
         skip: the hooks request to skip the rest of the epoch.
     """
-    store, key = trainer.world.store, _next_hooks(trainer)
+    store, key = session.world.store, _next_hooks(session)
     assert store is not None
     if skip:
         store.set(f"{key}/skip", "")
@@ -114,57 +113,60 @@ def publish_hooks_done(trainer: Trainer, changes: str = "", *, skip: bool = Fals
         store.set(f"{key}/changes", changes)
     store.add(f"{key}/done", 1)
     if changes:
-        apply_changes(trainer, changes, idle=False)
+        session.checks.apply_changes(changes, idle=False)
 
 
-def follow_hooks(trainer: Trainer) -> bool:
+def follow_hooks(session: Session) -> bool:
     """Wait until the ranks with a sample of this microbatch have called their hooks, and repeat saves and changes.
 
     Args:
-        trainer: of a fit, on a rank without a sample.
+        session: of a fit, on a rank without a sample.
 
     Returns:
         Whether the rest of the epoch is skipped.
     """
-    world, key = trainer.world, _next_hooks(trainer)
+    world, key = session.world, _next_hooks(session)
     store = world.store
     assert store is not None
     while True:
         # Read `done` before `call`: a rank counts as done after its last call, so no call is missed.
-        done = store.add(f"{key}/done", 0) >= world.size - trainer.idle_ranks
-        call = f"{_key_of_save(trainer, _saves(trainer) + 1)}/call"
+        done = store.add(f"{key}/done", 0) >= world.size - session.batch.idle_ranks
+        call = f"{_key_of_save(session, _saves(session) + 1)}/call"
         if store.check([call]):
             path, weights_only, wait = json.loads(store.get(call))
-            trainer.save_checkpoint(path, weights_only, wait=wait)
+            session.trainer.save_checkpoint(path, weights_only, wait=wait)
         elif done:
             if store.check([f"{key}/changes"]):
-                apply_changes(trainer, store.get(f"{key}/changes").decode(), idle=True)
+                session.checks.apply_changes(store.get(f"{key}/changes").decode(), idle=True)
             return store.check([f"{key}/skip"])
         else:
             membership().check(world.generation)
             time.sleep(FOLLOW_S)
 
 
-def _place(trainer: Trainer) -> tuple[int, ...]:
-    return trainer.world.generation, trainer.state.epoch, trainer.state.step, trainer.state.batch
+def _place(session: Session) -> tuple[int, ...]:
+    return session.world.generation, session.state.epoch, session.state.step, session.state.batch
 
 
-def _saves(trainer: Trainer) -> int:
+def _saves(session: Session) -> int:
     """Return the number of the newest checkpoint at this position in the data; -1 for none."""
-    return trainer.saves[1] if trainer.saves[0] == _place(trainer) else -1
+    return session.checkpoints.saves[1] if session.checkpoints.saves[0] == _place(session) else -1
 
 
-def _next_save(trainer: Trainer) -> str:
-    trainer.saves = (_place(trainer), _saves(trainer) + 1)
-    return _key_of_save(trainer, trainer.saves[1])
+def _next_save(session: Session) -> str:
+    session.checkpoints.saves = (_place(session), _saves(session) + 1)
+    return _key_of_save(session, session.checkpoints.saves[1])
 
 
-def _key_of_save(trainer: Trainer, number: int) -> str:
-    return trainer.world.key("save/" + "/".join(map(str, (*_place(trainer), number))))
+def _key_of_save(session: Session, number: int) -> str:
+    return session.world.key("save/" + "/".join(map(str, (*_place(session), number))))
 
 
-def _next_hooks(trainer: Trainer) -> str:
+def _next_hooks(session: Session) -> str:
     """Return the store key for the next hooks that some ranks don't call; such hooks are counted per generation."""
-    generation = trainer.world.generation
-    trainer.followed = (generation, trainer.followed[1] + 1 if trainer.followed[0] == generation else 0)
-    return trainer.world.key(f"hooks/{generation}/{trainer.followed[1]}")
+    generation = session.world.generation
+    session.checkpoints.followed = (
+        generation,
+        session.checkpoints.followed[1] + 1 if session.checkpoints.followed[0] == generation else 0,
+    )
+    return session.world.key(f"hooks/{generation}/{session.checkpoints.followed[1]}")

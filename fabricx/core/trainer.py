@@ -1,0 +1,180 @@
+"""The trainer as modules, callbacks and data modules see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from fabricx.core.logger import Logger
+    from fabricx.core.optimizers import OptimizerHandle, Schedule
+    from fabricx.core.state import RunState
+    from fabricx.core.strategy import Strategy
+    from fabricx.distributed.world import World
+
+
+class TrainerProtocol(Protocol):
+    """Attributes and methods of the trainer that hooks may use; `fabricx.Trainer` documents them and has more."""
+
+    strategy: Strategy
+    state: RunState
+    callbacks: list[Any]  # of Callback, whose hooks receive this protocol
+    loggers: list[Logger]
+    run_dir: Path | None
+    configuration: dict[str, Any] | None
+    device_ids: list[int]
+    num_nodes: int
+    fast_dev_run: bool | int
+    default_root_dir: str
+    max_epochs: int | None
+    accumulate_grad_batches: int
+    val_check_interval: Any
+    check_val_every_n_epoch: int | None
+    num_sanity_val_steps: int
+    log_every_n_steps: int
+    sync_batchnorm: bool
+    enable_telemetry: bool
+
+    @property
+    def session(self) -> Any:
+        """Return the parts of the present run, a `fabricx.session.session.Session`."""
+        ...
+
+    @property
+    def world(self) -> World:
+        """Return the ranks."""
+        ...
+
+    @property
+    def should_stop(self) -> bool:
+        """Return whether a stop was requested; assign True to request that all ranks stop."""
+        ...
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None: ...
+
+    @property
+    def current_epoch(self) -> int:
+        """Return the number of completed epochs."""
+        ...
+
+    @property
+    def global_step(self) -> int:
+        """Return the number of weight updates."""
+        ...
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Return whether this is the main rank."""
+        ...
+
+    @property
+    def global_rank(self) -> int:
+        """Return the number of this rank among all ranks."""
+        ...
+
+    @property
+    def local_rank(self) -> int:
+        """Return the number of this rank on this machine."""
+        ...
+
+    @property
+    def logger(self) -> Logger | None:
+        """Return the first logger, or None."""
+        ...
+
+    @property
+    def writes(self) -> bool:
+        """Return whether a fit writes files to its folder."""
+        ...
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers of the module."""
+        ...
+
+    @property
+    def optimizer_handles(self) -> list[OptimizerHandle]:
+        """Return the handles of the optimizers, whose steps run through the strategy."""
+        ...
+
+    @property
+    def lr_schedulers(self) -> list[Schedule]:
+        """Return the learning rate schedules of the module."""
+        ...
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Return the number of steps of a schedule; infinity for a run without limit."""
+        ...
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Return the newest value of each logged metric."""
+        ...
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """Return the values of the progress bar."""
+        ...
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Return the number of batches per epoch; infinity if unknown."""
+        ...
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Return the number of batches of each evaluation loader."""
+        ...
+
+    @property
+    def failures(self) -> list[str]:
+        """Return a line for each failure from which the run has recovered."""
+        ...
+
+    @property
+    def interrupted(self) -> bool:
+        """Return whether a signal has stopped the run."""
+        ...
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Return whether the validation batches before training are running."""
+        ...
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the main rank only."""
+        ...
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """Gather tensors of all ranks."""
+        ...
+
+    def manual_backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
+        """Compute gradients in manual optimization."""
+        ...
+
+    def clip_gradients(self, optimizer: Optimizer, limit: float | None, algorithm: str | None) -> None:
+        """Clip the gradients of an optimizer's parameters."""
+        ...
+
+    def request_stop(self, reason: str) -> None:
+        """Request that all ranks stop."""
+        ...
+
+    def finish_checkpoint(self) -> bool:
+        """Wait until no checkpoint is being written; all ranks call this at the same point."""
+        ...
+
+    def save_checkpoint(
+        self, path: str | Path, weights_only: bool = False, *, wait: bool = True,
+        after: Callable[[], None] | None = None, failed: Callable[[], None] | None = None,
+    ) -> Path:  # fmt: skip
+        """Write a checkpoint; all ranks call this at the same point."""
+        ...

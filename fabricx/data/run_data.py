@@ -1,0 +1,293 @@
+"""The data of a run on a rank: the user's loaders, the feeds that read them, and the number of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from fabricx.data.factory import make_feed
+from fabricx.data.feed import Feed
+from fabricx.data.order import Balance
+from fabricx.data.own_state import find_generators
+from fabricx.distributed.world import World
+from fabricx.duration import check_count
+
+if TYPE_CHECKING:
+    from fabricx.core.datamodule import DataModule
+    from fabricx.core.module import Module
+    from fabricx.core.options import TrainerOptions
+    from fabricx.core.state import RunState
+    from fabricx.core.strategy import Strategy
+
+_SOURCES = {"fit": "val", "validate": "val", "test": "test", "predict": "predict"}  # of evaluation loaders, by stage
+
+
+@dataclass
+class BatchCounts:
+    """Numbers of batches of the newest run.
+
+    Attributes:
+        training: batches per epoch of the rank with the most batches; infinity if unknown.
+        evaluation: batches of each evaluation loader.
+    """
+
+    training: int | float = 0
+    evaluation: list[int | float] = field(default_factory=list)
+
+
+class RunData:
+    """Loaders and feeds of a run; loaders of the call precede the data module's and the module's.
+
+    Args:
+        stage: "fit", "validate", "test" or "predict".
+        given: training and evaluation loaders of the call; None for those of the data module or the module.
+        module: the user's module.
+        datamodule: of the call, if any.
+        options: of the run.
+        strategy: determines how a global batch is divided.
+        state: seed and initial number of ranks.
+        balance: shares of the ranks in each global batch.
+        batches: receives the numbers of batches.
+
+    Attributes:
+        train_dataloader: the training loader; None in an evaluation.
+        val_dataloaders: the evaluation loader or loaders of the stage.
+        val_feeds: reads each evaluation loader.
+        several_loaders: there are several evaluation loaders.
+        val_every: batches, or steps, between two validations; infinity for ends of epochs only.
+        own_generators: random generators of the module and the data, by path.
+    """
+
+    def __init__(
+        self, stage: str, given: tuple[Any, Any], module: Module, datamodule: DataModule | None,
+        options: TrainerOptions, strategy: Strategy, state: RunState, balance: Balance, batches: BatchCounts,
+    ) -> None:  # fmt: skip
+        self._stage, self._given = stage, given
+        self._module, self._datamodule = module, datamodule
+        self._options, self._strategy, self._state, self._balance = options, strategy, state, balance
+        self.batches = batches
+        self.train_dataloader: Any = None
+        self.val_dataloaders: Any = None
+        self._train_feed: Feed | None = None
+        self.val_feeds: list[Feed] = []
+        self.several_loaders = False
+        self.val_every = float("inf")
+        self.own_generators: dict[str, Any] = {}
+
+    @property
+    def train_feed(self) -> Feed:
+        """Return the feed of the training loader; only a fit has it."""
+        if self._train_feed is None:
+            raise RuntimeError(f"{self._stage} reads no training data")
+        return self._train_feed
+
+    @property
+    def feeds(self) -> list[Feed]:
+        """Return the feeds of a fit, training first; none in an evaluation."""
+        return [] if self._train_feed is None else [self._train_feed, *self.val_feeds]
+
+    def load(self, world: World) -> None:
+        """Build the feeds of the stage.
+
+        Args:
+            world: the ranks.
+
+        Raises:
+            ValueError: there is no batch to train on, or a limit does not fit a loader.
+        """
+        options, fits = self._options, self._stage == "fit"
+        if fits:
+            self.train_dataloader = self._given[0] if self._given[0] is not None else self._loader("train_dataloader")
+            self._make_train_feed(world)
+        word = _SOURCES[self._stage]
+        source = self._given[1] if self._given[1] is not None else self._loader(f"{word}_dataloader")
+        if options.overfit_batches and fits and source is not None:
+            source = self.train_dataloader
+        limit = getattr(options, f"limit_{word}_batches")
+        has_step = not fits or callable(getattr(self._module, "validation_step", None))
+        loaders = _several(source) if has_step and limit != 0 else []
+        self.val_dataloaders, self.several_loaders = source, len(loaders) > 1
+        self.val_feeds = [self._evaluation_feed(world, loader, limit) for loader in loaders]
+        self.batches.evaluation = [feed.batches() for feed in self.val_feeds]
+        for loader, batches in zip(loaders, self.batches.evaluation, strict=True):
+            _check_part(f"limit_{word}_batches", limit, loader, batches)
+        if fits:
+            self.set_validation_interval()
+
+    def reload(self, world: World) -> None:
+        """Build the training feed from a new loader of the data module or the module; a loader of the call is kept.
+
+        Args:
+            world: the ranks.
+        """
+        if self._given[0] is None:
+            self.train_dataloader = self._loader("train_dataloader")
+            self._make_train_feed(world)
+            self.set_validation_interval()
+
+    def rebuild(self, world: World) -> None:
+        """Build all feeds of a fit again, after a checkpoint has restored the seed of the data order.
+
+        Args:
+            world: the ranks.
+        """
+        self._make_train_feed(world)
+        if self.val_feeds:
+            limit, loaders = self._options.limit_val_batches, _several(self.val_dataloaders)
+            self.val_feeds = [self._evaluation_feed(world, loader, limit) for loader in loaders]
+        self.set_validation_interval()
+
+    def sanity_feeds(self, world: World) -> list[Feed]:
+        """Return the validation feeds, limited to the batches of the sanity check.
+
+        Args:
+            world: the ranks.
+        """
+        options = self._options
+        few = float("inf") if options.num_sanity_val_steps == -1 else options.num_sanity_val_steps
+        limit = min(few, options.limit_val_batches) if isinstance(options.limit_val_batches, int) else few
+        return [self._evaluation_feed(world, loader, limit) for loader in _several(self.val_dataloaders)]
+
+    def count_batches(self, world: World) -> None:
+        """Count the batches per epoch of the rank with the most batches; depends on the accumulation.
+
+        Args:
+            world: the ranks; a collective if their loaders have different lengths.
+        """
+        feed = self.train_feed
+        batches = feed.batches(self._options.accumulate_grad_batches)
+        if not feed.exact_position and world.size > 1 and not world.newcomer:
+            counted = torch.tensor(float(batches), dtype=torch.float64, device=world.device)
+            most = float(world.all_reduce(counted, "max"))
+            batches = most if most == float("inf") else int(most)
+        self.batches.training = batches
+
+    def set_validation_interval(self) -> None:
+        """Set the number of batches (or steps, if so configured) between validations.
+
+        Raises:
+            ValueError: the interval is longer than an epoch, or a fraction of an epoch of unknown length.
+        """
+        self.val_every = self._validation_interval()
+
+    def _validation_interval(self) -> float:
+        every, total = self._options.val_check_interval, self.batches.training
+        if not self.val_feeds or every is None:
+            return float("inf")
+        if isinstance(every, str):
+            return float(check_count("val_check_interval", every, "step", 1) or 1)
+        if isinstance(every, int) and not isinstance(every, bool):
+            if every > total and self._options.check_val_every_n_epoch is not None:
+                raise ValueError(
+                    f"val_check_interval={every} is more than the {total} batches of an epoch; set a smaller interval, "
+                    "or check_val_every_n_epoch=None to count across epochs"
+                )
+            return float(every)
+        if total == float("inf"):
+            if every != 1.0:
+                raise ValueError(
+                    f"val_check_interval={every} is a fraction of an epoch, and needs a loader with a length; set a "
+                    "number of batches"
+                )
+            return float("inf")
+        return float(max(1, int(total * every)))
+
+    def _loader(self, name: str) -> Any:
+        for owner in (self._datamodule, self._module):
+            loader = getattr(owner, name)() if owner is not None else None
+            if loader is not None:
+                return loader
+        return None
+
+    def _make_train_feed(self, world: World) -> None:
+        """Build the training feed and count its batches.
+
+        Raises:
+            ValueError: there is no batch to train on.
+        """
+        options, strategy = self._options, self._strategy
+        manual, limit = not self._module.automatic_optimization, options.limit_train_batches
+        feed = self._train_feed = self._feed(
+            world, self.train_dataloader, limit, self._state.ranks, strategy.parts, self._balance, manual=manual
+        )
+        self.own_generators = find_generators(self._module, "module") | feed.generators()
+        if strategy.parts and (names := [*self.own_generators, *feed.lost_generators(within=True)]):
+            raise ValueError(
+                f"deterministic='elastic' gives the same result on any number of ranks, but {', '.join(names)} would "
+                "advance on each rank separately: draw from the global generator of torch, numpy or "
+                "python, which is seeded for each part of a global batch"
+            )
+        self.count_batches(world)
+        batches = self.batches.training
+        _check_part(
+            "overfit_batches" if options.overfit_batches else "limit_train_batches",
+            limit, self.train_dataloader, batches,
+        )  # fmt: skip
+        if not batches and limit:
+            raise ValueError(
+                f"there is no batch to train on: {type(self.train_dataloader).__name__} is empty, or drop_last=True "
+                "drops all of it (then use a smaller batch_size, or fewer ranks)"
+            )
+
+    def _evaluation_feed(self, world: World, source: Any, limit: int | float) -> Feed:
+        """Build the feed of an evaluation loader.
+
+        With `overfit_batches`, validation reads the training batches, sized for the initial number of ranks.
+        """
+        began_with = self._state.ranks if source is self.train_dataloader else 0
+        return self._feed(world, source, limit, began_with, fixed=self._stage == "predict")
+
+    def _feed(
+        self, world: World, source: Any, limit: int | float, began_with: int = 0, parts: int = 0,
+        balance: Balance | None = None, *, manual: bool = False, fixed: bool = False,
+    ) -> Feed:  # fmt: skip
+        if isinstance(limit, float) and limit != float("inf") and not hasattr(source, "__len__"):
+            raise ValueError(
+                f"a fraction of the batches ({limit}) needs a loader with a length, but {type(source).__name__} has "
+                "none: set a number of batches"
+            )
+        if isinstance(source, (list, tuple)) and source and all(isinstance(item, DataLoader) for item in source):
+            raise ValueError(
+                "there are several training loaders: join them into a single loader that yields all batches"
+            )
+        if not hasattr(source, "__iter__"):
+            raise ValueError(f"{type(source).__name__} is not iterable: pass a DataLoader or an iterable of batches")
+        if world.newcomer:  # the ranks that it will join: same number of batches as on the other ranks
+            world = replace(world, rank=0, size=world.local_size)
+        options, strategy = self._options, self._strategy
+        return make_feed(
+            source, world, seed=self._state.seed, limit=limit, shard=options.use_distributed_sampler,
+            began_with=began_with, company=strategy.traits.sharded or manual, parts=parts,
+            dealt=strategy.dealer is not None, balance=balance, undivided=manual,
+            fixed=fixed or (bool(options.overfit_batches) and source is self.train_dataloader),
+        )  # fmt: skip
+
+
+def _check_part(name: str, limit: int | float, loader: Any, batches: int | float) -> None:
+    """Refuse a fraction of the batches that is less than one batch.
+
+    Raises:
+        ValueError: the fraction is too small.
+    """
+    if isinstance(limit, float) and 0 < limit < 1 and not batches and len(loader):
+        raise ValueError(f"{name}={limit} of {len(loader)} batches is less than one: set a number of batches (1)")
+
+
+def _several(source: Any) -> list[Any]:
+    """Return a list of loaders; a list of batches counts as a single loader."""
+    if source is None:
+        return []
+    if isinstance(source, Mapping):
+        return list(source.values())
+    if isinstance(source, (list, tuple)) and source and all(_is_loader(item) for item in source):
+        return list(source)
+    return [source]
+
+
+def _is_loader(value: Any) -> bool:
+    batch = isinstance(value, (torch.Tensor, Mapping, list, tuple, str))
+    return hasattr(value, "__iter__") and not batch

@@ -1,0 +1,74 @@
+"""State of a run that is common to all ranks, without weights: recoveries continue from that of the furthest rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fabricx.core.rng import seed_everything
+from fabricx.distributed import heartbeat
+from fabricx.distributed.generations import membership
+from fabricx.session.checkpoint import restore_run, run_state
+
+if TYPE_CHECKING:
+    from fabricx.session.session import Session
+
+
+def common_state(session: Session) -> dict[str, Any]:
+    """Return the state of the run that is common to all ranks, without weights.
+
+    Args:
+        session: of this rank.
+    """
+    dealer = session.strategy.dealer
+    return {
+        **run_state(session),
+        "failures": len(session.failures.errors),
+        "reached": heartbeat.reached(),
+        "boundary": session.stop.boundary,
+        "stage": session.fault_tolerance.stage,
+        "meeting": session.fault_tolerance.meeting,
+        "logged_batches": session.metrics.logbook.batches,
+        "shared": session.metrics.training.metrics.shared,
+        "modes": [part.training for part in session.module.modules()],
+        "trained": [parameter.requires_grad for parameter in session.module.parameters()],
+        "published": (session.metrics.published.step, session.metrics.published.open),
+        "dealt": None if dealer is None else dealer.position(),
+    }
+
+
+def load_common_state(
+    session: Session, state: dict[str, Any], source: int | None, *, newcomer: bool
+) -> None:  # fmt: skip
+    """Load the state of the most advanced rank, without weights.
+
+    Args:
+        session: of this rank.
+        state: result of `common_state`, with the per-rank states of all ranks.
+        source: index of this rank's per-rank state; None if the main rank has all metric sums.
+        newcomer: this rank is a replacement or newcomer.
+    """
+    dealer, ft = session.strategy.dealer, session.fault_tolerance
+    if newcomer:
+        # A replacement loads the random state of its predecessor below; a newcomer keeps this seed.
+        seed_everything((state["state"]["seed"] + membership().worker) % 2**32)
+    restore_run(session, state, rank=source)
+    heartbeat.set_reached(state["reached"])
+    session.metrics.training.metrics.shared = state["shared"]
+    for part, training in zip(session.module.modules(), state["modes"], strict=True):
+        part.training = training
+    if newcomer:  # hooks may have changed `requires_grad` since set-up
+        for parameter, trained in zip(session.module.parameters(), state["trained"], strict=True):
+            parameter.requires_grad_(trained)
+    session.stop.boundary, ft.stage, ft.meeting = state["boundary"], state["stage"], state["meeting"]
+    session.metrics.published.step, session.metrics.published.open = state["published"]
+    if dealer is None:  # a rank whose metric sums are on the main rank now counts no batches
+        session.metrics.logbook.batches = (
+            state["logged_batches"] if source is not None or session.world.main_rank else 0
+        )
+        return
+    if newcomer:
+        session.strategy.starts(session.state.step, session.state.ranks)
+    section = dealer.section
+    dealer.take_position(state["dealt"])
+    if dealer.section != section:  # this worker has joined later, or missed a section
+        dealer.forget_weights()

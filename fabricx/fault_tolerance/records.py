@@ -1,0 +1,188 @@
+"""Records of a rank in memory that outlives its process, from which other ranks continue when it is lost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fabricx.core.state import Stage
+from fabricx.distributed.generations import Membership, membership
+from fabricx.fault_tolerance.progress import NO_SUMS, progress, record_of
+from fabricx.fault_tolerance.rank_record import Slot
+from fabricx.session.fault_tolerance import FaultTolerance
+from fabricx.session.rank_state import RankState
+
+if TYPE_CHECKING:
+    from fabricx.data import Microbatch
+    from fabricx.fault_tolerance.memory_checkpointer import MemoryCheckpointer
+    from fabricx.session.session import Session
+
+
+class RankRecords(FaultTolerance):
+    """Records what other ranks need if this rank dies.
+
+    Args:
+        session: of this rank; its world and its strategy are set up.
+        members: membership of this rank in a process group whose members may change; None for a fixed group.
+        slot: memory for the records of this rank; None if no other rank reads them.
+        memory: in-memory checkpoints, for state that only this rank holds; None if they are off.
+
+    Attributes:
+        epoch_end: state at which the publication of an epoch's values began; None outside of it.
+        torn: some weights of an update are new and others old: the batch can't be tried again.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        members: Membership | None = None,
+        slot: Slot | None = None,
+        memory: MemoryCheckpointer | None = None,
+    ) -> None:
+        super().__init__(session.module, session.strategy, session.state, session.rank_state)
+        self._session = session
+        self.members, self.slot, self.memory = members, slot, memory
+        self.epoch_end: RankState | None = None
+        self.torn = False
+        self._recorded_ahead = False  # whether the record of the batch is written before its update
+
+    # -- the run ------------------------------------------------------------------------------------------------
+
+    def wait_for_all(self) -> None:
+        if self.members is not None or self.memory is not None:
+            self._session.world.barrier()
+
+    def leave(self) -> None:
+        membership().send("outside")
+
+    @property
+    def outdated(self) -> bool:
+        return self.members is not None and self.members.outdated(self._session.world.generation)
+
+    def check_members(self) -> None:
+        if self.members is not None:
+            self.members.stay(self._session.world.generation)
+
+    def forget_copies(self) -> None:
+        if self.memory is not None:
+            self.memory.forget()
+
+    # -- an epoch -----------------------------------------------------------------------------------------------
+
+    def _batches_start_again(self, *, saved_within: bool) -> bool:
+        return saved_within or self.members is not None
+
+    def _records(self) -> bool:
+        return self.slot is not None
+
+    def reach(self, stage: Stage) -> None:
+        self.stage = stage
+        if stage is Stage.EPOCH_TOLD:
+            self.epoch_end = None
+        self.record()
+
+    def before_publishing(self) -> None:
+        if self.slot is not None:
+            self.epoch_end = self._session.rank_state()
+
+    def after_publishing(self) -> None:
+        if self.slot is None:
+            return
+        session = self._session
+        key = progress(session)
+        key = (*key[:5], int(Stage.EPOCH_TOLD), key[6], session.state.drained, *key[8:])
+        self.slot.write(key, {**record_of(session, session.rank_state()), **NO_SUMS})
+
+    def after_validation_steps(self) -> None:
+        if self.slot is not None:
+            key = progress(self._session)
+            self._write((*key[:6], self.stage > Stage.BATCH_TOLD, *key[7:]), None)
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def before_backward(self, batch: Microbatch) -> None:
+        """Record a batch before its gradients are sent, because peers may then complete it without this rank.
+
+        On an accelerator the record is written before the update, because a record now would wait for logged values.
+
+        Args:
+            batch: that is trained.
+        """
+        if self.slot is None or not batch.closes or self._session.world.device.type != "cpu":
+            return
+        self._record_batch(batch)
+        hooks = self._session.hooks
+        self._recorded_ahead = not (hooks.on_after_backward or self._hooks_before_update() or self._step_is_own())
+
+    def settle(self) -> None:
+        if self.slot is not None:
+            self._session.world.settle()
+
+    def before_update(self, batch: Microbatch) -> None:
+        """Record a batch of which only the update is missing, unless that was done before its backward.
+
+        Hooks since the backward may have logged, or drawn random numbers, which only this rank has. No rank updates
+        before all have written their records: a rank that dies in such a hook could not be replaced exactly.
+
+        Args:
+            batch: that is trained.
+        """
+        if self.slot is not None and not self._recorded_ahead:
+            self._record_batch(batch)
+            if self._session.hooks.on_after_backward or self._hooks_before_update():
+                self._session.world.barrier()
+            self._recorded_ahead = not self._step_is_own()
+        self.torn = self._session.strategy.dealer is None  # otherwise servers make the update
+
+    def begin_update(self) -> None:
+        self.settle()
+        self.torn = self._session.strategy.dealer is None
+
+    def after_own_update(self, batch: Microbatch) -> None:
+        if self.slot is None:
+            return
+        self._session.world.settle()
+        self._record_batch(batch)
+        self._session.world.barrier()
+        self._recorded_ahead = True
+
+    def after_batch(self) -> None:
+        super().after_batch()
+        self.torn = False
+        if self.slot is not None and not self._recorded_ahead:
+            self._write(progress(self._session), None)
+        self._recorded_ahead = False
+
+    def after_step(self) -> None:
+        if self.members is not None:
+            self.members.stay(self._session.world.generation)
+        if self.memory is not None:
+            self.memory.after_step(self._session)
+        if self.buffers is not None:
+            self.resume_point = self._session.rank_state(self.buffers.take(), self.metric_objects)
+            self.record(self.resume_point)
+
+    # -- records ------------------------------------------------------------------------------------------------
+
+    def record(self, point: RankState | None = None) -> None:
+        if self.slot is not None:
+            self._write(progress(self._session), point)
+
+    def _record_batch(self, batch: Microbatch) -> None:
+        """Write a batch that the other ranks may count before this rank does."""
+        session = self._session
+        position = (session.state.epoch, batch.index + 1, batch.position)
+        self._write(
+            (*position, False, False, int(Stage.BATCH_TOLD), False, False, session.world.generation), None
+        )  # fmt: skip
+
+    def _write(self, key: tuple[Any, ...], point: RankState | None) -> None:
+        assert self.slot is not None
+        session = self._session
+        self.slot.write(key, record_of(session, point or session.rank_state(objects=self.metric_objects)))
+
+    def _hooks_before_update(self) -> bool:
+        session = self._session
+        return bool(session.hooks.on_before_optimizer_step) or session.overridden.configure_gradient_clipping
+
+    def _step_is_own(self) -> bool:
+        return self._session.overridden.optimizer_step or bool(self._session.overridden.closures)

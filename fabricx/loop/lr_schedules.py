@@ -1,0 +1,62 @@
+"""Learning rate schedules in the loop: when they advance."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fabricx.core.optimizers import Schedule
+from fabricx.errors import missing_metric
+
+if TYPE_CHECKING:
+    from fabricx.session.session import Session
+
+
+def follow_schedules(session: Session, step: int) -> None:
+    """Advance the schedulers with interval "step" to an update, if ranks work at their own pace.
+
+    They advance per global batch, which may make several updates, and never backwards: the dealer keeps their values
+    at earlier updates for late gradients.
+
+    Args:
+        session: its strategy has a dealer.
+        step: number of the update, from 0.
+    """
+    dealer, updates = session.strategy.dealer, session.strategy.updates_per_batch
+    while dealer.scheduled // updates < step // updates:
+        batch = dealer.scheduled // updates + 1
+        dealer.passes(batch * updates)
+        step_schedules(session, "step", batch)
+
+
+def step_schedules(session: Session, interval: str, count: int) -> None:
+    """Advance the due schedulers of an interval; in manual optimization the user advances them.
+
+    Args:
+        session: has made an update, or ends an epoch.
+        interval: "step" or "epoch".
+        count: number of updates or epochs so far.
+
+    Raises:
+        ValueError: the metric of a strict schedule is missing.
+    """
+    if not session.lr_schedulers or not session.module.automatic_optimization:
+        return
+    for schedule in session.lr_schedulers:
+        if schedule.interval != interval or count % schedule.frequency:
+            continue
+        metric = None
+        if schedule.reduce_on_plateau:
+            metric = _monitored(session, schedule)
+            if metric is None:
+                if schedule.strict:
+                    raise ValueError(
+                        missing_metric(str(schedule.monitor), session.metrics.published.metrics, "the scheduler")
+                    )
+                continue
+        session.module.lr_scheduler_step(schedule.scheduler, metric)
+
+
+def _monitored(session: Session, schedule: Schedule) -> Any:
+    """Return the newest value of a schedule's metric on rank 0, so that all ranks have equal learning rates."""
+    metric = session.metrics.newest().get(schedule.monitor or "")
+    return metric if session.world.size == 1 else session.world.broadcast_object(metric)

@@ -1,0 +1,234 @@
+"""The metrics of a run: collects what is logged, and publishes reduced values to callbacks and loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fabricx.core.state import Phase
+from fabricx.metrics.collector import Logbook
+from fabricx.metrics.logger_dispatcher import LoggerDispatcher
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from fabricx.core.module import Module
+    from fabricx.core.options import TrainerOptions
+    from fabricx.core.state import RunState
+    from fabricx.core.strategy import Strategy
+    from fabricx.telemetry.recorder import NoopRecorder
+
+
+class Published:
+    """The newest published value of everything that was logged; remains after the run.
+
+    Attributes:
+        metrics: for callbacks.
+        logged: newest values for the loggers.
+        bar: values for the progress bar, reduced over ranks.
+        step: weight update of the newest row of the loggers.
+        open: the training epoch has values that are not reduced yet.
+    """
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, Tensor] = {}
+        self.logged: dict[str, Tensor] = {}
+        self.bar: dict[str, Tensor] = {}
+        self.step = -1
+        self.open = False
+
+    def take(self, values: dict[str, Tensor], logbook: Logbook, *, epoch: bool) -> None:
+        """Publish values to callbacks and the progress bar.
+
+        Args:
+            values: reduced values by logged name.
+            logbook: collector of the values.
+            epoch: values of an epoch; else of a step.
+        """
+        for name, value in values.items():
+            self.metrics[name] = self.metrics[logbook.names(name, epoch=epoch)] = value
+            if logbook.series(name).bar:
+                self.bar[name] = value
+
+    def clear(self) -> None:
+        """Remove all values."""
+        self.metrics.clear()
+        self.logged.clear()
+        self.bar.clear()
+
+
+class RunMetrics:
+    """Collects the values of a run on a rank, and publishes them.
+
+    Args:
+        module: the user's module.
+        options: of the run.
+        strategy: reduces values over ranks.
+        state: steps and phase of the run.
+        published: receives the values.
+        writes: the run has loggers or checkpoints; equal on all ranks.
+
+    Attributes:
+        loggers: writes to the loggers, on the main rank.
+        training: collector of the training epoch.
+        logbook: present collector: during an evaluation that of the evaluation, else that of the training epoch.
+    """
+
+    def __init__(
+        self, module: Module, options: TrainerOptions, strategy: Strategy, state: RunState, published: Published,
+        *, writes: bool,
+    ) -> None:  # fmt: skip
+        self._module, self._options, self._strategy, self._state = module, options, strategy, state
+        self._weigh: Callable[[Any], float] | None = None
+        self._writes = writes
+        self.published = published
+        self.loggers = LoggerDispatcher()
+        self.logbook = self.training = self.new_logbook(training=True)
+
+    def begin(self, weigh: Callable[[Any], float] | None) -> None:
+        """Begin to collect, when the strategy has set up the module.
+
+        Args:
+            weigh: returns the weight of a batch; None for the number of samples.
+        """
+        self._weigh = weigh
+        self.logbook = self.training = self.new_logbook(training=True)
+
+    def new_logbook(self, *, training: bool) -> Logbook:
+        """Return an empty collector.
+
+        Args:
+            training: for a training epoch; else for an evaluation.
+        """
+        return Logbook(self._strategy, training=training, weigh=self._weigh)
+
+    def collect(self, logbook: Logbook | None) -> None:
+        """Set the destination of the module's `self.log`.
+
+        Args:
+            logbook: None where logging is an error.
+        """
+        self._module.__dict__["_log_to"] = logbook
+
+    def log_step(self, recorder: NoopRecorder, optimizers: Sequence[Optimizer], norm: Tensor | None) -> None:
+        """Write the values of this weight update to the loggers, every `log_every_n_steps`; ranks are in lockstep.
+
+        Args:
+            recorder: of this rank.
+            optimizers: of the module.
+            norm: gradient norm, shape [], if the gradient was clipped by its norm.
+        """
+        step, every, published = self._state.step, self._options.log_every_n_steps, self.published
+        if not every or step % every or step == published.step:
+            return
+        world = self._strategy.world
+        if self.loggers or world.size > 1 or recorder.on:
+            values = self.logbook.step_values(self._step_of_values())
+            published.take(values, self.logbook, epoch=False)
+            self._to_loggers(values, epoch=False)
+        published.step = step
+        # The norm of a sharded model is a collective; `writes` is equal on all ranks.
+        if self._options.enable_telemetry and self._writes and (world.main_rank or self._strategy.traits.sharded):
+            norm = norm if norm is not None else self._strategy.gradient_norm(optimizers)
+            _measure(recorder, optimizers, norm, step, main_rank=world.main_rank)
+
+    def log_step_alone(self, recorder: NoopRecorder, optimizers: Sequence[Optimizer]) -> None:
+        """Write the main rank's own values every `log_every_n_steps`; ranks work at their own pace.
+
+        The number of updates may pass a multiple of the interval.
+
+        Args:
+            recorder: of this rank.
+            optimizers: of the module.
+        """
+        every, step, published = self._options.log_every_n_steps, self._state.step, self.published
+        if every and step // every > max(0, published.step) // every:
+            published.step = step
+            values = self.logbook.step_values(self.logbook.step)
+            published.take(values, self.logbook, epoch=False)
+            self._to_loggers(values, epoch=False)
+            _measure(recorder, optimizers, None, step, main_rank=self._strategy.world.main_rank)
+
+    def publish_step(self) -> None:
+        """Publish the values of the latest weight update to callbacks; every rank calls it in the same step."""
+        self.published.take(self.logbook.step_values(self._step_of_values()), self.logbook, epoch=False)
+
+    def publish_epoch(self) -> None:
+        """Publish the values of the training epoch to callbacks and loggers; every rank calls it."""
+        if self.published.open:
+            self.publish_step()
+            self.published.open = False
+        values = self.logbook.epoch_values()
+        self.published.take(values, self.logbook, epoch=True)
+        self._to_loggers(values, epoch=True)
+
+    def log_measured(self) -> None:
+        """Write the strategy's measurements to the loggers; every rank calls it in the same step."""
+        measured = self._strategy.measured()
+        if measured and self.loggers:
+            self.loggers.measured({**measured, "epoch": float(self._state.epoch)}, self._state.step)
+
+    def publish_evaluation(self, loaders: int) -> list[dict[str, float]]:
+        """Publish the values of an evaluation; every rank calls it.
+
+        Args:
+            loaders: number of loaders.
+
+        Returns:
+            Values by name, for each loader.
+        """
+        logbook = self.logbook
+        values = logbook.epoch_values()
+        self.published.take(values, logbook, epoch=True)
+        if self._state.phase is not Phase.SANITY:
+            self._to_loggers(values, epoch=True)
+        results: list[dict[str, float]] = [{} for _ in range(max(1, loaders))]
+        for name, value in values.items():
+            _, marked, number = name.partition("/dataloader_idx_")
+            for index, result in enumerate(results):
+                if not marked or int(number) == index:
+                    result[logbook.names(name, epoch=True)] = float(value)
+        return results
+
+    def newest(self) -> dict[str, Tensor]:
+        """Return the values for callbacks; with a single rank, they include the present batch."""
+        if self.published.open and self._strategy.world.size == 1 and self._state.phase is Phase.TRAIN:
+            self.published.take(self.logbook.step_values(self.logbook.step), self.logbook, epoch=False)
+        return dict(self.published.metrics)
+
+    def shown_in_bar(self) -> dict[str, float]:
+        """Return this rank's newest values for the progress bar; synchronises the device."""
+        shown: dict[str, Any] = {**self.published.bar, **self.logbook.local_values(self._state.step)}
+        return {name: float(value) for name, value in shown.items()}
+
+    def _step_of_values(self) -> int:
+        """Return the step under which the newest values were logged; a manual batch may make several updates."""
+        if self._strategy.dealer is not None:  # the newest batch may have returned no loss
+            return self.logbook.metrics.newest_step
+        return self._state.step if self._module.automatic_optimization else self.logbook.step
+
+    def _to_loggers(self, values: dict[str, Tensor], *, epoch: bool) -> None:
+        logbook = self.logbook
+        wanted = {logbook.names(n, epoch=epoch): v for n, v in values.items() if logbook.series(n).to_logger}
+        if not wanted:
+            return
+        self.published.logged.update(wanted)
+        if self.loggers:
+            row = {**{name: float(value) for name, value in wanted.items()}, "epoch": float(self._state.epoch)}
+            self.loggers.metrics(row, self._state.step)
+
+
+def _measure(
+    recorder: NoopRecorder, optimizers: Sequence[Optimizer], norm: Tensor | None, step: int, *, main_rank: bool
+) -> None:  # fmt: skip
+    """Record the gradient norm and the learning rates."""
+    if not recorder.on or not main_rank:
+        return
+    gauges = {} if norm is None else {"gradient_norm": float(norm)}
+    for number, optimizer in enumerate(optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            several = len(optimizers) > 1 or len(optimizer.param_groups) > 1
+            gauges[f"learning_rate/{number}.{index}" if several else "learning_rate"] = float(group["lr"])
+    recorder.gauges(gauges, step)

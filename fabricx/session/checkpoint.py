@@ -1,0 +1,405 @@
+"""Content of a checkpoint, and resuming a run from it."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from fabricx import checkpoint
+from fabricx.consistency.comparison import of_added
+from fabricx.core.callback import Callback
+from fabricx.core.hparams import plain
+from fabricx.core.optimizers import load_schedules
+from fabricx.core.rng import RandomState
+from fabricx.core.state import Phase
+from fabricx.data.own_state import set_generators
+from fabricx.errors import CheckpointError
+from fabricx.redaction import masked
+from fabricx.session.rank_state import restore_rank_states
+from fabricx.session.save_points import check_savable, meet_to_save
+from fabricx.session.schedule import validation_due_of_end
+from fabricx.telemetry.recorder import Span
+
+if TYPE_CHECKING:
+    from fabricx.session.session import Session
+
+_NEEDED: Final = ("state", "schedules", "metrics", "precision", "callbacks", "datamodule", "ranks")
+
+
+def save_checkpoint(
+    session: Session, path: Path, *, weights_only: bool, wait: bool = True,
+    after: Callable[[], None] | None = None, failed: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
+    """Start to write a checkpoint of the run; every rank calls it. `finish_checkpoint` waits for its end.
+
+    Args:
+        session: of the run.
+        path: folder of the checkpoint.
+        weights_only: save no state of optimizers, schedulers, callbacks and data.
+        wait: the caller waits until the checkpoint is complete; ranks without a sample do the same.
+        after: called on the main rank when the checkpoint is complete; set by callbacks of fabricx.
+        failed: called on every rank if the disk was full.
+
+    Raises:
+        RanksApart, RanksDisagree, RuntimeError: see `check_savable` and `meet_to_save`.
+    """
+    if session.world.newcomer:  # the ranks that it will join save the checkpoint
+        return
+    check_savable(session, weights_only=weights_only)
+    if (
+        after is None or session.batch.idle_ranks
+    ):  # otherwise a callback of fabricx saves, on all ranks in the same step
+        meet_to_save(session, path, weights_only=weights_only, wait=wait)
+    # inference_mode off, also within a validation: the next snapshot could not overwrite inference tensors.
+    with session.recorder.within(Span.CHECKPOINT), torch.inference_mode(False):
+        _begin_checkpoint(session, path, weights_only, after, failed)
+
+
+def _begin_checkpoint(
+    session: Session,
+    path: Path,
+    weights_only: bool,
+    after: Callable[[], None] | None,
+    failed: Callable[[], None] | None,
+) -> None:
+    began = time.monotonic()
+    point = session.fault_tolerance.resume_point or (None if weights_only else session.rank_state())
+    buffers = {} if point is None else point.buffers
+    session.strategy.quiesce(buffers)
+    state: dict[str, Any] = {
+        "strategy": session.strategy.state_dict(session.module, [] if weights_only else session.optimizers),
+        "hparams": masked(plain(session.module.hparams)),
+        "state": session.state.state_dict(),
+    }
+    state["strategy"]["module"].update(buffers)
+    if point is not None and not weights_only:
+        state |= {**run_state(session), "ranks": session.world.gather_objects(point.state_dict())}
+    known = set(state)
+    session.checkpoints.collecting = True
+    try:
+        for hook in session.hooks.on_save_checkpoint if session.hooks is not None else ():
+            hook(state)
+    finally:
+        session.checkpoints.collecting = False
+    _warn_if_lost(session, {name: value for name, value in state.items() if name not in known})
+    # fully_shard derives a class with `reshard`; save the user's class.
+    module_class = next(c for c in type(session.module).__mro__ if not hasattr(c, "reshard"))
+    manifest: dict[str, Any] = {
+        "run": [session.state.run, session.run_dir.name if session.run_dir is not None else ""],
+        "step": session.state.step,
+        "epoch": session.state.epoch,
+        "samples": session.state.samples,
+        "world_size": session.world.size,
+        "ranks": session.state.ranks,
+        "strategy": type(session.strategy).__name__,
+        "module": f"{module_class.__module__}.{module_class.__qualname__}",
+        "precision": session.options.precision,
+        "weights_only": weights_only,
+        "hparams": masked(plain(session.module.hparams)),
+        "configuration": masked(session.trainer.configuration),
+    }
+
+    def full() -> None:
+        session.metrics.loggers.event("checkpoint", f"{path} could not be written: the disk is full", manifest["step"])
+        if failed is not None:
+            failed()
+
+    def done() -> None:
+        session.recorder.event("checkpoint", f"{path} is complete", manifest["step"], seconds=time.monotonic() - began)
+        if after is not None:
+            after()
+
+    writer = session.checkpoints.writer = session.checkpoints.writer or checkpoint.Writer(session.world)
+    writer.begin(path, state, manifest, done, full, repeated=after is not None)
+
+
+def _warn_if_lost(session: Session, added: Mapping[str, Any]) -> None:
+    """Warn if hooks add different values on other ranks: only those of rank 0 are saved; every rank calls it."""
+    by_rank = session.world.gather_objects(of_added(added)) if session.world.size > 1 else []
+    names = sorted({str(name) for other in by_rank for name in other if other[name] != by_rank[0].get(name)})
+    if names and session.world.main_rank:
+        warnings.warn(
+            f"on_save_checkpoint adds other values on other ranks ({', '.join(names)}), and a checkpoint has those of "
+            "rank 0 only: let each rank add the values of all ranks, gathered by self.all_gather or "
+            "torch.distributed.all_gather_object, and select its own in on_load_checkpoint",
+            stacklevel=2,
+        )
+
+
+def run_state(session: Session) -> dict[str, Any]:
+    """Return the resume state that all ranks share, without weights, as plain data and tensors.
+
+    Args:
+        session: of a fit.
+    """
+    return {
+        "state": session.state.state_dict(),
+        "global_batch": _global_batch(session),
+        "accumulate": session.options.accumulate_grad_batches,
+        "batches": session.data.batches.training,
+        "order": ""
+        if session.data.train_feed is None
+        else session.data.train_feed.order or session.data.train_feed.order_before,
+        "drawn": [feed.drawn for feed in session.data.feeds],
+        "schedules": [schedule.scheduler.state_dict() for schedule in session.lr_schedulers],
+        "scheduled": [schedule.described for schedule in session.lr_schedulers],
+        # For a scheduler that monitors a metric at the epoch's end. Metrics of the sanity check are discarded.
+        "metrics": {} if session.state.phase is Phase.SANITY else dict(session.metrics.published.metrics),
+        "precision": session.precision.state_dict(),
+        "callbacks": {key: callback.state_dict() for key, callback in _by_key(session.callbacks).items()},
+        "datamodule": session.datamodule.state_dict() if session.datamodule is not None else {},
+    }
+
+
+def _by_key(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Return callbacks by the names of their states; callbacks with the same `state_key` are numbered in order."""
+    named: dict[str, Callback] = {}
+    for callback in callbacks:
+        key, number = callback.state_key, 2
+        while key in named:
+            key, number = f"{callback.state_key}/{number}", number + 1
+        named[key] = callback
+    return named
+
+
+def finish_checkpoint(session: Session) -> bool:
+    """Wait until no checkpoint is being written; return whether the newest is complete. All ranks call it.
+
+    Args:
+        session: of the run.
+
+    Raises:
+        CheckpointError: the checkpoint was not written, for another reason than a full disk.
+    """
+    if session.checkpoints.writer is None:
+        return True
+    try:
+        with session.recorder.within(Span.CHECKPOINT):
+            return session.checkpoints.writer.finish()
+    finally:
+        if session.state.phase is Phase.IDLE:  # no run is in progress that would close the writer
+            session.checkpoints.close()
+
+
+def restore_requested(session: Session, *, weights_only: bool = False) -> None:
+    """Load the checkpoint with which the run was started, if any.
+
+    Args:
+        session: with module, optimizers and feeds.
+        weights_only: load only the weights, for an evaluation.
+    """
+    if session.overridden.ckpt_path is not None:
+        restore(session, session.overridden.ckpt_path, weights_only=weights_only)
+
+
+def restore(session: Session, path: Path, *, weights_only: bool) -> None:
+    """Load a checkpoint into a run: the whole state for training, or the weights for evaluation.
+
+    Args:
+        session: with module, optimizers and feeds.
+        path: verified by the process that has chosen the checkpoint, before it started workers.
+        weights_only: load the weights only.
+
+    Raises:
+        CheckpointError: the checkpoint lacks state that training needs.
+    """
+    # It was verified when it was chosen, before any process started.
+    from fabricx.checkpoint.reader import weights_of
+
+    state = checkpoint.load(path, session.world.device, session.strategy.sharded_parameters(), verified=True)
+    for hook in session.hooks.on_load_checkpoint:
+        hook(state)
+    weights = weights_of(state, path)
+    if weights_only:
+        session.module.load_state_dict(weights)
+        return
+    if "schedules" not in state:
+        raise CheckpointError(f"{path} holds weights only: it can be evaluated, but training can't go on from it")
+    if missing := [part for part in _NEEDED if part not in state]:
+        raise CheckpointError(f"{path} lacks {', '.join(missing)}: training can't go on from it")
+    session.strategy.load_state_dict(state["strategy"], session.module, session.optimizers)
+    state["state"]["attempt"] = state["state"].get("attempt", 0) + 1
+    rank = session.world.rank if len(state["ranks"]) == session.world.size else None
+    restore_run(session, state, rank=rank)
+    session.metrics.loggers.rewind(session.state.step)
+
+
+def restore_run(session: Session, state: dict[str, Any], *, rank: int | None) -> None:
+    """Restore the run's state, except the weights.
+
+    Args:
+        session: of a fit.
+        state: result of `run_state`, with the list of rank states as "ranks".
+        rank: index of this rank's state in "ranks"; None if the ranks have changed: metric sums are then merged.
+    """
+    for optimizer in session.optimizers:  # otherwise torch warns at the epoch's end that a scheduler stepped first
+        vars(optimizer)["_opt_called"] = bool(state["state"]["step"])
+    load_schedules(session.lr_schedulers, state["schedules"], state.get("scheduled"))
+    session.metrics.published.metrics.update(state["metrics"])
+    session.precision.load_state_dict(state["precision"])
+    session.state.load_state_dict(state["state"])
+    at_first = [feed.at_first for feed in session.data.feeds]
+    session.data.rebuild(session.world)
+    for feed, first in zip(session.data.feeds, at_first, strict=False):
+        feed.at_first = first
+    if (
+        session.world.size == 1 or session.options.use_distributed_sampler
+    ):  # otherwise each rank has an order of its own
+        session.data.train_feed.order_before = state.get("order", "")
+        for feed, drawn in zip(session.data.feeds, state.get("drawn", ()), strict=False):
+            feed.drawn = drawn
+    if session.state.batch and "order" in state and bool(state["order"]) != session.data.train_feed.exact_position:
+        session.print(
+            "the checkpoint's epoch was read from another kind of loader than "
+            f"{type(session.data.train_dataloader).__name__}: some of its samples are trained twice, and others not at "
+            "all"
+        )
+    own_accumulation = session.options.accumulate_grad_batches
+    session.checkpoints.loaded = (
+        state.get("global_batch", 0),
+        state.get("accumulate", own_accumulation),
+        own_accumulation,
+    )
+    restore_rank_states(session.module, session.data, session.metrics, session.world, state["ranks"], rank=rank)
+    for feed in session.data.feeds:
+        feed.place_sampler(session.state.epoch)
+    if session.state.step and (lost := session.data.train_feed.lost_generators(within=session.state.batch > 0)):
+        session.print(
+            f"loader processes draw from generators of the dataset ({', '.join(lost)}), whose state is lost: random "
+            "numbers differ from a run without the interruption. Draw from torch's, numpy's or python's global "
+            "generator, which is seeded for each batch"
+        )
+    before, trained = session.state.shared_by, session.state.batch
+    recount_batches(session)
+    _end_shortened_epoch(session, trained, state.get("batches", 0))
+    if rank is None or before != session.world.size:
+        _report_lost_position(session, before)
+    elif session.data.train_feed.reads_again:
+        _report_reading(session)
+    known = _by_key(session.callbacks)
+    if unused := [key for key, kept in state["callbacks"].items() if kept and key not in known]:
+        session.print(f"the checkpoint has state of {', '.join(unused)}, and this run has no such callback")
+    for key, callback in known.items():
+        if key in state["callbacks"]:
+            callback.load_state_dict(state["callbacks"][key])
+    if session.datamodule is not None and state["datamodule"]:
+        session.datamodule.load_state_dict(state["datamodule"])
+    index = session.world.rank if rank is None else rank
+    if index < len(state["ranks"]):
+        RandomState.of(state["ranks"][index]["random"]).restore()
+        set_generators(session.data.own_generators, state["ranks"][index].get("own", {}))
+
+
+def _global_batch(session: Session) -> int:
+    """Return the number of samples per update; 0 if unknown."""
+    whole = int(getattr(session.data.train_feed, "global_batch", 0)) * session.options.accumulate_grad_batches
+    return whole if session.strategy.steps_globally else whole // max(1, session.state.ranks)
+
+
+def report_global_batch(session: Session) -> None:
+    """Print a change of the global batch since the checkpoint; called after the hooks of the epoch's start, once.
+
+    At the begin of an epoch, a changed accumulation may also be the run's own schedule, and is not reported.
+
+    Args:
+        session: of a resumed fit.
+    """
+    if session.checkpoints.loaded is None:
+        return
+    (before, accumulated, own_accumulation), session.checkpoints.loaded = session.checkpoints.loaded, None
+    now, accumulate = _global_batch(session), session.options.accumulate_grad_batches
+    same_batch = before // accumulated == now // accumulate
+    changed = accumulate == own_accumulation != accumulated
+    if session.state.samples or not same_batch or changed:
+        _print_global_batch(session, before)
+    if changed and not (before and now):
+        session.print(
+            f"each update has {accumulate} batches of each rank from here on, where it had {accumulated} before"
+        )
+
+
+def _print_global_batch(session: Session, before: int) -> None:
+    """Print the global batch if it differs from the checkpoint's; a change of the number of ranks alone keeps it."""
+    now = _global_batch(session)
+    if not before or not now or now == before:
+        return
+    why = (
+        f"a global batch is batch_size x accumulate_grad_batches x the {session.state.ranks} "
+        f"rank{'s' if session.state.ranks > 1 else ''} that the run began with, for any number of ranks now"
+    )
+    if not session.strategy.steps_globally:
+        why = "an update has batch_size x accumulate_grad_batches samples of a single worker"
+    session.print(
+        f"each update has {now} samples from here on, where it had {before} before the checkpoint: {why}; learning "
+        "rates are not adapted"
+    )
+
+
+def recount_batches(session: Session) -> None:
+    """Recount the epoch's batches and the trained batches, if ranks, accumulation or batch size have changed.
+
+    The number of ranks changes between runs and within a run, the accumulation between epochs, the batch size between
+    runs.
+
+    Args:
+        session: with a training feed.
+    """
+    state, feed = session.state, session.data.train_feed
+    before = (state.shared_by, state.accumulate, state.together)
+    now = (session.world.size, session.options.accumulate_grad_batches, feed.global_batch)
+    state.shared_by, state.accumulate, state.together = now
+    if now == before or not before[1]:
+        return
+    session.data.count_batches(session.world)
+    session.data.set_validation_interval()
+    batch = feed.batches_before(state.samples, session.options.accumulate_grad_batches)
+    if batch is not None:
+        state.batch = batch
+
+
+def _end_shortened_epoch(session: Session, trained: int, before: int | float) -> None:
+    """End an epoch with its validation, if no batch remains because the epoch has fewer batches than before.
+
+    Args:
+        session: of a resumed fit.
+        trained: batches of the epoch that were trained, as counted by the checkpoint's run.
+        before: number of batches in that run's epoch.
+    """
+    state, now = session.state, session.data.batches.training
+    if not (0 < trained < before and 0 < now <= state.batch):
+        return
+    session.print(
+        f"epoch {state.epoch} has {now} batches from here on, where it had {before} before the checkpoint, and "
+        f"{trained} were trained: it ends here"
+    )
+    state.validating = state.validating or validation_due_of_end(session, trained, before)
+
+
+def _report_lost_position(session: Session, before: int) -> None:
+    """Report that positions in streams are lost, because a different number of ranks has begun the epoch."""
+    if (
+        session.data.train_feed.batches_before(session.state.samples, session.options.accumulate_grad_batches) is None
+        and session.state.batch
+    ):
+        session.print(
+            f"the checkpoint was written by {before} ranks, and {session.world.size} go on: each rank reads from its "
+            "own loader, so some samples of this epoch may be trained twice or not at all"
+        )
+
+
+def _report_reading(session: Session) -> None:
+    """Report that a stream without a saved position is read again."""
+    if not session.state.batch or isinstance(session.data.train_dataloader, Sequence):  # no data, or a list
+        return
+    session.print(
+        f"{type(session.data.train_dataloader).__name__} has no state_dict, so its position is unknown: its first "
+        f"{session.state.batch} batches of this epoch are read again, with the epoch's initial random numbers. The "
+        "run goes on exactly if these are the same batches; if their order is drawn from other random "
+        "numbers, or between batches, some samples are trained twice and others not at all. A map-style "
+        "DataLoader, or a loader with state_dict and load_state_dict, goes on exactly"
+    )

@@ -1,0 +1,175 @@
+"""What the training loop asks of fault tolerance, for a run in which no lost rank is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from fabricx.core.state import Stage
+from fabricx.metrics.objects import metric_objects
+from fabricx.session.rank_state import BufferCopies, RankState
+
+if TYPE_CHECKING:
+    from fabricx.core.module import Module
+    from fabricx.core.state import RunState
+    from fabricx.core.strategy import Strategy
+    from fabricx.data import Microbatch
+
+
+class FaultTolerance:
+    """Keeps the point from which a checkpoint resumes; the loop calls these methods at fixed points of a step.
+
+    `fabricx.fault_tolerance.Recovery` adds records for other ranks, and continues after the loss of a rank. Here its
+    methods do nothing.
+
+    Args:
+        module: of the user.
+        strategy: of the run.
+        state: position of the run.
+        rank_state: returns the state of this rank, with copies of buffers and the metric objects that it receives.
+
+    Attributes:
+        resume_point: state from which unfinished work starts again: an accumulation window, a validation, or the end of
+            an epoch; None between two steps. Checkpoints contain this state in place of the present one.
+        stage: part of the epoch that comes next.
+        meeting: microbatch at which asynchronous ranks meet, while its work is unfinished.
+        buffers: copies of the module's buffers at the start of an accumulation window.
+        metric_objects: torchmetrics objects of the module, found once in an epoch; None if they are not recorded.
+    """
+
+    def __init__(
+        self, module: Module, strategy: Strategy, state: RunState, rank_state: Callable[..., RankState]
+    ) -> None:  # fmt: skip
+        self._module, self._strategy, self._state, self._rank_state = module, strategy, state, rank_state
+        self.resume_point: RankState | None = None
+        self.stage = Stage.BETWEEN
+        self.meeting: Microbatch | None = None
+        self.buffers: BufferCopies | None = None
+        self.metric_objects: dict[str, Any] | None = None
+        self._epoch_start: RankState | None = None  # before the hooks that begin the epoch
+
+    # -- the run ------------------------------------------------------------------------------------------------
+
+    def restore(self) -> bool:
+        """Restore the newest in-memory checkpoint of earlier processes, if any; return whether it was restored."""
+        return False
+
+    def start(self) -> None:
+        """Start training with all ranks, or join a running group in the place of a lost rank."""
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Return a context that suppresses an error caused by the loss of a peer, if training can continue."""
+        return nullcontext()
+
+    def wait_for_all(self) -> None:
+        """Wait until all ranks have finished, because recovery of a peer may need this rank's state."""
+
+    def leave(self) -> None:
+        """Notify the supervisor that recovery in place is impossible from now on."""
+
+    @property
+    def outdated(self) -> bool:
+        """Return whether a rank has departed from this rank's group, or waits to join it."""
+        return False
+
+    def check_members(self) -> None:
+        """End this rank's part in its group, by an error, if the group is outdated."""
+
+    def forget_copies(self) -> None:
+        """Make sure that no rank returns to an in-memory checkpoint; every rank calls it."""
+
+    # -- an epoch -----------------------------------------------------------------------------------------------
+
+    def begin_epoch(self) -> None:
+        """Keep the state before the hooks that begin an epoch, which run again if its first batch is tried again."""
+        self._epoch_start = None
+        if self._strategy.dealer is not None:
+            self.buffers = None
+            return
+        self.buffers = BufferCopies(self._module, self.buffers)
+        self._epoch_start = self._rank_state(self.buffers.take())
+        if not self._state.batch:
+            self.resume_point = self._epoch_start
+
+    def begin_batches(self, *, saved_within: bool) -> None:
+        """Keep and record the state before the first batch of an epoch.
+
+        Args:
+            saved_within: checkpoints may be written between the start and the end of a global batch.
+        """
+        if not self._batches_start_again(saved_within=saved_within):
+            self.buffers = None
+        self.metric_objects = metric_objects(self._module) if self._records() else None
+        if self.buffers is not None:
+            batch_start = self._rank_state(self.buffers.take()) if self._state.batch else self._epoch_start
+            self.resume_point = batch_start
+            self.record(batch_start)
+
+    def _batches_start_again(self, *, saved_within: bool) -> bool:
+        return saved_within
+
+    def _records(self) -> bool:
+        return False
+
+    def reach(self, stage: Stage) -> None:
+        """Record that the next part of the epoch begins.
+
+        Args:
+            stage: the next part.
+        """
+        self.stage = stage
+
+    def before_publishing(self) -> None:
+        """Keep the sums of an epoch, because their reduction may finish on some ranks and fail on other ranks."""
+
+    def after_publishing(self) -> None:
+        """Record that the epoch's values are published and its sums reset, before a peer relies on it."""
+
+    def after_validation_steps(self) -> None:
+        """Record that a validation is computed, before a peer relies on it: its steps may draw random numbers."""
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def before_backward(self, batch: Microbatch) -> None:
+        """Record a batch before its gradients are sent, because peers may then complete it without this rank.
+
+        Args:
+            batch: that is trained.
+        """
+
+    def settle(self) -> None:
+        """Wait for the collectives of this step, so that the weights are not updated from an aborted collective."""
+
+    def before_update(self, batch: Microbatch) -> None:
+        """Record a batch of which only the update is missing, unless that was done before its backward.
+
+        Args:
+            batch: that is trained.
+        """
+
+    def begin_update(self) -> None:
+        """Wait for the collectives of this step; its weights change from now on."""
+
+    def after_own_update(self, batch: Microbatch) -> None:
+        """Record a batch that the module or a closure has applied; no rank counts it before all ranks have recorded it.
+
+        Args:
+            batch: that was trained.
+        """
+
+    def after_batch(self) -> None:
+        """Record that the position in the data is after this batch."""
+        self.resume_point, self.stage = None, Stage.BATCH_TOLD
+
+    def after_step(self) -> None:
+        """Keep and record the state between two steps: hooks may have logged, or drawn random numbers."""
+        if self.buffers is not None:
+            self.resume_point = self._rank_state(self.buffers.take(), self.metric_objects)
+
+    def record(self, point: RankState | None = None) -> None:
+        """Write this rank's progress and state to memory that outlives the process.
+
+        Args:
+            point: state to write; None for the present state.
+        """

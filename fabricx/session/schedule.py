@@ -1,0 +1,199 @@
+"""Decisions between two batches: limits, stops that all ranks agree on, validations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fabricx.data import Microbatch
+    from fabricx.session.session import Session
+
+
+def limit_reached(session: Session) -> bool:
+    """Return whether training is complete.
+
+    Args:
+        session: trains, or has just loaded a checkpoint.
+    """
+    state = session.state
+    if session.options.max_steps != -1 and state.step >= session.options.max_steps:
+        return True
+    if session.options.max_epochs != -1 and state.epoch >= (session.options.max_epochs or 0):
+        return True
+    return session.stop.agreed or session.data.batches.training == 0
+
+
+def finished(session: Session) -> str:
+    """Return why a resumed run has nothing to train, as a sentence for the user.
+
+    Args:
+        session: has loaded a checkpoint.
+    """
+    state = session.state
+    limits = [
+        f"max_steps={session.options.max_steps}"
+        if session.options.max_steps != -1 and state.step >= session.options.max_steps
+        else "",
+        f"max_epochs={session.options.max_epochs}"
+        if session.options.max_epochs != -1 and state.epoch >= (session.options.max_epochs or 0)
+        else "",
+        "a callback requested a stop" if session.stop.agreed else "",
+    ]
+    why = ", ".join(limit for limit in limits if limit) or "there are no batches"
+    return f"training is already complete, after {state.step} steps and {state.epoch} epochs: {why}"
+
+
+def epoch_pending(session: Session) -> bool:
+    """Return whether all batches of the epoch are trained and the epoch has not ended; a checkpoint may be saved then.
+
+    Args:
+        session: has loaded a checkpoint.
+    """
+    return 0 < session.data.batches.training <= session.state.batch
+
+
+def agree_at_boundary(session: Session) -> bool:
+    """Return whether all ranks stop at this boundary; every rank calls it at the same boundaries, in the same order.
+
+    Args:
+        session: between two batches.
+    """
+    agreement = session.agreement
+    session.stop.boundary += 1
+    interrupted = agreement.reason in ("interrupted", "terminated")
+    early = session.state.epoch < session.options.min_epochs or session.state.step < session.options.min_steps
+    if early and not interrupted:
+        return False
+    if (session.world.size > 1 or agreement.reason is not None) and agreement.at_boundary(session.stop.boundary):
+        session.stop.agreed = session.stop.requested = True
+        session.stop.terminated = agreement.reason == "terminated"
+        session.stop.interrupted = session.stop.terminated or agreement.reason == "interrupted"
+    return session.stop.agreed
+
+
+def check_any_batch(session: Session) -> None:
+    """Refuse an epoch without a batch: a limit by steps would never be reached.
+
+    Args:
+        session: at the end of an epoch.
+
+    Raises:
+        ValueError: no rank had a batch.
+    """
+    if not session.state.batch:
+        raise ValueError(
+            f"{type(session.data.train_dataloader).__name__} yielded no batch in epoch {session.state.epoch}, on any "
+            "rank. A generator can be iterated only once; use a list, a DataLoader, or an object whose __iter__ "
+            "restarts"
+        )
+
+
+def next_section(session: Session, done: int, left: int | float) -> int:
+    """Return the number of leases until ranks at their own pace have to synchronise: for a limit, validation or save.
+
+    Args:
+        session: all its ranks are synchronised.
+        done: leases of the epoch that are trained.
+        left: leases of the epoch that are not trained; may be infinite.
+
+    Raises:
+        ValueError: a validation is due in the middle of an update.
+    """
+    state, dealer = session.state, session.strategy.dealer
+    limits: list[float] = [left]
+    if session.options.max_steps != -1:
+        limits.append((session.options.max_steps - state.step) * dealer.leases_per_update)
+    if session.data.val_every != float("inf") and isinstance(session.options.val_check_interval, str):
+        limits.append((session.data.val_every - state.step % session.data.val_every) * dealer.leases_per_update)
+    elif session.data.val_every < session.data.batches.training or (
+        session.options.check_val_every_n_epoch is None and session.data.val_every != float("inf")
+    ):
+        limits.append(_leases_to_validation(session, done))
+    for callback in session.callbacks:
+        if every := getattr(callback, "every_n_train_steps", 0):
+            limits.append((every - state.step % every) * dealer.leases_per_update)
+    least = min(limits)
+    return 10**9 if least == float("inf") else max(1, int(least))
+
+
+def validation_due(session: Session, micro: Microbatch) -> bool:
+    """Return whether a validation follows a batch.
+
+    Args:
+        session: has trained the batch.
+        micro: the batch.
+    """
+    every = session.data.val_every
+    if every == float("inf") or micro.part:
+        return False
+    if isinstance(session.options.val_check_interval, str):
+        return micro.closes and session.state.step % every == 0 and _epoch_validates(session)
+    done: float = micro.index + 1
+    if micro.meets and not micro.last:  # this may be in the middle of a batch of each rank
+        done = micro.done / _leases_per_batch(session)
+    return (done + _batches_before(session)) % every == 0 and _epoch_validates(session)
+
+
+def _leases_to_validation(session: Session, done: int) -> float:
+    """Return the number of leases until the next validation between two batches of the epoch."""
+    accumulate, before = session.options.accumulate_grad_batches, _batches_before(session)
+    if session.strategy.dealer.leases_per_update > 1 and (session.data.val_every % accumulate or before % accumulate):
+        raise ValueError(
+            f"val_check_interval={session.options.val_check_interval} is in the middle of an update of {accumulate} "
+            "batches of each rank, and ranks at their own pace synchronise only between updates; set a multiple of "
+            "accumulate_grad_batches (with check_val_every_n_epoch=None, the batches of an epoch must also be a "
+            "multiple of it)"
+        )
+    every = session.data.val_every * _leases_per_batch(session)
+    return every - (done + before * _leases_per_batch(session)) % every
+
+
+def _batches_before(session: Session) -> int:
+    """Return the number of batches of earlier epochs, if validations are counted across epochs; otherwise 0."""
+    if session.options.check_val_every_n_epoch is None and session.data.batches.training != float("inf"):
+        return session.state.epoch * int(session.data.batches.training)
+    return 0
+
+
+def _leases_per_batch(session: Session) -> float:
+    """Return the number of leases that make up a batch of each rank."""
+    workers: int = session.strategy.dealer.planned
+    return workers / session.options.accumulate_grad_batches
+
+
+def validation_due_at_end(session: Session, complete: bool) -> bool:
+    """Return whether a validation follows the end of an epoch whose length was unknown.
+
+    Args:
+        session: at the end of the epoch.
+        complete: whether all batches of the epoch were trained.
+    """
+    at_end = session.data.val_every == float("inf") and session.options.val_check_interval == 1.0
+    return complete and at_end and _epoch_validates(session)
+
+
+def validation_due_of_end(session: Session, trained: int, before: int | float) -> bool:
+    """Return whether a validation follows the end of an epoch that has become shorter than its trained batches.
+
+    Args:
+        session: at the end of the epoch.
+        trained: batches of the epoch that were trained.
+        before: batches that the epoch had when its last batch was trained.
+    """
+    if (
+        not _epoch_validates(session)
+        or isinstance(session.options.val_check_interval, str)
+        or session.data.val_every == float("inf")
+    ):
+        return False  # by steps, or at the end of an epoch of unknown length
+    every = session.options.val_check_interval
+    earlier = (
+        max(1, int(before * every)) if isinstance(every, float) and before != float("inf") else session.data.val_every
+    )
+    within = session.options.check_val_every_n_epoch is not None
+    return within and trained % earlier != 0 and session.data.batches.training % session.data.val_every == 0
+
+
+def _epoch_validates(session: Session) -> bool:
+    every = session.options.check_val_every_n_epoch
+    return bool(session.data.val_feeds) and (every is None or (session.state.epoch + 1) % every == 0)

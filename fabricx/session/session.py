@@ -1,0 +1,230 @@
+"""The run-time parts of one run on one rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fabricx.consistency.hook_effects import HookChecks
+from fabricx.consistency.shared_settings import SharedSettings
+from fabricx.core.hooks import Hooks
+from fabricx.core.module import batch_weight
+from fabricx.core.optimizers import OptimizerHandle, Schedule
+from fabricx.core.precision import Precision
+from fabricx.core.steps import wrap_steps
+from fabricx.distributed import heartbeat
+from fabricx.distributed.stop_consensus import Agreement
+from fabricx.session.accumulation import AccumulationWindow
+from fabricx.session.fault_tolerance import FaultTolerance
+from fabricx.session.rank_state import RankState
+from fabricx.session.status import BatchStatus, CheckpointStatus, Overridden
+from fabricx.telemetry.recorder import NoopRecorder
+
+if TYPE_CHECKING:
+    from fabricx.core.callback import Callback
+    from fabricx.core.datamodule import DataModule
+    from fabricx.core.logger import Logger
+    from fabricx.core.module import Module
+    from fabricx.core.options import TrainerOptions
+    from fabricx.core.state import RunState
+    from fabricx.core.strategy import Strategy
+    from fabricx.core.trainer import TrainerProtocol
+    from fabricx.data.order import Balance
+    from fabricx.data.run_data import RunData
+    from fabricx.distributed.world import World
+    from fabricx.metrics.run_metrics import RunMetrics
+    from fabricx.session.status import FailureLog, StopStatus
+
+
+@final
+class Session:
+    """One run on one rank: built by `trainer.set_up`, used by the loop, closed when the run ends.
+
+    Args:
+        trainer: passed to hooks; the library reads the attributes below instead.
+        options: of the run.
+        state: position of the run, which checkpoints save.
+        world: the ranks; another object after each change of the ranks.
+        strategy: how training is distributed.
+        module, datamodule: of the user.
+        callbacks, loggers: of the run.
+        data: loaders and feeds.
+        metrics: what is logged.
+        stop, failures: records of the run, which remain after it.
+        balance: shares of the ranks in each global batch.
+        run_dir: folder of the run.
+
+    Attributes:
+        hooks: functions to call for each hook.
+        agreement: determines the boundary at which all ranks stop.
+        precision: of weights and computations.
+        optimizers, optimizer_handles, lr_schedulers: of the module; empty in an evaluation.
+        overridden: overridden methods of the module.
+        steps: functions of the module by name: "training", "validation", "test", "predict".
+        training_step: `steps["training"]`, wrapped by the strategy.
+        transfer: transfers (batch, loader index) to the device; None if no transfer is needed.
+        window: the present accumulation window.
+        batch: status of the present batch.
+        checkpoints: status of the run's checkpoints.
+        fault_tolerance: records for other ranks, and recovery.
+        settings: compares settings that hooks may only change equally on all ranks; None if no rank waits for others.
+        checks: compares what hooks have changed with the other ranks.
+        recorder: records where this rank spends its time.
+        running: the run has not ended.
+    """
+
+    def __init__(
+        self, trainer: TrainerProtocol, options: TrainerOptions, state: RunState, world: World, strategy: Strategy,
+        module: Module, datamodule: DataModule | None, callbacks: Sequence[Callback], loggers: Sequence[Logger],
+        data: RunData, metrics: RunMetrics, stop: StopStatus, failures: FailureLog, balance: Balance,
+        run_dir: Path | None,
+    ) -> None:  # fmt: skip
+        self.trainer, self.options, self.state, self.world, self.strategy = trainer, options, state, world, strategy
+        self.module, self.datamodule, self.callbacks, self.loggers = module, datamodule, callbacks, loggers
+        self.data, self.metrics, self.stop, self.failures = data, metrics, stop, failures
+        self.balance, self.run_dir = balance, run_dir
+        self.hooks = Hooks(trainer, module, callbacks)
+        self.agreement = Agreement(world)
+        self.precision = Precision()
+        self.optimizers: list[Optimizer] = []
+        self.optimizer_handles: list[OptimizerHandle] = []
+        self.lr_schedulers: list[Schedule] = []
+        self.overridden = Overridden()
+        self.steps: dict[str, Callable[..., Any]] = {}
+        self.training_step: Callable[..., Any] = _no_step
+        self.transfer: Callable[[Any, int], Any] | None = None
+        self.window = AccumulationWindow(options, module, strategy, state, data, metrics, self.optimizers)
+        self.batch = BatchStatus()
+        self.checkpoints = CheckpointStatus()
+        self.fault_tolerance = FaultTolerance(module, strategy, state, self.rank_state)
+        self.settings: SharedSettings | None = None
+        self.recorder = NoopRecorder()
+        self.running = True
+        self.checks = HookChecks(options, module, strategy, state, data, self.optimizers, self._forget_copies)
+
+    def rank_state(
+        self, buffers: dict[str, Tensor] | None = None, objects: dict[str, Any] | None = None
+    ) -> RankState:  # fmt: skip
+        """Return what this rank needs to continue from here.
+
+        Args:
+            buffers: copies of the module's buffers at the begin of a window, whose batches may change them.
+            objects: result of `metric_objects`, if available.
+        """
+        return RankState(self.module, self.data, self.metrics, buffers, objects)
+
+    def wrap_steps(self, *, fits: bool) -> None:
+        """Set the functions of the module's steps; called again after a change of the ranks.
+
+        Args:
+            fits: the run trains the module.
+        """
+        self.steps = wrap_steps(self.module, self.precision, several_loaders=self.data.several_loaders)
+        if fits:
+            self.training_step = self.strategy.wrap_step(self.steps["training"])
+
+    def change_world(self, world: World) -> None:
+        """Continue with other ranks.
+
+        Args:
+            world: the ranks; this rank has joined their process group.
+        """
+        self.world = world
+        self.strategy.world_changed(world)
+        self.wrap_steps(fits=True)
+
+    def renew_agreements(self) -> None:
+        """Agree on stops and settings with the ranks of the present generation; a request to stop is kept."""
+        reason = self.agreement.reason
+        self.agreement.close()
+        self.agreement = Agreement(self.world)
+        if reason is not None:
+            self.agreement.request(reason)
+        self.share_settings()
+
+    def _forget_copies(self) -> None:
+        self.fault_tolerance.forget_copies()
+
+    def share_settings(self) -> None:
+        """Start to compare settings that hooks change, with the ranks of the present generation."""
+        compares = self.world.size > 1 and self.strategy.dealer is None
+        self.settings = (
+            SharedSettings(self.options, self.module, self.strategy, self.state, self.agreement) if compares else None
+        )
+
+    @property
+    def writes(self) -> bool:
+        """Return whether the run writes files to its folder."""
+        return self.trainer.writes
+
+    def print(self, text: str) -> None:
+        """Print on the main rank only, above the progress bar.
+
+        Args:
+            text: a line or several lines.
+        """
+        self.trainer.print(text)
+
+    @property
+    def weigh(self) -> Callable[[Any], float] | None:
+        """Return the function that computes the weight of a batch; None if the weight is the number of samples."""
+        return functools.partial(batch_weight, self.module) if self.overridden.batch_weight else None
+
+    def to_device(self, batch: Any, loader: int) -> Any:
+        """Transfer a batch to the device, with the transfer hooks.
+
+        Args:
+            batch: of a loader.
+            loader: index of the loader.
+        """
+        heartbeat.advance()
+        return batch if self.transfer is None else self.transfer(batch, loader)
+
+    def backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
+        """Compute gradients; calls the module's `backward` if the module overrides it.
+
+        Args:
+            loss: scalar, shape [].
+            args, options: of `Tensor.backward`.
+        """
+        if self.overridden.backward:
+            self.strategy.backward(loss, functools.partial(self.module.backward, loss, *args, **options))
+        elif args or options:
+            self.strategy.backward(loss, functools.partial(loss.backward, *args, **options))
+        else:
+            self.strategy.backward(loss)
+
+    def handle_of(self, optimizer: Optimizer) -> OptimizerHandle:
+        """Return the handle of an optimizer.
+
+        Args:
+            optimizer: of the module.
+        """
+        return next(handle for handle in self.optimizer_handles if handle.optimizer is optimizer)
+
+    def clip_gradients(self, optimizer: Optimizer, limit: float | None, algorithm: str | None) -> None:
+        """Clip the gradients of an optimizer's parameters.
+
+        Args:
+            optimizer: the optimizer or its handle.
+            limit: of the norm or of each element; None or 0 clips nothing.
+            algorithm: "norm" or "value"; None: "norm".
+        """
+        if not limit:
+            return
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        self.precision.unscale(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if (algorithm or "norm") == "norm":
+            self.window.norm = self.strategy.clip_norm(parameters, limit)
+        else:
+            self.strategy.clip_value(parameters, limit)
+
+
+def _no_step(*args: Any) -> None:
+    raise RuntimeError("this run has no training_step")

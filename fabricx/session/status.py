@@ -1,0 +1,116 @@
+"""Small records of a run's progress, each with the code that may change it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fabricx.checkpoint import Writer
+
+
+@dataclass
+class StopStatus:
+    """Stops that were requested, and that all ranks have agreed on; changed by `Trainer` and `session.schedule`.
+
+    Attributes:
+        requested: a stop was requested on this rank.
+        reason: of the request.
+        agreed: all ranks have agreed to stop.
+        interrupted: a signal (Ctrl-C, SIGTERM) has stopped the run.
+        terminated: the signal was SIGTERM or the notice of a scheduler.
+        boundary: number of steps and ends of epochs that the ranks have passed in this run.
+    """
+
+    requested: bool = False
+    reason: str = ""
+    agreed: bool = False
+    interrupted: bool = False
+    terminated: bool = False
+    boundary: int = 0
+
+
+@dataclass
+class FailureLog:
+    """Failures from which the run has recovered; changed by the launcher and by `fault_tolerance`.
+
+    Attributes:
+        errors: a line for each failure.
+        newest_at: time of the newest failure, in seconds since 1970; 0 if unknown.
+        step_reached: weight updates before the newest failure, if no other process has recorded it.
+    """
+
+    errors: list[str] = field(default_factory=list)
+    newest_at: float = 0.0
+    step_reached: int = 0
+
+
+@dataclass
+class BatchStatus:
+    """The present training batch; changed by the loop.
+
+    Attributes:
+        is_last: the last batch of the epoch, or of an evaluation loader.
+        in_step: weights, random states or statistics are newer than the position in the data.
+        asynchronous: this rank trains at its own pace at present.
+        idle_ranks: number of ranks without a sample of this microbatch, which do not run its hooks.
+    """
+
+    is_last: bool = False
+    in_step: bool = False
+    asynchronous: bool = False
+    idle_ranks: int = 0
+
+
+@dataclass
+class CheckpointStatus:
+    """Checkpoints of a run; changed by `session.checkpoint` and `session.save_points`.
+
+    Attributes:
+        writer: writes checkpoints in the background; None before the first checkpoint.
+        collecting: the content of a checkpoint is being collected.
+        saves: position of the newest save, and number of earlier saves there.
+        followed: generation, and number of its newest hooks that ranks without a sample have followed.
+        loaded: global batch and accumulation of the loaded checkpoint, and accumulation of this run, until they are
+            reported.
+    """
+
+    writer: Writer | None = None
+    collecting: bool = False
+    saves: tuple[Any, int] = (None, 0)
+    followed: tuple[int, int] = (0, -1)
+    loaded: tuple[int, int, int] | None = None
+
+    def close(self) -> None:
+        """Close the writer."""
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
+
+
+@dataclass
+class Overridden:
+    """Overridden methods of the module and other properties of a run that change how batches are trained.
+
+    Attributes:
+        backward, batch_weight, optimizer_step, optimizer_zero_grad, configure_gradient_clipping: whether the module
+            overrides the method.
+        closures: ids of the optimizers that need a closure.
+        metrics_each_step: whether a schedule reads a metric after each weight update.
+        ckpt_path: checkpoint that the run loads; None without a checkpoint.
+        manual_steps: steps of each optimizer (by id) in the current batch of manual optimization.
+        undo: functions that remove the hooks on the optimizers when the run ends.
+    """
+
+    backward: bool = False
+    batch_weight: bool = False
+    optimizer_step: bool = False
+    optimizer_zero_grad: bool = False
+    configure_gradient_clipping: bool = False
+    closures: frozenset[int] = frozenset()
+    metrics_each_step: bool = False
+    ckpt_path: Path | None = None
+    manual_steps: dict[int, int] = field(default_factory=dict)
+    undo: list[Callable[[], None]] = field(default_factory=list)

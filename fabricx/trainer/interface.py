@@ -1,0 +1,450 @@
+"""The Trainer as hooks and the library see it: options, plugins, results of runs, actions; properties are local."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fabricx import plugins
+from fabricx.checkpoint.storage import as_path
+from fabricx.core.arguments import non_defaults
+from fabricx.core.options import TrainerOptions
+from fabricx.core.state import Phase, RunState
+from fabricx.data.order import Balance
+from fabricx.data.run_data import BatchCounts, RunData
+from fabricx.distributed.collective_guard import together
+from fabricx.distributed.world import World
+from fabricx.errors import NamesChecked
+from fabricx.loop import manual_optimization
+from fabricx.metrics.run_metrics import Published, RunMetrics
+from fabricx.session.checkpoint import finish_checkpoint, save_checkpoint
+from fabricx.session.session import Session
+from fabricx.session.status import FailureLog, StopStatus
+from fabricx.trainer.factory import choose_callbacks, choose_loggers, choose_strategy, several_ranks
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from fabricx.core.callback import Callback
+    from fabricx.core.datamodule import DataModule
+    from fabricx.core.logger import Logger
+    from fabricx.core.module import Module
+    from fabricx.core.optimizers import OptimizerHandle, Schedule
+    from fabricx.core.strategy import Strategy
+    from fabricx.telemetry.logs import LogSettings
+
+
+class TrainerInterface(NamesChecked, TrainerOptions):
+    """The Trainer without the calls that start runs: what hooks and the library use.
+
+    Attributes:
+        strategy: how training is distributed.
+        callbacks, loggers: of the runs.
+        state: position of the run, which checkpoints save.
+        module, datamodule: of the newest call; None before.
+        run_dir: folder of the newest run; None before.
+        configuration: configuration by Hydra; None in Python, see `arguments`.
+        arguments: arguments that differ from the defaults, as plain data.
+        balance: shares of the ranks in each global batch.
+        batches: numbers of batches of the newest run.
+        published: newest values of everything that was logged.
+        stop: requested and agreed stops.
+        failure_log: failures from which the run has recovered.
+        log_settings: levels of the loggers of the process that started this worker; None in that process.
+    """
+
+    def _create_plugins(self, given: Mapping[str, Any]) -> None:
+        self.arguments = non_defaults(TrainerOptions.__init__, given)
+        fast, several = bool(self.fast_dev_run), several_ranks(len(self.device_ids), self.num_nodes)
+        self.strategy: Strategy = choose_strategy(
+            given["strategy"], len(self.device_ids), self.num_nodes, reproducible=self.deterministic == "elastic"
+        )
+        self.loggers: list[Logger] = choose_loggers(None if fast else given["logger"])
+        wanted = {
+            "progress_bar": given["enable_progress_bar"],
+            "model_summary": given["enable_model_summary"],
+            "model_checkpoint": self.enable_checkpointing,
+            "fault_recovery": given["enable_fault_recovery"] and several and not fast,
+            "profiler": self.profiler == "simple",
+            "tracing": self.profiler == "trace",
+        }
+        options = {"fault_recovery": {"snapshots": self.enable_checkpointing}}
+        defaults = {name: options.get(name, {}) for name, on in wanted.items() if on}
+        self.callbacks: list[Callback] = choose_callbacks(given["callbacks"], defaults, fast=fast)
+        if self.max_time is not None:
+            self.callbacks.append(plugins.build("callbacks", "timer", duration=self.max_time))
+        self.state = RunState()
+        self.module: Module | None = None
+        self.datamodule: DataModule | None = None
+        self.run_dir: Path | None = None
+        self.configuration: dict[str, Any] | None = None
+        self.balance, self.batches, self.published = Balance(), BatchCounts(), Published()
+        self.stop, self.failure_log = StopStatus(), FailureLog()
+        self.log_settings: LogSettings | None = None
+        self._world = World()  # before a run, and in a server
+        self._session: Session | None = None  # of the newest run in this process
+        self._fit_session: Session | None = None  # of the newest fit in this process
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_session": None, "_fit_session": None}
+
+    def serve_as(self, world: World) -> World:
+        """Set the world of a process that serves workers, and runs nothing itself; returns it.
+
+        Args:
+            world: with the rank of the server.
+        """
+        self._world = world
+        return world
+
+    def configure(self, configuration: dict[str, Any], run_dir: Path | None) -> None:
+        """Set the configuration from which the trainer was built, which checkpoints and loggers record.
+
+        Args:
+            configuration: of Hydra, as plain data.
+            run_dir: folder of the run; None for a new folder.
+        """
+        self.configuration, self.run_dir = configuration, run_dir
+
+    def begin_session(self, session: Session, *, fits: bool) -> None:
+        """Set the run whose parts the attributes of the trainer show.
+
+        Args:
+            session: of this rank.
+            fits: the run trains the module.
+        """
+        self._session = session
+        if fits:
+            self._fit_session = session
+
+    @property
+    def session(self) -> Session:
+        """Return the parts of the newest run in this process, for callbacks that need more than these properties.
+
+        Raises:
+            RuntimeError: this process has not run anything.
+        """
+        if self._session is None:
+            raise RuntimeError("the trainer has no run in this process; read its parts in hooks of a run")
+        return self._session
+
+    @property
+    def world(self) -> World:
+        """Return the ranks; a single rank where this process has not run anything."""
+        return self._world if self._session is None else self._session.world
+
+    @property
+    def current_epoch(self) -> int:
+        """Return the number of completed epochs."""
+        return self.state.epoch
+
+    @property
+    def global_step(self) -> int:
+        """Return the number of weight updates; steps of several optimizers in an update count once."""
+        return self.state.step
+
+    @property
+    def should_stop(self) -> bool:
+        """Return whether a stop was requested on this rank; assign True to request that all ranks stop."""
+        return self.stop.requested
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self.stop.requested = value
+        if value:
+            self.request_stop("should_stop")
+
+    def request_stop(self, reason: str) -> None:
+        """Request that all ranks stop at the next step boundary that they agree on.
+
+        Args:
+            reason: the reason of the request, for all ranks.
+        """
+        self.stop.requested, self.stop.reason = True, reason
+        if self._session is not None and self._session.running:
+            self._session.agreement.request(reason)
+
+    @property
+    def interrupted(self) -> bool:
+        """Return whether a signal (Ctrl-C, SIGTERM) has stopped the newest run."""
+        return self.stop.interrupted
+
+    @property
+    def terminated(self) -> bool:
+        """Return whether SIGTERM or the notice of a scheduler has stopped the newest run."""
+        return self.stop.terminated
+
+    @property
+    def failures(self) -> list[str]:
+        """Return a line for each failure from which the newest run has recovered."""
+        return self.failure_log.errors
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Return whether this is the main rank."""
+        return self.world.rank == 0
+
+    @property
+    def global_rank(self) -> int:
+        """Return the number of this rank among all ranks."""
+        return self.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Return the number of this rank on this machine."""
+        return self.world.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks that train."""
+        return self.world.size if self.world.size > 1 else len(self.device_ids) * self.num_nodes
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Return the newest value of each logged metric, without communication."""
+        return dict(self.published.metrics) if self._session is None else self._session.metrics.newest()
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """Return the metrics that the loggers received last."""
+        return dict(self.published.logged)
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """Return the values of the progress bar: this rank's newest values. Reading it synchronises with the device."""
+        if self._session is None:
+            return {name: float(value) for name, value in self.published.bar.items()}
+        return self._session.metrics.shown_in_bar()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers of the newest fit in this process."""
+        return [] if self._fit_session is None else self._fit_session.optimizers
+
+    @property
+    def optimizer_handles(self) -> list[OptimizerHandle]:
+        """Return the handles of the optimizers, whose steps run through the strategy."""
+        return [] if self._fit_session is None else self._fit_session.optimizer_handles
+
+    @property
+    def lr_schedulers(self) -> list[Schedule]:
+        """Return the learning rate schedules of the newest fit in this process."""
+        return [] if self._fit_session is None else self._fit_session.lr_schedulers
+
+    @property
+    def train_dataloader(self) -> Any:
+        """Return the training loader of the newest fit in this process."""
+        return None if self._session is None else self._session.data.train_dataloader
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """Return the evaluation loader or loaders of the newest run in this process."""
+        return None if self._session is None else self._session.data.val_dataloaders
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Return the number of batches per epoch of the rank with the most batches; infinity if unknown."""
+        return self.batches.training
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Return the number of batches of each evaluation loader."""
+        return self.batches.evaluation
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Return whether the present batch is the last batch of its epoch or loader."""
+        return self._session is not None and self._session.batch.is_last
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Return the number of steps of a schedule, a step for each global batch; infinity for a run without limit."""
+        windows: int | float = float("inf")
+        if self.num_training_batches != float("inf"):
+            windows = -(-self.num_training_batches // self.accumulate_grad_batches)
+            if self._fit_session is not None:  # a rank may compute its part of a global batch in several microbatches
+                feeds = self._fit_session.data.feeds
+                windows = (feeds[0].global_batches(self.accumulate_grad_batches) if feeds else None) or windows
+        by_epochs = float("inf") if self.max_epochs in (-1, None) else windows * (self.max_epochs or 0)
+        by_steps = float("inf") if self.max_steps == -1 else self.max_steps // self.strategy.updates_per_batch
+        limit = min(by_epochs, by_steps)
+        return limit if limit == float("inf") else int(limit)
+
+    @property
+    def logger(self) -> Logger | None:
+        """Return the first logger, or None."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def writes(self) -> bool:
+        """Return whether a fit writes files to its folder."""
+        return not self.fast_dev_run and bool(self.loggers or self.checkpoint_callback)
+
+    @property
+    def log_dir(self) -> str | None:
+        """Return the folder that the first logger writes to, or the run's folder."""
+        folder = self.logger.log_dir if self.logger is not None else None
+        return str(folder or self.run_dir) if folder or self.run_dir else None
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """Return the first callback that writes checkpoints, or None."""
+        return next((c for c in self.callbacks if hasattr(c, "best_model_path")), None)
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """Return the first callback for early stopping, or None."""
+        return next((c for c in self.callbacks if hasattr(c, "stopped_epoch")), None)
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Return whether the validation batches before training are running."""
+        return self.state.phase is Phase.SANITY
+
+    @property
+    def training(self) -> bool:
+        """Return whether training batches are running."""
+        return self.state.phase is Phase.TRAIN
+
+    @property
+    def validating(self) -> bool:
+        """Return whether a validation is running."""
+        return self.state.phase is Phase.VALIDATE
+
+    @property
+    def testing(self) -> bool:
+        """Return whether a test is running."""
+        return self.state.phase is Phase.TEST
+
+    @property
+    def predicting(self) -> bool:
+        """Return whether a prediction is running."""
+        return self.state.phase is Phase.PREDICT
+
+    # -- actions ------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        weights_only: bool = False,
+        *,
+        wait: bool = True,
+        after: Callable[[], None] | None = None,
+        failed: Callable[[], None] | None = None,
+    ) -> Path:
+        """Write a checkpoint; all ranks call this at the same point.
+
+        A resumed run continues exactly as an uninterrupted run. At points where this is impossible the call raises an
+        error: within a training step (where only weights can be saved), before training, or while ranks train
+        asynchronously.
+
+        Args:
+            path: folder to create, or a URL that fsspec supports, such as "s3://bucket/run/a.ckpt".
+            weights_only: omit the state that only training needs.
+            wait: return when the checkpoint is complete; else training continues during the write, and the next call,
+                or `finish_checkpoint`, waits for its end.
+            after: called on the main rank, in a thread, when the checkpoint is complete.
+            failed: called on every rank if the disk was full.
+
+        Returns:
+            the folder.
+
+        Raises:
+            CheckpointError: this checkpoint or the previous checkpoint was not written.
+            RanksDisagree: another rank does not make this call, or has another path.
+            RuntimeError: a checkpoint cannot be saved at this point; the message names the right hook.
+        """
+        session, folder = self._session_to_save(weights_only=weights_only), as_path(path)
+        with together():  # ranks without a sample of this batch take part
+            save_checkpoint(session, folder, weights_only=weights_only, wait=wait, after=after, failed=failed)
+            if wait or self.state.phase is Phase.IDLE:
+                finish_checkpoint(session)
+        return folder
+
+    def _session_to_save(self, *, weights_only: bool) -> Session:
+        """Return the run to save: the present run, or after it the newest fit of this process."""
+        if self._session is not None and self._session.running:
+            return self._session
+        if self._fit_session is not None:
+            return self._fit_session
+        if self.module is None:
+            raise ValueError("save_checkpoint: the trainer has run nothing yet, so there is nothing to save")
+        if not weights_only:
+            raise RuntimeError(
+                "save_checkpoint: this process has not trained (worker processes have, and they have ended), so it has "
+                "no state of optimizers and data. Pass weights_only=True, or let ModelCheckpoint(save_last=True) "
+                "or a hook such as on_train_end save"
+            )
+        return self._session_of_weights(self.module)
+
+    def _session_of_weights(self, module: Module) -> Session:
+        """Return a session without a run, whose module has the weights of the newest run."""
+        strategy = choose_strategy("single", 1, 1)
+        data = RunData(
+            "validate", (None, None), module, self.datamodule, self, strategy, self.state, self.balance, self.batches
+        )
+        metrics = RunMetrics(module, self, strategy, self.state, self.published, writes=False)
+        session = Session(
+            self, self, self.state, World(), strategy, module, self.datamodule, self.callbacks, self.loggers, data,
+            metrics, self.stop, self.failure_log, self.balance, self.run_dir,
+        )  # fmt: skip
+        session.running = False
+        return session
+
+    def finish_checkpoint(self) -> bool:
+        """Wait until no checkpoint is being written; all ranks call this at the same point.
+
+        Returns:
+            whether the newest checkpoint is complete; False if the disk was full.
+
+        Raises:
+            CheckpointError: the checkpoint was not written for another reason.
+        """
+        session = self._fit_session
+        return session is None or finish_checkpoint(session)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the main rank only, above the progress bar.
+
+        Args:
+            args, kwargs: of `print`.
+        """
+        if self.is_global_zero:
+            bar: Any = next((callback for callback in self.callbacks if hasattr(callback, "print")), None)
+            (bar.print if bar is not None else print)(*args, **kwargs)
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """Gather tensors from all ranks.
+
+        Args:
+            data: a tensor, or nested collections of tensors.
+            sync_grads: whether gradients flow back to the ranks.
+
+        Returns:
+            `data`, with each tensor of shape [...] replaced by a tensor of shape [world_size, ...].
+        """
+        from lightning_utilities.core.apply_func import apply_to_collection
+
+        return apply_to_collection(data, Tensor, lambda item: self.world.all_gather(item, sync_grads))
+
+    def manual_backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
+        """Compute gradients in manual optimization.
+
+        Args:
+            loss: scalar, shape [].
+            args, options: of `Tensor.backward`.
+        """
+        manual_optimization.backward(self.session, loss, *args, **options)
+
+    def clip_gradients(self, optimizer: Optimizer, limit: float | None, algorithm: str | None) -> None:
+        """Clip the gradients of an optimizer's parameters.
+
+        Args:
+            optimizer: the optimizer or its handle.
+            limit: of the norm or of each element; None or 0 clips nothing.
+            algorithm: "norm" or "value"; None: "norm".
+        """
+        self.session.clip_gradients(optimizer, limit, algorithm)
