@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, final
+from typing import final
 
 import torch
 from torch import Tensor
-
-BEGUN: Final = "begun"  # life of the tables with which all workers have begun
 
 
 @final

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from fabricx.distributed.codecs import make_codec
+from fabricx.parameter_server.server.handlers import HANDLERS
 from fabricx.parameter_server.server.server import Server
-from fabricx.parameter_server.wire.messages import Begin, Norm, Pull, Push, Tell
+from fabricx.parameter_server.wire.messages import Begin, Push
 from fabricx.parameter_server.wire.partition import merge_spans
 
 HEADER: Final = struct.Struct("<QQQ")  # of a record: number of its snapshot, bytes of the event, bytes of the vector
@@ -59,7 +60,7 @@ class Journal:
             message: of a worker.
             inbox: vector of the worker.
         """
-        if self._number and not isinstance(message, (Begin, Norm, Tell)) and (not _rows_only(message)):
+        if self._number and HANDLERS[type(message)].journaled(message):
             spans = _carried(server.begun, message)
             raw = inbox.view(torch.uint8).numpy().data
             self._write(("said", worker, number, message, spans), [raw[start:stop] for start, stop in spans])
@@ -182,10 +183,6 @@ def _carried(begun: Begin, message: Any) -> list[tuple[int, int]]:
         start = shard.rooms[dense + number][0]
         spans.append((start * size, (start + count * (1 + shard.rows[number].width)) * size))
     return spans
-
-
-def _rows_only(message: Any) -> bool:
-    return isinstance(message, Pull) and not message.dense
 
 
 class _At:

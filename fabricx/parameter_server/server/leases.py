@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import final
 
 from fabricx.parameter_server.wire.messages import Granted
@@ -53,6 +53,11 @@ class Leases:
         self._returned: list[int] = []
         self._with: dict[int, int] = {}  # lease -> worker that holds it
         self._open: dict[int, int] = {}  # batch -> number of incomplete parts
+
+    @property
+    def workers(self) -> Collection[int]:
+        """Return the numbers of the present workers."""
+        return self._done.keys()
 
     @property
     def over(self) -> bool:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fabricx.distributed.codecs import Codec, make_codec
-from fabricx.parameter_server.server.changed_rows import BEGUN, ChangedRows
-from fabricx.parameter_server.server.update_rule import Gradient
-from fabricx.parameter_server.wire.messages import Begin, Pull, Reply
+from fabricx.parameter_server.gradients import Gradient
+from fabricx.parameter_server.server.changed_rows import ChangedRows
+from fabricx.parameter_server.wire.messages import BEGUN, Begin, Pull, Reply
 from fabricx.parameter_server.wire.partition import merge_spans
 
 

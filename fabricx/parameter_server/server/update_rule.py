@@ -3,104 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from fabricx.parameter_server.gradients import Gradient
 from fabricx.parameter_server.optimizer_parts import Hyperparameters, PackedOptimizers, ServerOptimizers, nested, pack
-from fabricx.parameter_server.wire.messages import Begin, Groups, Settings
-
-BLOCK: Final = 1 << 16  # elements
-
-
-@final
-@dataclass(slots=True)
-class Gradient:
-    """A gradient for a server's part of the parameters.
-
-    Attributes:
-        dense: of all pieces, flat.
-        missing: numbers of the pieces without a gradient.
-        rows: by table with a gradient: ids of rows, shape [k], and their gradients, shape [k, width].
-    """
-
-    dense: Tensor
-    missing: frozenset[int] = frozenset()
-    rows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def clone(self) -> Gradient:
-        """Return a copy in new memory."""
-        rows = {number: (ids.clone(), values.clone()) for number, (ids, values) in self.rows.items()}
-        return Gradient(self.dense.clone(), self.missing, rows)
-
-    def __truediv__(self, divisor: float) -> Gradient:
-        rows = {number: (ids, values / divisor) for number, (ids, values) in self.rows.items()}
-        return Gradient(self.dense / divisor, self.missing, rows)
-
-
-def merge_rows(parts: Sequence[Mapping[int, tuple[Tensor, Tensor]]]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Sum gradients of rows by id; ids are unique and ascending in the result.
-
-    Args:
-        parts: see `Gradient.rows`.
-    """
-    merged = {}
-    for number in sorted({number for part in parts for number in part}):
-        every = [part[number] for part in parts if number in part]
-        ids, positions = torch.cat([ids for ids, _ in every]).unique(return_inverse=True)
-        values = torch.cat([values for _, values in every])
-        merged[number] = ids, values.new_zeros(len(ids), values.shape[1]).index_add_(0, positions, values)
-    return merged
-
-
-def add_up(parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-    """Write the sum of vectors, added in their order, to other vectors, which may be among them.
-
-    The sum is computed in blocks, so that each vector is read once and results are still in the cache when copied.
-
-    Args:
-        parts: vectors to add.
-        into: vectors to write.
-    """
-    later = {part.data_ptr() for part in parts[2:]}
-    target = next((vector for vector in into if vector.data_ptr() not in later), None)
-    for start in range(0, len(parts[0]), BLOCK):
-        first, *others = (part[start : start + BLOCK] for part in parts)
-        total = torch.empty_like(first) if target is None else target[start : start + BLOCK]
-        if others:
-            torch.add(first, others[0], out=total)
-        else:
-            total.copy_(first)
-        for other in others[1:]:
-            total.add_(other)
-        for vector in into:
-            if vector is not target:
-                vector[start : start + BLOCK].copy_(total)
-
-
-def clip(gradient: Tensor, kind: str, spans: Iterable[tuple[int, int]], limit: float) -> None:
-    """Clip spans of a gradient in place.
-
-    Args:
-        gradient: flat.
-        kind: "value" limits each element, "norm" the 2-norm of all spans.
-        spans: (start, stop) of the pieces.
-        limit: maximum.
-    """
-    pieces = [gradient[start:stop] for start, stop in spans]
-    if not pieces:  # all parameters of the optimizer are on other servers
-        return
-    if kind == "value":
-        torch._foreach_clamp_min_(pieces, -limit)
-        torch._foreach_clamp_max_(pieces, limit)
-        return
-    norm = sum(float(piece.square().sum()) for piece in pieces) ** 0.5
-    if norm + 1e-6 > limit:  # same epsilon as torch's clip_grad_norm_
-        torch._foreach_mul_(pieces, limit / (norm + 1e-6))
+from fabricx.parameter_server.server.replies import Replies
+from fabricx.parameter_server.wire.messages import Begin, Groups, Pull, Reply, Settings
 
 
 class Rule(ABC):
@@ -108,9 +20,13 @@ class Rule(ABC):
 
     Attributes:
         values: what workers pull, flat.
+        sums: the values are the newest sum of gradients; otherwise they are weights.
+        velocity: of an outer optimizer, flat; None without.
     """
 
     values: Tensor
+    sums = False
+    velocity: Tensor | None = None
 
     @abstractmethod
     def update(self, gradient: Gradient, groups: Groups | None, factor: float = 1.0) -> None:
@@ -121,6 +37,21 @@ class Rule(ABC):
             groups: hyperparameters of the workers; None for no change.
             factor: fraction of the weights' change to apply.
         """
+
+    def reply(self, replies: Replies, worker: int, pull: Pull, inbox: Tensor, outbox: Tensor) -> Reply:
+        """Write the values to a worker's vector.
+
+        Args:
+            replies: of the server.
+            worker: number of the worker.
+            pull: the request.
+            inbox: vector from the worker, with the ids of requested rows.
+            outbox: vector to the worker.
+
+        Returns:
+            The reply, without the counts of updates.
+        """
+        return replies.weights(worker, pull, self.values, inbox, outbox)
 
     def moved_rows(self, gradient: Gradient) -> dict[int, Tensor]:
         """Return the ids of the rows that an update changes, by table.
@@ -143,12 +74,17 @@ class Sum(Rule):
         begin: initialisation of the server.
     """
 
+    sums = True
+
     def __init__(self, begin: Begin) -> None:
         self.values = torch.empty(0)
-        self.newest = Gradient(self.values)
+        self._newest = Gradient(self.values)
 
     def update(self, gradient: Gradient, groups: Groups | None, factor: float = 1.0) -> None:
-        self.values, self.newest = gradient.dense, gradient
+        self.values, self._newest = gradient.dense, gradient
+
+    def reply(self, replies: Replies, worker: int, pull: Pull, inbox: Tensor, outbox: Tensor) -> Reply:
+        return replies.sum(self._newest, outbox)
 
 
 class _Weights(Rule):
@@ -257,7 +193,7 @@ class Outer(_Weights):
     def __init__(self, begin: Begin) -> None:
         super().__init__(begin)
         self._settings = begin.settings
-        self.velocity = torch.zeros_like(self.values) if begin.velocity is None else begin.velocity.clone()
+        self.velocity: Tensor = torch.zeros_like(self.values) if begin.velocity is None else begin.velocity.clone()
         self._gathered = torch.zeros_like(self.values)
         self._rounds = 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from fabricx.core.averaging import AverageRule
 from fabricx.parameter_server.wire.partition import Shard
 
+BEGUN: Final = "begun"  # life of the tables with which all workers have begun; see `Pull.since`
 Groups = list[list[dict[str, Any]]]  # hyperparameters of each group of each optimizer, including nested optimizers
 
 

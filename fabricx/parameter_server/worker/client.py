@@ -21,7 +21,6 @@ from fabricx.distributed.codecs import make_codec
 from fabricx.distributed.generations import membership
 from fabricx.errors import ServerLost
 from fabricx.parameter_server.optimizer_parts import ServerOptimizers, flat_part, part_of, sliced
-from fabricx.parameter_server.server.changed_rows import BEGUN
 from fabricx.parameter_server.wire.channel import (
     LOST,
     NETWORK,
@@ -35,6 +34,7 @@ from fabricx.parameter_server.wire.channel import (
     meet_over_gloo,
 )
 from fabricx.parameter_server.wire.messages import (
+    BEGUN,
     Apply,
     Ask,
     Average,

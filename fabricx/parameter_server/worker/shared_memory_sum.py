@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fabricx.distributed.world import World
 from fabricx.errors import ServerLost
-from fabricx.parameter_server.server.update_rule import add_up, merge_rows
+from fabricx.parameter_server.gradients import add_up, merge_rows
 from fabricx.parameter_server.wire.channel import LOST
 from fabricx.parameter_server.wire.messages import Counts
 from fabricx.parameter_server.wire.partition import divide

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricx.distributed.world import World
+from fabricx.parameter_server.gradients import add_up
 from fabricx.parameter_server.optimizer_parts import (
     Hyperparameters,
     OptimizerSnapshot,
@@ -19,7 +20,6 @@ from fabricx.parameter_server.optimizer_parts import (
     pack,
     sliced,
 )
-from fabricx.parameter_server.server.update_rule import add_up
 from fabricx.parameter_server.wire.messages import Settings
 from fabricx.parameter_server.wire.partition import Shard, divide
 from fabricx.parameter_server.wire.shm_group import RemappableBuffer

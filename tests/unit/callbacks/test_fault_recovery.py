@@ -138,7 +138,7 @@ def test_the_last_line_counts_what_each_server_has_used(second: tuple[int, ...])
         lease = servers[0].handle(0, Ask(0, True), empty, empty).lease
         servers[0].handle(0, Push(0, 1, (lease,), True), empty, empty)
     for lease in second:
-        servers[1]._received = LeaseSet()  # disables the detection of repeated gradients
+        servers[1].state.ledger._received = LeaseSet()  # disables the detection of repeated gradients
         servers[1].handle(0, Push(0, 1, (lease,), True), empty, empty)
     apart = Asynchronous(begun.settings)
     apart._client = SimpleNamespace(counts=lambda: [server.counts for server in servers])  # type: ignore[assignment]

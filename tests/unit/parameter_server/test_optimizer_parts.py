@@ -319,11 +319,13 @@ def test_a_stale_gradient_moves_weights_by_a_part_of_what_it_would(name: str) ->
     def moved(*, damp: bool) -> tuple[list[Tensor], list[Any]]:
         served = Served(DAMPED[name], 1, whole=False)
         [server] = served.servers
-        server._settings.damp = damp
+        server.begun.settings.damp = damp
         served.steps(0, 2)
         before = server.values.clone()
-        server.version += 5  # others' updates, which this test leaves out: the gradient below is 5 updates old
-        server._order.begins(0, server.version - 5)
+        server.state.shard.version += (
+            5  # others' updates, which this test leaves out: the gradient below is 5 updates old
+        )
+        server.state.order.begins(0, server.version - 5)
         inbox = torch.linspace(-3, 5, len(before))
         server.handle(0, Push(2, 1, (2,), groups=groups_of(nested(served.optimizers))), inbox, torch.empty(0))
         return [server.values - before], served.states()

@@ -9,9 +9,8 @@ import torch
 from torch import nn, optim
 
 from fabricx.parameter_server.optimizer_parts import sliced
-from fabricx.parameter_server.server.changed_rows import BEGUN
 from fabricx.parameter_server.server.server import Server
-from fabricx.parameter_server.wire.messages import Begin, Pull, Push, Settings
+from fabricx.parameter_server.wire.messages import BEGUN, Begin, Pull, Push, Settings
 from fabricx.parameter_server.wire.partition import divide
 
 HEIGHT, WIDTH = 6, 2

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fabricx.parameter_server.gradients import clip
 from fabricx.parameter_server.optimizer_parts import part_of, sliced
 from fabricx.parameter_server.server.server import Server
-from fabricx.parameter_server.server.update_rule import clip
 from fabricx.parameter_server.wire.messages import Ask, Begin, Open, Pull, Push, Settings
 from fabricx.parameter_server.wire.partition import divide
 from fabricx.testing.simulated_server import simulate

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fabricx.distributed.metric_sums import merge_sums
-from fabricx.parameter_server.worker.logged_sums import LoggedSums
+from fabricx.parameter_server.server.logged_sums import LoggedSums
 
 
 def sums(value: float, how: str = "mean") -> dict[str, Any]:

@@ -1,0 +1,239 @@
+"""The table of messages that a server supports: when a message can be processed, and the reaction to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from torch import Tensor
+
+from fabricx.parameter_server.server.aggregation import Part
+from fabricx.parameter_server.server.state import ServerState
+from fabricx.parameter_server.wire.messages import (
+    Apply,
+    Ask,
+    Average,
+    Begin,
+    Close,
+    Granted,
+    Have,
+    Norm,
+    Open,
+    Pull,
+    Push,
+    Pushed,
+    Reply,
+    Tell,
+    Turn,
+)
+
+M = TypeVar("M")
+Answer = Reply | Pushed | Granted | None  # None: the message has no reply
+
+
+@dataclass(slots=True)
+class Sender:
+    """The sender of a message.
+
+    Attributes:
+        worker: number of the worker.
+        inbox: vector from the worker, flat.
+        outbox: vector to the worker, flat, in which the reply to a `Pull` is written.
+    """
+
+    worker: int
+    inbox: Tensor
+    outbox: Tensor
+
+
+@dataclass(frozen=True)
+class Handler:
+    """Reaction of a server to a type of messages; `handles` checks the types of its functions.
+
+    Attributes:
+        kind: type of the messages.
+        handle: processes a message that is ready; returns the reply.
+        ready: whether a message of a worker can be processed now; until then its worker waits.
+        repeatable: a message may be processed again when it is sent again; the replies to other messages are kept.
+        journaled: whether a message must be replayed to restore the state.
+    """
+
+    kind: type[Any]
+    handle: Callable[[ServerState, Sender, Any], Answer]
+    ready: Callable[[ServerState, int, Any], bool]
+    repeatable: bool
+    journaled: Callable[[Any], bool]
+
+
+def handles(
+    kind: type[M], handle: Callable[[ServerState, Sender, M], Answer],
+    ready: Callable[[ServerState, int, M], bool] = lambda state, worker, message: True,
+    *, repeatable: bool = False, journaled: Callable[[M], bool] = lambda message: True,
+) -> Handler:  # fmt: skip
+    """Return an entry of the table; by default, a message never waits.
+
+    Args:
+        kind, handle, ready, repeatable, journaled: see `Handler`.
+    """
+    return Handler(kind, handle, ready, repeatable, journaled)
+
+
+# -- weights and gradients --------------------------------------------------------------------------------------------
+
+
+def begin(state: ServerState, sender: Sender, message: Begin) -> Reply:
+    """Begin with the weights and optimizers of the first worker."""
+    state.begin(message)
+    return state.shard.reply()
+
+
+def may_pull(state: ServerState, worker: int, message: Pull) -> bool:
+    """Return whether the requested version exists, and the bound of the staleness admits another computing worker."""
+    may_begin = not message.to_train or state.order.may_begin(worker)
+    return state.shard.version >= message.version and may_begin
+
+
+def pull(state: ServerState, sender: Sender, message: Pull) -> Reply:
+    """Send weights or the newest sum."""
+    if message.to_train:
+        state.order.begins(sender.worker, state.shard.version)
+    return state.shard.send_values(sender.worker, message, sender.inbox, sender.outbox)
+
+
+def may_push(state: ServerState, worker: int, message: Push) -> bool:
+    """Return whether an update keeps the staleness of other workers within its bound."""
+    return state.order.may_push(worker, state.shard.version)
+
+
+def push(state: ServerState, sender: Sender, message: Push) -> Pushed | None:
+    """Use a gradient, unless its leases belong to another worker or it is too late."""
+    worker, ledger = sender.worker, state.ledger
+    in_order, base = state.order.has_place(worker), state.order.pushed(worker)
+    used = not ledger.is_leased or ledger.accepts(worker, message.leases, in_order=in_order)
+    if used:
+        gradient = state.shard.decode(message, sender.inbox)
+        part = Part(worker, message, gradient, state.shard.version if base is None else base, sender.outbox)
+        used = state.updates.add(part)
+    state.counts.dropped += not used
+    if message.logged is not None:
+        ledger.logged.add(worker, message.logged, used=used)
+    return Pushed(used) if message.confirm else None
+
+
+def may_take_turn(state: ServerState, worker: int, message: Turn) -> bool:
+    """Return whether this worker's update may be the next."""
+    return state.order.may_take_turn(worker, state.shard.version)
+
+
+def turn(state: ServerState, sender: Sender, message: Turn) -> Reply:
+    """Reserve the next update for a worker, if its gradient would be used."""
+    if has_place := state.order.has_place(sender.worker):
+        state.order.take_turn(sender.worker)
+    return state.shard.reply(has_place)
+
+
+def is_held(state: ServerState, worker: int, message: Norm | Apply) -> bool:
+    """Return whether all parts of an update have arrived, or the update was made before."""
+    return state.shard.version > message.clock or state.updates.is_complete(message.clock)
+
+
+def norm(state: ServerState, sender: Sender, message: Norm) -> Reply:
+    """Send the squares of the 2-norms of pieces of a held gradient."""
+    gradient = state.updates.held(message.clock).dense
+    squares = [float(gradient[start:stop].square().sum()) for start, stop in state.shard.spans(message.pieces)]
+    return state.shard.reply(squares)
+
+
+def apply(state: ServerState, sender: Sender, message: Apply) -> None:
+    """Make a held update, when all workers have sent this message."""
+    if state.shard.version <= message.clock:
+        state.updates.apply(sender.worker, message)
+
+
+# -- leases -----------------------------------------------------------------------------------------------------------
+
+
+def open_section(state: ServerState, sender: Sender, message: Open) -> None:
+    """Begin a section of the data, if it is new."""
+    state.open(message)
+
+
+def may_ask(state: ServerState, worker: int, message: Ask) -> bool:
+    """Return whether there is a lease for the worker, the section is over, or the worker does not wait."""
+    leases = state.ledger.leases
+    if message.section != leases.section or not message.wait:
+        return True
+    return leases.available(worker) or leases.over
+
+
+def ask(state: ServerState, sender: Sender, message: Ask) -> Granted:
+    """Grant a lease."""
+    if message.section != state.ledger.leases.section:
+        return Granted(None, over=True)
+    granted = state.ledger.grant(sender.worker)
+    state.updates.update_without_late()
+    return granted
+
+
+def close_section(state: ServerState, sender: Sender, message: Close) -> None:
+    """End the distribution of leases early."""
+    if message.section == state.ledger.leases.section:
+        state.ledger.close()
+
+
+# -- other state ------------------------------------------------------------------------------------------------------
+
+
+def have(state: ServerState, sender: Sender, message: Have) -> None:
+    """Record the weights that a worker has."""
+    state.shard.set_weights_of(sender.worker, message.weights)
+
+
+def average(state: ServerState, sender: Sender, message: Average) -> Reply:
+    """Start a moving average of the weights."""
+    state.shard.keep_average(message.rule, message.step, message.values)
+    return state.shard.reply()
+
+
+def tell(state: ServerState, sender: Sender, message: Tell) -> Reply:
+    """Send other state."""
+    return state.shard.reply(TOLD[message.what](state, message))
+
+
+TOLD: Final[Mapping[str, Callable[[ServerState, Tell], Any]]] = {
+    "optimizers": lambda state, message: state.shard.optimizers(),
+    "velocity": lambda state, message: state.shard.velocity,
+    "weights": lambda state, message: state.shard.values,
+    "average": lambda state, message: state.shard.average,
+    "lost": lambda state, message: state.shard.lost,
+    "counts": lambda state, message: state.counts,
+    "logged": lambda state, message: state.ledger.logged.of(message.section),
+}
+
+
+class _Handlers(dict[type[Any], Handler]):
+    def __missing__(self, kind: type[Any]) -> Handler:
+        raise TypeError(f"a server does not support messages of type {kind.__name__}")
+
+
+# By the type of a message; a message of another type is an error.
+HANDLERS: Final[Mapping[type[Any], Handler]] = _Handlers(
+    {
+        handler.kind: handler
+        for handler in (
+            handles(Begin, begin, journaled=lambda message: False),  # a snapshot follows
+            handles(Pull, pull, may_pull, repeatable=True, journaled=lambda message: message.dense),
+            handles(Push, push, may_push),
+            handles(Turn, turn, may_take_turn),
+            handles(Norm, norm, is_held, repeatable=True, journaled=lambda message: False),
+            handles(Apply, apply, is_held),
+            handles(Open, open_section),
+            handles(Ask, ask, may_ask),
+            handles(Close, close_section),
+            handles(Have, have),
+            handles(Average, average),
+            handles(Tell, tell, repeatable=True, journaled=lambda message: False),
+        )
+    }
+)

@@ -1,0 +1,193 @@
+"""A server's part of the model: weights or sums, optimizers, and replies with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from fabricx.core.averaging import AverageRule, FlatAverage
+from fabricx.distributed.codecs import make_codec
+from fabricx.parameter_server.gradients import Gradient
+from fabricx.parameter_server.optimizer_parts import ServerOptimizers
+from fabricx.parameter_server.server.replies import Replies
+from fabricx.parameter_server.server.update_rule import Correction, make_rule
+from fabricx.parameter_server.wire.messages import Begin, Counts, Groups, Pull, Push, Reply
+
+
+@final
+class ModelShard:
+    """A server's part of the model.
+
+    Args:
+        begin: initialisation of the server.
+        counts: statistics of the server, updated in place.
+
+    Attributes:
+        begun: see Args.
+        settings: behaviour of the server.
+        version: number of updates.
+        trained: number of leases in the weights.
+        skipped: versions without an update of the weights, because no worker had a gradient for the global batch.
+        sums: the server only sums, and workers step.
+        copies_gradients: `decode` returns memory of its own; otherwise views of the worker's vector.
+    """
+
+    def __init__(self, begin: Begin, counts: Counts) -> None:
+        self.begun, self.settings = begin, begin.settings
+        self.version = self.trained = begin.version
+        self.skipped = 0
+        self._counts = counts
+        self._rule = make_rule(begin)
+        self._replies = Replies(begin)
+        self._correction = Correction(begin.settings)
+        self._average: FlatAverage | None = None  # of the weights, if a callback requests it
+        kind = begin.settings.compression
+        self._codec = None if kind is None else make_codec(kind, keep=begin.settings.keep, feedback=False)
+        self.sums, self.copies_gradients = self._rule.sums, self._codec is not None
+
+    @property
+    def values(self) -> Tensor:
+        """Return the weights (or sums) that workers pull, flat."""
+        return self._rule.values
+
+    def spans(self, pieces: Iterable[int]) -> list[tuple[int, int]]:
+        """Return the positions of pieces in a vector of gradients: (start, stop), in elements.
+
+        Args:
+            pieces: numbers of the pieces.
+        """
+        return [self.begun.shard.rooms[number] for number in pieces]
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def decode(self, push: Push, inbox: Tensor) -> Gradient:
+        """Return the gradient in a worker's vector.
+
+        Args:
+            push: description of the gradient.
+            inbox: vector from the worker.
+        """
+        shard = self.begun.shard
+        dense = inbox[: shard.dense]
+        if self._codec is None:
+            for start, stop in self.spans(push.missing):
+                dense[start:stop].zero_()  # this piece was not sent
+        elif not push.empty:
+            dense = self._codec.decode(inbox.view(torch.uint8), len(dense), push.scale, inbox.dtype)
+        rows = {number: shard.rows_in(inbox, number, count) for number, count in push.rows.items()}
+        return Gradient(dense, push.missing, rows)
+
+    def compensate(self, worker: int, gradient: Gradient, staleness: int) -> Gradient:
+        """Return a gradient with delay compensation, if enabled.
+
+        Args:
+            worker: number of the worker that has computed it.
+            gradient: of the worker.
+            staleness: in updates.
+        """
+        return self._correction(gradient, self._replies.seen.get(worker, self.values), self.values, staleness)
+
+    def compress_sum(self, vectors: list[Tensor]) -> None:
+        """Compress a sum in place in the vectors of all workers, if workers step and replies are compressed.
+
+        Args:
+            vectors: of all workers, each with the sum.
+        """
+        if self.sums:
+            self._replies.compress_sum(vectors)
+
+    # -- updates --------------------------------------------------------------------------------------------------
+
+    def update(self, gradient: Gradient, groups: Groups | None, factor: float = 1.0) -> None:
+        """Make an update.
+
+        Args:
+            gradient: of this part.
+            groups: hyperparameters of the workers; None for no change.
+            factor: fraction of the weights' change to apply.
+        """
+        self._rule.update(gradient, groups, factor)
+        self.version += 1
+        self._counts.updates += 1
+        if self._average is not None:
+            self._average.follow(self.values, self.version - self.skipped)
+        for table, rows in self._rule.moved_rows(gradient).items():
+            self._replies.changed.note(table, rows, self.version)
+
+    def skip_update(self) -> None:
+        """Count a version without an update of the weights."""
+        self.version += 1
+        self.skipped += 1
+
+    def keep_average(self, rule: AverageRule, step: int, values: Tensor) -> None:
+        """Start a moving average of the weights, unless there is one.
+
+        Args:
+            rule: decay of the average.
+            step: weight updates of the run so far.
+            values: present average, flat.
+        """
+        if self._average is None:
+            self._average = FlatAverage(rule, step, self.version - self.skipped, values)
+
+    # -- replies --------------------------------------------------------------------------------------------------
+
+    def reply(self, content: Any = None) -> Reply:
+        """Return a reply with the counts of updates.
+
+        Args:
+            content: of the reply.
+        """
+        return Reply(self.version, self.trained, content)
+
+    def send_values(self, worker: int, pull: Pull, inbox: Tensor, outbox: Tensor) -> Reply:
+        """Write weights or a sum to a worker's vector; returns the reply.
+
+        Args:
+            worker: number of the worker.
+            pull: the request.
+            inbox: vector from the worker, with the ids of requested rows.
+            outbox: vector to the worker.
+        """
+        reply = self._rule.reply(self._replies, worker, pull, inbox, outbox)
+        reply.version, reply.trained, reply.skipped = self.version, self.trained, self.skipped
+        return reply
+
+    def set_weights_of(self, worker: int, weights: Tensor) -> None:
+        """Record the weights that a worker has, to which its next compressed difference refers.
+
+        Args:
+            worker: number of the worker.
+            weights: flat.
+        """
+        self._replies.seen[worker] = weights
+
+    def forget_weights_of(self, worker: int) -> None:
+        """Remove the record of a worker that has left.
+
+        Args:
+            worker: number of the worker.
+        """
+        self._replies.seen.pop(worker, None)
+
+    def optimizers(self) -> ServerOptimizers | None:
+        """Return the optimizers; None if workers step."""
+        return self._rule.optimizers()
+
+    @property
+    def velocity(self) -> Tensor | None:
+        """Return the velocity of an outer optimizer, flat; None without."""
+        return self._rule.velocity
+
+    @property
+    def average(self) -> tuple[Tensor, int] | None:
+        """Return the moving average of the weights, flat, and its steps since its begin; None without."""
+        return None if self._average is None else (self._average.values, self._average.updates)
+
+    @property
+    def lost(self) -> Tensor | None:
+        """Return the error feedback of compressed sums; None without compression."""
+        return self._replies.lost

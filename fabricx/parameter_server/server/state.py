@@ -1,0 +1,104 @@
+"""State of a parameter server: a function of the sequence of its messages."""
+
+from __future__ import annotations
+
+from typing import final
+
+from fabricx.parameter_server.server.aggregation import Aggregation, make_aggregation
+from fabricx.parameter_server.server.lease_ledger import LeaseLedger
+from fabricx.parameter_server.server.leases import Leases
+from fabricx.parameter_server.server.model_shard import ModelShard
+from fabricx.parameter_server.server.update_order import UpdateOrder
+from fabricx.parameter_server.wire.messages import Begin, Counts, Open
+
+
+@final
+class ServerState:
+    """The parts of a server; `shard` and `updates` exist from `begin`.
+
+    Args:
+        workers: initial number of workers.
+        grants: this server grants the leases.
+
+    Attributes:
+        counts: statistics.
+        departed: workers that have left.
+        ledger: leases of the data.
+        order: order of updates that bounds the staleness.
+        is_begun: `begin` was called.
+        shard: weights or sums, and optimizers.
+        updates: when gradients become updates.
+    """
+
+    shard: ModelShard
+    updates: Aggregation
+
+    def __init__(self, workers: int, *, grants: bool) -> None:
+        self.counts = Counts()
+        self.departed: set[int] = set()
+        self.ledger = LeaseLedger(workers, grants=grants, counts=self.counts)
+        self.order = UpdateOrder()
+        self.is_begun = False
+
+    def begin(self, begin: Begin) -> None:
+        """Begin with new weights; the leases of a section that has begun stay.
+
+        Args:
+            begin: initialisation of the server.
+        """
+        settings = begin.settings
+        self.is_begun = True
+        self.shard = ModelShard(begin, self.counts)
+        self.updates = make_aggregation(self.shard, self.ledger, self.counts)
+        self.order = UpdateOrder(
+            ordered=self.ledger.grants and settings.orders_updates, bound=settings.max_staleness or 0
+        )
+        self.counts.begun = begin.version
+        self.counts.dealt = self.counts.used = self.counts.repeated = self.counts.conflicts = 0
+
+    def open(self, message: Open) -> None:
+        """Begin a section of the data, if it is new.
+
+        Args:
+            message: of a worker; every worker sends it.
+        """
+        if message.section <= self.ledger.leases.section:
+            return
+        settings, shard = self.shard.settings, self.shard
+        shard.version = max(shard.version, message.version)  # with local rounds, servers may have made other updates
+        workers = self.ledger.workers if message.workers is None else set(message.workers) - self.departed
+        leases = Leases(
+            message.section, message.count, workers,
+            clock=shard.version,
+            bound=settings.max_staleness if settings.bound == "clock" else None,
+            by_worker=not settings.aggregate,
+            parts=settings.parts_of_update(len(workers)) if settings.aggregate else None,
+            single=bool(settings.backup),
+        )  # fmt: skip
+        self.ledger.open(leases)
+
+    def left(self, worker: int) -> None:
+        """Remove a worker, and return its leases without a gradient.
+
+        Args:
+            worker: number of the worker.
+        """
+        self.departed.add(worker)
+        self.order.left(worker)
+        self.ledger.leases.left(worker)
+        if self.is_begun:
+            self.shard.forget_weights_of(worker)
+            self.updates.update_without_late()
+
+    def joined(self, worker: int, *, resumes: bool) -> None:
+        """Add a worker: at once before training and when it resumes, otherwise at the next section.
+
+        Args:
+            worker: number of the worker.
+            resumes: it was connected before.
+        """
+        ledger = self.ledger
+        if not resumes and ledger.grants and ledger.is_leased and worker not in ledger.workers:
+            return
+        self.departed.discard(worker)
+        ledger.leases.joined(worker)

@@ -1,0 +1,87 @@
+"""The table of a server's messages: each message of a worker has a handler, any other is an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from dataclasses import dataclass
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+
+from fabricx.parameter_server.server.handlers import HANDLERS, TOLD
+from fabricx.parameter_server.server.server import Server
+from fabricx.parameter_server.wire import messages
+from fabricx.parameter_server.wire.messages import Ask, Begin, Close, Norm, Open, Pull, Push, Tell, Turn
+from tests.unit.parameter_server.server.test_server import SIZE, begin
+
+NONE = torch.empty(0)
+REPLIES = {messages.Reply, messages.Granted, messages.Pushed}
+PARTS = {messages.Settings, messages.Counts}  # of messages
+
+
+@dataclass
+class Unknown:
+    """No message of a worker."""
+
+
+def begun(**settings: Any) -> Server:
+    server, (start, _) = Server(2), begin(workers=2, **settings)
+    server.handle(0, start, NONE, NONE)
+    return server
+
+
+def test_each_message_has_a_handler() -> None:
+    kinds = {kind for _, kind in inspect.getmembers(messages, dataclasses.is_dataclass)}
+    sent = {kind for kind in kinds if kind.__module__ == messages.__name__} - REPLIES - PARTS
+    assert set(HANDLERS) == sent
+    assert all(handler.kind is kind for kind, handler in HANDLERS.items())
+
+
+@pytest.mark.parametrize("server", [Server(1), begun()], ids=["new", "begun"])
+def test_an_unknown_message_is_an_error_and_waits_for_nothing(server: Server) -> None:
+    for act in (
+        lambda: server.ready(0, Unknown()),
+        lambda: server.handle(0, Unknown(), NONE, NONE),
+        lambda: server.handle_once(0, 1, Unknown(), NONE, NONE),
+    ):
+        with pytest.raises(TypeError, match="a server does not support messages of type Unknown"):
+            act()
+
+
+def test_before_the_begin_all_other_messages_wait() -> None:
+    server, (start, _) = Server(2), begin(workers=2)
+    waiting = [Pull(), Push(0, 1, (0,)), Ask(0, True), Open(0, 1), Close(0), Tell("counts"), Turn(), Norm(0, [])]
+    assert not any(server.ready(1, message) for message in waiting)
+    assert server.ready(1, start)
+    server.handle(1, start, NONE, NONE)
+    assert server.ready(1, Pull())
+
+
+def test_other_state_is_sent_under_each_name_of_the_message() -> None:
+    names = get_args(get_type_hints(Tell)["what"])
+    assert set(TOLD) == set(names)
+    server = begun(aggregate=False)
+    content = {name: server.handle(0, Tell(name), NONE, NONE).content for name in names}
+    assert torch.equal(content["weights"], server.values)
+    assert content["counts"] is server.counts
+    assert content["velocity"] is content["average"] is content["lost"] is None
+    assert content["logged"] == {}
+
+
+def test_messages_that_change_nothing_are_processed_again_and_not_replayed() -> None:
+    repeatable = {kind for kind, handler in HANDLERS.items() if handler.repeatable}
+    assert repeatable == {Pull, Norm, Tell}
+    assert HANDLERS[Pull].journaled(Pull())
+    assert not HANDLERS[Pull].journaled(Pull(dense=False, rows={0: 1}))  # rows only: no effect on the state
+    journaled = {kind for kind in set(HANDLERS) - {Pull} if HANDLERS[kind].journaled(None)}
+    assert journaled == set(HANDLERS) - {Pull, Begin, Norm, Tell}
+
+
+def test_updates_that_are_not_held_have_no_norm() -> None:
+    server = begun(aggregate=False)
+    server.handle(0, Push(0, 1, (0,)), torch.zeros(SIZE), NONE)
+    assert not server.ready(0, Norm(5, [0]))  # for ever: no such update is held
+    with pytest.raises(TypeError, match="EachGradient holds no updates"):
+        server.handle(0, Norm(5, [0]), NONE, NONE)
