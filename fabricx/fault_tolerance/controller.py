@@ -63,6 +63,7 @@ class ElasticController:
         self._broken = False  # a next generation is needed
         self._outbox: list[tuple[tuple[int, ...], str, Any]] = []
         self._step, self._tries = -1, 0
+        self._cuts: list[str] = []  # records of lost links since all members trained, which a failure may explain
 
     # -- events -------------------------------------------------------------------------------------------------
 
@@ -90,7 +91,8 @@ class ElasticController:
             self._coming.discard(worker)
             self._ready.append(worker)
         elif kind == "cut":
-            self._begin_again(worker, content, "lost its links")
+            if self._begin_again(worker, content, "lost its links"):
+                self._cuts.append(self._failures[-1])
         elif kind == "again":
             self._begin_again(worker, *content)
         elif kind == "step":
@@ -100,16 +102,28 @@ class ElasticController:
             self._lost = [(since, workers) for since, workers in self._lost if since > self._settled]
             if generation == self._number:
                 self._arrived.add(worker)
+                if self._arrived.issuperset(self._seats):
+                    self._cuts.clear()
             if step > self._step:
                 self._step, self._tries = step, 0
 
-    def _begin_again(self, worker: int, generation: int, why: str) -> None:
+    def _begin_again(self, worker: int, generation: int, why: str) -> bool:
+        """Record a failure and request a new generation; returns False if no new generation is possible or needed."""
         if generation != self._number or worker not in self._seats or self._broken:
-            return
+            return False
         self._tries += 1
-        if self._tries <= self._elastic.tries:  # otherwise no message: the worker raises its error
-            self._failures.append(f"rank {self._seats.index(worker)} {why}")
-            self._break()
+        if self._tries > self._elastic.tries:  # no message: the worker raises its error
+            return False
+        self._failures.append(f"rank {self._seats.index(worker)} {why}")
+        self._break()
+        return True
+
+    def explain_cuts(self) -> None:
+        """Remove the records of lost links since all members trained: a failure that is recorded now has cut them."""
+        for record in self._cuts:
+            self._failures.remove(record)
+        self._tries = max(0, self._tries - len(self._cuts))
+        self._cuts.clear()
 
     def died(self, worker: int, why: str) -> bool:
         """Record a death.
@@ -127,6 +141,7 @@ class ElasticController:
         if worker in self._ended and worker != self._seats[0]:  # it had finished
             self._dead.add(worker)
             return True
+        self.explain_cuts()
         self._tries += 1
         if self._elastic.outlived:
             able = not self._ended and (self._number > 0 or worker in self._holding)

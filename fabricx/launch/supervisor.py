@@ -351,6 +351,7 @@ class _Workers:
         """Return the error to raise: the earliest failure that is not a consequence of another failure."""
         if self._controller is not None:  # the reported failures may be consequences of a death
             self._failures += [self._deaths[rank] for rank in self._controller.missing if rank in self._deaths]
+            self._controller.explain_cuts()
         first = min(self._failures, key=lambda failure: (_is_secondary(failure), failure.at))
         name = self._name(first.rank)
         others = sorted({self._name(failure.rank) for failure in self._failures} - {name})

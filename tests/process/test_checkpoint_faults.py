@@ -148,8 +148,7 @@ def test_a_checkpoint_of_the_users_that_is_lost_when_all_start_again_is_named(
     path = tmp_path / "mine.ckpt"
     faults = [SavesWithoutWaiting(path, error=True)]
     module, trainer = train(DDP(), faults, tmp_path, recovery=FaultRecovery(every_n_train_steps=2))
-    *cut, failure = trainer.failures  # the other rank may report its lost connections before the error is reported
-    assert all("lost its links" in text for text in cut)
+    [failure] = trainer.failures  # also if the other rank reports its lost connections before the error is reported
     assert "of the user's code" in failure
     assert exact(module)
     assert not path.exists()

@@ -171,6 +171,31 @@ def test_links_that_break_at_the_same_step_again_and_again_are_an_error() -> Non
     assert len(run.failures) == 3
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_links_that_a_dying_worker_has_cut_are_no_failure_of_their_own(late: bool) -> None:
+    run = Workers(ElasticPolicy(tries=1), 2)
+    run.changes.receive(0, "cut", 0)
+    if late:  # the others already wait for it in the next generation
+        run.clock.now += 1.0
+        run.supervise()
+        run.act(0)
+        run.changes.receive(0, "cut", 1)
+    run.end(1)
+    assert not run.failed  # one try, not two
+    assert run.failures == ["rank 1 failed: killed"]
+
+
+def test_links_that_were_made_again_before_a_worker_dies_are_a_failure_of_their_own() -> None:
+    run = Workers(ElasticPolicy(), 2)
+    run.changes.receive(0, "cut", 0)
+    run.clock.now += 1.0
+    run.supervise()
+    run.act(0)
+    run.act(1)
+    run.end(1)
+    assert run.failures == ["rank 0 lost its links", "rank 1 failed: killed"]
+
+
 def ready(changes: ElasticController, worker: int) -> None:
     """Start a worker that the controller wants, and let it become ready."""
     assert changes.wanted() is not None

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from multiprocessing import Pipe
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fabricx.distributed.generations import SAVING
+from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from fabricx.launch.supervisor import _Workers
+from fabricx.launch.worker import Failure
+
+
+def test_links_that_a_failed_rank_has_cut_are_no_failure_of_their_own() -> None:
+    failures: list[str] = []
+    workers: Any = object.__new__(_Workers)
+    workers._controller = ElasticController(ElasticPolicy(), 2, failures)
+    workers._deaths, workers._stopping, workers._store = {}, False, {SAVING: b""}
+    workers._specs = [SimpleNamespace(serve=None, newcomer=False) for _ in range(2)]
+    workers._failures = [Failure(1, 0.0, "error", "ValueError: of the user's code", None)]
+    workers._controller.receive(0, "cut", 0)
+    assert failures == ["rank 0 lost its links"]
+    assert "rank 1 failed" in str(workers._first_failure())
+    assert failures == []  # the Trainer records the error of rank 1
 
 
 class Notes:
