@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import fabricx as fx
 from fabricx.core.precision import MixedPrecision, make_precision
+from fabricx.testing import TinyModule, tiny_loader
 
 
 def stepped(gradient: float, *, clip: float | None = None) -> tuple[Tensor, float, bool]:
@@ -66,3 +68,12 @@ def test_complex_numbers_stay_complex(name: str) -> None:
     make_precision(name, torch.device("cpu")).convert(module)
     assert torch.equal(module.turn, torch.tensor([1.0 + 2.0j]))
     assert module.weight.dtype == {"64-true": torch.float64, "bf16-true": torch.bfloat16}[name]
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
+def test_precisions_train(precision: str, quiet: dict[str, Any]) -> None:
+    module = TinyModule()
+    fx.Trainer(max_epochs=2, precision=precision, **quiet).fit(module, tiny_loader(), tiny_loader())
+    kept = {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
+    assert module.dtype == kept
+    assert float(module.layer.weight.detach().mean()) != 0.5

@@ -1,7 +1,8 @@
-"""The order in which the supervisor handles the messages of ranks."""
+"""Processes of a run: their start, and the order in which the supervisor handles their messages."""
 
 from __future__ import annotations
 
+import time
 from multiprocessing import Pipe
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from fabricx.distributed.generations import SAVING
 from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
+from fabricx.launch import supervisor
 from fabricx.launch.supervisor import _Workers
 from fabricx.launch.worker import Failure
 
@@ -50,3 +52,37 @@ def test_the_end_of_a_rank_is_taken_after_what_others_sent_before(ended: int) ->
     for ends in pipes:
         for end in ends:
             end.close()
+
+
+class Process:
+    """A process that starts after some errors."""
+
+    def __init__(self, *errors: Exception, takes_s: float = 0.0) -> None:
+        self.errors, self.started, self.takes_s = list(errors), False, takes_s
+
+    def start(self) -> None:
+        if self.errors:
+            time.sleep(self.takes_s)
+            raise self.errors.pop()
+        self.started = True
+
+
+def test_a_process_is_started_once_another_fork_server_is_there() -> None:
+    process: Any = Process(EOFError("unexpected EOF"), BrokenPipeError(), ConnectionRefusedError())
+    supervisor._start(process)
+    assert process.started
+
+
+def test_a_fork_server_may_be_killed_after_a_long_time_of_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "FORK_S", 0.01)
+    process: Any = Process(EOFError("unexpected EOF"), takes_s=0.05)
+    supervisor._start(process)
+    assert process.started
+
+
+def test_a_fork_server_that_never_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "FORK_S", 0.0)
+    process: Any = Process(*[EOFError("unexpected EOF")] * 100)
+    with pytest.raises(EOFError) as error:
+        supervisor._start(process)
+    assert "the fork server, which starts workers, was killed" in error.value.__notes__[0]

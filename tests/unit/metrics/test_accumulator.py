@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
-from fabricx.metrics.accumulator import Metrics, Series, as_value
+from fabricx.metrics.accumulator import Metrics, Series
 from fabricx.metrics.collector import Logbook
 
 CPU = torch.device("cpu")
@@ -103,14 +103,6 @@ def test_a_series_knows_in_which_batch_its_step_and_its_epoch_began() -> None:
     assert book.series("x").epoch_batch == math.inf
 
 
-def test_only_one_number_can_be_logged() -> None:
-    with pytest.raises(ValueError, match=r"shape \(2,\)"):
-        as_value(torch.zeros(2), "x")
-    with pytest.raises(ValueError, match="str"):
-        as_value("high", "x")
-    assert as_value(torch.ones(1), "x").dim() == 0
-
-
 def logbook() -> Logbook:
     """Return a logbook in the middle of a training batch of 1024 samples."""
     found = Logbook(cast(Any, SimpleNamespace(reduce=None, world=World(), dealer=None, module=None)), training=True)
@@ -148,30 +140,6 @@ def test_whole_numbers_are_added_up_exactly() -> None:
     for value in (2**24, 1, 1, 1):  # float32 has no 2**24 + 1
         log(book, torch.tensor(value), reduce_fx="sum")
     assert book.metrics.series["x"].total.item() == 2**24 + 3
-
-
-@pytest.mark.parametrize(
-    "options", [{"reduce_fx": "max"}, {"on_epoch": False}, {"joined": False}, {"on_step": False}], ids=str
-)
-def test_one_name_is_not_logged_in_two_ways(options: dict[str, Any]) -> None:
-    book = logbook()
-    log(book, 1.0)
-    log(book, 2.0)
-    with pytest.raises(ValueError, match=r"self.log\('x', ...\) is called twice in different ways.*another name"):
-        log(book, 3.0, **options)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_mean_over_batches_takes_no_value_from_between_them(reduction: str) -> None:
-    book = logbook()
-    log(book, 1.0, on_step=False, reduce_fx=reduction)
-    book.end_batch()
-    if reduction == "sum":
-        log(book, 2.0, on_step=False, reduce_fx=reduction)
-        assert book.epoch_values()["x"].item() == 3.0
-        return
-    with pytest.raises(ValueError, match="within a batch and between batches"):
-        log(book, 2.0, on_step=False, reduce_fx=reduction)
 
 
 def votes_of(way: tuple[Any, ...]) -> Tensor:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from fabricx.telemetry.charts import POINTS, chart, thinned
 from fabricx.telemetry.command import main
 from fabricx.telemetry.report import comparison, load_run, runs_in, write_comparison, write_page
 
@@ -145,22 +144,6 @@ def test_a_folder_that_is_no_runs_is_an_error_that_says_what_to_give(
 ) -> None:
     assert main(command, [str(tmp_path)]) == 1
     assert "has no records of a run" in capsys.readouterr().err
-
-
-def test_a_curve_of_many_points_keeps_its_shape_and_its_end() -> None:
-    points = [(float(n), float(n % 2)) for n in range(10_000)]
-    reduced = thinned(points)
-    assert len(reduced) <= POINTS
-    assert reduced[-1] == points[-1]
-    assert all(abs(y - 0.5) < 0.1 for _, y in reduced[:-1])
-    assert thinned([(0.0, float("nan")), (1.0, 2.0)]) == [(1.0, 2.0)]
-
-
-def test_curves_that_have_nothing_to_show_are_no_picture() -> None:
-    assert chart("a", {"a": [(1.0, float("nan"))], "b": []}) is None
-    drawn = chart("a", {"a": [(1.0, 3.0)]})
-    assert drawn is not None
-    assert "circle" in drawn.svg
 
 
 def test_a_page_stays_small_whatever_a_run_has_done(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The state of a run from its records: changes of ranks, rollbacks, and the diagnosis of bottlenecks."""
+"""The state of a run from its records: changes of ranks, rollbacks, rows of steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from fabricx.telemetry import run as runs
-from fabricx.telemetry.diagnosis import diagnose_rows, straggler_scores
 from fabricx.telemetry.report import load_run, recovery, warnings_of
 from fabricx.telemetry.run import Rank, Row, Run, joined
 
@@ -32,51 +31,6 @@ def steps_of(rank: int, first: int, last: int, at: float, file: str = "", **us: 
         "steps", rank, at, file, steps=list(range(first, last + 1)), each=1, since=at - 1000.0,
         ends_us=[10_000 * n for n in range(count)], samples=[4] * count, us=columns,
     )  # fmt: skip
-
-
-def test_a_rank_that_reads_slowly_is_named_with_what_it_costs() -> None:
-    fast, slow = row(data=0.2, forward=2.0, wait=9.9), row(data=10.1, forward=2.0)
-    sentence = diagnose_rows({0: fast, 1: slow}, synchronous=True)
-    assert sentence == "rank 1 is slow in data wait: 10.1 ms against 0.2; it costs 82 % of each step"
-
-
-def test_a_rank_that_computes_slowly_is_compared_with_the_others_median() -> None:
-    rows = {n: row(forward=4.0, backward=4.0, wait=12.0) for n in (0, 1, 3)} | {2: row(forward=4.0, backward=16.0)}
-    sentence = diagnose_rows(rows, synchronous=True)
-    assert sentence == "rank 2 is slow in backward: 16.0 ms against 4.0; it costs 60 % of each step"
-
-
-def test_nobody_waits_for_a_slow_rank_where_each_goes_at_its_own_pace() -> None:
-    sentence = diagnose_rows({0: row(forward=2.0), 1: row(forward=8.0)}, synchronous=False)
-    assert sentence == "rank 1 is slow in forward: 8.0 ms against 2.0; the other ranks don't wait for it"
-
-
-def test_ranks_that_all_wait_for_data_get_advice() -> None:
-    rows = {0: row(data=3.0, forward=7.0), 1: row(data=2.9, forward=7.0)}
-    assert diagnose_rows(rows, synchronous=True) == (
-        "waiting for data takes 3.0 ms of each step of 10.0 ms, 30 %: use more loader workers (num_workers), prefetch "
-        "more (prefetch_factor), or do less work per sample"
-    )
-    assert "(num_workers=7, or fabricx.data.Preprocess)" in diagnose_rows(rows, synchronous=True, loaders=0, cores=8)
-    assert "(num_workers=7 instead of 2)" in diagnose_rows(rows, synchronous=True, loaders=2, cores=8)
-
-
-def test_where_all_talk_more_than_they_compute_that_is_said() -> None:
-    rows = {0: row(forward=5.0, wait=5.0), 1: row(forward=5.0, wait=5.0)}
-    assert (
-        diagnose_rows(rows, synchronous=True) == "no rank is slow; 50 % of each step of 10.0 ms goes into communication"
-    )
-
-
-def test_a_run_without_a_step_has_no_diagnosis() -> None:
-    assert "no step is done" in diagnose_rows({}, synchronous=True)
-    assert straggler_scores([]) == []
-    assert straggler_scores([row(forward=1.0)]) == [0.0]
-
-
-def test_scores_are_between_nothing_and_all_of_a_step() -> None:
-    assert straggler_scores([row(forward=1.0, wait=9.0), row(forward=10.0)]) == [0.0, pytest.approx(0.9)]
-    assert straggler_scores([row(forward=3.0), row(forward=3.0)]) == [0.0, 0.0]
 
 
 def test_a_long_run_keeps_a_bounded_number_of_rows_that_still_sum_to_all_steps(

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from fabricx.distributed.authentication import KEY_BYTES, TAG_BYTES
 from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.store_server import StoreServer
+from fabricx.parameter_server.wire.channel import Handshake, meet_over_gloo
 
 KEY = b"k" * 32
 TO_SERVER, TO_CLIENT = "to server", "to client"
@@ -124,3 +128,14 @@ def test_what_was_recorded_of_one_connection_is_refused_in_another() -> None:
     finally:
         server.close()
     assert server._values == {"a": b"1"}
+
+
+SECRET, SERVER = b"s" * 32, "run/server/0"
+
+
+def test_the_meeting_itself_has_a_limit() -> None:
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        meet_over_gloo(dist.HashStore(), "link", Handshake(0, torch.float32, 2, 2), SECRET, server=False,
+                       timeout=timedelta(seconds=0.2))  # fmt: skip
+    assert time.monotonic() - began < 30.0  # the default is 20 s, and it was a year

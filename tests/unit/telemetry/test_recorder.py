@@ -1,11 +1,8 @@
-"""Files of records, which may be read at any moment while their process writes them."""
+"""Where the time of a rank goes: spans, steps, heartbeats, clocks."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -14,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from fabricx.telemetry import events, recorder
-from fabricx.telemetry.events import EventFile, run_id
-from fabricx.telemetry.reader import Files, NotARun, check_run
+from fabricx.telemetry import recorder
+from fabricx.telemetry.events import EventFile
+from fabricx.telemetry.reader import Files
 from fabricx.telemetry.recorder import Recorder, Span
 
 
@@ -49,15 +46,6 @@ def recorded(run_dir: Path, clock: Clock, rank: int = 0) -> Recorder:
 
 def kinds(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in Files(run_dir).new() if record["kind"] == kind]
-
-
-def test_all_files_of_a_run_have_one_id_also_of_later_attempts(tmp_path: Path) -> None:
-    for who in ("worker 0", "worker 1", "launcher"):
-        file = EventFile(tmp_path, who)
-        file.write("event", name="a", text="b", step=1)
-        file.close()
-    assert {record["run"] for record in Files(tmp_path).new()} == {run_id(tmp_path)}
-    assert sorted(record["who"] for record in Files(tmp_path).new()) == ["launcher", "worker0", "worker1"]
 
 
 def test_a_lap_counts_for_its_span_and_waiting_is_counted_apart(tmp_path: Path, clock: Clock) -> None:
@@ -155,53 +143,6 @@ def test_each_lap_is_written_down_where_a_trace_is_wanted(tmp_path: Path, clock:
     assert laps["laps"] == [[None, 100.0, 0.0], ["backward", 100.25, 0.125]]
 
 
-def test_a_line_that_is_being_written_is_read_once_it_is_complete(tmp_path: Path) -> None:
-    file = EventFile(tmp_path, "worker 0", 0)
-    file.write("event", name="a", text="b", step=1)
-    [path] = (tmp_path / "telemetry").glob("*.jsonl")
-    files = Files(tmp_path)
-    assert len(files.new()) == 1
-    with path.open("a") as half:
-        half.write('{"kind": "event", "na')
-        half.flush()
-        assert files.new() == []
-        [complaint] = files.complaints()
-        assert "incomplete" in complaint
-        half.write('me": "late", "at": 1}\n')
-    assert [record["name"] for record in files.new()] == ["late"]
-    assert files.complaints() == []
-    file.close()
-
-
-def test_lines_that_are_no_records_are_counted_and_all_others_read(tmp_path: Path) -> None:
-    (tmp_path / "telemetry").mkdir()
-    (tmp_path / "telemetry" / "worker0-1-a.jsonl").write_text('what?\n[1]\n{"kind": "event", "name": "a", "at": 2}\n')
-    files = Files(tmp_path)
-    assert [record["name"] for record in files.new()] == ["a"]
-    assert files.complaints() == ["worker0-1-a.jsonl: 2 lines are not records; the other lines are shown"]
-
-
-def test_a_full_disk_costs_records_and_says_how_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = EventFile(tmp_path, "worker 0", 0)
-    write = os.write
-
-    def full(number: int, data: bytes) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(events.os, "write", lambda number, data: write(number, data[:10]))
-    file.write("event", name="torn", text="", step=1)
-    monkeypatch.setattr(events.os, "write", full)
-    file.write("event", name="lost", text="", step=2)
-    monkeypatch.undo()
-    file.write("event", name="kept", text="", step=3)
-    file.close()
-    files = Files(tmp_path)
-    records = files.new()
-    assert [record["kind"] for record in records] == ["lost", "event"]
-    assert records[0]["records"] == 2
-    assert records[1]["name"] == "kept"
-
-
 def test_numbers_that_json_has_not_are_read_as_what_they_were(tmp_path: Path, clock: Clock) -> None:
     recording = recorded(tmp_path, clock)
     recording.metrics({"loss": float("nan"), "norm": float("inf"), "lr": 0.5}, 3)
@@ -229,37 +170,7 @@ def test_a_thread_says_each_second_that_the_process_lives_and_where_it_stands_st
     now = kinds(tmp_path, "now")[-1]
     assert now["memory_mib"] > 10
     assert now["still_s"] == 60.0
-    assert "test_records.py" in now["where"]
-
-
-def test_a_folder_without_records_is_named_with_what_to_give_instead(tmp_path: Path) -> None:
-    with pytest.raises(NotARun, match="does not exist"):
-        check_run(tmp_path / "nowhere")
-    with pytest.raises(NotARun, match="has no records of a run"):
-        check_run(tmp_path)
-    EventFile(tmp_path / "run", "worker 0").close()
-    with pytest.raises(NotARun, match=r"it contains runs, such as .*run"):
-        check_run(tmp_path)
-    check_run(tmp_path / "run")
-
-
-FORKS = """
-import os, sys
-from pathlib import Path
-from fabricx.telemetry.events import EventFile
-file = EventFile(Path(sys.argv[1]), "worker 0", 0)
-file._lock.acquire()  # as a thread does that is writing when another one forks
-child = os.fork()
-if not child:
-    file.write("event", name="from a loader's process", text="", step=1)
-    os._exit(0)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-def test_a_process_that_was_forked_in_the_middle_of_a_write_can_write_too(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], check=True, timeout=30)
-    assert [record["name"] for record in Files(tmp_path).new()] == ["from a loader's process"]
+    assert "test_recorder.py" in now["where"]
 
 
 class TwoMachines:

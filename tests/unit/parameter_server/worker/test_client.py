@@ -1,20 +1,25 @@
-"""What compression has kept for later gradients, where a gradient isn't used or the number of ranks changes."""
+"""A worker's connection to its servers: meeting them, and what compression has kept."""
 
 from __future__ import annotations
 
+import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fabricx.distributed.codecs import make_codec
-from fabricx.distributed.compressed_buckets import LowRankAverager
 from fabricx.distributed.world import World
+from fabricx.errors import ServerLost
+from fabricx.parameter_server.wire.channel import NETWORK, READY, Handshake, meet_over_gloo
 from fabricx.parameter_server.wire.messages import Pushed, Settings
+from fabricx.parameter_server.worker import client as client_module
 from fabricx.parameter_server.worker.buffers import ExchangeBuffers
 from fabricx.parameter_server.worker.client import Client
-from fabricx.strategies import DDP, ParameterServer
+from fabricx.strategies import ParameterServer
 
 SIZE = 8
 
@@ -84,19 +89,52 @@ def test_servers_go_on_with_what_workers_have_kept_only_for_as_many_workers(clie
     assert bool(client.kept[0].any()) == own
 
 
-def test_thin_matrices_are_the_same_on_all_ranks_of_another_number(recwarn: pytest.WarningsRecorder) -> None:
-    strategy, module = DDP(compression="powersgd"), nn.Linear(SIZE, SIZE)
-    sums = strategy._thin = LowRankAverager(dict(module.named_parameters()), 1)
-    kept = {"weight": {"lost": torch.ones(SIZE, SIZE), "basis": torch.ones(SIZE, 1)}}
-    state = {**state_of(module), "own": kept}
-    strategy.load_own_states([state], module, [], own=True)
-    assert sums.state()["weight"]["lost"].all()
-    assert not recwarn.list
-    strategy.load_own_states([state], module, [], own=False)
-    assert not sums.state()["weight"]["lost"].any()
-    assert sums.state()["weight"]["basis"].all()
-    assert "the compression errors of gradients are dropped" in str(recwarn.pop().message)
-
-
 def state_of(module: nn.Module) -> dict[str, Any]:
     return {"module": module.state_dict(), "optimizers": []}
+
+
+SECRET, SERVER = b"s" * 32, "run/server/0"
+
+
+def published(generation: int) -> dist.HashStore:
+    store = dist.HashStore()
+    store.set(SERVER, f"{generation} {NETWORK} elsewhere:/door")
+    return store
+
+
+def connected(store: dist.Store) -> Client:
+    return Client(store, "run", SECRET, 0, [torch.nn.Parameter(torch.zeros(2))], 1, over_gloo=True)
+
+
+def test_a_worker_meets_the_server_that_replaces_one_that_died_before_the_meeting() -> None:
+    store = published(0)
+    heard: list[object] = []
+    hello = Handshake(0, torch.float32, 2, 2)
+
+    def serve() -> None:
+        store.wait([f"{SERVER}/0/from/1"], timedelta(seconds=60))  # the worker waits for the server that has died
+        store.set(SERVER, f"1 {NETWORK} elsewhere:/door")
+        store.wait([f"{SERVER}/1/from/1"], timedelta(seconds=60))
+        store.set(f"{SERVER}/1/from/1/{READY}", "")
+        link = meet_over_gloo(store, f"{SERVER}/1/from/1/link", hello, SECRET, server=True)
+        heard.append(link.recv())
+        link.close()
+
+    def work() -> None:
+        connected(store).close(done=True)
+
+    threads = [
+        threading.Thread(target=serve, daemon=True),
+        threading.Thread(target=work, daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    assert heard == [None]  # that the worker has done
+
+
+def test_a_server_that_never_meets_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "RESTART_S", 0.1)
+    with pytest.raises(ServerLost, match="server 0"):
+        connected(published(0))

@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import zipfile
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,55 +14,15 @@ import torch
 
 import fabricx as fx
 from fabricx import checkpoint
-from fabricx.callbacks import ModelCheckpoint
-from fabricx.callbacks.checkpoint_files import remove_own
 from fabricx.checkpoint.command import main
 from fabricx.errors import CheckpointError
 from fabricx.testing import QUIET, TinyModule, tiny_loader
+from tests.unit.checkpoint.hostile import SHARD, is_refused, listed, replace, rewrite, saved
 
-SHARD = "rank-00000.safetensors"
 OUTSIDE = (
     "../secret", "a/../../secret", "/etc/passwd", "..", ".", "", ".hidden", "a\\..\\secret", "C:secret", "C:\\secret",
     "sub/secret", "file:///etc/passwd", "s3://a/b", "secret\n", "secret\0", "~/secret", 3, None,
 )  # fmt: skip
-
-
-def saved(folder: Path) -> Path:
-    return checkpoint.save(folder / "one", {"strategy": {"module": {"w": torch.arange(6.0)}}, "hparams": {}}, {})
-
-
-def listed(data: bytes) -> dict[str, int]:
-    return {"bytes": len(data), "crc32": zlib.crc32(data)}
-
-
-def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest as an attacker does, who makes the checksums fit."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    change(manifest)
-    data = json.dumps(manifest).encode()
-    (path / "manifest.json").write_bytes(data)
-    (path / "COMMITTED").write_text(f"manifest.json crc32 {zlib.crc32(data)}\n")
-
-
-def replace(path: Path, name: str, data: bytes) -> None:
-    (path / name).write_bytes(data)
-    rewrite(path, lambda manifest: manifest["files"].update({name: listed(data)}))
-
-
-def is_refused(path: Path, match: str | None = None) -> str:
-    """Check that each way to read it refuses it, with one message; returns that."""
-    said = set()
-    for read in (
-        lambda: checkpoint.load(path),
-        lambda: checkpoint.load(path, verified=True),
-        lambda: TinyModule.load_from_checkpoint(path),
-    ):
-        with pytest.raises(CheckpointError, match=match) as caught:
-            read()
-        said.add(str(caught.value))
-        assert caught.value.__suppress_context__ or caught.value.__context__ is None  # no other message is shown
-    assert len(said) == 1
-    return said.pop()
 
 
 @pytest.mark.parametrize("place", ["manifest", "index"])
@@ -109,37 +67,6 @@ def test_all_that_is_loaded_has_a_checksum(tmp_path: Path) -> None:
     path = saved(tmp_path / "deep")
     replace(path, "index.json", b"[" * 100_000)
     is_refused(path, "index.json is damaged")
-
-
-HUGE = 1 << 50
-LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "more than the file has": lambda e: e.update(
-        size=[HUGE], chunks=[{"offsets": [0], "sizes": [HUGE], "file": SHARD, "name": "strategy/module/w"}]
-    ),
-    "negative": lambda e: e.update(size=[-6]),
-    "a fraction": lambda e: e.update(size=[6.0]),
-    "another shape": lambda e: e["chunks"][0].update(sizes=[3]) or e.update(size=[3]),
-    "broadcast": lambda e: e["chunks"][0].update(sizes=[1]) or e.update(size=[1]),
-    "a gap": lambda e: e["chunks"][0].update(sizes=[5]),
-    "beside the tensor": lambda e: e["chunks"][0].update(offsets=[1]),
-    "an overlap": lambda e: e.update(
-        chunks=[{**e["chunks"][0], "sizes": [3], "offsets": [0]}, {**e["chunks"][0], "sizes": [3], "offsets": [1]}]
-    ),
-    "other dimensions": lambda e: e.update(size=[6, 1]),
-    "another type": lambda e: e.update(dtype="int32"),
-    "a function of torch": lambda e: e.update(dtype="load"),
-    "another tensor": lambda e: e["chunks"][0].update(name="nowhere"),
-    "nothing": lambda e: e.clear(),
-}
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_an_index_that_lies_is_refused_before_memory_is_taken(tmp_path: Path, lie: str) -> None:
-    path = saved(tmp_path)
-    index = json.loads((path / "index.json").read_text())
-    LIES[lie](index["strategy/module/w"])
-    replace(path, "index.json", json.dumps(index).encode())
-    is_refused(path, "damaged")
 
 
 def test_a_header_with_offsets_outside_is_refused(tmp_path: Path) -> None:
@@ -197,35 +124,3 @@ def test_a_target_in_a_checkpoint_is_data(own_folder: Path) -> None:
     path = checkpoint.save(own_folder / "one", state, {"configuration": {"module": target}, "hparams": target})
     assert TinyModule.load_from_checkpoint(path).hparams["lr"] == target
     assert not Path("ran").exists()
-
-
-def test_what_a_checkpoint_says_of_others_deletes_nothing_and_asks_no_url(tmp_path: Path) -> None:
-    own, other = tmp_path / "own", tmp_path / "other"
-    precious = [saved(other), saved(tmp_path)]
-    (own / "folder").mkdir(parents=True)
-    links = [str(own / ".." / "other" / "one"), str(precious[0]), str(own / "folder"), "s3://nowhere/at/all"]
-    saver = ModelCheckpoint(own, every_n_train_steps=1, save_top_k=1)
-    trainer = fx.Trainer(max_steps=1, callbacks=[saver], **{**QUIET, "enable_checkpointing": True})
-    trainer.fit(TinyModule(), tiny_loader())
-    hostile = {
-        **saver.state_dict(), "dirpath": str(other), "best_k_models": {path: torch.tensor(0.0) for path in links},
-        "last_target": links[0], "best_model_path": links[3],
-    }  # fmt: skip
-    saver.load_state_dict(hostile)
-    assert saver.dirpath == str(own)
-    assert set(saver.best_k_models) == set(links[:3])
-    assert saver.best_model_path == ""
-    for path in links[:3]:
-        remove_own(saver.dirpath, path)
-    assert all(checkpoint.is_committed(path) for path in precious)
-    assert (own / "folder").is_dir()
-    [kept] = checkpoint.list_committed(own)
-    remove_own(saver.dirpath, str(kept))
-    assert checkpoint.list_committed(own) == []
-
-
-def test_words_of_a_checkpoint_do_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = saved(tmp_path)
-    rewrite(path, lambda manifest: manifest.update(strategy="\x1b]0;title\x07\x1b[2J", step="\x9b1"))
-    assert main(["ls", str(path)]) == 0
-    assert not set(capsys.readouterr().out) & set("\x1b\x07\x9b")

@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import fabricx as fx
 from fabricx.callbacks import EMA, EarlyStopping, ModelCheckpoint
+from fabricx.session.checkpoint import _print_global_batch
+from fabricx.strategies import DDP, AsyncSGD, ParameterServer
 from fabricx.testing import QUIET, TinyModule, tiny_data, tiny_loader
 
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
@@ -249,36 +252,62 @@ def test_an_epoch_that_goes_on_in_another_order_is_said(
     assert ("some of its samples are trained twice" in shown) is bool(said)
 
 
+def train(steps: int, batch_size: int, accumulate: int, ckpt: Path | None) -> fx.Trainer:
+    trainer = fx.Trainer(max_steps=steps, accumulate_grad_batches=accumulate, **QUIET)
+    trainer.fit(TinyModule(), DataLoader(tiny_loader().dataset, batch_size=batch_size), ckpt_path=ckpt)
+    return trainer
+
+
 @pytest.mark.parametrize(
-    ("options", "validations"),
-    [
-        ({"limit_train_batches": 2}, [3, 5]), ({"limit_train_batches": 3}, [3, 6]),
-        ({"limit_train_batches": 4}, [4, 8]),
-        ({"limit_train_batches": 0.5}, [3, 6]), ({"val_check_interval": 1, "limit_train_batches": 2}, [4, 5]),
-        ({"check_val_every_n_epoch": 2, "limit_train_batches": 2}, [5]),
-        ({"val_check_interval": 2, "check_val_every_n_epoch": None, "limit_train_batches": 2}, [5]),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_an_epoch_that_is_shorter_than_what_was_trained_ends_with_its_validation(
-    own_folder: Path, options: dict[str, Any], validations: list[int], capsys: pytest.CaptureFixture[str]
+    ("batch_size", "accumulate", "said"),
+    [(4, 1, ""), (2, 2, ""), (8, 1, "each update has 8 samples from here on, where it had 4"), (2, 1, "has 2 samples")],
+)
+def test_another_batch_size_is_said_and_the_same_product_is_not(
+    own_folder: Path, batch_size: int, accumulate: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Validated(fx.Callback):
-        steps: list[int]
+    train(2, 4, 1, None).save_checkpoint(own_folder / "one.ckpt")
+    capsys.readouterr()
+    resumed = train(4, batch_size, accumulate, own_folder / "one.ckpt")
+    shown = capsys.readouterr().out
+    assert (said in shown) if said else ("each update has" not in shown)
+    assert resumed.state.samples % len(tiny_loader().dataset) == (2 * 4 + 2 * batch_size * accumulate) % len(
+        tiny_loader().dataset
+    )
 
-        def on_validation_end(self, trainer: Any, module: Any) -> None:
-            self.steps.append(trainer.global_step)
 
-    def train(ckpt: Path | None = None, **limits: Any) -> list[int]:
-        seen = Validated()
-        seen.steps = []
-        trainer = fx.Trainer(callbacks=[seen], **{**QUIET, "num_sanity_val_steps": 0, **limits})
-        trainer.fit(TinyModule(), tiny_loader(24, 4), tiny_loader(4, 4), ckpt_path=ckpt)
-        if ckpt is None:
-            trainer.save_checkpoint(own_folder / "three.ckpt")
-        return seen.steps
+def data_of(global_batch: int) -> Any:
+    return SimpleNamespace(train_feed=SimpleNamespace(global_batch=global_batch))
 
-    train(max_steps=3)
-    assert train(own_folder / "three.ckpt", max_epochs=2, **options) == validations
-    ends = "it ends here" in capsys.readouterr().out
-    assert ends is (options["limit_train_batches"] in (2, 3, 0.5))
+
+@pytest.mark.parametrize(("batch", "said"), [(8, False), (16, True)])
+def test_batch_size_and_ranks_changed_together(batch: int, said: bool) -> None:
+    strategy = SimpleNamespace(steps_globally=True)
+    lines: list[str] = []
+    session: Any = SimpleNamespace(
+        data=data_of(batch),  # batch_size of each rank x the 2 ranks that it began with
+        options=SimpleNamespace(accumulate_grad_batches=1), state=SimpleNamespace(ranks=2), print=lines.append,
+        strategy=strategy,
+    )  # fmt: skip
+    _print_global_batch(session, 8)
+    assert bool(lines) is said
+    assert not said or ("16 samples from here on, where it had 8" in lines[0] and "the 2 ranks" in lines[0])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "samples"),
+    [
+        (DDP(), 16), (ParameterServer(mode="bounded"), 16), (ParameterServer(mode="async"), 8), (AsyncSGD(), 8),
+        (ParameterServer(backup_workers=1), 16), (ParameterServer(mode="bounded", apply="arrival"), 8),
+    ],
+)  # fmt: skip
+def test_an_update_of_one_worker_has_its_batch(strategy: Any, samples: int) -> None:
+    lines: list[str] = []
+    session: Any = SimpleNamespace(
+        data=data_of(16), options=SimpleNamespace(accumulate_grad_batches=1), state=SimpleNamespace(ranks=2),
+        print=lines.append, strategy=strategy,
+    )  # fmt: skip
+    _print_global_batch(session, samples)
+    assert lines == []
+    _print_global_batch(session, 4)
+    assert f"each update has {samples} samples from here on, where it had 4" in lines[0]
+    assert ("of a single worker" in lines[0]) is (samples == 8)

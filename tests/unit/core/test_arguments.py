@@ -1,0 +1,21 @@
+"""Names of arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import fabricx as fx
+from fabricx.core.callback import Callback
+
+
+def test_a_misspelt_argument_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match=r"Trainer has no argument 'device'\. Did you mean 'devices'\?"):
+        fx.Trainer(device=2)  # type: ignore[call-arg]
+
+    class Own(Callback):
+        def __init__(self, patience: int, **options: Any) -> None:
+            self.given = (patience, options)
+
+    assert Own(patience=3, anything=4).given == (3, {"anything": 4})  # type: ignore[attr-defined]

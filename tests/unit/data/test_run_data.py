@@ -1,0 +1,92 @@
+"""The loaders of a run on one rank: batches, limits, estimates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import fabricx as fx
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+from tests.unit.trainer.counting import Counts, fitted
+
+
+class Plans(TinyModule):
+    """Notes how many updates a schedule is to be planned for."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        assert self.trainer is not None
+        self.planned = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+def test_a_schedule_is_planned_for_the_updates_of_the_run_on_whatever_ranks_it_goes_on(own_folder: Path) -> None:
+    def plan(began: int, ckpt: Path | None = None) -> fx.Trainer:
+        trainer = fx.Trainer(max_epochs=2, max_steps=-1 if ckpt else 1, **QUIET)
+        trainer.state.ranks = began
+        module = Plans()
+        trainer.fit(module, DataLoader(tiny_loader().dataset, batch_size=2), ckpt_path=ckpt)
+        assert ckpt is None or module.planned == 8  # 16 samples, of 4 a global batch, twice
+        return trainer
+
+    plan(2).save_checkpoint(own_folder / "of two ranks.ckpt")
+    resumed = plan(0, own_folder / "of two ranks.ckpt")
+    assert resumed.global_step == 8
+
+
+def test_limits_count_batches_or_parts() -> None:
+    module, trainer = fitted(
+        limit_train_batches=0.5, limit_val_batches=1, limit_test_batches=3, limit_predict_batches=0.25
+    )
+    trainer.test(module, tiny_loader(), verbose=False)
+    trainer.predict(module, tiny_loader())
+    assert module.counts() == {"train": 4, "validation": 2, "test": 3, "predict": 1}
+
+
+def test_overfit_takes_the_same_batches_in_each_epoch_and_for_validation() -> None:
+    module = Counts()
+    trainer = fx.Trainer(max_epochs=3, overfit_batches=2, num_sanity_val_steps=0, **QUIET)
+    trainer.fit(module, tiny_loader(shuffle=True), tiny_loader())
+    epochs = [torch.cat(module.seen["train"][at : at + 2]) for at in (0, 2, 4)]
+    assert torch.equal(epochs[0], epochs[1])
+    assert torch.equal(epochs[0], epochs[2])
+    assert torch.equal(torch.cat(module.seen["validation"][:2]), epochs[0])
+
+
+class _Reloads(Counts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def train_dataloader(self) -> Any:
+        self.asked += 1
+        return tiny_loader()
+
+
+@pytest.mark.parametrize(("every", "asked"), [(0, 1), (1, 4), (2, 2)])
+def test_loaders_are_asked_for_anew_each_so_many_epochs(every: int, asked: int) -> None:
+    module = _Reloads()
+    fx.Trainer(max_epochs=4, reload_dataloaders_every_n_epochs=every, **QUIET).fit(module)
+    assert module.asked == asked
+
+
+@pytest.mark.parametrize(
+    ("options", "data", "said"),
+    [
+        ({}, {"samples": 0}, "there is no batch to train on: DataLoader is empty"),
+        ({}, {"samples": 3, "drop_last": True}, "drop_last=True"),
+        ({"limit_train_batches": 0.01}, {}, "limit_train_batches=0.01 of 4 batches is less than one"),
+        ({"overfit_batches": 0.01}, {}, "overfit_batches=0.01 of 4 batches is less than one"),
+        ({"limit_val_batches": 0.01}, {}, "limit_val_batches=0.01 of 4 batches is less than one"),
+    ],
+)
+def test_no_batch_at_all_is_an_error(options: dict[str, Any], data: dict[str, Any], said: str) -> None:
+    trainer = fx.Trainer(max_epochs=1, **QUIET, **options)
+    whole: Any = tiny_loader().dataset
+    kept = torch.utils.data.Subset(whole, range(data.pop("samples", len(whole))))
+    with pytest.raises(ValueError, match=said):
+        trainer.fit(Counts(), torch.utils.data.DataLoader(kept, batch_size=4, **data), tiny_loader())
+    fx.Trainer(max_epochs=1, limit_train_batches=0, **QUIET).fit(Counts(), tiny_loader())  # nothing was asked for

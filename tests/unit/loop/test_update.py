@@ -1,0 +1,75 @@
+"""One update: clipping, the steps of optimizers, schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fabricx as fx
+from fabricx.core.callback import Callback
+from fabricx.testing import TinyModule, tiny_loader
+from tests.unit.trainer.counting import fitted
+
+
+def test_two_optimizers_count_one_weight_update(quiet: dict[str, Any]) -> None:
+    class Two(TinyModule):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.Adam(self.parameters())]
+
+    class Manual(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(self(batch[0]).mean())
+                optimizer.step()
+
+        configure_optimizers = Two.configure_optimizers
+
+    for module in (Two(), Manual()):
+        seen: list[int] = []
+        original = module.training_step
+        module.training_step = lambda b, i, seen=seen, original=original: (seen.append(i), original(b, i))[1]
+        trainer = fx.Trainer(max_steps=6, **quiet)
+        trainer.fit(module, tiny_loader(64, 4))
+        assert (trainer.global_step, len(seen)) == (6, 6)
+
+
+def test_clipping_limits_the_norm_and_the_values(quiet: dict[str, Any]) -> None:
+    for algorithm in ("norm", "value"):
+        before = TinyModule()
+        after = TinyModule(lr=1.0)
+        options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
+        fx.Trainer(max_steps=1, **options, **quiet).fit(after, tiny_loader())
+        moved = torch.cat(
+            [(a - b).detach().flatten() for a, b in zip(before.parameters(), after.parameters(), strict=True)]
+        )
+        size = moved.norm() if algorithm == "norm" else moved.abs().max()
+        assert float(size) == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_is_that_of_torch(algorithm: str) -> None:
+    class Sees(Callback):
+        def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            if module.layer.weight.grad is not None:
+                self.clipped = [p.grad.clone() for p in module.parameters()]
+
+    sees = Sees()
+    fitted(gradient_clip_val=0.05, gradient_clip_algorithm=algorithm, max_steps=2, callbacks=[sees])
+    plain = TinyModule()
+    batch = next(iter(tiny_loader()))
+    nn.functional.mse_loss(plain(batch[0]), batch[1]).backward()
+    if algorithm == "norm":
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+    else:
+        nn.utils.clip_grad_value_(plain.parameters(), 0.05)
+    for found, wanted in zip(sees.clipped, plain.parameters(), strict=True):
+        assert wanted.grad is not None
+        assert torch.equal(found, wanted.grad)

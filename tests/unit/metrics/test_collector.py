@@ -1,0 +1,82 @@
+"""Values of self.log, on their way to sums."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+import fabricx as fx
+from fabricx.distributed.world import World
+from fabricx.metrics.accumulator import as_value
+from fabricx.metrics.collector import Logbook
+from fabricx.testing import TinyModule, tiny_loader
+
+
+def test_a_value_logged_by_step_and_by_epoch_is_known_by_three_names(quiet: dict[str, Any]) -> None:
+    seen: list[float] = []
+
+    class Mine(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.log("index", float(batch_idx), on_step=True, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(float(self.trainer.callback_metrics["index"]))
+
+        def on_train_epoch_end(self) -> None:
+            seen.append(float(self.trainer.callback_metrics["index"]))
+
+    trainer = fx.Trainer(max_epochs=1, **quiet)
+    trainer.fit(Mine(), tiny_loader(16, 4))
+    assert seen == [0.0, 1.0, 2.0, 3.0, 1.5]
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("index")}
+    assert metrics == {"index": 1.5, "index_step": 3.0, "index_epoch": 1.5}
+
+
+def test_only_one_number_can_be_logged() -> None:
+    with pytest.raises(ValueError, match=r"shape \(2,\)"):
+        as_value(torch.zeros(2), "x")
+    with pytest.raises(ValueError, match="str"):
+        as_value("high", "x")
+    assert as_value(torch.ones(1), "x").dim() == 0
+
+
+def logbook() -> Logbook:
+    """Return a logbook in the middle of a training batch of 1024 samples."""
+    found = Logbook(cast(Any, SimpleNamespace(reduce=None, world=World(), dealer=None, module=None)), training=True)
+    found.begin_batch(None, 1024, step=1)
+    return found
+
+
+def log(to: Logbook, value: Any, **options: Any) -> None:
+    given = {"on_step": None, "on_epoch": True, "reduce_fx": "mean", "joined": True, **options}
+    to.log(
+        "x", value, False, True, given["on_step"], given["on_epoch"], given["reduce_fx"], None, True, given["joined"]
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{"reduce_fx": "max"}, {"on_epoch": False}, {"joined": False}, {"on_step": False}], ids=str
+)
+def test_one_name_is_not_logged_in_two_ways(options: dict[str, Any]) -> None:
+    book = logbook()
+    log(book, 1.0)
+    log(book, 2.0)
+    with pytest.raises(ValueError, match=r"self.log\('x', ...\) is called twice in different ways.*another name"):
+        log(book, 3.0, **options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_mean_over_batches_takes_no_value_from_between_them(reduction: str) -> None:
+    book = logbook()
+    log(book, 1.0, on_step=False, reduce_fx=reduction)
+    book.end_batch()
+    if reduction == "sum":
+        log(book, 2.0, on_step=False, reduce_fx=reduction)
+        assert book.epoch_values()["x"].item() == 3.0
+        return
+    with pytest.raises(ValueError, match="within a batch and between batches"):
+        log(book, 2.0, on_step=False, reduce_fx=reduction)

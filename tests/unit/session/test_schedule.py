@@ -1,0 +1,115 @@
+"""When a run validates, stops, or ends an epoch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+import fabricx as fx
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+
+@pytest.mark.parametrize(
+    ("options", "validations"),
+    [
+        ({"limit_train_batches": 2}, [3, 5]), ({"limit_train_batches": 3}, [3, 6]),
+        ({"limit_train_batches": 4}, [4, 8]),
+        ({"limit_train_batches": 0.5}, [3, 6]), ({"val_check_interval": 1, "limit_train_batches": 2}, [4, 5]),
+        ({"check_val_every_n_epoch": 2, "limit_train_batches": 2}, [5]),
+        ({"val_check_interval": 2, "check_val_every_n_epoch": None, "limit_train_batches": 2}, [5]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_epoch_that_is_shorter_than_what_was_trained_ends_with_its_validation(
+    own_folder: Path, options: dict[str, Any], validations: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Validated(fx.Callback):
+        steps: list[int]
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            self.steps.append(trainer.global_step)
+
+    def train(ckpt: Path | None = None, **limits: Any) -> list[int]:
+        seen = Validated()
+        seen.steps = []
+        trainer = fx.Trainer(callbacks=[seen], **{**QUIET, "num_sanity_val_steps": 0, **limits})
+        trainer.fit(TinyModule(), tiny_loader(24, 4), tiny_loader(4, 4), ckpt_path=ckpt)
+        if ckpt is None:
+            trainer.save_checkpoint(own_folder / "three.ckpt")
+        return seen.steps
+
+    train(max_steps=3)
+    assert train(own_folder / "three.ckpt", max_epochs=2, **options) == validations
+    ends = "it ends here" in capsys.readouterr().out
+    assert ends is (options["limit_train_batches"] in (2, 3, 0.5))
+
+
+def train(steps: int, batch_size: int, accumulate: int, ckpt: Path | None) -> fx.Trainer:
+    trainer = fx.Trainer(max_steps=steps, accumulate_grad_batches=accumulate, **QUIET)
+    trainer.fit(TinyModule(), DataLoader(tiny_loader().dataset, batch_size=batch_size), ckpt_path=ckpt)
+    return trainer
+
+
+@pytest.mark.parametrize(("batch_size", "accumulate"), [(4, 1), (8, 1), (2, 1), (2, 2), (4, 2)])
+def test_the_end_of_an_epoch_is_validated_with_whatever_global_batch_it_goes_on(
+    own_folder: Path, batch_size: int, accumulate: int
+) -> None:
+    train(1, 4, 1, None).save_checkpoint(own_folder / "one.ckpt")
+    trainer = fx.Trainer(max_epochs=1, accumulate_grad_batches=accumulate, **QUIET)
+    validated: list[int] = []
+    module = TinyModule()
+    module.on_validation_end = lambda: validated.append(trainer.global_step)  # type: ignore[method-assign]
+    data = tiny_loader().dataset
+    trainer.fit(module, DataLoader(data, batch_size), DataLoader(data, 8), ckpt_path=own_folder / "one.ckpt")
+    assert validated == [1 + -(-12 // (batch_size * accumulate))] == [trainer.global_step]
+
+
+def test_limits_stop_where_they_say(quiet: dict[str, Any]) -> None:
+    for options, steps, epochs in [
+        ({"max_epochs": 3}, 12, 3),
+        ({"max_steps": 5}, 5, 1),
+        ({"max_epochs": 2, "limit_train_batches": 1}, 2, 2),
+        ({"max_epochs": 2, "limit_train_batches": 0.5}, 4, 2),
+        ({"max_epochs": 0}, 0, 0),
+        ({"fast_dev_run": True}, 1, 1),
+        ({"max_epochs": "2ep", "overfit_batches": 2}, 4, 2),
+    ]:
+        trainer = fx.Trainer(**options, **quiet)
+        trainer.fit(TinyModule(), tiny_loader(16, 4))
+        assert (trainer.global_step, trainer.current_epoch) == (steps, epochs), options
+
+
+def test_should_stop_is_honoured_at_the_step_and_held_back_by_min_epochs(quiet: dict[str, Any]) -> None:
+    class Stops(TinyModule):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.global_step == 2:
+                self.trainer.should_stop = True
+
+    for options, steps in (({}, 2), ({"min_epochs": 2}, 8), ({"min_steps": 3}, 3)):
+        trainer = fx.Trainer(max_epochs=5, **options, **quiet)
+        trainer.fit(Stops(), tiny_loader())
+        assert trainer.global_step == steps
+
+
+def test_validation_comes_when_it_is_due(quiet: dict[str, Any]) -> None:
+    for options, expected in [
+        ({}, [8, 16]),
+        ({"val_check_interval": 0.5}, [4, 8, 12, 16]),
+        ({"val_check_interval": 3}, [3, 6, 11, 14]),
+        ({"val_check_interval": 6, "check_val_every_n_epoch": None}, [6, 12]),
+        ({"val_check_interval": "5st"}, [5, 10, 15]),
+        ({"check_val_every_n_epoch": 2}, [16]),
+        ({"limit_val_batches": 0}, []),
+    ]:
+        steps: list[int] = []
+
+        class Mine(TinyModule):
+            def on_validation_start(self, steps: list[int] = steps) -> None:
+                steps.append(self.global_step)
+
+        trainer = fx.Trainer(max_epochs=2, num_sanity_val_steps=0, **options, **quiet)
+        trainer.fit(Mine(), tiny_loader(32, 4), tiny_loader(4, 4))
+        assert steps == expected, options
