@@ -104,6 +104,7 @@ class EarlyStopping(Callback):
         ValueError: an argument is out of range, or (during training) `monitor` was not logged and `strict` is True.
     """
 
+    trainer_role: ClassVar = "early_stopping"
     watches_metrics: ClassVar[bool] = True
     needs_all_ranks: ClassVar[bool] = True
 

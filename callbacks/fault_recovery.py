@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabricx.core.callback import Callback
+from fabricx.core.callback import Callback, RecoveryPolicy
 from fabricx.errors import CopiesLost, ServerLost, did_you_mean, is_lost_connection
 
 if TYPE_CHECKING:
@@ -152,7 +152,8 @@ class FaultRecovery(Callback):
             raise ValueError(f"FaultRecovery(patience={patience}): must be 0 seconds or more")
         if min_ranks < 1:
             raise ValueError(f"FaultRecovery(min_ranks={min_ranks}): must be 1 or more")
-        self.frozen_after, self.stuck_after = frozen_after, stuck_after
+        self.frozen_after = frozen_after
+        self.stuck_after: float | Literal["learned"] | None = stuck_after
         self.patience, self.min_ranks = patience, min_ranks
         self.copy_every_n_steps = copy_every_n_steps
         self.snapshots = snapshots
@@ -169,6 +170,17 @@ class FaultRecovery(Callback):
         self._estimated_at = (0, 0.0)  # step and time of the last estimate
         self._step_reached = -1  # step of the last restart
         self._restarts = 0  # restarts from that step
+
+    @property
+    def recovery_policy(self) -> RecoveryPolicy:
+        return RecoveryPolicy(
+            self.patience, self.min_ranks, self.max_restarts, self.frozen_after, self.stuck_after,
+            self.copy_every_n_steps, self.snapshots,
+        )  # fmt: skip
+
+    @property
+    def meeting_interval(self) -> int:
+        return self.every_n_train_steps or 0
 
     # -- in the supervisor ----------------------------------------------------------------------------------------
 

@@ -124,6 +124,7 @@ class ModelCheckpoint(Callback):
         ValueError: an argument is out of range, or (during training) `monitor` was not logged.
     """
 
+    trainer_role: ClassVar = "checkpoint"
     watches_metrics: ClassVar[bool] = True
     needs_all_ranks: ClassVar[bool] = True
     CHECKPOINT_NAME_LAST: ClassVar[str] = "last"
@@ -196,6 +197,10 @@ class ModelCheckpoint(Callback):
         for name in ("every_n_train_steps", "every_n_epochs", "keep_every_n_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"ModelCheckpoint({name}={getattr(self, name)}): must be 0 or more")
+
+    @property
+    def meeting_interval(self) -> int:
+        return self.every_n_train_steps
 
     @property
     def state_key(self) -> str:

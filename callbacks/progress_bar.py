@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final
 
 from fabricx.core.callback import Callback
 
@@ -216,6 +216,8 @@ class ProgressBar(Callback):
     Raises:
         ValueError: the rate is negative.
     """
+
+    trainer_role: ClassVar = "progress_bar"
 
     def __init__(self, refresh_rate: float | None = None) -> None:
         if refresh_rate is not None and refresh_rate < 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fabricx.errors import NamesChecked
@@ -18,6 +20,39 @@ if TYPE_CHECKING:
 AnyTrainer = Any
 
 
+@dataclass(frozen=True)
+class RecoveryPolicy:
+    """How a run recovers from lost workers.
+
+    Attributes:
+        patience: seconds that workers wait for the replacement of a dead worker.
+        min_ranks: fewest ranks that continue without a replacement.
+        max_restarts: consecutive restarts without progress before the run fails.
+        frozen_after: seconds without a heartbeat after which the supervisor ends a worker; None: its default.
+        stuck_after: seconds without a new batch after which the supervisor ends a worker; "learned" from the run; None:
+            never.
+        copy_every_n_steps: weight updates between two in-memory checkpoints of unreplicated state; None: adapted.
+        snapshots: checkpoints for restarts are written to disk.
+    """
+
+    patience: float = 10.0
+    min_ranks: int = 1
+    max_restarts: int = 3
+    frozen_after: float | None = 30.0
+    stuck_after: float | Literal["learned"] | None = None
+    copy_every_n_steps: int | None = None
+    snapshots: bool = True
+
+
+def recovery_policy_of(callbacks: Iterable[Callback]) -> RecoveryPolicy | None:
+    """Return the recovery policy of the first callback that has one; None without recovery.
+
+    Args:
+        callbacks: of a run.
+    """
+    return next((policy for callback in callbacks if (policy := callback.recovery_policy) is not None), None)
+
+
 class Callback(NamesChecked):
     """Base class of callbacks; a hook that is not overridden costs nothing.
 
@@ -28,13 +63,18 @@ class Callback(NamesChecked):
     watches_metrics: ClassVar[bool] = False
     needs_all_ranks: ClassVar[bool] = False  # whether every rank needs it with equal arguments (it affects all ranks)
     every_batch: ClassVar[bool] = False  # whether on_train_batch_end runs also on a rank without a sample of the batch
-    frozen_after: float | None = None  # seconds without a heartbeat after which the supervisor ends a worker
-    stuck_after: float | Literal["learned"] | None = None  # seconds without a new batch after which it ends a worker
-    patience: float | None = None  # seconds that workers wait for a dead worker's replacement; None restarts all
-    min_ranks: int = 1  # fewest ranks that continue
-    copy_every_n_steps: int | None = None  # weight updates between two in-memory checkpoints of unreplicated state
+    trainer_role: ClassVar[Literal["checkpoint", "early_stopping", "progress_bar"] | None] = None  # use by the Trainer
     traces: bool = False  # whether each process records all spans in a trace
-    max_restarts: int = 0  # consecutive restarts without progress
+
+    @property
+    def recovery_policy(self) -> RecoveryPolicy | None:
+        """Return how the run recovers from lost workers; the first callback with a policy counts, None has none."""
+        return None
+
+    @property
+    def meeting_interval(self) -> int:
+        """Return the weight updates between two points at which asynchronous ranks meet for this callback; 0: none."""
+        return 0
 
     @property
     def state_key(self) -> str:

@@ -45,7 +45,7 @@ class Hooks:
     def __init__(self, trainer: TrainerProtocol, module: Module, callbacks: Sequence[Callback]) -> None:
         first = [callback for callback in callbacks if not callback.watches_metrics]
         watching = [callback for callback in callbacks if callback.watches_metrics]
-        watching.sort(key=lambda callback: hasattr(callback, "best_model_path"))  # checkpoints save others' decisions
+        watching.sort(key=lambda callback: callback.trainer_role == "checkpoint")  # checkpoints save others' decisions
         for name in CALLBACK_HOOKS | MODULE_HOOKS:
             before = _bound(name, first, trainer, module)
             overridden = name in MODULE_HOOKS and overrides(module, name, ModuleHooks)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, final
 
+from fabricx.core.callback import recovery_policy_of
 from fabricx.distributed.generations import membership
 from fabricx.fault_tolerance.memory_checkpointer import MemoryCheckpointer
 from fabricx.fault_tolerance.rank_record import Slot
@@ -60,6 +61,7 @@ def set_up(session: Session) -> FaultTolerance:
     if strategy.dealer is not None:  # servers have the state
         return Recovery(session, members)
     if member.folder and not (members is not None and strategy.traits.alike):
-        every = next((c.copy_every_n_steps for c in session.callbacks if c.copy_every_n_steps), None)
+        policy = recovery_policy_of(session.callbacks)
+        every = None if policy is None else policy.copy_every_n_steps
         return Recovery(session, members, memory=MemoryCheckpointer(session.world, strategy.replicas_of, every))
     return Recovery(session, members, Slot(member.folder, member.worker) if members is not None else None)

@@ -110,7 +110,7 @@ def next_section(session: Session, done: int, left: int | float) -> int:
     ):
         limits.append(_leases_to_validation(session, done))
     for callback in session.callbacks:
-        if every := getattr(callback, "every_n_train_steps", 0):
+        if every := callback.meeting_interval:
             limits.append((every - state.step % every) * dealer.leases_per_update)
     least = min(limits)
     return 10**9 if least == float("inf") else max(1, int(least))

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import functools
 import itertools
-import math
 import secrets
 import signal
 import sys
@@ -22,6 +21,7 @@ import torch
 
 from fabricx.checkpoint import is_committed, read_manifest
 from fabricx.checkpoint.storage import as_path
+from fabricx.core.callback import recovery_policy_of
 from fabricx.distributed import world as worlds
 from fabricx.distributed.generations import Membership
 from fabricx.distributed.generations import enter as enter_membership
@@ -170,7 +170,8 @@ def _resume_launch(trainer: TrainerInterface, job: Job, here: World, stack: cont
     A marker file in the run's folder identifies the launch and the call of `fit` in the script.
     """
     identity, number = cluster.launch(), next(_FITS)
-    if identity is None or not any(getattr(callback, "snapshots", False) for callback in trainer.callbacks):
+    policy = recovery_policy_of(trainer.callbacks)
+    if identity is None or policy is None or not policy.snapshots:
         return
     mark = f"launch-{identity}-{number}"
 
@@ -402,21 +403,20 @@ def _elastic(trainer: TrainerInterface, job: Job) -> ElasticPolicy | None:
         return None
     if trainer.strategy.dealer is not None:  # ranks do not wait for each other
         return ElasticPolicy()
-    for callback in trainer.callbacks:
-        if callback.patience is not None:
-            return ElasticPolicy(
-                callback.patience, callback.min_ranks, callback.max_restarts, not trainer.strategy.traits.alike
-            )
-    return None
+    policy = recovery_policy_of(trainer.callbacks)
+    if policy is None:
+        return None
+    return ElasticPolicy(
+        policy.patience, policy.min_ranks, policy.max_restarts, not trainer.strategy.traits.alike
+    )  # fmt: skip
 
 
 def _limits(trainer: TrainerInterface, elastic: ElasticPolicy | None) -> dict[str, Any]:
     """Return the supervisor's timeouts for silent workers, in seconds, by name; a missing name keeps the default."""
-    limits = {}
-    for name in ("frozen_after", "stuck_after"):
-        wanted = [getattr(callback, name) for callback in trainer.callbacks if getattr(callback, name) is not None]
-        if wanted:
-            limits[name] = min(wanted, key=lambda seconds: math.inf if isinstance(seconds, str) else seconds)
+    limits: dict[str, Any] = {}
+    if (policy := recovery_policy_of(trainer.callbacks)) is not None:
+        wanted = {"frozen_after": policy.frozen_after, "stuck_after": policy.stuck_after}
+        limits = {name: seconds for name, seconds in wanted.items() if seconds is not None}
     if trainer.accelerator == "cuda" and elastic is not None:  # torch does not end collectives of such a group
         limits.setdefault("stuck_after", OPERATION.total_seconds())
     return limits

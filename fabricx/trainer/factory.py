@@ -106,7 +106,7 @@ def choose_callbacks(callbacks: Any, defaults: Mapping[str, Mapping[str, Any]], 
             raise ValueError(f"callbacks contains {callback!r}, which is not a fabricx.Callback")
         check_hooks(callback)
     if fast:
-        chosen = [c for c in chosen if not hasattr(c, "best_model_path") and not hasattr(c, "stopped_epoch")]
+        chosen = [c for c in chosen if c.trainer_role not in ("checkpoint", "early_stopping")]
     for name, options in defaults.items():
         default = plugins.build("callbacks", name, **options)
         if not any(isinstance(callback, type(default)) for callback in chosen):

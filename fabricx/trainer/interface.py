@@ -292,12 +292,12 @@ class TrainerInterface(NamesChecked, TrainerOptions):
     @property
     def checkpoint_callback(self) -> Any:
         """Return the first callback that writes checkpoints, or None."""
-        return next((c for c in self.callbacks if hasattr(c, "best_model_path")), None)
+        return next((c for c in self.callbacks if c.trainer_role == "checkpoint"), None)
 
     @property
     def early_stopping_callback(self) -> Any:
         """Return the first callback for early stopping, or None."""
-        return next((c for c in self.callbacks if hasattr(c, "stopped_epoch")), None)
+        return next((c for c in self.callbacks if c.trainer_role == "early_stopping"), None)
 
     @property
     def sanity_checking(self) -> bool:
@@ -413,7 +413,7 @@ class TrainerInterface(NamesChecked, TrainerOptions):
             args, kwargs: of `print`.
         """
         if self.is_global_zero:
-            bar: Any = next((callback for callback in self.callbacks if hasattr(callback, "print")), None)
+            bar: Any = next((callback for callback in self.callbacks if callback.trainer_role == "progress_bar"), None)
             (bar.print if bar is not None else print)(*args, **kwargs)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:

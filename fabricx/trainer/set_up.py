@@ -183,9 +183,9 @@ def _build(trainer: TrainerInterface, job: Job, world: World) -> Session:
         trainer, trainer, state, world, strategy, module, datamodule, trainer.callbacks, trainer.loggers, data, metrics,
         trainer.stop, trainer.failure_log, trainer.balance, trainer.run_dir,
     )  # fmt: skip
-    if trainer.stop.requested:  # by a signal, since the run was started
-        session.agreement.request(trainer.stop.reason)
     trainer.begin_session(session, fits=job.stage == "fit")
+    if trainer.stop.requested and job.stage == "fit":  # by a signal, since the run was started
+        session.agreement.request(trainer.stop.reason)
     return session
 
 

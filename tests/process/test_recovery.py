@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import fabricx as fx
 from fabricx import checkpoint
-from fabricx.callbacks import FaultRecovery, ModelCheckpoint
+from fabricx.callbacks import EarlyStopping, FaultRecovery, ModelCheckpoint
 from fabricx.distributed.stop_consensus import STOP_KEY
 from fabricx.errors import WorkerFailed
 from fabricx.fault_tolerance import memory_checkpoint
@@ -78,6 +78,18 @@ def train(
 def exact(module: Ledger, times: float = EPOCHS) -> bool:
     """Return whether each sample was trained just so often; 1e-4 is a hundred roundings, and a sample is 1."""
     return bool((module.entries.detach() + times).abs().max() < 1e-4)
+
+
+def test_options_of_other_callbacks_are_none_of_the_recovery_s(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """EarlyStopping's patience counts checks; as the seconds of a recovery it ended recovery in place."""
+    stops: Any = EarlyStopping("entries", patience=3, strict=False)
+    fault = kill(rank=1).during("forward", step=3)
+    module, trainer = train(DDP(), [stops, fault], tmp_path, recovery=FaultRecovery(snapshots=False))
+    assert exact(module)
+    assert len(trainer.failures) == 1
+    assert "all workers restart" not in capfd.readouterr().err
 
 
 STORM = [
@@ -452,7 +464,7 @@ import sys
 from pathlib import Path
 import fabricx as fx
 from torch.utils.data import DataLoader
-from fabricx.callbacks import FaultRecovery
+from fabricx.callbacks import EarlyStopping, FaultRecovery
 from fabricx.testing import QUIET, Ledger
 from tests.process.test_recovery import BATCH, SAMPLES, Numbered
 
@@ -490,7 +502,7 @@ SCRIPT = """
 import sys, torch
 import fabricx as fx
 from torch.utils.data import DataLoader
-from fabricx.callbacks import FaultRecovery
+from fabricx.callbacks import EarlyStopping, FaultRecovery
 from fabricx.testing import QUIET, Ledger, kill
 from tests.process.test_recovery import BATCH, EPOCHS, SAMPLES, Numbered, exact
 
@@ -524,7 +536,7 @@ MEMORY = """
 import os, signal, sys, torch
 import fabricx as fx
 from torch.utils.data import DataLoader
-from fabricx.callbacks import FaultRecovery
+from fabricx.callbacks import EarlyStopping, FaultRecovery
 from fabricx.fault_tolerance import memory_holder
 from fabricx.strategies import FSDP
 from fabricx.testing import QUIET, Ledger, kill
