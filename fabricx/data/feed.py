@@ -33,7 +33,7 @@ class Microbatch:
         done: if `meets`, leases of the epoch that are trained.
         begin: position of the first sample in the global order.
         part: more microbatches with the same index follow.
-        idle: number of ranks without a sample in this microbatch.
+        idle: ranks without a sample in this microbatch.
         portion: samples of all ranks relative to `planned`.
     """
 
@@ -53,7 +53,7 @@ class Microbatch:
     begin: int = 0
     part: bool = False
     start: int | None = None
-    idle: int = 0
+    idle: tuple[int, ...] = ()
     portion: float = 1.0
 
 

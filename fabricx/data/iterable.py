@@ -194,7 +194,7 @@ class ListFeed(Feed):
             yield Microbatch(
                 batch, index, 0 if index >= local else None, 0.0 if empty else 1 / batches,
                 index == window, index == stop - 1, index == total - 1, stop - window, empty=empty,
-                idle=sum(index >= length for length in lengths),
+                idle=tuple(rank for rank, length in enumerate(lengths) if index >= length),
             )  # fmt: skip
         if self._stateful and local == total:
             next(data, None)  # as in a plain loop: only then does the source end its epoch
@@ -206,32 +206,36 @@ class ListFeed(Feed):
         """Yield the batches of a source without a length, then empty batches while other ranks have data."""
         ranks = self._world.size if together else 1
         batch = next(data, _NOTHING)
-        present, index = self._present(batch, ranks), first
-        while present:
+        idle, index = self._idle(batch, ranks), first
+        while present := ranks - len(idle):
             empty = batch is _NOTHING
             if self._stateful and not empty:
                 self._ahead = cast(Any, self._source).state_dict()
             upcoming = _NOTHING if empty else next(data, _NOTHING)  # prefetched, to detect the last batch
-            to_come = self._present(upcoming, ranks)
+            idle_next = self._idle(upcoming, ranks)
+            last = len(idle_next) == ranks
             held = (index - first) % accumulate + 1
-            closes = held == accumulate or not to_come
+            closes = held == accumulate or last
             # The final number of batches in a window is unknown at this point: `portion` corrects the factor.
             counted = present if accumulate == 1 else accumulate * ranks
             yield Microbatch(
                 self._along() if empty else self._keep(batch), index,
                 0 if empty else None, 0.0 if empty else 1 / counted,
-                held == 1, closes, not to_come, accumulate, empty=empty,
-                idle=ranks - present, portion=1.0 if accumulate == 1 else present / ranks,
+                held == 1, closes, last, accumulate, empty=empty,
+                idle=idle, portion=1.0 if accumulate == 1 else present / ranks,
             )  # fmt: skip
             if upcoming is _NOTHING:
                 self._ahead, self._over = _NOTHING, True
-            batch, present, index = upcoming, to_come, index + 1
+            batch, idle, index = upcoming, idle_next, index + 1
         self._ahead, self._over = _NOTHING, True
 
-    def _present(self, batch: Any, ranks: int) -> int:
-        """Return the number of ranks that have a further batch."""
-        present = int(batch is not _NOTHING)
-        return present if ranks == 1 else int(self._world.all_reduce(torch.tensor(present, device=self._world.device)))
+    def _idle(self, batch: Any, ranks: int) -> tuple[int, ...]:
+        """Return the ranks without a further batch."""
+        if ranks == 1:
+            return () if batch is not _NOTHING else (0,)
+        ended = torch.zeros(ranks, dtype=torch.int64, device=self._world.device)
+        ended[self._world.rank] = batch is _NOTHING
+        return tuple(self._world.all_reduce(ended).nonzero().flatten().tolist())
 
 
 _NOTHING: Any = object()

@@ -50,7 +50,7 @@ class Share(NamedTuple):  # a named tuple: created for each batch, five times fa
         last: last microbatch of the epoch.
         planned: microbatches of the window.
         part: more microbatches that count as the same batch follow.
-        idle: number of ranks with an empty share of the microbatch.
+        idle: ranks with an empty share of the microbatch.
     """
 
     begin: int
@@ -62,7 +62,7 @@ class Share(NamedTuple):  # a named tuple: created for each batch, five times fa
     last: bool
     planned: int
     part: bool = False
-    idle: int = 0
+    idle: tuple[int, ...] = ()
 
 
 def divide(places: int, weights: Sequence[float], first: int = 0) -> list[int]:
@@ -269,7 +269,7 @@ class Cut:
         >>> [[(s.begin, s.end) for s in Cut(9, 9, rank, ranks=2, parts=3).shares()] for rank in (0, 1)]
         [[(0, 3), (3, 6)], [(6, 9), (9, 9)]]
         >>> [share.idle for share in Cut(items=8, batch=2, ranks=3, accumulate=2).shares()]
-        [0, 1]
+        [(), (2,)]
         """
         for start in range(position, self.items, self.global_batch):
             stop = min(start + self.global_batch, self.items)
@@ -286,25 +286,27 @@ class Cut:
             for number in range(count):
                 low = min(begin + number * stride, end)
                 high = min(low + stride, end)
-                idle = 0 if number * stride < size and places >= pieces else self._idle(places, pieces, number * stride)
+                done = number * stride
+                idle = () if done < size and places >= pieces else self._idle(places, pieces, done)
                 if self.parts:
                     low, high = low * places // pieces, high * places // pieces
                 closes = number == count - 1
                 last = closes and stop == self.items
                 yield Share(start + low, start + high, start, stop, number == 0, closes, last, count, idle=idle)
 
-    def _idle(self, places: int, pieces: int, done: int) -> int:
-        """Return the number of ranks without a remaining item in a global batch after `done` pieces per rank."""
+    def _idle(self, places: int, pieces: int, done: int) -> tuple[int, ...]:
+        """Return the ranks without a remaining item in a global batch after `done` pieces per rank."""
         size, extra = divmod(pieces, self.ranks)
         if places >= pieces:
-            return 0 if done < size else self.ranks - (extra if done == size else 0)
+            return () if done < size else tuple(range(extra if done == size else 0, self.ranks))
         blocks = [
             range(rank * size + min(rank, extra), (rank + 1) * size + min(rank + 1, extra))
             for rank in range(self.ranks)
         ]
-        return sum(
-            done >= len(block) or block[done] * places // pieces == (block[done] + 1) * places // pieces
-            for block in blocks
+        return tuple(
+            rank
+            for rank, block in enumerate(blocks)
+            if done >= len(block) or block[done] * places // pieces == (block[done] + 1) * places // pieces
         )
 
     def _unequal(self, shares: Shares, start: int, stop: int) -> Iterator[Share]:
@@ -315,7 +317,7 @@ class Cut:
         count = len(bounds) - 1
         for number in range(count):
             closes = number == count - 1
-            idle = sum(places[number] == places[number + 1] for places in ranks)
+            idle = tuple(rank for rank, places in enumerate(ranks) if places[number] == places[number + 1])
             yield Share(
                 bounds[number], bounds[number + 1], start, stop, number == 0, closes, closes and stop == self.items,
                 count, part=number < count - planned, idle=idle,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Final, final
 
-from torch.distributed import distributed_c10d
+from torch.distributed import ProcessGroup, _functional_collectives, distributed_c10d
 
 from fabricx.errors import RanksApart
 
@@ -17,7 +17,18 @@ _QUERIES: Final = {"get_rank", "get_world_size", "get_backend", "get_backend_con
 
 _c10d: Any = distributed_c10d
 _members: Any = distributed_c10d.GroupMember
+_funcol: Any = _functional_collectives
 _is_outside: Final = _c10d._rank_not_in_group
+_RESOLVER: Final = "_resolve_group" if hasattr(_funcol, "_resolve_group") else "_resolve_group_name"  # torch 2.11
+_resolve: Final = getattr(_funcol, _RESOLVER)
+
+
+def _install(group: Any, is_outside: Any, resolve: Any) -> tuple[Any, Any, Any]:
+    """Set torch's default group and the functions in which collectives look at their group; returns those before."""
+    before = _members.WORLD, _c10d._rank_not_in_group, getattr(_funcol, _RESOLVER)
+    _members.WORLD, _c10d._rank_not_in_group = group, is_outside
+    setattr(_funcol, _RESOLVER, resolve)
+    return before
 
 
 @final
@@ -41,41 +52,62 @@ class _NoGroup:
 
 @final
 class RefuseCollectives:
-    """Reentrant context in which a collective with other ranks raises `RanksApart`.
+    """Reentrant context in which a collective with ranks that would not join it raises `RanksApart`.
 
-    It applies to the default group, and to groups of `torch.distributed.new_group` that have several ranks, in calls of
-    `torch.distributed`: each of its collectives first looks whether this rank is outside of its group. Functional
-    collectives (`torch.distributed._functional_collectives`) are not refused on such groups.
+    It applies to the default group and to groups of `torch.distributed.new_group`: each collective of
+    `torch.distributed` first looks whether this rank is outside of its group, and each functional collective
+    (`torch.distributed._functional_collectives`) resolves its group. Methods of a group and operators of `torch.ops`
+    are not refused.
 
     Args:
         reason: message of the error.
+        absent: ranks that do not join; None for all other ranks.
     """
 
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
+    def __init__(self, reason: str, absent: Collection[int] | None = None) -> None:
+        self._reason, self._absent = reason, absent
         self._before: list[Any] = []
 
     def __enter__(self) -> None:
         group = _members.WORLD
-        self._before.append((group, _c10d._rank_not_in_group))
-        _members.WORLD = group if group is None else _NoGroup(group, self._reason)
-        _c10d._rank_not_in_group = self._check
+        refusing = group if group is None else _NoGroup(group, self._reason)
+        self._before.append(_install(refusing, self._check, self._resolve))
 
     def __exit__(self, *_: object) -> None:
-        _members.WORLD, _c10d._rank_not_in_group = self._before.pop()
+        _install(*self._before.pop())
 
     def _check(self, group: Any) -> bool:
         """Return whether this rank is outside of a group, as torch's function does.
 
         Raises:
-            RanksApart: the group has other ranks, and the caller is a collective.
+            RanksApart: a rank of the group would not join, and the caller is a collective.
         """
         outside: bool = _is_outside(group)
-        if group is None or outside or isinstance(group, _NoGroup) or group.size() == 1:
+        if group is None or outside or isinstance(group, _NoGroup):
             return outside
         if sys._getframe(1).f_code.co_name not in _QUERIES:
-            raise RanksApart(self._reason)
+            self._refuse(group)
         return outside
+
+    def _resolve(self, group: Any, *tag: Any, **named: Any) -> Any:
+        """Return the group of a functional collective, as torch's function does.
+
+        Raises:
+            RanksApart: a rank of the group would not join.
+        """
+        if isinstance(group, _NoGroup):
+            raise RanksApart(self._reason)
+        resolved = _resolve(group, *tag, **named)
+        found = _c10d._resolve_process_group(resolved) if isinstance(resolved, str) else resolved
+        if isinstance(found, ProcessGroup):
+            self._refuse(found)
+        return resolved
+
+    def _refuse(self, group: Any) -> None:
+        if group.size() == 1:
+            return
+        if self._absent is None or not set(self._absent).isdisjoint(_c10d.get_process_group_ranks(group)):
+            raise RanksApart(self._reason)
 
 
 ALL_JOIN: Final = threading.RLock()  # context that allows collectives; entered without a Python call
@@ -84,11 +116,21 @@ OWN_PACE: Final = RefuseCollectives(
     "other ranks would not join it. self.log needs no collective (values are reduced over ranks at the epoch's end); "
     "compute other values in on_train_epoch_end, or use strategy=ddp"
 )
-NO_SAMPLE: Final = RefuseCollectives(
-    "a collective at a batch of which some ranks have no sample: they don't call training_step and the hooks of this "
-    "batch, so they would not join it. Call it in on_before_optimizer_step or on_train_epoch_end, which all ranks "
-    "call, or let each global batch be whole (drop_last=True). self.log needs no collective"
-)
+
+
+def without_sample(ranks: Collection[int]) -> RefuseCollectives:
+    """Return a context for `training_step` and hooks of a batch that some ranks do not call.
+
+    Args:
+        ranks: ranks without a sample of the batch; collectives of groups without these ranks are allowed.
+    """
+    return RefuseCollectives(
+        "a collective at a batch of which some ranks have no sample: ranks "
+        f"{', '.join(map(str, ranks))} don't call training_step and the hooks of this batch, so they would not join "
+        "it. Call it in on_before_optimizer_step or on_train_epoch_end, which all ranks call, or let each global "
+        "batch be whole (drop_last=True). self.log needs no collective",
+        ranks,
+    )
 
 
 @contextlib.contextmanager
@@ -97,9 +139,8 @@ def together() -> Iterator[None]:
     group = _members.WORLD
     while isinstance(group, _NoGroup):
         group = group._group
-    before = _members.WORLD, _c10d._rank_not_in_group
-    _members.WORLD, _c10d._rank_not_in_group = group, _is_outside
+    before = _install(group, _is_outside, _resolve)
     try:
         yield
     finally:
-        _members.WORLD, _c10d._rank_not_in_group = before
+        _install(*before)

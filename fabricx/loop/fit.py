@@ -14,7 +14,7 @@ from fabricx.core.state import Phase, Stage
 from fabricx.core.steps import checked_loss
 from fabricx.data import Microbatch
 from fabricx.data.order import epoch_seed
-from fabricx.distributed.collective_guard import ALL_JOIN, NO_SAMPLE
+from fabricx.distributed.collective_guard import ALL_JOIN, without_sample
 from fabricx.loop.boundary import advance, begin_batch, end_batch, results_of, skip_rest
 from fabricx.loop.epoch import begin_epoch, end_epoch, repeated_hooks
 from fabricx.loop.evaluation import sanity_check
@@ -141,9 +141,9 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
     if session.strategy.parts:  # a part of a global batch draws the same numbers on every rank
         seed_everything(epoch_seed(epoch_seed(session.state.seed, session.state.epoch), micro.begin) % 2**32)
     batch = begin_batch(session, micro)
-    session.batch.idle_ranks = micro.idle
+    session.batch.idle_ranks = len(micro.idle)
     effects = session.checks.effects() if micro.idle else None
-    guard = NO_SAMPLE if micro.idle else ALL_JOIN
+    guard = without_sample(micro.idle) if micro.idle else ALL_JOIN
     skips = False
     with guard:
         for hook in hooks.on_train_batch_start:
@@ -190,7 +190,7 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
 
 def forward_backward(session: Session, micro: Microbatch, batch: Any) -> Any:
     """Run the training step and its backward; returns the outputs of the step, None without a loss."""
-    guard = NO_SAMPLE if micro.idle else ALL_JOIN
+    guard = without_sample(micro.idle) if micro.idle else ALL_JOIN
     with ALL_JOIN if session.strategy.traits.sharded else guard:
         outputs = session.training_step(batch, micro.index)
     session.recorder.lap(Span.FORWARD)

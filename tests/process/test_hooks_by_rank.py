@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.nn import functional as nn_functional
 from torch.utils.data import DataLoader
 
 import fabricx as fx
@@ -261,6 +263,57 @@ def test_a_collective_of_ranks_at_their_own_pace_is_an_error(kind: Any, where: s
 def test_a_collective_of_a_group_with_a_rank_without_a_sample_is_an_error(where: str) -> None:
     with pytest.raises(WorkerFailed, match="RanksApart: a collective at a batch of which some ranks have no sample"):
         fx.Trainer(devices=2, strategy=DDP(), **options("")).fit(OfAGroup(where))
+
+
+class OfMembers(Gathers):
+    """Sums over a group of two ranks in training_step; rank 2 of 3 has no sample of the second batch.
+
+    Args:
+        members: of the group.
+        way: function that sums.
+    """
+
+    def __init__(self, members: list[int], way: str) -> None:
+        super().__init__("training_step")
+        self.members, self.way = members, way
+
+    def on_fit_start(self) -> None:
+        self.pair = dist.new_group(self.members, timeout=timedelta(seconds=20))
+
+    def gathers(self, where: str) -> None:
+        if self.what == where and self.global_rank in self.members:
+            tensor = torch.ones(1, requires_grad=self.way == "nn")
+            if self.way == "functional":
+                total: Any = functional.all_reduce(tensor, "sum", self.pair)
+            elif self.way == "nn":
+                total = nn_functional.all_reduce(tensor, group=self.pair)
+                total.sum().backward()
+            else:
+                total = tensor
+                dist.all_reduce(total, group=self.pair)
+            assert float(total) == 2.0
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(data(8), 2)
+
+
+WAYS = ["plain", "functional", "nn"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_way_to_call_a_collective_with_a_rank_without_a_sample_is_overlooked(way: str) -> None:
+    with pytest.raises(WorkerFailed, match=r"of which some ranks have no sample: ranks 2 don't call training_step"):
+        fx.Trainer(devices=3, strategy=DDP(), **options("")).fit(OfMembers([1, 2], way))
+
+
+def test_a_group_of_ranks_with_samples_may_call_a_collective() -> None:
+    for found in run_ranks(fit_here, 3, [(DDP(), OfMembers([0, 1], way)) for way in WAYS]):
+        assert found == ["", "", ""]
+
+
+def test_a_functional_collective_of_ranks_at_their_own_pace_is_an_error() -> None:
+    with pytest.raises(WorkerFailed, match="RanksApart: a collective in training_step, or in a hook of a batch: each"):
+        fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(OfMembers([0, 1], "functional"))
 
 
 def test_a_collective_that_all_ranks_join_is_none() -> None:

@@ -118,10 +118,10 @@ def test_shares_hold_from_a_place_on_and_for_as_many_ranks() -> None:
 def test_each_rank_knows_how_many_ranks_have_nothing() -> None:
     cases = product(items=[1, 5, 17, 29], ranks=[2, 3, 7], accumulate=[1, 3], parts=[0, 5], balanced=[False, True])
     cases = [case for case in cases if not (case["parts"] and case["balanced"])]
-    check_each(_each_rank_knows_how_many_ranks_have_nothing, cases)
+    check_each(_each_rank_knows_which_ranks_have_nothing, cases)
 
 
-def _each_rank_knows_how_many_ranks_have_nothing(
+def _each_rank_knows_which_ranks_have_nothing(
     items: int, ranks: int, accumulate: int, parts: int, balanced: bool
 ) -> None:
     balance = Balance()
@@ -129,4 +129,5 @@ def _each_rank_knows_how_many_ranks_have_nothing(
         balance.change(0, 0, tuple(1.0 + rank % 3 for rank in range(ranks)), most=(2,) * ranks)
     cuts = [Cut(items, 4, rank, ranks, accumulate, parts=parts, balance=balance) for rank in range(ranks)]
     for shares in zip(*(cut.shares() for cut in cuts), strict=True):
-        assert {share.idle for share in shares} == {sum(share.begin == share.end for share in shares)}
+        idle = tuple(rank for rank, share in enumerate(shares) if share.begin == share.end)
+        assert {share.idle for share in shares} == {idle}
