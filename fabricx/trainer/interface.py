@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fabricx.telemetry.logs import LogSettings
 
 
-class TrainerInterface(NamesChecked, TrainerOptions):
+class TrainerInterface(TrainerOptions, NamesChecked):
     """The Trainer without the calls that start runs: what hooks and the library use.
 
     Attributes:
