@@ -139,7 +139,7 @@ class EMA(Callback):
         trainer = self._trainer
         if trainer is None or self._live:
             return
-        before, step = self._step_seen, trainer.strategy.weights_step(trainer.global_step)
+        before, step = self._step_seen, trainer.strategy.wait_for_weights(trainer.global_step)
         if step <= before:  # in the middle of an accumulation window
             return
         self._step_seen = step
@@ -152,7 +152,7 @@ class EMA(Callback):
     def _fetch_from_servers(self) -> None:
         """Copy the servers' averages of the newest update to `averages`; all gradients must have been sent."""
         if self._kept and self._trainer is not None and not self._live:
-            averages, updates = self._trainer.strategy.kept_average()
+            averages, updates = self._trainer.strategy.read_average()
             for name, average in averages.items():
                 self.averages[name].copy_(average)
             self.updates = self._updates_before + updates if averages else self.updates

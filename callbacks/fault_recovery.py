@@ -268,7 +268,7 @@ class FaultRecovery(Callback):
         if trainer.failures:
             times = f"{len(trainer.failures)} time{'s' if len(trainer.failures) > 1 else ''}"
             text = f"recovered {times}{_account(trainer, module)}"
-            lost = trainer.strategy.lost_with_a_worker
+            lost = trainer.strategy.lost_with_worker
             if trainer.strategy.dealer is not None and trainer.session.fault_tolerance.metric_objects:
                 lost = ["updates of torchmetrics objects in an epoch", *lost]
             if lost:
@@ -297,7 +297,7 @@ class FaultRecovery(Callback):
 
         Snapshots at user-defined steps are not skipped if they affect the weights.
         """
-        required = trainer.strategy.traits.joins and self.every_n_train_steps is not None
+        required = trainer.strategy.traits.checkpoint_averages and self.every_n_train_steps is not None
         writer: Writer | None = trainer.session.checkpoints.writer
         return writer is not None and not required and writer.busy()
 

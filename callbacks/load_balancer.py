@@ -105,7 +105,7 @@ class LoadBalancer(Callback):
         if ranks == 1 or strategy.dealer is not None:
             return
         name = type(strategy).__name__
-        if strategy.parts or not strategy.traits.synchronous:
+        if strategy.batch_parts or not strategy.traits.synchronous:
             raise ValueError(f"LoadBalancer: {name} needs equal shares; use strategy=ddp, fsdp or parameter_server")
         if not module.automatic_optimization:
             raise ValueError(

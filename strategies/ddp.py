@@ -66,7 +66,7 @@ class DDP(Strategy):
     ) -> None:
         super().__init__()
         if compression == POWERSGD:  # each rank keeps the compression error of its gradients
-            self.traits = Traits(elastic=True, private=True)
+            self.traits = Traits(elastic=True, unreplicated=True)
         if compression is not None:
             check_choice("DDP", "compression", compression, SUMMED)
         if bucket_mib <= 0:
@@ -230,9 +230,9 @@ class DDP(Strategy):
         self._ddp = self._step = self._retired = self._unused = None
         self._frozen, self._of_each_step = [], set()
 
-    def quiesce(self, copies: Mapping[str, Tensor] | None = None) -> None:
+    def synchronize(self, copies: Mapping[str, Tensor] | None = None) -> None:
         if self.broadcast_buffers:
-            super().quiesce(copies)
+            super().synchronize(copies)
 
     @property
     def gradient_factor(self) -> float:
@@ -254,7 +254,7 @@ class DDP(Strategy):
         compute = compute or loss.backward
         if self._step is not None:
             self._step.called[0] = False
-        if self._frozen and self.closes and self._step is not None:
+        if self._frozen and self.ends_window and self._step is not None:
             self._take_in_unfrozen()
         if self._ddp is None or not self._ddp.require_backward_grad_sync:
             compute()
@@ -313,11 +313,11 @@ class DDP(Strategy):
             return state
         return {**state, "thin": self.world.gather_objects({} if self._thin is None else self._thin.state())}
 
-    def own_state(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+    def local_state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         state = super().state_dict(module, optimizers)
         return state if self._thin is None else {**state, "own": self._thin.state()}
 
-    def load_own_states(
+    def load_local_states(
         self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer], *, own: bool
     ) -> None:  # fmt: skip
         super().load_state_dict(states[0], module, optimizers)
@@ -348,11 +348,11 @@ class DDP(Strategy):
     def _note_computed(self) -> None:
         self._computed = time.perf_counter()
 
-    def backward_nothing(self, *company: Any) -> bool:
+    def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
         if self._step is None:
             return True
         assert self.module is not None
-        weightless = company and self._step.called[0]
+        weightless = example and self._step.called[0]
         if weightless and self.static_graph and next(self.module.buffers(), None) is not None:
             raise ValueError(
                 f"a batch of rank {self.world.rank} has a batch_weight of 0, and static_graph=True needs its backward, "
@@ -373,7 +373,7 @@ class DDP(Strategy):
             self._step.called[0] = False
         return True
 
-    def forward_nothing(self) -> None:
+    def forward_without_data(self) -> None:
         if self._step is None:
             return
         step, self._step.step = self._step.step, self._zero

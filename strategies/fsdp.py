@@ -97,8 +97,8 @@ class FSDP(Strategy):
         self._optimizers: list[Optimizer] = []
         self._parameters: dict[str, nn.Parameter] = {}  # the optimizers' parameters, by name
 
-    def building(self) -> AbstractContextManager[Any]:
-        return torch.device("meta") if self.world.size > 1 else super().building()
+    def init_context(self) -> AbstractContextManager[Any]:
+        return torch.device("meta") if self.world.size > 1 else super().init_context()
 
     def place(self, module: nn.Module) -> None:
         self.module = module
@@ -240,7 +240,7 @@ class FSDP(Strategy):
 
         return recorded_step
 
-    def take_over(self, optimizers: list[Optimizer]) -> None:
+    def attach_optimizers(self, optimizers: list[Optimizer]) -> None:
         assert self.module is not None
         if self.world.size > 1 and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise ValueError("LBFGS needs the whole gradient on a rank, and fsdp keeps it in shards; use strategy=ddp")
@@ -282,7 +282,7 @@ class FSDP(Strategy):
             hook.remove()
         self._hooks = []
 
-    def updated(self, step: int) -> int:
+    def after_update(self, step: int) -> int:
         if self._gathers_much:
             release_freed_memory()  # otherwise the allocator keeps the memory of gathered weights: up to all of them
         return step
@@ -307,7 +307,7 @@ class FSDP(Strategy):
         finally:
             root.set_requires_gradient_sync(True)
 
-    def forget_window(self) -> None:
+    def discard_window(self) -> None:
         if self._unused is not None:
             self._unused.forget()
 
@@ -344,14 +344,14 @@ class FSDP(Strategy):
         if self._order is not None:
             self._order.note(event)
 
-    def backward_nothing(self, *company: Any) -> bool:
+    def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
         """Gather and reduce with the other ranks: compute any available batch, with a loss of zero."""
         if self.world.size == 1:
             return True
         if self._outputs:  # the step has computed, as on the other ranks, but returned no loss
             self.backward(self._zero())
             return True
-        batches = [args for args in (company, self._newest) if args]
+        batches = [args for args in (example, self._newest) if args]
         if not batches and self._called:
             return False
         if not batches or self._step is None:
@@ -374,17 +374,17 @@ class FSDP(Strategy):
         gathered = [p for p in self.module.parameters() if p.requires_grad and not hasattr(p, "full_tensor")]
         return torch.stack([tensor.sum() * 0.0 for tensor in (*self._outputs, *gathered)]).sum()
 
-    def settle_trained(self) -> None:
+    def apply_requires_grad(self) -> None:
         if self._gathered is not None:
             self._gathered.settle()
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if self._gathered is not None:  # otherwise the next forward would use the weights before this step
             self._gathered.shard()
-        return super().step(optimizer, closure)
+        return super().optimizer_step(optimizer, closure)
 
-    def quiesce(self, copies: Mapping[str, Tensor] | None = None) -> None:
-        super().quiesce(copies)
+    def synchronize(self, copies: Mapping[str, Tensor] | None = None) -> None:
+        super().synchronize(copies)
         if self._gathered is not None:
             self._gathered.shard()
 

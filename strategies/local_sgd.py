@@ -92,7 +92,7 @@ class LocalSGD(Strategy):
         ValueError: an option is unknown or out of range.
     """
 
-    traits = Traits(synchronous=False, elastic=True, joins=True)
+    traits = Traits(synchronous=False, elastic=True, checkpoint_averages=True)
     batch_weight_refused = (
         "batch_weight needs the weight of the global batch in each step, and local_sgd makes local steps; use "
         "strategy=ddp, fsdp or parameter_server (mode='sync')"
@@ -180,14 +180,14 @@ class LocalSGD(Strategy):
                 parameter for f in self._fragments for parameter in f.parameters if parameter.grad is not None
             ]
 
-    def backward_nothing(self, *company: Any) -> bool:
+    def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
         self._restore_local()
         for parameter in self._used:  # a gradient of zero, so that momentum and weight decay continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         return False  # backward is local
 
-    def updated(self, step: int) -> int:
+    def after_update(self, step: int) -> int:
         for fragment in self._fragments:
             fragment.apart = True
             if fragment.begun is not None and step >= fragment.begun + self.overlap_steps:
@@ -198,7 +198,7 @@ class LocalSGD(Strategy):
                     self._end(fragment, 0.0)
         return step
 
-    def quiesce(self, copies: Mapping[str, Tensor] | None = None) -> None:
+    def synchronize(self, copies: Mapping[str, Tensor] | None = None) -> None:
         if not self._local and any(fragment.apart for fragment in self._fragments):
             for fragment in self._fragments:
                 if fragment.begun is not None:
@@ -206,12 +206,12 @@ class LocalSGD(Strategy):
                 local = fragment.flat()
                 fragment.set(self.world.all_reduce(local.clone()) / self.world.size)
                 self._local.append((local, fragment.flat()))
-        super().quiesce(copies)
+        super().synchronize(copies)
 
-    def finish(self) -> None:
+    def on_train_end(self) -> None:
         # End the round now: hooks may replace the weights later, and a later checkpoint must not average these.
         self._end_round()
-        self.quiesce()
+        self.synchronize()
 
     def _end_round(self) -> None:
         """Combine the weight differences of all ranks since the last synchronisation; collective."""
@@ -223,7 +223,7 @@ class LocalSGD(Strategy):
         self._keep_changes(seen)
 
     def _restore_local(self) -> None:
-        """Restore this rank's local weights after `quiesce`, with the elements that hooks have changed in the mean."""
+        """Restore this rank's local weights after `synchronize`, with the elements of the mean that hooks changed."""
         self._keep_changes(self._swap_in_local())
 
     def _swap_in_local(self) -> list[tuple[Tensor, Tensor]]:
@@ -258,7 +258,7 @@ class LocalSGD(Strategy):
             if saved is not None and saved.shape == fragment.velocity.shape:
                 fragment.velocity.copy_(saved)
 
-    def own_state(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+    def local_state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         self._restore_local()
         for fragment in self._fragments:
             fragment.wait()
@@ -271,7 +271,7 @@ class LocalSGD(Strategy):
         ]  # fmt: skip
         return {**super().state_dict(module, optimizers), "rounds": rounds}
 
-    def load_own_states(
+    def load_local_states(
         self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer], *, own: bool
     ) -> None:  # fmt: skip
         moved = []

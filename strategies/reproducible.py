@@ -40,7 +40,7 @@ class Reproducible(Strategy):
         super().__init__()
         if not 1 <= parts <= 2**10:
             raise ValueError(f"parts={parts}: must be between 1 and 1024")
-        self.parts = parts
+        self.parts = self.batch_parts = parts
         self._sums: IntegerSums | None = None
         self._threads = 0
         self._frozen: list[Tensor] = []  # parameters whose gradients are not summed
@@ -73,7 +73,7 @@ class Reproducible(Strategy):
                 "a larger `parts`, or use fewer ranks"
             )
 
-    def take_over(self, optimizers: list[Optimizer]) -> None:
+    def attach_optimizers(self, optimizers: list[Optimizer]) -> None:
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError(
@@ -98,12 +98,12 @@ class Reproducible(Strategy):
         super().backward(loss, compute)
         assert self._sums is not None
         self._sums.add()
-        if self.closes:
+        if self.ends_window:
             self._sums.join(self.world)
 
-    def backward_nothing(self, *company: Any) -> bool:
+    def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
         assert self._sums is not None
-        if self.closes:
+        if self.ends_window:
             self._sums.join(self.world)
         return True
 

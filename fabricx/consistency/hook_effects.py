@@ -132,7 +132,7 @@ class HookChecks:
             world.size == 1
             or strategy.traits.sharded
             or not strategy.traits.synchronous
-            or strategy.weights_brought is not None
+            or strategy.weight_pulls is not None
         ):
             return
         digest = hashlib.blake2b(
@@ -161,7 +161,7 @@ class HookChecks:
         Args:
             hooks: of the run; functions of users are wrapped.
         """
-        if self._strategy.weights_brought is None:
+        if self._strategy.weight_pulls is None:
             return
         # In shared memory, another worker may step while this worker calls its hooks for the second optimizer.
         apart = self._strategy.servers or len(self._optimizers) == 1
@@ -190,11 +190,11 @@ class HookChecks:
         Raises:
             ValueError: weights have changed.
         """
-        brought = self._strategy.weights_brought
+        brought = self._strategy.weight_pulls
         before = fingerprint(self._module)
         yield
         # A checkpoint that is saved in a hook fetches the newest weights.
-        if self._strategy.weights_brought == brought and not torch.equal(before, fingerprint(self._module)):
+        if self._strategy.weight_pulls == brought and not torch.equal(before, fingerprint(self._module)):
             raise ValueError(
                 f"{name} changes weights, and the servers own them: changes of a worker are lost. Change them in "
                 "on_fit_start, or in the loss, or use parameter_server with optimizer='worker' and mode='sync', or "
@@ -241,7 +241,7 @@ class HookChecks:
         if not state["weights"]:
             return
         strategy, world = self._strategy, self._strategy.world
-        if strategy.traits.sharded or not strategy.traits.synchronous or strategy.weights_brought is not None:
+        if strategy.traits.sharded or not strategy.traits.synchronous or strategy.weight_pulls is not None:
             raise RanksDisagree(
                 f"step {self._state.step}: on_train_batch_start or on_train_batch_end changed weights at a batch of "
                 "which some ranks have no sample, so they don't call it, and their part of the weights would not "

@@ -81,7 +81,7 @@ class SharedSettings:
         return Agreement(self._world, f"settings/{self._changes}", beside=self._agreement)
 
     def _now(self, *, skips: bool) -> Settings:
-        self._strategy.settle_trained()
+        self._strategy.apply_requires_grad()
         return list(map(_is_trained, self._parameters)), _limits_of(self._options), skips
 
     def check(self, *, skips: bool = False) -> None:

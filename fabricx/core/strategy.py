@@ -35,23 +35,23 @@ class Traits:
     Attributes:
         synchronous: all ranks have the same weights after a step.
         sharded: a rank stores only a part of the weights or of the optimizer state.
-        private: some state is stored neither on this rank nor on its replicas, but by a server, or differs per rank.
+        unreplicated: some state differs per rank, or is stored by servers, and not on all ranks.
         elastic: the number of ranks may change during a run.
-        joins: a checkpoint averages the ranks' states, so that training continues differently than without it.
+        checkpoint_averages: a checkpoint averages the ranks' states, which changes the training that follows.
         max_ranks: largest number of ranks; None for any number.
     """
 
     synchronous: bool = True
     sharded: bool = False
-    private: bool = False
+    unreplicated: bool = False
     elastic: bool = False
-    joins: bool = False
+    checkpoint_averages: bool = False
     max_ranks: int | None = None
 
     @property
-    def alike(self) -> bool:
+    def replicated(self) -> bool:
         """Return whether each rank stores the whole state, equal on all ranks."""
-        return self.synchronous and not self.sharded and not self.private
+        return self.synchronous and not self.sharded and not self.unreplicated
 
 
 class Strategy(NamesChecked, ABC):
@@ -70,10 +70,10 @@ class Strategy(NamesChecked, ABC):
     pushed_s = 0.0  # seconds spent sending gradients to servers
     norm_clipping_refused = ""  # reason why the gradient norm can't be limited; "" if it can
     batch_weight_refused = ""  # reason why `Module.batch_weight` is not supported; "" if it is
-    closes = True  # whether the next backward ends an accumulation window
-    weights_brought: int | None = None  # number of pulls of weights from servers; None if this rank steps
-    steps_globally = True  # an update is made from a global batch; False: from the batch of a rank
-    parts = 0  # fixed number of parts of each global batch; 0 for the number of ranks
+    ends_window = True  # whether the next backward ends an accumulation window
+    weight_pulls: int | None = None  # number of pulls of weights from servers; None if this rank steps
+    global_updates = True  # an update is made from a global batch; False: from the batch of a rank
+    batch_parts = 0  # fixed number of parts of each global batch; 0 for the number of ranks
 
     def __init__(self) -> None:
         self.world = World()
@@ -94,7 +94,7 @@ class Strategy(NamesChecked, ABC):
         """
         self.world = world
 
-    def building(self) -> AbstractContextManager[Any]:
+    def init_context(self) -> AbstractContextManager[Any]:
         """Return a context for `configure_model`, such as the meta device, which allocates no weights."""
         return nullcontext()
 
@@ -117,14 +117,14 @@ class Strategy(NamesChecked, ABC):
         """
         self.module = module
 
-    def take_over(self, optimizers: list[Optimizer]) -> None:
+    def attach_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Attach the user's optimizers, before training and before a checkpoint is loaded.
 
         Args:
             optimizers: of the module.
         """
 
-    def starts(self, step: int, ranks: int) -> None:
+    def on_train_start(self, step: int, ranks: int) -> None:
         """Start to train, after a checkpoint has been loaded.
 
         Args:
@@ -166,16 +166,16 @@ class Strategy(NamesChecked, ABC):
         """Return a context for microbatches that do not end an accumulation window, without gradient reduction."""
         return self._window_goes_on()
 
-    def forget_window(self) -> None:
+    def discard_window(self) -> None:
         """Discard the results of an accumulation window that is aborted, except `parameter.grad`."""
 
     @contextmanager
     def _window_goes_on(self) -> Iterator[None]:
-        self.closes = False
+        self.ends_window = False
         try:
             yield
         finally:
-            self.closes = True
+            self.ends_window = True
 
     def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
         """Compute gradients; after the last microbatch of a window they are the global mean.
@@ -186,22 +186,22 @@ class Strategy(NamesChecked, ABC):
         """
         (compute or loss.backward)()
 
-    def backward_nothing(self, *company: Any) -> bool:
+    def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
         """Participate in the backward of the other ranks with a gradient of zero, on a rank without a sample.
 
         Args:
-            company: (batch, index) of another rank's sample, as arguments of the step; empty if there is none.
+            example: (batch, index) of another rank's sample, as arguments of the step; empty if there is none.
 
         Returns:
             whether this rank has participated in the backward, so that all ranks have reached this point.
         """
         return True
 
-    def forward_nothing(self) -> None:
+    def forward_without_data(self) -> None:
         """Participate in the forward of the other ranks without a sample, if no gradient reduction follows."""
         return
 
-    def settle_trained(self) -> None:
+    def apply_requires_grad(self) -> None:
         """Apply changes of `requires_grad` by hooks to all copies of the parameters on this rank."""
         return
 
@@ -252,7 +252,7 @@ class Strategy(NamesChecked, ABC):
         except NotImplementedError as error:
             raise ValueError(SPARSE_CLIPPED) from error
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights.
 
         Args:
@@ -290,7 +290,7 @@ class Strategy(NamesChecked, ABC):
         for parameter in parameters:
             parameter.grad = None
 
-    def updated(self, step: int) -> int:
+    def after_update(self, step: int) -> int:
         """Complete an update after all optimizers have stepped.
 
         Args:
@@ -301,7 +301,7 @@ class Strategy(NamesChecked, ABC):
         """
         return step
 
-    def weights_step(self, step: int) -> int:
+    def wait_for_weights(self, step: int) -> int:
         """Wait until all weights in transit to this rank have arrived; return the number of updates in its weights.
 
         Args:
@@ -320,11 +320,11 @@ class Strategy(NamesChecked, ABC):
             averages: present averages, by the names of the parameters.
 
         Returns:
-            names of the parameters whose averages `kept_average` returns; the caller maintains all other averages.
+            names of the parameters whose averages `read_average` returns; the caller maintains all other averages.
         """
         return frozenset()
 
-    def kept_average(self) -> tuple[dict[str, Tensor], int]:
+    def read_average(self) -> tuple[dict[str, Tensor], int]:
         """Return the averages by name, and their steps since `keep_average`; all gradients have been sent before."""
         return {}, 0
 
@@ -339,7 +339,7 @@ class Strategy(NamesChecked, ABC):
         return None
 
     @property
-    def lost_with_a_worker(self) -> list[str]:
+    def lost_with_worker(self) -> list[str]:
         """Return names of the state that is lost if a worker dies, because it has the only copy."""
         return []
 
@@ -357,7 +357,7 @@ class Strategy(NamesChecked, ABC):
         """
         return self.world.all_reduce(values, op)
 
-    def quiesce(self, copies: Mapping[str, Tensor] | None = None) -> None:
+    def synchronize(self, copies: Mapping[str, Tensor] | None = None) -> None:
         """Complete all communication, and make weights and buffers equal on all ranks; collective.
 
         Args:
@@ -367,9 +367,9 @@ class Strategy(NamesChecked, ABC):
             for buffer in (*self.module.buffers(), *(copies or {}).values()):
                 self.world.broadcast(buffer)
 
-    def finish(self) -> None:
+    def on_train_end(self) -> None:
         """Make weights equal on all ranks after training; collective."""
-        self.quiesce()
+        self.synchronize()
 
     def measured(self) -> dict[str, float]:
         """Return the strategy's metrics since the previous call, on the main rank; collective."""
@@ -399,7 +399,7 @@ class Strategy(NamesChecked, ABC):
             rank: any rank.
             size: number of ranks.
         """
-        return [rank, *(peer for peer in range(size) if peer != rank)] if self.traits.alike else [rank]
+        return [rank, *(peer for peer in range(size) if peer != rank)] if self.traits.replicated else [rank]
 
     def pauses(self, mark: Callable[[], Any]) -> list[tuple[Any, Any]]:
         """Start to record the times at which this rank's device waits for peers during computation.
@@ -412,8 +412,8 @@ class Strategy(NamesChecked, ABC):
         """
         return []
 
-    def own_state(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
-        """Return the local state of this rank for `load_own_states`, without communication.
+    def local_state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+        """Return the local state of this rank for `load_local_states`, without communication.
 
         Args:
             module: the user's module.
@@ -421,13 +421,13 @@ class Strategy(NamesChecked, ABC):
         """
         return self.state_dict(module, optimizers)
 
-    def load_own_states(
+    def load_local_states(
         self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer], *, own: bool
     ) -> None:  # fmt: skip
         """Load local states.
 
         Args:
-            states: results of `own_state`: this rank's (`own`), or those of all former ranks.
+            states: results of `local_state_dict`: this rank's (`own`), or those of all former ranks.
             module: the user's module.
             optimizers: of the module.
             own: whether the state is this rank's; False after a change of the number of ranks.

@@ -67,7 +67,7 @@ def load_common_state(
         )
         return
     if newcomer:
-        session.strategy.starts(session.state.step, session.state.ranks)
+        session.strategy.on_train_start(session.state.step, session.state.ranks)
     section = dealer.section
     dealer.take_position(state["dealt"])
     if dealer.section != section:  # this worker has joined later, or missed a section

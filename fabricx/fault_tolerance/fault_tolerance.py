@@ -60,7 +60,7 @@ def set_up(session: Session) -> FaultTolerance:
         return session.fault_tolerance  # nothing is recorded
     if strategy.dealer is not None:  # servers have the state
         return Recovery(session, members)
-    if member.folder and not (members is not None and strategy.traits.alike):
+    if member.folder and not (members is not None and strategy.traits.replicated):
         policy = recovery_policy_of(session.callbacks)
         every = None if policy is None else policy.copy_every_n_steps
         return Recovery(session, members, memory=MemoryCheckpointer(session.world, strategy.replicas_of, every))

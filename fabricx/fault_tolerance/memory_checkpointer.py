@@ -213,9 +213,9 @@ class _Reached:
 
 def _tensors(session: Session) -> dict[str, Any]:
     """Return this rank's part of the state; empty if another rank of its machine has the same."""
-    if session.strategy.traits.alike and session.world.local_rank:
+    if session.strategy.traits.replicated and session.world.local_rank:
         return {}
-    return {"strategy": session.strategy.own_state(session.module, session.optimizers)}
+    return {"strategy": session.strategy.local_state_dict(session.module, session.optimizers)}
 
 
 @final

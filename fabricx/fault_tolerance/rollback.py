@@ -152,7 +152,7 @@ def _take(session: Session, ft: RankRecords, source: _Source, *, newcomer: bool)
     )
     words = {part: copy.rest["word"] for part, copy in source.here.items() if world.rank in source.words[part]}
     words = {part: word for by_part in world.gather_objects(words) for part, word in by_part.items()}
-    session.strategy.load_own_states(
+    session.strategy.load_local_states(
         [state["strategy"] for state in states], session.module, session.optimizers, own=part_index is not None
     )
     state = states[0]

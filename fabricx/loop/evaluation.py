@@ -49,7 +49,7 @@ def evaluate(session: Session, phase: Phase, feeds: Sequence[Feed]) -> list[dict
             session.metrics.logbook.loader = number if len(feeds) > 1 else None
             _evaluate_batches(session, word, number, feed)
         session.metrics.logbook.loader = None
-        session.strategy.quiesce()
+        session.strategy.synchronize()
         _call(session, f"on_{word}_epoch_end")
         if phase is Phase.VALIDATE:
             session.fault_tolerance.after_validation_steps()
@@ -99,8 +99,8 @@ def validate_in_fit(session: Session) -> None:
     if session.fault_tolerance.resume_point is None:
         session.fault_tolerance.resume_point = session.rank_state()
     with session.recorder.within(Span.VALIDATION):
-        session.strategy.quiesce()
-        if session.strategy.weights_brought is None:
+        session.strategy.synchronize()
+        if session.strategy.weight_pulls is None:
             evaluate(session, Phase.VALIDATE, session.data.val_feeds)
             return
         with session.checks.unchanged("a hook of the validation"):
@@ -201,7 +201,7 @@ def predict(session: Session, feeds: Sequence[Feed], *, keep: bool) -> list[Any]
                     if keep:
                         loader_outputs.append((micro.index, cpu(outputs)))
             results.append(loader_outputs)
-        session.strategy.quiesce()
+        session.strategy.synchronize()
         _call(session, "on_predict_epoch_end")
         _call(session, "on_predict_end")
     finally:

@@ -51,7 +51,7 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
     if not newcomer:
         if not ft.restore():
             restore_requested(session)
-        session.strategy.starts(state.step, state.ranks)
+        session.strategy.on_train_start(state.step, state.ranks)
     resumed = bool(state.step or state.batch or state.drained)  # a batch may have made no step
     if not resumed and not newcomer:
         sanity_check(session)
@@ -73,7 +73,7 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
                 session.checks.compare_weights()
             if first_step == state.step > 0 and not session.stop.interrupted:
                 session.print(finished(session))
-            session.strategy.finish()  # hooks and users now see the weights of all ranks
+            session.strategy.on_train_end()  # hooks and users now see the weights of all ranks
             call(session.hooks.on_train_end)
             finish_checkpoint(session)
             ft.wait_for_all()
@@ -138,7 +138,7 @@ def train_batches(session: Session) -> bool:
 def train_batch(session: Session, micro: Microbatch) -> int | None:
     """Train a batch; returns -1 if the rest of the epoch is skipped."""
     hooks, index = session.hooks, micro.index
-    if session.strategy.parts:  # a part of a global batch draws the same numbers on every rank
+    if session.strategy.batch_parts:  # a part of a global batch draws the same numbers on every rank
         seed_everything(epoch_seed(epoch_seed(session.state.seed, session.state.epoch), micro.begin) % 2**32)
     batch = begin_batch(session, micro)
     session.batch.idle_ranks = len(micro.idle)
@@ -174,7 +174,7 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
     if micro.closes:
         advance(session, micro)
     if micro.idle:
-        session.strategy.weights_step(session.state.step)  # weights that arrive in a hook aren't changed by that hook
+        session.strategy.wait_for_weights(session.state.step)  # hooks don't change weights that arrive in them
     effects = session.checks.effects() if micro.idle else None
     if hooks.on_train_batch_end:
         results = results_of(session, outputs, batch)
@@ -234,5 +234,5 @@ def _left_out(session: Session, micro: Microbatch, batch: Any, outputs: Any) -> 
         session.settings.before_backward(micro)
     if micro.closes or session.strategy.traits.sharded:
         with session.metrics.logbook.muted():
-            session.strategy.backward_nothing(batch, micro.index)
+            session.strategy.backward_without_data((batch, micro.index))
     return outputs

@@ -71,7 +71,7 @@ def _train_batch(session: Session, micro: Microbatch) -> None:
             _take_turn(session)
             update(session, micro, batch)
         else:  # the lease is complete and has no gradient
-            session.state.step = session.strategy.updated(session.state.step)
+            session.state.step = session.strategy.after_update(session.state.step)
     else:
         with session.strategy.accumulate():
             outputs = forward_backward(session, micro, batch)
@@ -129,8 +129,8 @@ def _meet(session: Session, micro: Microbatch) -> None:
     ft, strategy = session.fault_tolerance, session.strategy
     ft.meeting = micro
     ft.check_members()
-    strategy.quiesce()
-    _reach(session, strategy.updated(session.state.step))
+    strategy.synchronize()
+    _reach(session, strategy.after_update(session.state.step))
     if session.overridden.optimizer_step and session.world.size > 1:
         strategy.dealer.join_hyperparameters()
     session.metrics.training.metrics.share(strategy.dealer.logged())  # with the position, for a rank that joins later

@@ -66,7 +66,7 @@ def train_manually(session: Session, micro: Microbatch, batch: Any) -> Any:
     return outputs
 
 
-def train_without_data(session: Session, micro: Microbatch, company: tuple[Any, ...]) -> None:
+def train_without_data(session: Session, micro: Microbatch, example: tuple[Any, ...]) -> None:
     """Run the training step for a batch of which this rank has no sample, with a loss of zero weight.
 
     Only the manual step determines how often it calls `backward`, and for which parameters, and all ranks have to make
@@ -76,7 +76,7 @@ def train_without_data(session: Session, micro: Microbatch, company: tuple[Any, 
     Args:
         session: its module is manually optimised.
         micro: share of this rank in the global batch, without samples.
-        company: arguments of the step; empty without any batch.
+        example: arguments of the step; empty without any batch.
 
     Raises:
         ValueError: this rank has not had a batch.
@@ -84,14 +84,14 @@ def train_without_data(session: Session, micro: Microbatch, company: tuple[Any, 
     if session.settings is not None:
         session.settings.before_forward(micro)
     session.window.loss_factor = 0.0
-    if not company:
+    if not example:
         raise ValueError(
             f"rank {session.world.rank} has not had a batch yet, and a manually optimised module needs all ranks in "
             "each step; begin each rank's stream with a batch, or use fewer devices"
         )
     devices = [session.world.device] if session.world.device.type == "cuda" else []
     with session.metrics.logbook.muted(), torch.random.fork_rng(devices=devices), _statistics_kept(session.module):
-        session.training_step(*company)
+        session.training_step(*example)
     session.metrics.logbook.pass_batch(session.state.step + 1)
     count_manual_steps(session)
 
@@ -105,7 +105,7 @@ def count_manual_steps(session: Session) -> None:
     steps = session.overridden.manual_steps
     if steps:
         for _ in range(max(steps.values())):
-            session.state.step = session.strategy.updated(session.state.step + 1)
+            session.state.step = session.strategy.after_update(session.state.step + 1)
         steps.clear()
 
 
@@ -149,7 +149,7 @@ def step(session: Session, optimizer: Optimizer, closure: Callable[[], Any] | No
     session.precision.unscale(optimizer)
     for hook in session.hooks.on_before_optimizer_step:
         hook(optimizer)
-    session.precision.step(optimizer, session.strategy.step, closure)
+    session.precision.step(optimizer, session.strategy.optimizer_step, closure)
     session.precision.updated()
     session.overridden.manual_steps[id(optimizer)] = session.overridden.manual_steps.get(id(optimizer), 0) + 1
 

@@ -23,7 +23,7 @@ def train_without_samples(session: Session, micro: Microbatch) -> int | None:
         if session.settings is not None:
             session.settings.check(skips=True)
         session.batch.idle_ranks = 0
-        session.strategy.forget_window()
+        session.strategy.discard_window()
         return -1
     session.batch.in_step = True
     _compute(session, micro)
@@ -53,7 +53,7 @@ def _compute(session: Session, micro: Microbatch) -> None:
     if micro.opens:
         zero_grad(session, micro)
     with nullcontext() if micro.closes else session.strategy.accumulate():
-        session.window.sit_out(micro, NO_BATCH, session.settings, *example_batch(session, micro))
+        session.window.sit_out(micro, NO_BATCH, session.settings, example_batch(session, micro))
     if micro.closes:
         if session.window.ready():
             update(session, micro, None)

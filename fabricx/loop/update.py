@@ -47,7 +47,7 @@ def update(session: Session, micro: Microbatch, batch: Any) -> None:
         if session.overridden.optimizer_step or session.overridden.closures:
             _step_with_closure(session, micro, batch, optimizer)
         else:
-            session.precision.step(optimizer, session.strategy.step)
+            session.precision.step(optimizer, session.strategy.optimizer_step)
     session.precision.updated()
     _count_update(session)
     session.recorder.lap(Span.OPTIMIZER)
@@ -64,14 +64,14 @@ def step_optimizer(session: Session, optimizer: Optimizer, closure: Callable[[],
     session.fault_tolerance.begin_update()
     if session.module.automatic_optimization:
         used = closure if id(optimizer) in session.overridden.closures else None
-        session.precision.step(optimizer, session.strategy.step, used)
+        session.precision.step(optimizer, session.strategy.optimizer_step, used)
         return
     manual_optimization.step(session, optimizer, closure)
 
 
 def _count_update(session: Session) -> None:
     """Count an update, and step the schedules; asynchronous ranks step them at each new lease."""
-    session.state.step = session.strategy.updated(session.state.step + 1)
+    session.state.step = session.strategy.after_update(session.state.step + 1)
     if session.strategy.dealer is None:
         session.state.trained += 1
         if session.overridden.metrics_each_step and session.world.size > 1:
@@ -111,7 +111,7 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
             return _global_loss(session, micro, session.window.loss)
         optimizer.zero_grad()
         if batch is None:  # other ranks compute
-            session.strategy.backward_nothing(*example_batch(session, micro))
+            session.strategy.backward_without_data(example_batch(session, micro))
             return _global_loss(session, micro, None)
         outputs = session.training_step(batch, micro.index)
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs

@@ -70,9 +70,9 @@ class ServedStrategy(ServerOptions, Strategy):
             raise ValueError("overlap='forward' needs servers that step: workers that step need the complete sum first")
         self.traits = Traits(
             synchronous=protocol is None,
-            private=protocol is None and (servers_step or self._compresses),
+            unreplicated=protocol is None and (servers_step or self._compresses),
             elastic=True,
-            joins=protocol is None and servers_step and settings.pull_compression is not None,
+            checkpoint_averages=protocol is None and servers_step and settings.pull_compression is not None,
         )
         self._settings = settings
         self._servers_step = servers_step
@@ -109,7 +109,7 @@ class ServedStrategy(ServerOptions, Strategy):
         for tensor in (*module.parameters(), *module.buffers()):
             self.world.broadcast(tensor.data)
 
-    def take_over(self, optimizers: list[Optimizer]) -> None:
+    def attach_optimizers(self, optimizers: list[Optimizer]) -> None:
         self._optimizers = optimizers
         parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         self._parameters = list({id(parameter): parameter for parameter in parameters}.values())
@@ -170,7 +170,7 @@ class ServedStrategy(ServerOptions, Strategy):
             return ServerStep(self._settings) if self.servers else SharedWeights(self._settings, whole=whole)
         return WorkerStep(self._settings, several=self._several_backwards, low_rank=low_rank)
 
-    def starts(self, step: int, ranks: int) -> None:
+    def on_train_start(self, step: int, ranks: int) -> None:
         assert self._protocol is not None
         self._restore_feedback(self._protocol)
         if self._apart is not None:
@@ -228,11 +228,11 @@ class ServedStrategy(ServerOptions, Strategy):
 
     def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
         assert self._protocol is not None
-        self._protocol.backward(compute or loss.backward, closing=self.closes)
+        self._protocol.backward(compute or loss.backward, closing=self.ends_window)
 
-    def backward_nothing(self, *company: Any) -> bool:
+    def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
         assert self._protocol is not None
-        return self._protocol.complete() if self.closes else True
+        return self._protocol.complete() if self.ends_window else True
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         assert self._protocol is not None
@@ -290,16 +290,16 @@ class ServedStrategy(ServerOptions, Strategy):
         if not self._protocol.clip_value(clipped, limit):
             super().clip_value(clipped, limit)
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         assert self._protocol is not None
         self._protocol.check_parameters()
         return self._protocol.step(optimizer, closure)
 
-    def updated(self, step: int) -> int:
+    def after_update(self, step: int) -> int:
         assert self._protocol is not None
         return self._protocol.updated(step)
 
-    def weights_step(self, step: int) -> int:
+    def wait_for_weights(self, step: int) -> int:
         return step if self._protocol is None else self._protocol.weights_step(step)
 
     def keep_average(self, rule: AverageRule, step: int, averages: Mapping[str, Tensor]) -> frozenset[str]:
@@ -311,7 +311,7 @@ class ServedStrategy(ServerOptions, Strategy):
             self._client.keep_average(rule, step, present)
         return frozenset(names)
 
-    def kept_average(self) -> tuple[dict[str, Tensor], int]:
+    def read_average(self) -> tuple[dict[str, Tensor], int]:
         if self._client is None or self.module is None:
             return {}, 0
         averages, updates = self._client.averages()
@@ -326,7 +326,7 @@ class ServedStrategy(ServerOptions, Strategy):
         return self._apart is not None or partial
 
     @property
-    def lost_with_a_worker(self) -> list[str]:
+    def lost_with_worker(self) -> list[str]:
         if self._apart is None:
             return []
         lost = ["the error feedback of their compressed gradients"] if self._settings.compression else []
@@ -335,11 +335,11 @@ class ServedStrategy(ServerOptions, Strategy):
         return lost
 
     @property
-    def steps_globally(self) -> bool:  # type: ignore[override]
+    def global_updates(self) -> bool:  # type: ignore[override]
         return self._apart is None or self._settings.aggregate
 
     @property
-    def weights_brought(self) -> int | None:  # type: ignore[override]
+    def weight_pulls(self) -> int | None:  # type: ignore[override]
         if not self._servers_step and self._apart is None:
             return None
         return 0 if self._client is None else self._client.pulls
@@ -384,15 +384,15 @@ class ServedStrategy(ServerOptions, Strategy):
             return
         self._disconnect(done=False)
         self._connect()
-        if self.traits.alike and self._protocol is not None:
+        if self.traits.replicated and self._protocol is not None:
             self._protocol.starts(0)  # any version: only the workers count updates
 
-    def quiesce(self, copies: Mapping[str, Tensor] | None = None) -> None:
+    def synchronize(self, copies: Mapping[str, Tensor] | None = None) -> None:
         if self._protocol is not None and self._client is not None and self.module is not None:
             self._protocol.meet()
             if self._statistics is not None:
                 self._statistics.pool(self.world)
-        super().quiesce(copies)
+        super().synchronize(copies)
 
     def counts(self) -> list[Counts]:
         """Return the statistics of each server: updates, staleness, dropped gradients."""
@@ -426,7 +426,7 @@ class ServedStrategy(ServerOptions, Strategy):
         flat = [velocity[id(p)].reshape(-1) for p in module.parameters() if id(p) in velocity]
         return {**state, "outer": {"0": torch.cat(flat)}}  # same format as `local_sgd` with a single fragment
 
-    def own_state(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+    def local_state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         protocol, client = self._protocol, self._client
         assert protocol is not None
         assert client is not None
@@ -435,7 +435,7 @@ class ServedStrategy(ServerOptions, Strategy):
         lost = client.lost() if self._compresses and self.world.main_rank else ()
         return {**super().state_dict(module, optimizers), "own": local, "kept": kept, "lost": lost}
 
-    def load_own_states(
+    def load_local_states(
         self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer], *, own: bool
     ) -> None:  # fmt: skip
         protocol, first = self._protocol, states[0]

@@ -114,14 +114,16 @@ class AccumulationWindow:
         self.taken += micro.portion
         self.loss = None if loss is None else loss.detach()
 
-    def sit_out(self, micro: Microbatch, why: str, settings: SharedSettings | None, *company: Any) -> None:
+    def sit_out(
+        self, micro: Microbatch, why: str, settings: SharedSettings | None, example: tuple[Any, ...] = ()
+    ) -> None:
         """Participate in a microbatch without a gradient, and publish the reason to the other ranks.
 
         Args:
             micro: share of this rank in the global batch.
             why: `NO_BATCH` or `NO_LOSS`.
             settings: compared with the other ranks, before they compute; None without a comparison.
-            company: see `Strategy.backward_nothing`.
+            example: see `Strategy.backward_without_data`.
 
         Raises:
             ValueError: SyncBatchNorm needs a sample of each rank.
@@ -143,12 +145,12 @@ class AccumulationWindow:
             if why == NO_BATCH:  # an empty part of a global batch
                 self.taken += micro.portion
                 if micro.closes:
-                    self._strategy.backward_nothing(*company)
+                    self._strategy.backward_without_data(example)
             return
         if not self._strategy.traits.synchronous:  # no rank waits for this rank's gradient
             self.taken += micro.portion
             if why == NO_BATCH:
-                self._strategy.backward_nothing(*company)
+                self._strategy.backward_without_data(example)
             return
         assert world.store is not None
         position = (world.generation, self._state.epoch, self._state.step, micro.index, self._number)
@@ -157,9 +159,9 @@ class AccumulationWindow:
         self._absences.append((key, why, micro.portion))
         if micro.closes or self._strategy.traits.sharded:  # sharded weights are gathered in each microbatch
             with self._metrics.logbook.muted():
-                self._together = self._strategy.backward_nothing(*company)
+                self._together = self._strategy.backward_without_data(example)
         elif why == NO_BATCH:
-            self._strategy.forward_nothing()
+            self._strategy.forward_without_data()
 
     def ready(self) -> bool:
         """Close the window, and return whether there is a gradient for a weight update.
@@ -177,7 +179,7 @@ class AccumulationWindow:
         if self.by_weight:
             return self._divide_by_weight()
         if self.taken != self.planned:  # fewer microbatches than the divisor of the loss
-            if self._strategy.parts:
+            if self._strategy.batch_parts:
                 raise ValueError(
                     "training_step returned None for a part of a global batch, and under deterministic='elastic' a "
                     "batch can only be skipped as a whole; return a loss of zero"

@@ -70,7 +70,7 @@ def _begin_checkpoint(
     began = time.monotonic()
     point = session.fault_tolerance.resume_point or (None if weights_only else session.rank_state())
     buffers = {} if point is None else point.buffers
-    session.strategy.quiesce(buffers)
+    session.strategy.synchronize(buffers)
     state: dict[str, Any] = {
         "strategy": session.strategy.state_dict(session.module, [] if weights_only else session.optimizers),
         "hparams": masked(plain(session.module.hparams)),
@@ -298,7 +298,7 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None) ->
 def _global_batch(session: Session) -> int:
     """Return the number of samples per update; 0 if unknown."""
     whole = int(getattr(session.data.train_feed, "global_batch", 0)) * session.options.accumulate_grad_batches
-    return whole if session.strategy.steps_globally else whole // max(1, session.state.ranks)
+    return whole if session.strategy.global_updates else whole // max(1, session.state.ranks)
 
 
 def report_global_batch(session: Session) -> None:
@@ -332,7 +332,7 @@ def _print_global_batch(session: Session, before: int) -> None:
         f"a global batch is batch_size x accumulate_grad_batches x the {session.state.ranks} "
         f"rank{'s' if session.state.ranks > 1 else ''} that the run began with, for any number of ranks now"
     )
-    if not session.strategy.steps_globally:
+    if not session.strategy.global_updates:
         why = "an update has batch_size x accumulate_grad_batches samples of a single worker"
     session.print(
         f"each update has {now} samples from here on, where it had {before} before the checkpoint: {why}; learning "

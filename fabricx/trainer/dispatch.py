@@ -407,7 +407,7 @@ def _elastic(trainer: TrainerInterface, job: Job) -> ElasticPolicy | None:
     if policy is None:
         return None
     return ElasticPolicy(
-        policy.patience, policy.min_ranks, policy.max_restarts, not trainer.strategy.traits.alike
+        policy.patience, policy.min_ranks, policy.max_restarts, not trainer.strategy.traits.replicated
     )  # fmt: skip
 
 

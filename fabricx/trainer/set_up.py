@@ -201,7 +201,7 @@ def _set_up(trainer: TrainerInterface, session: Session, job: Job) -> None:
     if session.datamodule is not None:
         session.datamodule.setup(job.stage)
     _call(session.hooks.setup, job.stage)
-    with session.strategy.building() if job.stage == "fit" else contextlib.nullcontext():
+    with session.strategy.init_context() if job.stage == "fit" else contextlib.nullcontext():
         session.module.configure_model()
     _set_up_model(session, job)
 
@@ -364,7 +364,7 @@ def _set_up_model(session: Session, job: Job) -> None:
     if session.strategy.dealer is not None:
         has_buffers = next(module.buffers(), None) is not None
         session.strategy.dealer.keeps_state = has_buffers or bool(metric_objects(module))
-    session.strategy.take_over(session.optimizers)
+    session.strategy.attach_optimizers(session.optimizers)
     session.checks.guard_weights(session.hooks)
     step = functools.partial(step_optimizer, session)
     session.optimizer_handles += [OptimizerHandle(optimizer, step) for optimizer in optimizers]

@@ -19,7 +19,7 @@ class Served(Strategy):
     """One rank whose weights would be a server's."""
 
     traits = Traits(max_ranks=1)
-    weights_brought = 0
+    weight_pulls = 0
 
 
 def changes(hook: str, *, restores: bool = False) -> fx.Callback:

@@ -40,7 +40,7 @@ def test_fsdp_gives_back_what_it_has_gathered_where_it_is_much(monkeypatch: pyte
         strategy = FSDP()
         strategy.world = World(rank=0, size=size)
         strategy.module = SimpleNamespace(named_parameters=lambda n=elements: [("w", torch.empty(n, device="meta"))])  # type: ignore[assignment]
-        strategy.take_over([])
-        assert strategy.updated(7) == 7
+        strategy.attach_optimizers([])
+        assert strategy.after_update(7) == 7
         assert len(calls) == expected, (elements, size)
         calls.clear()

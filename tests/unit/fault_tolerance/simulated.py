@@ -182,12 +182,12 @@ class Summed(Strategy):
         super().backward(loss)
         self._sum()
 
-    def backward_nothing(self, *company: Any) -> bool:
+    def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
         self._sum()
         return True
 
     def _sum(self) -> None:
-        if not self.closes:
+        if not self.ends_window:
             return
         assert self.module is not None
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]

@@ -281,7 +281,7 @@ def data_of(global_batch: int) -> Any:
 
 @pytest.mark.parametrize(("batch", "said"), [(8, False), (16, True)])
 def test_batch_size_and_ranks_changed_together(batch: int, said: bool) -> None:
-    strategy = SimpleNamespace(steps_globally=True)
+    strategy = SimpleNamespace(global_updates=True)
     lines: list[str] = []
     session: Any = SimpleNamespace(
         data=data_of(batch),  # batch_size of each rank x the 2 ranks that it began with

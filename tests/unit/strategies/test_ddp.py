@@ -19,10 +19,10 @@ def test_thin_matrices_are_the_same_on_all_ranks_of_another_number(recwarn: pyte
     sums = strategy._thin = LowRankAverager(dict(module.named_parameters()), 1)
     kept = {"weight": {"lost": torch.ones(SIZE, SIZE), "basis": torch.ones(SIZE, 1)}}
     state = {**state_of(module), "own": kept}
-    strategy.load_own_states([state], module, [], own=True)
+    strategy.load_local_states([state], module, [], own=True)
     assert sums.state()["weight"]["lost"].all()
     assert not recwarn.list
-    strategy.load_own_states([state], module, [], own=False)
+    strategy.load_local_states([state], module, [], own=False)
     assert not sums.state()["weight"]["lost"].any()
     assert sums.state()["weight"]["basis"].all()
     assert "the compression errors of gradients are dropped" in str(recwarn.pop().message)

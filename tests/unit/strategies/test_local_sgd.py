@@ -31,7 +31,7 @@ def test_between_meetings_it_holds_no_copy_that_it_does_not_need(outer: str, kep
     for step in range(1, 9):
         with torch.no_grad():
             module.weight.add_(1.0)
-        strategy.updated(step)
+        strategy.after_update(step)
         held.append(copies(strategy, module))
     assert held == [kept] * 3 + [kept + 1] * 2 + [kept] * 2 + [kept + 1]  # one more while a meeting is under way
 
@@ -43,11 +43,11 @@ def test_a_round_of_one_rank_ends_where_two_go_on() -> None:
     for step in range(1, 6):  # a meeting is under way
         with torch.no_grad():
             module.weight.add_(1.0)
-        strategy.updated(step)
-    moved, state = module.weight.detach().clone(), strategy.own_state(module, [])
+        strategy.after_update(step)
+    moved, state = module.weight.detach().clone(), strategy.local_state_dict(module, [])
     strategy.world = World(size=2)
-    strategy.load_own_states([state], module, [], own=False)
-    strategy.updated(6)  # on which that meeting would have ended, with half of what the rank has moved
+    strategy.load_local_states([state], module, [], own=False)
+    strategy.after_update(6)  # on which that meeting would have ended, with half of what the rank has moved
     assert torch.equal(module.weight, moved)
 
 
@@ -67,11 +67,11 @@ def test_what_hooks_change_of_the_mean_of_all_ranks_is_kept_and_the_rest_is_each
     strategy.world = World()
     strategy.setup(module)
     strategy.world = AheadOfItsPeer()
-    for go_on in (strategy.wrap_step(lambda: None), strategy.backward_nothing):  # with a sample, and without
+    for go_on in (strategy.wrap_step(lambda: None), strategy.backward_without_data):  # with a sample, and without
         with torch.no_grad():
             module.weight.copy_(torch.tensor([[1.0, 2.0, 3.0]]))
-        strategy.updated(1)
-        strategy.quiesce()
+        strategy.after_update(1)
+        strategy.synchronize()
         assert module.weight.tolist() == [[2.0, 3.0, 4.0]]
         module.weight.data[0, 1] = 9.0
         go_on()

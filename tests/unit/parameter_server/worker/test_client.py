@@ -85,7 +85,7 @@ def test_servers_go_on_with_what_workers_have_kept_only_for_as_many_workers(clie
     strategy._client, strategy._protocol = client, strategy._lockstep_protocol(None, False)
     strategy._protocol.begin(World(), client, [], [])
     state = {**state_of(module), "own": None, "kept": [torch.ones(SIZE)], "lost": ()}
-    strategy.load_own_states([state], module, [], own=own)
+    strategy.load_local_states([state], module, [], own=own)
     assert bool(client.kept[0].any()) == own
 
 
