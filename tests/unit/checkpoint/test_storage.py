@@ -1,0 +1,58 @@
+"""A checkpoint's place: a folder of this machine, or a URL."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fabricx.checkpoint.storage import as_path, discard, is_local, local_copy
+
+
+@pytest.fixture
+def remote() -> Any:
+    folder: Any = as_path(f"memory://{uuid.uuid4().hex}")
+    folder.mkdir()
+    return folder
+
+
+def test_a_path_is_local_and_a_url_is_not_except_that_of_a_file(tmp_path: Path) -> None:
+    assert as_path(tmp_path) == as_path(f"file://{tmp_path}") == tmp_path
+    assert is_local(as_path(f"file://{tmp_path}"))
+    assert not is_local(as_path("memory://somewhere"))
+
+
+@pytest.mark.parametrize("url", ["s4://bucket/last.ckpt", "nothing://x"])
+def test_a_scheme_that_nobody_implements_is_an_error_with_the_url(url: str) -> None:
+    with pytest.raises(ValueError, match=url):
+        as_path(url)
+
+
+def test_a_remote_file_is_local_while_it_is_used(remote: Any) -> None:
+    (remote / "weights").write_bytes(b"12")
+    with local_copy(remote / "weights") as copied:
+        assert is_local(copied)
+        assert copied.read_bytes() == b"12"
+    assert not copied.exists()
+    assert (remote / "weights").read_bytes() == b"12"
+
+
+def test_a_local_file_is_used_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(b"12")
+    with local_copy(tmp_path / "weights") as used:
+        assert used == tmp_path / "weights"
+    assert used.exists()
+
+
+@pytest.mark.parametrize("where", ["local", "remote"])
+def test_a_folder_is_discarded_with_its_content_and_a_missing_one_is_no_error(
+    where: str, remote: Any, tmp_path: Path
+) -> None:
+    folder = remote / "one" if where == "remote" else tmp_path / "one"
+    folder.mkdir()
+    (folder / "part").write_bytes(b"1")
+    discard(folder)
+    assert not folder.exists()
+    discard(folder)

@@ -1,0 +1,80 @@
+"""A state and its tensors are taken apart and put together again, whatever the keys are."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fabricx.checkpoint.tree import join, like, split
+
+KEYS = st.one_of(st.text("a/%'1", max_size=3), st.integers(0, 2), st.tuples(st.integers(0, 1)))
+TENSORS = st.integers(0, 9).map(lambda number: torch.tensor([float(number)]))
+STATES = st.recursive(
+    st.one_of(TENSORS, st.integers(), st.none(), st.text(max_size=2)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=3), st.lists(inner, max_size=2).map(tuple)
+    ),
+    max_leaves=12,
+)
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def number_of_tensors(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return 1
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(number_of_tensors, items))
+
+
+@settings(max_examples=200, deadline=None)
+@given(STATES)
+def test_what_is_taken_apart_is_put_together_again(state: Any) -> None:
+    rest, tensors = split(state)
+    assert len(tensors) == number_of_tensors(state)  # no two tensors share a name
+    assert number_of_tensors(rest) == 0
+    assert equal(join(rest, tensors), state)
+
+
+def test_a_tensor_keeps_its_memory_but_not_its_graph() -> None:
+    weight = torch.zeros(2, requires_grad=True)
+    _, tensors = split({"w": weight})
+    assert tensors["w"].data_ptr() == weight.data_ptr()
+    assert not tensors["w"].requires_grad
+
+
+def test_a_mapping_of_another_class_becomes_a_dict_only_where_it_has_tensors() -> None:
+    plain, named = OrderedDict(a=1), OrderedDict(a=torch.zeros(1))
+    rest, _ = split({"plain": plain, "named": named})
+    assert rest["plain"] is plain
+    assert type(rest["named"]) is dict
+
+
+def test_a_missing_tensor_is_an_error() -> None:
+    rest, tensors = split([torch.zeros(1)])
+    tensors.clear()
+    with pytest.raises(KeyError, match="0"):
+        join(rest, tensors)
+
+
+def test_room_for_a_tensor_is_a_shard_where_its_parameter_of_that_shape_is_sharded() -> None:
+    class Shard(torch.Tensor):
+        """Stands for a sharded tensor: what `empty_like` makes of it is of its class."""
+
+    room = like({"net/a": torch.zeros(4, 2).as_subclass(Shard)}, "cpu")
+    assert type(room("strategy/module/net%2Fa", torch.Size((4, 2)), torch.bfloat16)) is Shard
+    assert type(room("strategy/module/net%2Fa", torch.Size((4,)), torch.float32)) is torch.Tensor  # a step counter
+    assert type(room("other", torch.Size((4, 2)), torch.float32)) is torch.Tensor

@@ -1,0 +1,110 @@
+"""Each form in which a module may return its optimizers and schedules, and what it is told where it returns another."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import LBFGS, SGD, Adam
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from fabricx.core.optimizers import (
+    OptimizerHandle,
+    Schedule,
+    load_schedules,
+    need_metrics_each_step,
+    needs_closure,
+    parse_optimizers,
+)
+
+ONE, TWO = SGD([nn.Parameter(torch.zeros(1))], lr=0.1), Adam([nn.Parameter(torch.zeros(1))])
+STEPS, PLATEAU = StepLR(ONE, 1), ReduceLROnPlateau(TWO)
+
+
+@pytest.mark.parametrize(
+    ("result", "optimizers", "schedules"),
+    [
+        (None, [], []),
+        (ONE, [ONE], []),
+        ([ONE, TWO], [ONE, TWO], []),
+        ((ONE, TWO), [ONE, TWO], []),
+        (([ONE], [STEPS]), [ONE], [Schedule(STEPS)]),
+        (([ONE, TWO], []), [ONE, TWO], []),
+        ({"optimizer": ONE}, [ONE], []),
+        ({"optimizer": ONE, "lr_scheduler": STEPS}, [ONE], [Schedule(STEPS)]),
+        ({"optimizer": TWO, "lr_scheduler": PLATEAU, "monitor": "val"}, [TWO], [Schedule(PLATEAU, monitor="val")]),
+        (
+            [{"optimizer": ONE, "lr_scheduler": {"scheduler": STEPS, "interval": "step"}}, {"optimizer": TWO}],
+            [ONE, TWO], [Schedule(STEPS, "step")],
+        ),
+    ],
+)  # fmt: skip
+def test_each_form_is_understood(result: Any, optimizers: list[Any], schedules: list[Schedule]) -> None:
+    assert parse_optimizers(result) == (optimizers, schedules)
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (3, r"returned int, which is not supported. Return an optimizer, a list"),
+        ([ONE, 3], "returned list, which is not supported"),
+        ([], "returned list"),
+        ({"optimiser": ONE}, r"has the key 'optimiser'. Did you mean 'optimizer'\?"),
+        ({"lr_scheduler": STEPS}, "has no 'optimizer'"),
+        ({"optimizer": ONE, "lr_scheduler": {"scheduler": STEPS, "frequenzy": 2}}, "Did you mean 'frequency'"),
+        ({"optimizer": ONE, "lr_scheduler": {"interval": "step"}}, "has no 'scheduler'"),
+        ({"optimizer": ONE, "lr_scheduler": {"scheduler": STEPS, "interval": "batch"}}, "must be 'step' or 'epoch'"),
+        ({"optimizer": TWO, "lr_scheduler": PLATEAU}, "ReduceLROnPlateau needs the name of a metric"),
+    ],
+)
+def test_another_form_is_an_error_that_shows_the_right_one(result: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse_optimizers(result)
+
+
+def test_a_state_belongs_to_schedules_of_the_same_description() -> None:
+    schedules = [Schedule(STEPS, "step", 3)]
+    assert schedules[0].described == "StepLR by 3 steps"
+    state = {**STEPS.state_dict(), "last_epoch": 7}
+    load_schedules(schedules, [state], ["StepLR by 3 steps"])
+    assert STEPS.last_epoch == 7
+    load_schedules(schedules, [state], None)  # an old checkpoint, which doesn't describe them
+    for states, described in (([state], ["StepLR by epoch"]), ([], []), ([state] * 2, None)):
+        with pytest.raises(ValueError, match="the module's are: StepLR by 3 steps"):
+            load_schedules(schedules, states, described)
+
+
+@pytest.mark.parametrize(("interval", "each_step"), [("step", True), ("epoch", False)])
+def test_a_metric_after_each_update_needs_ranks_that_are_together(interval: Any, each_step: bool) -> None:
+    plateau, together, apart = (Schedule(PLATEAU, interval, monitor="loss"), *map(strategy, (None, object())))
+    assert need_metrics_each_step([plateau, Schedule(STEPS, "step")], together) is each_step
+    assert not need_metrics_each_step([Schedule(STEPS, "step")], apart)
+    if each_step:
+        with pytest.raises(ValueError, match="set interval='epoch'"):
+            need_metrics_each_step([plateau], apart)
+
+
+def strategy(dealer: Any) -> Any:
+    return SimpleNamespace(dealer=dealer)
+
+
+def test_an_optimizer_that_calls_its_closure_several_times_needs_one() -> None:
+    assert needs_closure(LBFGS([nn.Parameter(torch.zeros(1))]))
+    assert not needs_closure(ONE)
+
+
+def test_a_handle_is_the_optimizer_except_for_its_step() -> None:
+    steps: list[Any] = []
+    handle: Any = OptimizerHandle(ONE, lambda optimizer, closure: steps.append((optimizer, closure)))
+    assert handle.param_groups is ONE.param_groups
+    handle.note = "kept"
+    assert ONE.note == "kept"  # type: ignore[attr-defined]
+    handle.step()
+    handle.step(print)
+    assert steps == [(ONE, None), (ONE, print)]
+    ONE.param_groups[0]["params"][0].grad = torch.ones(1)
+    handle.zero_grad()
+    assert ONE.param_groups[0]["params"][0].grad is None

@@ -1,0 +1,79 @@
+"""Random numbers are repeated from a snapshot, in each form in which it is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fabricx.core.rng import RandomState, random_kept, seed_everything
+
+
+def drawn() -> list[Any]:
+    """Draw from each generator; normal numbers come in pairs, of which each generator keeps the second."""
+    return [
+        random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.normal()),
+        *torch.randn(3).tolist(), *torch.rand(1).tolist(),
+    ]  # fmt: skip
+
+
+FORMS: dict[str, Callable[[RandomState], RandomState]] = {
+    "as it is": lambda state: state,
+    "packed": lambda state: RandomState.unpacked(pickle.loads(pickle.dumps(state.packed()))),
+    "a checkpoint": lambda state: RandomState.of(state.state_dict()),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_numbers() -> Any:
+    with random_kept():
+        seed_everything(3)
+        yield
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("before", range(3))
+def test_numbers_after_a_snapshot_are_drawn_again(form: str, before: int) -> None:
+    for _ in range(before):  # in the middle of pairs of normal numbers, too
+        drawn()
+    kept = FORMS[form](RandomState())
+    first = [drawn() for _ in range(2)]
+    seed_everything(99)
+    kept.restore()
+    assert [drawn() for _ in range(2)] == first
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.normal, lambda: random.seed(1)]
+)
+def test_a_snapshot_is_never_an_earlier_one(draw: Callable[[], Any]) -> None:
+    """States are cached: whatever changes a generator has to be seen."""
+    for _ in range(3):
+        state = RandomState()
+        assert state.python == random.getstate()
+        wanted: Any = np.random.get_state()
+        assert all(np.array_equal(a, b) for a, b in zip(state.numpy, wanted, strict=True))
+        draw()
+
+
+def test_numbers_are_kept_where_an_error_ends_the_block() -> None:
+    after = RandomState()
+    with contextlib.suppress(KeyError), random_kept():
+        drawn()
+        raise KeyError
+    first = drawn()
+    after.restore()
+    assert drawn() == first
+
+
+def test_a_seed_out_of_range_is_refused() -> None:
+    assert seed_everything(2**32 - 1) == 2**32 - 1
+    for seed in (-1, 2**32):
+        with pytest.raises(ValueError, match=f"seed={seed}: must be an integer from 0 to 4294967295"):
+            seed_everything(seed)

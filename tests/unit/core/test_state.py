@@ -1,0 +1,33 @@
+"""The position of a run."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fabricx.core.state import Phase, RunState
+
+
+def test_a_position_is_read_from_its_plain_data_also_where_a_newer_version_wrote_it() -> None:
+    written = RunState(phase=Phase.VALIDATE, epoch=3, batch=2, drained=True, run="abc")
+    data = written.state_dict()
+    assert {type(value) for value in data.values()} == {str, int, bool}
+    read = RunState()
+    read.load_state_dict({**data, "of the future": 1})
+    assert read == written
+    assert read.phase is Phase.VALIDATE
+    older = RunState()
+    older.load_state_dict({"phase": "train", "epoch": 1})
+    assert older == RunState(phase=Phase.TRAIN, epoch=1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=20))
+def test_each_sample_that_is_not_trained_once_is_counted(windows: list[tuple[int, int]]) -> None:
+    state = RunState()
+    for start, length in windows:
+        state.jump(start)
+        state.samples = start + length
+    trained = sum(length for _, length in windows)
+    assert trained + state.left_out - state.again == state.samples
+    assert state.left_out >= 0
+    assert state.again >= 0
