@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
 from fabricx.data import make_feed
 from fabricx.data.map_style import OrderedFeed
@@ -86,14 +86,3 @@ def test_ranks_whose_samplers_differ_are_told_so(monkeypatch: pytest.MonkeyPatch
         next(make_feed(loader, World(rank=0, size=2), seed=5).epoch(0))
     monkeypatch.setattr(World, "gather_objects", lambda world, mine: [mine, mine])
     assert next(make_feed(loader, World(rank=1, size=2), seed=5).epoch(0)).data.tolist() == [4, 6]
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_distributed_sampler_is_that_of_its_rank(wrapped: bool) -> None:
-    sampler: Any = DistributedSampler(DATA, num_replicas=2, rank=1, shuffle=False)
-    kind = {"batch_sampler": Batches(sampler, 5, False)} if wrapped else {"batch_size": 5, "sampler": sampler}
-    loader = DataLoader(DATA, **kind)  # type: ignore[arg-type]
-    make_feed(loader, World(rank=1, size=2), seed=5)
-    for world in (World(rank=0, size=2), World(rank=1, size=3), World()):
-        with pytest.raises(ValueError, match=f"not that of rank {world.rank} of {world.size}: remove the sampler"):
-            make_feed(loader, world, seed=5)

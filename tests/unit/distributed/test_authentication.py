@@ -7,19 +7,15 @@ import os
 import pickle
 import socket
 import threading
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fabricx.distributed import authentication
 from fabricx.distributed.authentication import AuthenticationError, accept, connect, listen, new_key
-from fabricx.distributed.store import PrivateStore
-from fabricx.distributed.store_server import StoreServer
 from fabricx.distributed.world import World
 from fabricx.parameter_server.wire.channel import Handshake
 
@@ -41,9 +37,6 @@ def private(tmp_path: Path) -> Path:
     folder = tmp_path / ("long" * 40)  # longer than the address of a Unix socket may be
     folder.mkdir(mode=0o700)
     return folder
-
-
-# -- signatures ---------------------------------------------------------------------------------------------------
 
 
 def test_a_message_comes_back_in_its_own_context_only() -> None:
@@ -76,9 +69,6 @@ def test_a_greeting_of_a_worker_is_valid_where_it_was_left() -> None:
     assert Handshake.loads(KEY, "server/0/from/1", hello.dumps(KEY, "server/0/from/1")) == hello
     with pytest.raises(AuthenticationError):
         Handshake.loads(KEY, "server/0/from/2", hello.dumps(KEY, "server/0/from/1"))
-
-
-# -- connections --------------------------------------------------------------------------------------------------
 
 
 def test_only_a_process_with_the_key_is_let_in(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,77 +143,6 @@ def test_a_folder_of_another_user_is_refused(private: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
     with pytest.raises(PermissionError, match=f"belongs to user {mine}"):
         authentication.check_private(private)
-
-
-# -- stores -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["on one machine", "over a network"])
-def server(private: Path, request: pytest.FixtureRequest) -> Any:
-    server = StoreServer(str(private) if request.param == "on one machine" else None, KEY)
-    yield server
-    server.close()
-
-
-def address(server: StoreServer) -> Any:
-    return server.path or ("127.0.0.1", server.port)
-
-
-def test_the_private_store_does_what_torch_asks_of_a_store(server: StoreServer) -> None:
-    store = PrivateStore(address(server), KEY)
-    prefixed = dist.PrefixStore("run", store)
-    prefixed.set("binary", b"\0\xff".decode("latin1"))
-    assert store.get("run/binary") == "\0\xff".encode()
-    store.set("bytes", b"\0\xff")
-    assert store.get("bytes") == b"\0\xff"
-    assert [prefixed.add("count", 2), prefixed.add("count", -3)] == [2, -1]
-    assert prefixed.check(["binary", "count"])
-    assert not prefixed.check(["binary", "missing"])
-    assert store.compare_set("run/once", "", "1") == b"1"
-    assert store.compare_set("run/once", "0", "2") == b"1"
-    assert prefixed.delete_key("once")
-    assert not prefixed.delete_key("once")
-    with pytest.raises(RuntimeError, match=r"wait timeout after 0\.01 s, keys: run/missing"):
-        prefixed.wait(["missing"], timedelta(seconds=0.01))
-
-
-def test_a_thread_that_waits_in_the_private_store_holds_up_no_other(server: StoreServer) -> None:
-    store = PrivateStore(address(server), KEY)
-    found: list[bytes] = []
-    thread = threading.Thread(target=lambda: found.append(store.get("later")))
-    thread.start()
-    assert store.add("steps", 1) == 1
-    server.set("later", b"now")
-    thread.join()
-    assert found == [b"now"]
-
-
-def test_the_private_store_admits_nobody_without_the_key(server: StoreServer) -> None:
-    with pytest.raises(RuntimeError, match="can't be reached"):
-        PrivateStore(address(server), new_key())
-    assert not PrivateStore(address(server), KEY).check(["stop/requested"])  # it goes on for others
-
-
-def test_a_closed_private_store_ends_what_waits_in_it(private: Path) -> None:
-    server = StoreServer(str(private), KEY)
-    store = PrivateStore(server.path, KEY)
-    errors: list[RuntimeError] = []
-
-    def wait() -> None:
-        try:
-            store.wait(["never"], timedelta(minutes=5))
-        except RuntimeError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    store.set("seen", "")
-    server.close()
-    thread.join(10)
-    assert len(errors) == 1
-
-
-# -- without a key ------------------------------------------------------------------------------------------------
 
 
 def test_without_a_key_ranks_exchange_plain_data_and_tensors(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ import pytest
 
 from fabricx.telemetry.command import main
 from fabricx.telemetry.report import comparison, load_run, runs_in, write_comparison, write_page
-
-EVIL = "<script>alert('here')</script>"
+from tests.unit.telemetry.written import EVIL, a_run
 
 
 class Page(HTMLParser):
@@ -43,37 +42,6 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
-
-
-def a_run(run_dir: Path, loss: float = 0.5, steps: int = 50, **config: Any) -> Path:
-    folder = run_dir / "telemetry"
-    folder.mkdir(parents=True)
-    for rank in (0, 1):
-        forward = [2_000 if rank == 0 else 9_000] * steps
-        wait = [7_000 if rank == 0 else 0] * steps
-        records: list[dict[str, Any]] = [
-            {"kind": "start", "at": 0.0, "mono": 0.0, "rank": rank, "size": 2, "host": "h", "strategy": "DDP"},
-            {"kind": "steps", "at": 9.0, "mono": 9.0, "rank": rank, "steps": list(range(1, steps + 1)), "each": 1,
-             "since": 1.0, "ends_us": [n * 9_000 for n in range(steps)], "samples": [8] * steps,
-             "us": {"forward": forward, "wait": wait}},
-        ]  # fmt: skip
-        if rank == 0:
-            records += [
-                {"kind": "metrics", "at": 2.0, "rank": 0, "step": n, "values": {"loss": loss / n, "epoch": 0.0}}
-                for n in range(1, steps + 1)
-            ]
-            records += [
-                {"kind": "gauges", "at": 2.0, "rank": 0, "step": n, "values": {"balance/share_0": 0.6}} for n in (5, 9)
-            ]
-            text = f"worker 1: {EVIL}\nTraceback of it\n{EVIL}"
-            records.append({"kind": "event", "at": 3.0, "rank": 0, "name": "death", "text": text, "step": 7})
-            records.append({"kind": "log", "at": 3.0, "rank": 0, "level": "WARNING", "name": "own", "text": EVIL})
-        lines = [json.dumps({"run": "a", **record}) + "\n" for record in records]
-        (folder / f"worker{rank}-1-a.jsonl").write_text("".join(lines))
-    (folder / "launcher-1-a.jsonl").write_text('{"kind": "closed", "at": 9.0, "ending": "success"}\n')
-    if config:
-        (run_dir / "config.yaml").write_text(json.dumps(config))
-    return run_dir
 
 
 def test_a_page_has_all_there_is_and_runs_nothing_that_a_run_has_written(tmp_path: Path) -> None:
@@ -121,29 +89,6 @@ def test_runs_of_a_sweep_are_compared_by_what_differs(tmp_path: Path) -> None:
     for name in ("0", "1"):  # started from Python: arguments of the trainer and the module
         (tmp_path / name / "config.yaml").rename(tmp_path / name / "arguments.yaml")
     assert comparison(runs) == (header, rows)
-
-
-def test_the_command_shows_tables_and_says_where_the_page_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = a_run(tmp_path / "run")
-    assert main("report", [str(run_dir)]) == 0
-    shown = capsys.readouterr().out
-    assert "rank 1 is slow in forward" in shown
-    assert str(run_dir / "report.html") in shown
-    assert main("status", [str(run_dir)]) == 0
-    assert "done" in capsys.readouterr().out
-    assert main("report", [str(tmp_path)]) == 0
-    assert "module" not in capsys.readouterr().out
-    assert (tmp_path / "report.html").exists()
-
-
-@pytest.mark.parametrize("command", ["report", "status"])
-def test_a_folder_that_is_no_runs_is_an_error_that_says_what_to_give(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    assert main(command, [str(tmp_path)]) == 1
-    assert "has no records of a run" in capsys.readouterr().err
 
 
 def test_a_page_stays_small_whatever_a_run_has_done(tmp_path: Path) -> None:

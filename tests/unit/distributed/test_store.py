@@ -1,0 +1,89 @@
+"""The store of a run: what torch asks of a store, for processes with the key."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fabricx.distributed.authentication import new_key
+from fabricx.distributed.store import PrivateStore
+from fabricx.distributed.store_server import StoreServer
+
+KEY = b"k" * 32
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Path:
+    folder = tmp_path / ("long" * 40)  # longer than the address of a Unix socket may be
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+@pytest.fixture(params=["on one machine", "over a network"])
+def server(private: Path, request: pytest.FixtureRequest) -> Any:
+    server = StoreServer(str(private) if request.param == "on one machine" else None, KEY)
+    yield server
+    server.close()
+
+
+def address(server: StoreServer) -> Any:
+    return server.path or ("127.0.0.1", server.port)
+
+
+def test_the_private_store_does_what_torch_asks_of_a_store(server: StoreServer) -> None:
+    store = PrivateStore(address(server), KEY)
+    prefixed = dist.PrefixStore("run", store)
+    prefixed.set("binary", b"\0\xff".decode("latin1"))
+    assert store.get("run/binary") == "\0\xff".encode()
+    store.set("bytes", b"\0\xff")
+    assert store.get("bytes") == b"\0\xff"
+    assert [prefixed.add("count", 2), prefixed.add("count", -3)] == [2, -1]
+    assert prefixed.check(["binary", "count"])
+    assert not prefixed.check(["binary", "missing"])
+    assert store.compare_set("run/once", "", "1") == b"1"
+    assert store.compare_set("run/once", "0", "2") == b"1"
+    assert prefixed.delete_key("once")
+    assert not prefixed.delete_key("once")
+    with pytest.raises(RuntimeError, match=r"wait timeout after 0\.01 s, keys: run/missing"):
+        prefixed.wait(["missing"], timedelta(seconds=0.01))
+
+
+def test_a_thread_that_waits_in_the_private_store_holds_up_no_other(server: StoreServer) -> None:
+    store = PrivateStore(address(server), KEY)
+    found: list[bytes] = []
+    thread = threading.Thread(target=lambda: found.append(store.get("later")))
+    thread.start()
+    assert store.add("steps", 1) == 1
+    server.set("later", b"now")
+    thread.join()
+    assert found == [b"now"]
+
+
+def test_the_private_store_admits_nobody_without_the_key(server: StoreServer) -> None:
+    with pytest.raises(RuntimeError, match="can't be reached"):
+        PrivateStore(address(server), new_key())
+    assert not PrivateStore(address(server), KEY).check(["stop/requested"])  # it goes on for others
+
+
+def test_a_closed_private_store_ends_what_waits_in_it(private: Path) -> None:
+    server = StoreServer(str(private), KEY)
+    store = PrivateStore(server.path, KEY)
+    errors: list[RuntimeError] = []
+
+    def wait() -> None:
+        try:
+            store.wait(["never"], timedelta(minutes=5))
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    store.set("seen", "")
+    server.close()
+    thread.join(10)
+    assert len(errors) == 1

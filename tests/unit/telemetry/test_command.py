@@ -1,0 +1,33 @@
+"""Runs and sweeps in a terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fabricx.telemetry.command import main
+from tests.unit.telemetry.written import a_run
+
+
+def test_the_command_shows_tables_and_says_where_the_page_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = a_run(tmp_path / "run")
+    assert main("report", [str(run_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert "rank 1 is slow in forward" in shown
+    assert str(run_dir / "report.html") in shown
+    assert main("status", [str(run_dir)]) == 0
+    assert "done" in capsys.readouterr().out
+    assert main("report", [str(tmp_path)]) == 0
+    assert "module" not in capsys.readouterr().out
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("command", ["report", "status"])
+def test_a_folder_that_is_no_runs_is_an_error_that_says_what_to_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main(command, [str(tmp_path)]) == 1
+    assert "has no records of a run" in capsys.readouterr().err
