@@ -44,10 +44,19 @@ class _NoGroup:
     def __hash__(self) -> int:
         return hash(self._group)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # torch warns of groups that are no `ProcessGroup`
+        return type(self._group)
+
     def __getattr__(self, name: str) -> Any:
         if name in _HARMLESS:
             return getattr(self._group, name)
         raise RanksApart(self._why)
+
+
+def _real(group: Any) -> Any:
+    """Return the process group for which a `_NoGroup` stands, or the group itself."""
+    return group._group if isinstance(group, _NoGroup) else group
 
 
 @final
@@ -70,7 +79,7 @@ class RefuseCollectives:
 
     def __enter__(self) -> None:
         group = _members.WORLD
-        refusing = group if group is None else _NoGroup(group, self._reason)
+        refusing = group if group is None else _NoGroup(_real(group), self._reason)
         self._before.append(_install(refusing, self._check, self._resolve))
 
     def __exit__(self, *_: object) -> None:
@@ -136,10 +145,7 @@ def without_sample(ranks: Collection[int]) -> RefuseCollectives:
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """Allow collectives over all ranks inside `RefuseCollectives`; only for code that all ranks run."""
-    group = _members.WORLD
-    while isinstance(group, _NoGroup):
-        group = group._group
-    before = _install(group, _is_outside, _resolve)
+    before = _install(_real(_members.WORLD), _is_outside, _resolve)
     try:
         yield
     finally:

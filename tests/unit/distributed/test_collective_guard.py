@@ -1,0 +1,66 @@
+"""A collective that other ranks would not join is an error instead of a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fabricx.distributed.collective_guard import RefuseCollectives, together
+from fabricx.errors import RanksApart
+
+
+@pytest.fixture(autouse=True)
+def two_ranks() -> Iterator[None]:
+    """Join a process group of two ranks whose collectives return at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+REFUSED = RefuseCollectives("ranks are apart, call it later")
+COLLECTIVES = {
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(1), group=group),
+    "barrier": lambda group: dist.barrier(group=group),
+    "broadcast": lambda group: dist.broadcast(torch.ones(1), 0, group=group),
+    "all_gather_object": lambda group: dist.all_gather_object([None, None], 1, group=group),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("own_group", [False, True], ids=["default group", "own group"])
+def test_each_collective_is_refused_inside_and_allowed_after(name: str, own_group: bool) -> None:
+    group = dist.new_group([0, 1]) if own_group else None
+    with REFUSED:
+        with pytest.raises(RanksApart, match="ranks are apart, call it later"):
+            COLLECTIVES[name](group)
+        with REFUSED, pytest.raises(RanksApart):
+            COLLECTIVES[name](group)
+        with pytest.raises(RanksApart):  # the inner context has not allowed it
+            COLLECTIVES[name](group)
+    dist.all_reduce(torch.ones(1), group=group)
+
+
+def test_what_sends_nothing_is_allowed() -> None:
+    alone, both = dist.new_group([0]), dist.new_group([0, 1])
+    with REFUSED:
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_world_size(both)) == (0, 2, 2)
+        dist.all_reduce(torch.ones(1), group=alone)
+        assert dist.is_initialized()
+
+
+def test_collectives_of_all_ranks_are_allowed_inside_until_their_block_ends() -> None:
+    with REFUSED:
+        with REFUSED, together():
+            dist.all_reduce(torch.ones(1))
+        with pytest.raises(RanksApart):
+            dist.all_reduce(torch.ones(1))
+
+
+def test_an_error_in_the_block_leaves_collectives_allowed() -> None:
+    with pytest.raises(KeyError), REFUSED:
+        raise KeyError
+    dist.all_reduce(torch.ones(1))
