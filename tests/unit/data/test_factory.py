@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from fabricx.data import make_feed
+from fabricx.data.iterable import ListFeed
+from fabricx.data.map_style import OrderedFeed
 from fabricx.distributed.world import World
 
 DATA: Any = range(20)
@@ -26,3 +28,46 @@ def test_a_distributed_sampler_is_that_of_its_rank(wrapped: bool) -> None:
     for world in (World(rank=0, size=2), World(rank=1, size=3), World()):
         with pytest.raises(ValueError, match=f"not that of rank {world.rank} of {world.size}: remove the sampler"):
             make_feed(loader, world, seed=5)
+
+
+class Own(DataLoader):
+    """Reads its data in a way of its own, with a position that it saves itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(20))
+
+
+@pytest.mark.parametrize(
+    ("source", "ordered"),
+    [
+        (DataLoader(DATA, 4, shuffle=True), True),
+        (DataLoader(DATA, batch_sampler=Batches(DATA, 4, False)), True),
+        (DataLoader(Stream(), 4), False),
+        (Own(DATA, 4), False),
+        ([[0, 1], [2]], False),
+    ],
+    ids=["map-style", "own batches", "stream", "own loader", "list"],
+)
+def test_a_map_style_loader_is_read_in_the_global_order_and_any_other_source_as_it_is(
+    source: Any, ordered: bool
+) -> None:
+    assert type(make_feed(source, World(), seed=5)) is (OrderedFeed if ordered else ListFeed)
+    if not ordered:
+        with pytest.raises(ValueError, match=f"needs a map-style DataLoader.* not {type(source).__name__}"):
+            make_feed(source, World(), seed=5, parts=12)
+
+
+def test_each_rank_reads_all_data_in_an_order_of_its_own_where_they_are_not_divided() -> None:
+    loader = DataLoader(DATA, 20, shuffle=True)
+    orders = []
+    for rank in range(2):
+        feed = make_feed(loader, World(rank=rank, size=2), seed=5, shard=False)
+        [batch] = [micro.data.tolist() for micro in feed.epoch(0)]
+        orders.append(batch)
+    assert sorted(orders[0]) == sorted(orders[1]) == list(DATA)
+    assert orders[0] != orders[1]

@@ -1,0 +1,93 @@
+"""What a module does without a trainer, and what it takes along when it is sent to a worker."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fabricx as fx
+from fabricx.core.module import batch_weight
+from fabricx.testing import TinyModule
+
+
+def test_outside_of_a_run_the_trainer_is_an_error_and_the_counters_are_zero() -> None:
+    module = TinyModule()
+    assert (module.current_epoch, module.global_step, module.global_rank, module.local_rank) == (0, 0, 0, 0)
+    with pytest.raises(RuntimeError, match="TinyModule is not attached to a trainer"):
+        module.trainer  # noqa: B018
+    with pytest.raises(RuntimeError, match=r"self\.log\('loss', \.\.\.\) was called outside of a trainer"):
+        module.log("loss", 1.0)
+    module.trainer = SimpleNamespace()  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="where metrics can't be logged, such as in predict_step"):
+        module.log_dict({"loss": 1.0})
+
+
+@pytest.mark.parametrize("carry", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_of_a_module_has_its_weights_and_hyperparameters_and_no_trainer(carry: Any) -> None:
+    module = TinyModule(lr=0.5)
+    module.trainer = SimpleNamespace(lock=open)  # type: ignore[assignment]
+    carried = carry(module)
+    assert carried.hparams == {"lr": 0.5}
+    assert torch.equal(carried.layer.weight, module.layer.weight)
+    with pytest.raises(RuntimeError, match="is not attached"):
+        carried.trainer  # noqa: B018
+    assert module.trainer is not None
+
+
+def test_device_and_type_are_those_of_the_weights() -> None:
+    module = fx.Module()
+    assert (module.device, module.dtype) == (torch.device("cpu"), torch.float32)
+    module.register_buffer("count", torch.zeros(1, dtype=torch.int64, device="meta"))
+    module.half = nn.Linear(1, 1, dtype=torch.float16, device="meta")
+    assert (module.device, module.dtype) == (torch.device("meta"), torch.float16)
+
+
+def test_a_toggled_optimizer_is_the_only_one_that_trains_and_frozen_weights_stay_frozen() -> None:
+    module = TinyModule()
+    module.other = nn.Linear(1, 1)
+    module.other.bias.requires_grad_(False)
+    first, second = (torch.optim.SGD(part.parameters(), 0.1) for part in (module.layer, module.other))
+    module.trainer = SimpleNamespace(optimizers=[first, second])  # type: ignore[assignment]
+
+    def trained() -> list[str]:
+        return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+    before = trained()
+    module.toggle_optimizer(second)
+    assert trained() == ["other.weight"]
+    module.toggle_optimizer(first)  # without an end of the other
+    assert trained() == ["layer.weight", "layer.bias"]
+    module.untoggle_optimizer(first)
+    assert trained() == before == ["layer.weight", "layer.bias", "other.weight"]
+
+
+def test_one_optimizer_or_schedule_is_itself_and_several_are_a_list() -> None:
+    module, schedule = TinyModule(), SimpleNamespace(scheduler="steps")
+    for handles, optimizers, schedules in ((["a"], "a", None), (["a", "b"], ["a", "b"], ["steps", "steps"])):
+        trainer = SimpleNamespace(optimizer_handles=handles, optimizers=["plain"] * len(handles))
+        trainer.lr_schedulers = [schedule] * (0 if schedules is None else 2)
+        module.trainer = trainer  # type: ignore[assignment]
+        assert module.optimizers() == optimizers
+        assert module.lr_schedulers() == schedules
+    assert module.optimizers(use_pl_optimizer=False) == ["plain", "plain"]
+    assert TinyModule.automatic_optimization
+    with pytest.raises(RuntimeError, match=r"needs self\.automatic_optimization = False"):
+        module.manual_backward(torch.zeros(()))
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.inf, math.nan])
+def test_a_weight_that_is_no_number_of_terms_is_an_error(weight: float) -> None:
+    class Weighs(TinyModule):
+        def batch_weight(self, batch: Any) -> float:
+            return batch
+
+    assert batch_weight(Weighs(), torch.tensor(0)) == 0.0
+    with pytest.raises(ValueError, match=r"Weighs\.batch_weight returned .*; return a finite number"):
+        batch_weight(Weighs(), weight)

@@ -1,0 +1,51 @@
+"""Records of a rank survive it: the newest ones, and only complete ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fabricx.fault_tolerance.rank_record import HEADER, PLACES, ROOM, Slot, read
+
+
+def test_a_worker_that_has_written_nothing_has_no_records(tmp_path: Path) -> None:
+    assert read(str(tmp_path), 0) == []
+    Slot(str(tmp_path), 0)
+    assert read(str(tmp_path), 0) == []
+
+
+def test_the_newest_records_are_kept_newest_first(tmp_path: Path) -> None:
+    slot, other = Slot(str(tmp_path), 3), Slot(str(tmp_path), 4)
+    for number in range(PLACES + 3):
+        slot.write((0, number), {"batch": number, "sum": torch.tensor(float(number))})
+        other.write("of another worker", None)
+        assert read(str(tmp_path), 3)[0][0] == (0, number)
+    records = read(str(tmp_path), 3)
+    assert [key for key, _ in records] == [(0, number) for number in range(PLACES + 2, 2, -1)]
+    assert all(record["batch"] == key[1] == int(record["sum"]) for key, record in records)
+
+
+def test_earlier_records_survive_that_a_larger_one_needs_room(tmp_path: Path) -> None:
+    slot = Slot(str(tmp_path), 0)
+    slot.write(1, "small")
+    slot.write(2, bytes(4 * ROOM))
+    slot.write(3, "small")
+    assert [(key, len(record)) for key, record in read(str(tmp_path), 0)] == [(3, 5), (2, 4 * ROOM), (1, 5)]
+
+
+@pytest.mark.parametrize("part", ["header", "content"])
+def test_a_record_that_a_death_has_interrupted_is_ignored(tmp_path: Path, part: str) -> None:
+    slot = Slot(str(tmp_path), 0)
+    slot.write(1, "whole")
+    slot.write(2, "torn")
+    [path] = tmp_path.iterdir()
+    content = bytearray(path.read_bytes())
+    begin = 2 * len(content) // PLACES
+    if part == "header":
+        content[begin : begin + HEADER.size] = bytes(HEADER.size)  # as it is while a record is written
+    else:
+        content[begin + HEADER.size] ^= 1
+    path.write_bytes(content)
+    assert read(str(tmp_path), 0) == [(1, "whole")]

@@ -1,0 +1,42 @@
+"""Which signals end a process, and how."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from fabricx.launch import signals
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_slurm_announces_the_end_by_a_signal_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert signals.termination_signals() == (signal.SIGTERM,)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert signals.termination_signals() == (signal.SIGTERM, signal.SIGUSR1)
+
+
+def test_a_signal_is_the_exception_that_programs_expect() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        signals.stop_now(signal.SIGINT)
+    with pytest.raises(SystemExit) as ended:
+        signals.stop_now(signal.SIGTERM)
+    assert ended.value.code == 143
+
+
+@pytest.mark.usefixtures("handlers")
+def test_signals_are_ignored_until_their_handling_is_restored() -> None:
+    signals.ignore()
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGUSR1)
+    signals.restore()
+    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
