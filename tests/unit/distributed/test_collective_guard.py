@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as _funcol
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fabricx.distributed.collective_guard import RefuseCollectives, together
+from fabricx.distributed.collective_guard import RefuseCollectives, together, without_sample
 from fabricx.errors import RanksApart
 
 
@@ -26,6 +27,7 @@ COLLECTIVES = {
     "all_reduce": lambda group: dist.all_reduce(torch.ones(1), group=group),
     "barrier": lambda group: dist.barrier(group=group),
     "broadcast": lambda group: dist.broadcast(torch.ones(1), 0, group=group),
+    "functional": lambda group: _funcol.all_reduce(torch.ones(1), "sum", group or dist.group.WORLD),
     "all_gather_object": lambda group: dist.all_gather_object([None, None], 1, group=group),
 }
 
@@ -64,3 +66,11 @@ def test_an_error_in_the_block_leaves_collectives_allowed() -> None:
     with pytest.raises(KeyError), REFUSED:
         raise KeyError
     dist.all_reduce(torch.ones(1))
+
+
+def test_groups_without_the_ranks_that_are_missing_may_call_collectives() -> None:
+    mine, both = dist.new_group([0]), dist.new_group([0, 1])
+    with without_sample([1]):
+        dist.all_reduce(torch.ones(1), group=mine)
+        with pytest.raises(RanksApart, match="ranks 1 don't call training_step and the hooks of this batch"):
+            dist.all_reduce(torch.ones(1), group=both)

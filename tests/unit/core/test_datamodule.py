@@ -1,0 +1,85 @@
+"""A data module: where its loaders and hooks are used."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+
+import fabricx as fx
+from fabricx.testing import TinyModule, tiny_loader
+
+
+class Data(fx.DataModule):
+    def __init__(self, samples: int = 8) -> None:
+        self.save_hyperparameters()
+        self.calls: list[str] = []
+
+    def prepare_data(self) -> None:
+        self.calls.append("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self.calls.append(f"setup {stage}")
+
+    def teardown(self, stage: str) -> None:
+        self.calls.append(f"teardown {stage}")
+
+    def train_dataloader(self) -> Any:
+        return tiny_loader(self.hparams.samples, 4)
+
+    def val_dataloader(self) -> Any:
+        return [tiny_loader(4, 4), tiny_loader(4, 4)]
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.calls.append(f"transfer {dataloader_idx}")
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + 100 * (1 + dataloader_idx), *batch[1:]]
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.calls.append(f"failed: {exception}")
+
+
+class Sees(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.offsets: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.offsets.append(round(float(batch[0].mean()) / 100))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.offsets.append(round(float(batch[0].mean()) / 100))
+
+
+def test_its_loaders_are_read_and_its_hooks_called_around_each_batch(quiet: dict[str, Any]) -> None:
+    data, module = Data(), Sees()
+    fx.Trainer(max_epochs=1, num_sanity_val_steps=0, **quiet).fit(module, datamodule=data)
+    assert module.offsets == [1, 1, 1, 2]
+    assert data.calls == [
+        "prepare_data", "setup fit", "transfer 0", "transfer 0", "transfer 0", "transfer 1", "teardown fit",
+    ]  # fmt: skip
+
+
+def test_an_error_of_a_run_reaches_it(quiet: dict[str, Any]) -> None:
+    class Fails(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            raise KeyError("broken")
+
+    data = Data()
+    try:
+        fx.Trainer(max_epochs=1, **quiet).fit(Fails(), data)
+    except KeyError:
+        data.calls.append("raised")
+    assert data.calls[-2:] == ["failed: 'broken'", "raised"]
+
+
+def test_it_is_sent_to_workers_without_its_trainer() -> None:
+    data = Data(samples=12)
+    data.trainer = open  # type: ignore[assignment]
+    sent = pickle.loads(pickle.dumps(data))
+    assert sent.trainer is None
+    assert sent.hparams == {"samples": 12}

@@ -1,0 +1,77 @@
+"""From self.log to callbacks, loggers and the progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+import fabricx as fx
+from fabricx.core.logger import Logger
+from fabricx.testing import TinyModule, tiny_loader
+
+
+class Keeps(Logger):
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def open(self, run_dir: Any) -> None: ...
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def close(self, status: Any = "success") -> None: ...
+
+
+class Logs(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("step", float(self.global_step + 1), on_step=True, prog_bar=True)
+        self.log("hidden", 1.0, logger=False)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val", 10.0 * dataloader_idx + batch_idx)
+        self.log("both", float(dataloader_idx), add_dataloader_idx=False)
+
+
+def rows(quiet: dict[str, Any], name: str, **options: Any) -> list[tuple[int, float]]:
+    keeps = Keeps()
+    trainer = fx.Trainer(**{**quiet, "logger": keeps, "num_sanity_val_steps": 2, **options})
+    trainer.fit(Logs(), tiny_loader(24, 4), tiny_loader(8, 4))
+    assert all("hidden" not in row for _, row in keeps.rows)
+    return [(step, row[name]) for step, row in keeps.rows if name in row]
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"), [(1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (4, [4]), (0, [])], ids=str
+)  # fmt: skip
+def test_loggers_have_a_row_each_so_many_updates(every: int, steps: list[int], quiet: dict[str, Any]) -> None:
+    assert rows(quiet, "step", max_epochs=1, log_every_n_steps=every) == [(step, float(step)) for step in steps]
+
+
+def test_the_sanity_check_is_in_no_row(quiet: dict[str, Any]) -> None:
+    assert rows(quiet, "val", max_epochs=2) == [(6, 0.5), (12, 0.5)]
+
+
+def test_each_loader_of_an_evaluation_has_its_own_results_and_what_they_share(quiet: dict[str, Any]) -> None:
+    trainer = fx.Trainer(**quiet)
+    first, second = trainer.validate(Logs(), [tiny_loader(8, 4), tiny_loader(4, 4)], verbose=False)
+    assert first == {"val/dataloader_idx_0": 0.5, "both": pytest.approx(1 / 3)}
+    assert second == {"val/dataloader_idx_1": 10.0, "both": pytest.approx(1 / 3)}
+    assert {name: float(value) for name, value in trainer.callback_metrics.items()} == first | second
+
+
+def test_callbacks_read_the_newest_values_in_each_batch_and_the_bar_has_those_that_ask_for_it(
+    quiet: dict[str, Any],
+) -> None:
+    seen: list[tuple[float, dict[str, float]]] = []
+
+    class Reads(fx.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            seen.append((float(trainer.callback_metrics["step"]), dict(trainer.progress_bar_metrics)))
+
+    fx.Trainer(max_steps=3, callbacks=[Reads()], **quiet).fit(Logs(), tiny_loader(24, 4))
+    assert [value for value, _ in seen] == [1.0, 2.0, 3.0]
+    assert [bar["step"] for _, bar in seen] == [1.0, 2.0, 3.0]
+    assert all("hidden" not in bar for _, bar in seen)

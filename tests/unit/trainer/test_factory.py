@@ -1,0 +1,95 @@
+"""Strategies, loggers and callbacks from names, flags and objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fabricx.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ProgressBar
+from fabricx.core.callback import Callback
+from fabricx.core.logger import Adapted
+from fabricx.loggers import CSVLogger, TensorBoardLogger
+from fabricx.strategies import DDP, FSDP, Reproducible, Single
+from fabricx.trainer.factory import choose_callbacks, choose_loggers, choose_strategy
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "nodes", "chosen"),
+    [
+        ("auto", 1, 1, Single), ("auto", 2, 1, DDP), ("auto", 1, 2, DDP), ("ddp", 1, 1, DDP), ("fsdp", 2, 1, FSDP),
+        ("fabricx.strategies.fsdp.FSDP", 2, 1, FSDP),
+    ],
+)  # fmt: skip
+def test_a_strategy_is_chosen_by_name_or_by_the_number_of_ranks(
+    strategy: str, devices: int, nodes: int, chosen: type
+) -> None:
+    assert type(choose_strategy(strategy, devices, nodes)) is chosen
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "single"])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_elastic_determinism_takes_the_place_of_strategies_that_average(strategy: str, devices: int) -> None:
+    assert type(choose_strategy(strategy, devices, 1, reproducible=True)) is Reproducible
+    with pytest.raises(ValueError, match="set strategy to 'auto' or 'ddp', instead of FSDP"):
+        choose_strategy("fsdp", devices, 1, reproducible=True)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        ("single", r"supports 1 rank, but devices=2 and num_nodes=1 require 2; set strategy='ddp', or devices=1"),
+        (DDP, "is not a fabricx.Strategy"),
+        ("fabricx.core.callback.Callback", "is not a fabricx.Strategy"),
+    ],
+)
+def test_what_is_no_strategy_for_these_ranks_is_an_error(strategy: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        choose_strategy(strategy, 2, 1)
+
+
+class FourMethods:
+    def open(self, run_dir: Any) -> None: ...
+    def log_metrics(self, metrics: Any, step: int) -> None: ...
+    def log_hyperparams(self, params: Any, metrics: Any = None) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_loggers_are_flags_objects_and_lists() -> None:
+    own, csv = FourMethods(), CSVLogger()
+    assert [type(logger) for logger in choose_loggers(True)] == [TensorBoardLogger]
+    assert choose_loggers(False) == choose_loggers(None) == choose_loggers([]) == []
+    first, second = choose_loggers((csv, own))
+    assert first is csv
+    assert isinstance(second, Adapted)
+
+
+@pytest.mark.parametrize("wrong", [CSVLogger, FourMethods, "csv", object()])
+def test_what_is_no_logger_is_an_error_that_names_the_methods(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="is not a logger: it needs open, log_metrics, log_hyperparams and close"):
+        choose_loggers([wrong])
+
+
+DEFAULTS = {"model_checkpoint": {}, "progress_bar": {"refresh_rate": 3}}
+
+
+def test_defaults_are_added_unless_the_user_has_such_a_callback() -> None:
+    own = ProgressBar()
+    assert [type(callback) for callback in choose_callbacks(None, DEFAULTS, fast=False)] == [
+        ModelCheckpoint, ProgressBar,
+    ]  # fmt: skip
+    chosen = choose_callbacks([own, "learning_rate_monitor"], {"progress_bar": {}}, fast=False)
+    assert chosen[0] is own
+    assert [type(callback) for callback in chosen[1:]] == [LearningRateMonitor]
+
+
+def test_a_fast_run_neither_saves_nor_stops_early() -> None:
+    own = Callback()
+    assert choose_callbacks([ModelCheckpoint(), EarlyStopping("loss"), own], {}, fast=True) == [own]
+
+
+def test_what_is_no_callback_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"contains 3, which is not a fabricx.Callback"):
+        choose_callbacks([3], {}, fast=False)
+    with pytest.raises(LookupError, match="Did you mean 'early_stopping'"):
+        choose_callbacks("early_stoping", {}, fast=False)

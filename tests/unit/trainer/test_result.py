@@ -1,0 +1,67 @@
+"""What the caller's objects have after workers have trained copies of them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fabricx.testing import TinyModule
+from fabricx.trainer.result import Outcome, picklable_part
+
+
+def test_what_cannot_be_sent_stays_in_the_worker(tmp_path: Path) -> None:
+    class Shard:
+        def full_tensor(self) -> None: ...
+
+    with (tmp_path / "log").open("w") as file:
+        attributes = {"a": 1, "file": file, "lock": threading.Lock(), "nested": [Shard()], "w": torch.ones(2)}
+        assert set(picklable_part(attributes)) == {"a", "w"}
+
+
+class Later(TinyModule):
+    """Builds a layer in the workers."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "late"):
+            self.late = nn.Linear(2, 2)
+
+
+def absorbed(module: Any, weights: dict[str, Any], **parts: Any) -> Any:
+    trainer = SimpleNamespace(callbacks=[SimpleNamespace(best=0)], module=None, datamodule=None, batches=None)
+    outcome = Outcome(weights=weights, trainer={"batches": 3}, **parts)
+    outcome.absorb(trainer, SimpleNamespace(module=module, datamodule="data"))  # type: ignore[arg-type]
+    return trainer
+
+
+def test_weights_are_written_into_the_callers_parameters() -> None:
+    module = TinyModule()
+    before = module.layer.weight
+    trainer = absorbed(
+        module, {name: torch.full_like(value, 7.0) for name, value in module.state_dict().items()},
+        attributes={"seen": 5}, callbacks=[{"best": 9}],
+    )  # fmt: skip
+    assert module.layer.weight is before  # the user's optimizers and references stay valid
+    assert set(before.flatten().tolist()) == {7.0}
+    assert (trainer.module, trainer.datamodule, trainer.batches) == (module, "data", 3)
+    assert trainer.callbacks[0].best == 9
+    assert module.seen == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_have_the_type_that_they_were_trained_in(dtype: torch.dtype) -> None:
+    module = TinyModule()
+    absorbed(module, {name: value.to(dtype) for name, value in module.state_dict().items()})
+    assert module.dtype == dtype
+
+
+def test_layers_that_the_workers_have_built_are_built_here_too() -> None:
+    module, trained = Later(), Later()
+    trained.configure_model()
+    absorbed(module, trained.state_dict())
+    assert torch.equal(module.late.weight, trained.late.weight)

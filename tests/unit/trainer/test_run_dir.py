@@ -1,0 +1,86 @@
+"""From which checkpoint a run goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fabricx import checkpoint
+from fabricx.errors import CheckpointError
+from fabricx.trainer.run_dir import checkpoints_of, new_run_dir, newest_whole, resolve_checkpoint
+
+
+def saved(path: Path, step: int = 0, **manifest: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return checkpoint.save(path, {"w": torch.arange(4.0)}, {"step": step, "weights_only": False, **manifest})
+
+
+def damage(path: Path) -> None:
+    [shard] = path.glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+def trainer(root: Path, best: str = "", dirpath: Path | None = None, run_dir: Path | None = None) -> Any:
+    callback = SimpleNamespace(best_model_path=best, dirpath=dirpath)
+    return SimpleNamespace(checkpoint_callback=callback, run_dir=run_dir, default_root_dir=root)
+
+
+def test_runs_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    assert len({new_run_dir(tmp_path) for _ in range(20)}) == 20
+
+
+def test_best_is_that_of_the_callback_and_an_error_without_one(tmp_path: Path) -> None:
+    assert resolve_checkpoint(trainer(tmp_path, best="/runs/best.ckpt"), "best") == Path("/runs/best.ckpt")
+    with pytest.raises(ValueError, match="ckpt_path='best': no checkpoint was written yet; call fit first"):
+        resolve_checkpoint(trainer(tmp_path), "best")
+
+
+def test_last_is_that_of_the_callbacks_folder_then_of_this_run_then_of_the_newest_run(tmp_path: Path) -> None:
+    assert resolve_checkpoint(trainer(tmp_path), "last") is None
+    assert resolve_checkpoint(trainer(tmp_path), None) is None
+    runs = [tmp_path / "runs" / f"2026-01-0{day}" for day in (1, 2, 3)]
+    older, newer = (saved(run / "checkpoints" / "last.ckpt") for run in runs[:2])
+    (runs[2] / "checkpoints").mkdir(parents=True)  # a run that has saved nothing yet
+    assert resolve_checkpoint(trainer(tmp_path), "last") == newer
+    assert resolve_checkpoint(trainer(tmp_path, run_dir=runs[0]), "last") == older
+    own = saved(tmp_path / "own" / "a.ckpt")
+    assert resolve_checkpoint(trainer(tmp_path, run_dir=runs[0], dirpath=tmp_path / "own"), "last") == own
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, newer = saved(tmp_path / "a.ckpt", 1), saved(tmp_path / "b.ckpt", 2)
+    damage(newer)
+    assert newest_whole([older, newer]) == older
+    assert "b.ckpt" in (said := capsys.readouterr().err)
+    assert "trying the previous checkpoint" in said
+    damage(older)
+    with pytest.raises(CheckpointError, match=r"all checkpoints in .* are damaged; set ckpt_path"):
+        newest_whole([older, newer])
+
+
+def test_a_path_without_a_checkpoint_names_those_beside_it(tmp_path: Path) -> None:
+    good = saved(tmp_path / "checkpoints" / "epoch=1.ckpt")
+    assert resolve_checkpoint(trainer(tmp_path), good) == good
+    for wrong in (tmp_path / "checkpoints", tmp_path / "checkpoints" / "epoch=2.ckpt"):
+        with pytest.raises(ValueError, match=r"there is no complete checkpoint.*\n  complete checkpoints: .*epoch=1"):
+            resolve_checkpoint(trainer(tmp_path), wrong)
+    with pytest.raises(ValueError, match="Did you mean 'last'"):
+        resolve_checkpoint(trainer(tmp_path), "lats")
+    damage(good)
+    with pytest.raises(CheckpointError):
+        resolve_checkpoint(trainer(tmp_path), good)
+
+
+def test_a_run_is_resumed_from_checkpoints_and_snapshots_by_step(tmp_path: Path) -> None:
+    snapshot = saved(tmp_path / "recovery" / "snapshot", 5)
+    late, early = (saved(tmp_path / "checkpoints" / f"{name}.ckpt", step) for name, step in (("a", 7), ("b", 3)))
+    saved(tmp_path / "checkpoints" / "weights.ckpt", 9, weights_only=True)
+    assert checkpoints_of(tmp_path) == [early, snapshot, late]
+    elsewhere = saved(tmp_path / "own" / "c.ckpt", 6)
+    assert checkpoints_of(tmp_path, tmp_path / "own") == [snapshot, elsewhere]

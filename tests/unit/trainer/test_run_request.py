@@ -1,0 +1,80 @@
+"""A call that cannot work is an error before any process starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fabricx as fx
+from fabricx.core.callback import Callback
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+from fabricx.trainer.run_request import Job, check_job
+
+
+def check(stage: str, module: Any, train: Any = None, evaluate: Any = None, data: Any = None, **options: Any) -> None:
+    check_job(fx.Trainer(**{**QUIET, **options}), Job(stage, module, train, evaluate, data, None))
+
+
+class Misspelt(fx.Module):
+    def trainig_step(self, batch: Any) -> None: ...
+
+
+class HasLoaders(TinyModule):
+    def train_dataloader(self) -> Any:
+        return tiny_loader()
+
+
+class Data(fx.DataModule):
+    def val_dataloader(self) -> Any:
+        return tiny_loader()
+
+
+@pytest.mark.parametrize(
+    ("stage", "module", "said"),
+    [
+        ("fit", nn.Linear(1, 1), r"trainer.fit\(Linear\): pass an instance of a subclass of fabricx.Module"),
+        ("fit", TinyModule, "pass an instance"),
+        ("fit", Misspelt(), r"Misspelt has no training_step, which trainer.fit calls.*Did you mean 'trainig_step'"),
+        ("validate", fx.Module(), "Module has no validation_step"),
+        ("fit", TinyModule(), r"trainer.fit has no data: pass train_dataloaders=.*define TinyModule.train_dataloader"),
+        ("test", HasLoaders(), r"trainer.test has no data: pass dataloaders=.*define HasLoaders.test_dataloader"),
+    ],
+)
+def test_a_call_without_a_step_or_data_names_what_is_missing(stage: str, module: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check(stage, module)
+
+
+def test_data_may_come_from_the_call_the_module_or_the_data_module() -> None:
+    check("fit", HasLoaders())
+    check("fit", TinyModule(), train=tiny_loader())
+    check("validate", TinyModule(), data=Data())
+    check("predict", TinyModule(), evaluate=tiny_loader())
+
+
+def test_callbacks_check_a_fit_with_the_samples_of_its_global_batch() -> None:
+    seen: list[Any] = []
+
+    class Checks(Callback):
+        def check_fit(self, trainer: Any, module: Any, global_batch: int | None) -> None:
+            seen.append(global_batch)
+
+    check("fit", TinyModule(), train=tiny_loader(16, 4), devices=3, callbacks=[Checks()])
+    check("fit", HasLoaders(), callbacks=[Checks()])
+    check("validate", TinyModule(), evaluate=tiny_loader(), callbacks=[Checks()])
+    assert seen == [12, None]
+
+
+def test_a_module_that_trains_no_weights_is_a_warning_unless_it_steps_by_itself() -> None:
+    class Still(fx.Module):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return torch.zeros(())
+
+    with pytest.warns(UserWarning, match="Still has no configure_optimizers: no weights will be trained"):
+        check("fit", Still(), train=tiny_loader())
+    manual = Still()
+    manual.automatic_optimization = False
+    check("fit", manual, train=tiny_loader())
