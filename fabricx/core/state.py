@@ -22,10 +22,10 @@ class Phase(StrEnum):
 class Stage(IntEnum):
     """Next stage of this rank, in the order of an epoch; a stage that was interrupted by a fault is repeated."""
 
-    BATCH_TOLD = 0  # `on_train_batch_end` of callbacks that watch metrics
+    BATCH_WATCHERS = 0  # `on_train_batch_end` of callbacks that watch metrics
     BETWEEN = 1
     EPOCH_ENDS = 2  # `on_train_epoch_end` of the other callbacks and the module
-    EPOCH_TOLD = 3  # `on_train_epoch_end` of callbacks that watch metrics
+    EPOCH_WATCHERS = 3  # `on_train_epoch_end` of callbacks that watch metrics
     EPOCH_OVER = 4
 
 

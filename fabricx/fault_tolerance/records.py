@@ -76,7 +76,7 @@ class RankRecords(FaultTolerance):
 
     def reach(self, stage: Stage) -> None:
         self.stage = stage
-        if stage is Stage.EPOCH_TOLD:
+        if stage is Stage.EPOCH_WATCHERS:
             self.epoch_end = None
         self.record()
 
@@ -89,13 +89,13 @@ class RankRecords(FaultTolerance):
             return
         session = self._session
         key = progress(session)
-        key = (*key[:5], int(Stage.EPOCH_TOLD), key[6], session.state.drained, *key[8:])
+        key = (*key[:5], int(Stage.EPOCH_WATCHERS), key[6], session.state.drained, *key[8:])
         self.slot.write(key, {**record_of(session, session.rank_state()), **NO_SUMS})
 
     def after_validation_steps(self) -> None:
         if self.slot is not None:
             key = progress(self._session)
-            self._write((*key[:6], self.stage > Stage.BATCH_TOLD, *key[7:]), None)
+            self._write((*key[:6], self.stage > Stage.BATCH_WATCHERS, *key[7:]), None)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class RankRecords(FaultTolerance):
         session = self._session
         position = (session.state.epoch, batch.index + 1, batch.position)
         self._write(
-            (*position, False, False, int(Stage.BATCH_TOLD), False, False, session.world.generation), None
+            (*position, False, False, int(Stage.BATCH_WATCHERS), False, False, session.world.generation), None
         )  # fmt: skip
 
     def _write(self, key: tuple[Any, ...], point: RankState | None) -> None:

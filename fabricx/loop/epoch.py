@@ -34,7 +34,7 @@ def begin_epoch(session: Session) -> bool | None:
     recount_batches(session)
     report_global_batch(session)
     session.checks.compare_ranks(f"at the start of epoch {session.state.epoch}", rates)
-    if session.fault_tolerance.stage is Stage.BATCH_TOLD:  # the last hooks of a batch were interrupted
+    if session.fault_tolerance.stage is Stage.BATCH_WATCHERS:  # the last hooks of a batch were interrupted
         call_last_hooks(session, session.state.batch - 1)
     if session.state.validating or session.state.judging:  # after a batch that an earlier run has trained
         validate_in_fit(session)

@@ -101,12 +101,12 @@ def train_epoch(session: Session, train_batches: Callable[[Session], bool]) -> N
     if session.stop.interrupted and not state.drained:  # a later run will complete the epoch
         session.metrics.publish_step()
         return
-    if not state.closing and ft.stage < Stage.EPOCH_TOLD:
+    if not state.closing and ft.stage < Stage.EPOCH_WATCHERS:
         ft.reach(Stage.EPOCH_ENDS)
         end_epoch(session)
         state.closing = state.drained
-        ft.reach(Stage.EPOCH_TOLD)
-    if ft.stage is Stage.EPOCH_TOLD:
+        ft.reach(Stage.EPOCH_WATCHERS)
+    if ft.stage is Stage.EPOCH_WATCHERS:
         call(session.hooks.train_epoch_end_watching)
         ft.stage = Stage.EPOCH_OVER
     if not state.drained:

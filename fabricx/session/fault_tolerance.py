@@ -160,7 +160,7 @@ class FaultTolerance:
 
     def after_batch(self) -> None:
         """Record that the position in the data is after this batch."""
-        self.resume_point, self.stage = None, Stage.BATCH_TOLD
+        self.resume_point, self.stage = None, Stage.BATCH_WATCHERS
 
     def after_step(self) -> None:
         """Keep and record the state between two steps: hooks may have logged, or drawn random numbers."""
