@@ -39,205 +39,212 @@ REFUSALS = (
     Refusal(
         lambda c: c.manual and c.way == "ddp-static" and c.ranks > 1,
         "static_graph=True needs one backward per step",
-        "`static_graph=True` needs one backward per step, and a manual loop may have several: leave it out",
+        "`static_graph=True` needs a single backward per step, and a manual loop may call several. Remove the option.",
     ),
     Refusal(
         lambda c: c.manual and (c.way in APART or c.way in SERVERS_STEP),
         "a manually optimised module steps by itself",
-        "servers step once a batch, and a manual loop steps by itself: `optimizer=worker`, or `ddp`",
+        "Servers step once per batch, and a manual loop decides itself when to step. Use `optimizer=worker` or `ddp`.",
     ),
     Refusal(
         lambda c: c.manual and c.way == "reproducible",
         "needs automatic optimization",
-        "`deterministic='elastic'` decides what a step is made of: automatic optimization, or `ddp`",
+        "`reproducible` divides each step into parts, which needs automatic optimization. Otherwise use `ddp`.",
     ),
     Refusal(
         lambda c: c.model in ("batchnorm", "sync-batchnorm") and c.way == "reproducible",
         "keeps statistics of this rank|SyncBatchNorm",
-        "statistics of a rank's batches depend on the number of ranks: GroupNorm or LayerNorm",
+        "Batch statistics depend on the number of ranks. Use GroupNorm or LayerNorm.",
     ),
     Refusal(
         lambda c: c.model == "sync-batchnorm" and c.way in APART and c.ranks > 1,
         "SyncBatchNorm needs all ranks",
-        "each rank goes at its own pace: BatchNorm, or `ddp`",
+        "Synchronised statistics need all ranks at the same batch. Use BatchNorm or `ddp`.",
     ),
     Refusal(
         lambda c: c.model == "sync-batchnorm" and c.ranks > 1 and c.data == "few",
         "SyncBatchNorm needs a sample on each rank",
-        "a rank without a sample has no statistics to join: `drop_last=True`, or another batch size",
+        "A rank without samples has no statistics. Set `drop_last=True` or another batch size.",
     ),
     Refusal(
         lambda c: c.model == "sync-batchnorm" and c.ranks > 1 and c.data in STREAMS,
         "some of . ranks may have none: set limit_train_batches",
-        "a stream may end on one rank while others go on: `limit_train_batches`",
+        "A stream may end earlier on some ranks. Set `limit_train_batches`.",
     ),
     Refusal(
         lambda c: c.optimizer == "lbfgs" and (c.way in APART - {"rounds"} or c.way in SERVERS_STEP),
         "LBFGS computes the loss several times",
-        "LBFGS computes the loss several times a step, and a server can't: `optimizer=worker`, or `ddp`",
+        "LBFGS computes the loss several times per step, which a server cannot. Use `optimizer=worker` or `ddp`.",
     ),
     Refusal(
         lambda c: c.clip == "module" and c.ranks > 1 and c.way in SERVERS_STEP | BOUNDED,
         "this gradient is only this worker's part",
-        "the global gradient is on the servers: `self.clip_gradients`, or `optimizer=worker`, or `ddp`",
+        "Only the servers have the global gradient. Call `self.clip_gradients`, or use `optimizer=worker` or `ddp`.",
         steps=1,
     ),
     Refusal(
         lambda c: c.clip == "norm" and c.ranks > 1 and c.way == "bounded0-ps2",
         "the norm of a gradient can't be limited",
-        "each server has a part of the gradient, and none waits: `servers=1`, clipping by value, or `mode=sync`",
+        "Each server has a part of the gradient, so none knows its norm. "
+        "Use `servers=1`, clipping by value, or `mode=sync`.",
     ),
     Refusal(
         lambda c: c.optimizer == "lbfgs" and c.accumulate > 1,
         "supports only one batch per update",
-        "LBFGS computes the loss of one batch again: a larger batch instead of accumulation",
+        "LBFGS computes the loss of a single batch repeatedly. Use a larger batch instead of accumulation.",
     ),
     Refusal(
         lambda c: c.optimizer == "lbfgs" and c.way in FSDP and c.ranks > 1,
         "LBFGS needs the whole gradient",
-        "LBFGS needs the whole gradient in one place: `ddp`",
+        "LBFGS needs the whole gradient on a rank. Use `ddp`.",
     ),
     Refusal(
         lambda c: c.manual and c.way == "ddp-powersgd" and c.ranks > 1,
         "a manually optimised module may call backward several times",
-        "what is lost of a gradient is added to the next update's: automatic optimization, or `compression='bf16'`",
+        "Compression errors are added to the gradient of the next update. "
+        "Use automatic optimization or `compression='bf16'`.",
     ),
     Refusal(
         lambda c: c.model == "tied" and c.manual and c.way in FSDP and c.ranks > 1,
         "belongs to several submodules",
-        "weights are gathered for each submodule that a manual step calls: tied ones in one submodule, or `ddp`",
+        "Weights are gathered for each submodule that a manual step calls. "
+        "Put tied weights into one submodule, or use `ddp`.",
     ),
     Refusal(
         lambda c: c.way == "ddp-static" and c.model == "toggled" and c.ranks > 1,
         "static_graph=True needs gradients of the same parameters",
-        "`static_graph=True` needs the same parameters in each step: leave it out",
+        "`static_graph=True` needs gradients of the same parameters in each step. Remove the option.",
         steps=9,
     ),
     Refusal(
         lambda c: c.way == "ddp-static" and c.accumulate > 1 and c.ranks > 1,
         "static_graph=True needs one backward per update",
-        "`static_graph=True` needs one backward per update: leave it out",
+        "`static_graph=True` needs a single backward per update. Remove the option.",
     ),
     Refusal(
         lambda c: c.model == "sparse" and c.ranks > 1 and c.way in FSDP | {"ddp-fp16", "ddp-bf16", "ddp-powersgd"},
         "sums no sparse gradients",
-        "only plain sums know sparse gradients: `sparse=False`, or `ddp` without compression",
+        "Sparse gradients cannot be compressed or sharded. Use `sparse=False`, or `ddp` without compression.",
     ),
     Refusal(
         lambda c: c.model == "sparse" and c.way == "reproducible",
         "sums no sparse gradients",
-        "gradients are summed as integers: `sparse=False`, or `ddp`",
+        "Gradients are summed as integers, which excludes sparse gradients. Use `sparse=False` or `ddp`.",
     ),
     Refusal(
         lambda c: c.optimizer == "lbfgs" and c.way == "reproducible",
         "LBFGS needs them several times",
-        "gradients are summed once an update, and LBFGS asks several times: `ddp`",
+        "Gradients are summed once per update, and LBFGS needs several. Use `ddp`.",
     ),
     Refusal(
         lambda c: c.optimizer == "custom" and (c.way in DIVIDED or (c.way == "ps0-server" and c.ranks > 1)),
         "steps each element independently is unknown",
-        "parameters can't be divided without knowing what the optimizer looks at: `servers=1`, or `shard_by='tensor'`",
+        "An unknown optimizer may combine the elements of a parameter, so servers cannot divide it. "
+        "Use `servers=1` or `shard_by='tensor'`.",
     ),
     Refusal(
         lambda c: c.model == "sparse" and c.way == "ps0-server",
         "does not support sparse gradients",
-        "weights are in memory that all workers see: `servers=1`",
+        "Weights in shared memory do not support sparse gradients. Use `servers=1`.",
     ),
     Refusal(
         lambda c: c.model == "sparse" and c.clip in ("norm", "value"),
         "can.t clip sparse gradients",
-        "torch clips no sparse gradients: `sparse=False`, or a clipping of the module's own",
+        "torch cannot clip sparse gradients. Use `sparse=False`, or override `configure_gradient_clipping`.",
     ),
     Refusal(
         lambda c: c.model == "sparse" and c.way in ("async_sgd-dc", "ps1-powersgd"),
         "does not support sparse gradients",
-        "delays and ranks of gradients are of whole tensors: `sparse=False`, or neither `compensation` nor `powersgd`",
+        "`compensation` and `powersgd` need dense gradients. Use `sparse=False`, or neither option.",
     ),
     Refusal(
         lambda c: c.data in STREAMS and c.way == "reproducible",
         "needs a map-style DataLoader",
-        "a stream can't be cut into equal parts: a map-style DataLoader",
+        "A stream cannot be divided into equal parts. Use a DataLoader over a map-style dataset.",
     ),
     Refusal(
         lambda c: c.data in STREAMS and c.way in BOUNDED,
         "use a DataLoader over a map-style dataset",
-        "a stream can't be dealt to workers: a DataLoader over a map-style dataset",
+        "A stream cannot be distributed to workers on request. Use a DataLoader over a map-style dataset.",
     ),
     Refusal(
         lambda c: c.model == "scalar" and c.way in FSDP and c.ranks > 1,
         "doesn't support scalar parameters",
-        "a parameter without dimensions can't be sharded: a parameter of shape [1], or `ddp`",
+        "A parameter without dimensions cannot be sharded. Use a parameter of shape [1], or `ddp`.",
     ),
     Refusal(
         lambda c: c.model in ("dtypes", "complex") and c.way in FSDP and c.ranks > 1,
         "needs parameters of the same dtype",
-        "parameters are sharded in one buffer: one dtype, or `ddp`",
+        "Parameters are sharded in a single buffer. Use a single dtype, or `ddp`.",
     ),
     Refusal(
         lambda c: c.model in ("dtypes", "complex") and c.way == "ps0-server",
         "all of one dtype|is complex",
-        "weights are in one memory that all workers see: one dtype, or `servers=1`",
+        "Weights are in a single shared buffer. Use a single real dtype, or `servers=1`.",
     ),
     Refusal(
         lambda c: c.model == "complex" and c.way.startswith(("ps", "bounded", "async", "rounds", "local_sgd")),
         "is complex",
-        "real numbers are joined: train the parameter's `view_as_real`",
+        "Servers and averaging support real numbers only. Train `torch.view_as_real` of the parameter.",
     ),
     Refusal(
         lambda c: c.data == "promised" and c.ranks > 1 and c.loop != "limit",
         "has ended after 1 batches of this epoch, and its length, or limit_train_batches, promised more",
-        "ranks weight their batches with the loader's length: no `__len__`, or a `limit_train_batches` that holds",
+        "The lengths of the loaders determine the weight of each batch. "
+        "Remove a wrong `__len__`, or set `limit_train_batches` to an existing number.",
         steps=3,
     ),
     Refusal(
         lambda c: c.data == "balanced" and c.way in ("local_sgd", "reproducible") and c.ranks > 1,
         "needs equal shares",
-        "shares have to be equal: `ddp`, `fsdp` or `parameter_server`",
+        "The strategy needs equal shares of all ranks. Use `ddp`, `fsdp` or `parameter_server`.",
     ),
     Refusal(
         lambda c: c.data == "weighted" and c.way in BOUNDED | {"rounds", "local_sgd", "local_sgd-2"} and c.ranks > 1,
         "batch_weight needs the weight of the global batch",
-        "no rank knows the weight of the global batch when it steps: `ddp`, `fsdp` or `mode=sync`",
+        "The weight of the global batch is unknown at a step. Use `ddp`, `fsdp` or `mode=sync`.",
     ),
     Refusal(
         lambda c: c.data == "balanced" and c.manual and c.ranks > 1,
         "manual optimization doesn't weight losses by the samples of a rank",
-        "a manual loop doesn't weight its losses by samples: automatic optimization",
+        "A manual loop does not weight its losses by samples. Use automatic optimization.",
     ),
     Refusal(
         lambda c: c.way in UNEQUAL_PACE and c.save in {*WITHIN_STEP, "on_train_batch_start", "on_train_batch_end"},
         "each rank works at its own pace",
-        "a checkpoint is of all ranks: in `on_train_epoch_end`, or by `ModelCheckpoint(every_n_train_steps=...)`",
+        "Ranks are at different batches, and a checkpoint needs all. "
+        "Save in `on_train_epoch_end`, or by `ModelCheckpoint(every_n_train_steps=...)`.",
         steps=9,
     ),
     Refusal(
         lambda c: c.way in UNEQUAL_PACE and c.loop == "skip-rest",
         "on_train_batch_start returned -1",
-        "each rank is at another batch of the epoch: `trainer.should_stop`, or `limit_train_batches`",
+        "Ranks are at different batches of the epoch. Set `trainer.should_stop` or `limit_train_batches`.",
         steps=9,
     ),
     Refusal(
         lambda c: c.way in BOUNDED and c.ranks > 1 and c.accumulate > 1 and c.loop == "val-interval",
         "in the middle of an update",
-        "ranks meet between updates only: `val_check_interval` a multiple of `accumulate_grad_batches`",
+        "Ranks synchronise between updates only. Set `val_check_interval` to a multiple of `accumulate_grad_batches`.",
     ),
     Refusal(
         lambda c: c.change in CHANGING and c.way in SERVERS_STEP | APART,
         "changes weights",
-        "servers have the weights, and a worker's changes are lost: in `on_fit_start`, or `optimizer=worker`, or `ddp`",
+        "Servers own the weights, so changes by a worker would be lost. "
+        "Change them in `on_fit_start`, or use `optimizer=worker` or `ddp`.",
         steps=9,
     ),
     Refusal(
         lambda c: c.change in ("on_train_batch_start", "on_train_batch_end") and c.data in ("few", "ending", "promised")
         and c.ranks > 1 and c.way in FSDP | {"local_sgd"},
         "changed weights at a batch of which",
-        "ranks without a sample don't call it: in `on_before_optimizer_step`, `drop_last=True`, or `ddp`",
+        "Ranks without a sample do not call this hook. Use `on_before_optimizer_step`, `drop_last=True` or `ddp`.",
         steps=9,
     ),
     Refusal(
         lambda c: c.save in WITHIN_STEP,
         "a training step is running",
-        "weights, random numbers and position would not belong together: in `on_train_batch_end`",
+        "Weights, random states and data position are inconsistent within a step. Save in `on_train_batch_end`.",
         steps=12,  # reproducible computes a global batch in as many parts
     ),
 )  # fmt: skip

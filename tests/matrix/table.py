@@ -1,43 +1,123 @@
-"""The table of `docs/combinations.md`, from the rules: `python -m tests.matrix.table` writes it."""
+"""The page `docs/combinations.md`, from the rules: `python -m tests.matrix.table` writes it."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Final
 
-from tests.matrix.cells import FEATURES, Cell
+from tests.matrix.cells import FEATURES, IN_HOOKS, ONE_WORKER, Cell, exists
 from tests.matrix.rules import KNOWN_DEFECTS, refusal
 
 PAGE = Path(__file__).parents[2] / "docs/combinations.md"
 COLUMNS = {
-    "`single`": "single", "`ddp`": "ddp", "`ddp` static_graph": "ddp-static", "`ddp` compression": "ddp-bf16",
-    "`fsdp`": "fsdp", "server, worker steps": "ps1", "server steps": "ps1-server", "2 servers step": "ps2-server",
-    "servers=0, server steps": "ps0-server", "`bounded`": "bounded0", "`bounded`, 2 servers": "bounded0-ps2",
+    "`single`": "single", "`ddp`": "ddp", "`ddp` static": "ddp-static", "`ddp` bf16": "ddp-bf16",
+    "`fsdp`": "fsdp", "PS": "ps1", "PS server": "ps1-server", "PS server 2": "ps2-server",
+    "PS server 0": "ps0-server", "PS bounded": "bounded0", "PS bounded 2": "bounded0-ps2",
     "`async_sgd`": "async_sgd", "rounds": "rounds", "`local_sgd`": "local_sgd", "`reproducible`": "reproducible",
 }  # fmt: skip
-HEAD = """# Which features work with which strategies
+HEAD: Final = """# Which features work with which strategies
 
-Written by `python -m tests.matrix.table` from the rules that `tests/matrix` checks: each combination trains what one
-process trains on the global batch ("yes"), or is refused before the first update, with an error that names what to do
-instead (a number, see below). "open" is a combination with a known defect, listed at the end. Cells are for two
-ranks, and each feature by itself; combinations of several features are chosen pairwise and compared as well.
+Each combination of a strategy and a feature either trains the same weights as one process on the global batch ("yes"),
+or is refused with an error before the first update (a number, which refers to the reason and the remedy below). "-" is
+supported, but not compared: the result differs from that of one process by design (Adam under `local_sgd`) or because
+the feature enlarges rounding (Adam after compression). "open" is a known defect.
 
-"Rounds" is `async_sgd` with `every` and `outer`. Asynchronous strategies are compared with one worker, where updates
-have an order; `bounded` with `max_staleness=0`.
+`tests/matrix` checks each entry on two or three ranks, and combinations of several features pairwise. `async_sgd` is
+compared on a single worker, because the order of updates varies with several workers.
+`python -m tests.matrix.table` writes this page from the rules of the tests.
+
+Columns:
+
+- `ddp` static: `static_graph=True`. `ddp` bf16: `compression="bf16"`.
+- PS: `parameter_server` with `optimizer="worker"`. PS server: `optimizer="server"` with 1 server; PS server 2: with 2
+  servers; PS server 0: with `servers=0` (shared memory).
+- PS bounded: `mode="bounded"` with `max_staleness=0` and 1 server; PS bounded 2: with 2 servers.
+- rounds: `async_sgd` with `every=2` and `outer="average"`.
 """
+_MEANINGS: Final[dict[str, dict[Any, str]]] = {
+    "optimizer": {
+        "sgd": "SGD", "momentum": "SGD with Nesterov momentum and weight decay", "adam": "Adam",
+        "groups": "parameter groups with different learning rates",
+        "custom": "an optimizer class of the user, with its own state and attributes", "adagrad": "Adagrad",
+        "lbfgs": "LBFGS", "own-step": "the module overrides `optimizer_step`",
+        "subset": "the optimizer has some of the trainable parameters only",
+    },
+    "update": {
+        "automatic": "automatic optimization", "dict": "`training_step` returns a dict",
+        "several": "several optimizers for the same loss", "manual": "manual optimization",
+        "manual-submodule": "manual optimization that calls submodules directly",
+        "manual-two": "manual optimization with two optimizers",
+    },
+    "clip": {
+        "norm": "clipping by norm", "value": "clipping by value",
+        "module": "the module overrides `configure_gradient_clipping`",
+    },
+    "accumulate": {1: "an update for each batch", 2: "`accumulate_grad_batches=2`"},
+    "schedule": {
+        "step": 'interval "step"', "epoch": 'interval "epoch"', "every-2": "every second step",
+        "plateau": "ReduceLROnPlateau", "two": "two schedulers of an optimizer",
+        "own": "a scheduler class of the user, for learning rate and weight decay",
+    },
+    "model": {
+        "plain": "linear layers", "batchnorm": "BatchNorm", "sync-batchnorm": "`sync_batchnorm=True`",
+        "dropout": "dropout", "frozen": "frozen parameters", "tied": "layers with tied weights",
+        "shared": "a layer under two names that is called twice", "sparse": "sparse gradients of an embedding",
+        "unused": "parameters without a gradient", "buffer": "buffers that the forward changes",
+        "late": "layers that `configure_model` creates", "toggled": "parameters that are frozen in some epochs",
+        "scalar": "a parameter without dimensions", "complex": "complex parameters",
+        "dtypes": "parameters of two dtypes", "recomputed": "activation checkpointing", "compiled": "`compile`",
+    },
+    "data": {
+        "even": "complete global batches", "uneven": "an incomplete last batch",
+        "few": "a last batch with fewer samples than ranks", "shuffled": "`shuffle=True`",
+        "iterable": "a stream for each rank, without a length", "ending": "streams that end earlier on some ranks",
+        "balanced": "`LoadBalancer` with unequal shares", "weighted": "`Module.batch_weight`",
+        "promised": "streams with a `__len__` that is too large on some ranks",
+    },
+    "loop": {
+        "plain": "whole epochs", "limit": "`limit_train_batches`", "max-steps": "`max_steps`",
+        "val-interval": "`val_check_interval`", "overfit": "`overfit_batches`",
+        "reload": "`reload_dataloaders_every_n_epochs`", "two-val": "two validation loaders",
+        "skip-rest": "`on_train_batch_start` returns -1", "no-loss": "`training_step` returns None for some batches",
+        "lr-callback": "a callback changes the learning rate", "stop-early": "`EarlyStopping`",
+        "evaluate": "`validate`, `test` and `predict` after `fit`", "one-val": "a single validation sample",
+        "nan": "a monitored metric that becomes NaN",
+    },
+    "log": {
+        "plain": "means, sums and maxima of an epoch", "objects": "torchmetrics objects",
+        "kinds": "values of steps and epochs, numbers, minima",
+    },
+    "save": {
+        **{hook: f"`save_checkpoint` in `{hook}`, and resuming from it" for hook in IN_HOOKS},
+        "from-single": "resuming a run of one process", "to-single": "resuming on one process",
+    },
+    "callback": {"ema": "`EMA`"},
+    "change": {hook: f"weights that `{hook}` changes" for hook in FEATURES["change"] if hook != "none"},
+    "precision": {"64": "float64", "32": "float32", "bf16-mixed": "`precision='bf16-mixed'`"},
+}  # fmt: skip
 
 
 def table() -> str:
     """Return the page."""
     notes: dict[str, int] = {}
-    lines = [f"| feature | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
-    for name, values in FEATURES.items():
-        for value in values if name != "ranks" else ():
-            cells = [_entry(way, name, value, notes) for way in COLUMNS.values()]
-            lines.append(f"| {name}: {value} | {' | '.join(cells)} |")
+    rows, supported = [], []
+    for name, meanings in _MEANINGS.items():
+        assert meanings.keys() == {*FEATURES[name]} - {"none"}, f"describe each value of {name} once"
+        everywhere = []
+        for value, meaning in meanings.items():
+            entries = [_entry(way, name, value, notes) for way in COLUMNS.values()]
+            if set(entries) == {"yes"}:
+                everywhere.append(meaning)
+            else:
+                rows.append(f"| {name}: {meaning} | {' | '.join(entries)} |")
+        supported += [f"- {name}: {'; '.join(everywhere)}"] if everywhere else []
     refused = [f"{number}. {why}" for why, number in notes.items()]
-    defects = [f"- {re.sub(r'^[0-9]+: ', '', one.what)}" for one in KNOWN_DEFECTS]
-    parts = [HEAD, "\n".join(lines), "", "## Refused, and what to do instead", "", *refused]
+    defects = [f"- {re.sub(r'^[0-9]+: ', '', defect.what)}" for defect in KNOWN_DEFECTS]
+    parts = [HEAD, f"| feature | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}", *rows]
+    parts += ["", "## Refused: reasons and remedies", "", *refused]
+    parts += ["", "## Features that work with all strategies", "", *supported]
     if defects:
         parts += ["", "## Known defects, also of several features together", "", *defects]
     return "\n".join(parts) + "\n"
@@ -47,7 +127,10 @@ def _entry(way: str, name: str, value: object, notes: dict[str, int]) -> str:
     cell = Cell(way, **{"ranks": 1 if way == "single" else 2, name: value})  # type: ignore[arg-type]
     if (found := refusal(cell)) is not None:
         return str(notes.setdefault(found.why, len(notes) + 1))
-    return "open" if any(one.matches(cell) for one in KNOWN_DEFECTS) else "yes"
+    if any(defect.matches(cell) for defect in KNOWN_DEFECTS):
+        return "open"
+    ranks = (1,) if way in ONE_WORKER else (2, 3)
+    return "yes" if way == "single" or any(exists(replace(cell, ranks=number)) for number in ranks) else "-"
 
 
 if __name__ == "__main__":
