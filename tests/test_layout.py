@@ -231,6 +231,44 @@ def test_every_module_begins_with_what_it_is():
     assert silent == []
 
 
+# -- tests mirror the tree ----------------------------------------------------------------------------------------
+
+UNIT = ROOT / "tests" / "unit"
+MODULES = [path for path in PYTHON if not path.name.startswith("__")]
+ROWS = [
+    tuple(re.findall(r"`([\w/]+\.py)`", cell) for cell in cells)  # modules, tests
+    for cells in re.findall(r"^\| (`.+?) \| (`.+?) \|", (UNIT / "README.md").read_text(), re.MULTILINE)
+]
+
+
+def place_of(module: Path) -> Path:
+    """Return the path of a module's unit test."""
+    inside = module.relative_to(ROOT / "fabricx" if module.is_relative_to(ROOT / "fabricx") else ROOT)
+    return UNIT / inside.with_name(f"test_{module.name}")
+
+
+def test_each_module_has_a_unit_test_of_its_name_or_a_row_that_says_why_not():
+    rows = [ROOT / module for modules, _ in ROWS for module in modules]
+    assert len(set(rows)) == len(rows), "a module has two rows in tests/unit/README.md"
+    tested = {module for module in MODULES if place_of(module).exists()}
+    missing = sorted(short(place_of(module)) for module in set(MODULES) - tested - set(rows))
+    assert missing == [], "write these tests, or add rows to tests/unit/README.md"
+    needless = sorted(short(module) for module in set(rows) & tested)
+    assert needless == [], "these modules have a test of their name: remove their rows from tests/unit/README.md"
+    assert sorted(short(module) for module in set(rows) - set(MODULES)) == [], "rows of modules that are not there"
+
+
+def test_each_unit_test_lies_where_its_module_lies():
+    """`test_counts.py` is of no module: it counts the calls of a whole step."""
+    expected = {place_of(module) for module in MODULES} | {UNIT / "test_counts.py"}
+    assert [short(path) for path in files(UNIT, "test_*.py") if path not in expected] == []
+
+
+def test_rows_name_tests_that_are_there():
+    assert all(tests for _, tests in ROWS)
+    assert [name for _, tests in ROWS for name in tests if not (ROOT / "tests" / name).is_file()] == []
+
+
 # -- what depends on what (more of it in pyproject.toml, for import-linter) -----------------------------------------
 
 
