@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import atexit
+import contextlib
 import ctypes
 import gc
 import inspect
@@ -169,7 +170,8 @@ def _rights(files: list[int]) -> tuple[int, int, bytes]:
 def serve(channel_fd: int) -> tuple[Request, list[int]]:
     """Be the template: returns in each clone, with what that is to be."""
     for name in IMPORTED:
-        __import__(name)
+        with contextlib.suppress(ModuleNotFoundError):  # another version of torch has other modules
+            __import__(name)
     os.environ.clear()
     return _serve(socket.socket(fileno=channel_fd))
 
