@@ -77,7 +77,7 @@ class AsyncSGD(ServedStrategy):
             outer=self.outer, outer_lr=self.outer_lr, outer_momentum=self.outer_momentum,
         )  # fmt: skip
         rounds = None if self.outer is None else LocalRounds(settings, self.every, self.elastic_rate)
-        self._design(settings, rounds or Asynchronous(settings), servers_step=rounds is None)
+        self._design_with(settings, rounds or Asynchronous(settings), servers_step=rounds is None)
 
     def _check_staleness(self) -> None:
         check_choice("async_sgd", "bound", self.bound, ("version", "clock"))

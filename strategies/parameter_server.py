@@ -85,7 +85,7 @@ class ParameterServer(ServedStrategy):
             max_staleness=self.max_staleness if self.mode == "bounded" else None,
             damp=not whole_batches,
         )
-        self._design(
+        self._design_with(
             settings,
             Asynchronous(settings) if asynchronous else None,
             servers_step=asynchronous or self.optimizer == "server",

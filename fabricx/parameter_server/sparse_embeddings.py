@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -50,25 +50,15 @@ def check_servers_can_step(optimizers: Sequence[Optimizer], tables: Collection[T
             )
 
 
-class PullsRows(Protocol):
-    """Puller of rows.
-
-    Attributes:
-        computing: a gradient is being computed; otherwise rows are present already.
-    """
-
-    computing: bool
-
-    def pull_rows(self, ids: dict[int, Tensor]) -> None:
-        """Pull rows into tables; `ids` are unique row ids, shape [k], by the number of the parameter."""
-
-
-def before_lookups(tables: dict[nn.Module, int], puller: PullsRows) -> list[Callable[[], None]]:
+def before_lookups(
+    tables: dict[nn.Module, int], wanted: Callable[[], bool], pull_rows: Callable[[dict[int, Tensor]], None]
+) -> list[Callable[[], None]]:  # fmt: skip
     """Pull the rows that an embedding looks up before each of its forwards in training.
 
     Args:
         tables: embeddings with the numbers of their parameters.
-        puller: of this worker.
+        wanted: whether a gradient is being computed; otherwise rows are present already.
+        pull_rows: pulls rows: unique row ids, shape [k], by the number of the parameter.
 
     Returns:
         Functions that end this.
@@ -76,8 +66,8 @@ def before_lookups(tables: dict[nn.Module, int], puller: PullsRows) -> list[Call
 
     def pull_before(number: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def pull(part: nn.Module, args: tuple[Any, ...]) -> None:
-            if puller.computing:
-                puller.pull_rows({number: args[0].detach().unique().cpu()})
+            if wanted():
+                pull_rows({number: args[0].detach().unique().cpu()})
 
         return pull
 

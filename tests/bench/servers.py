@@ -19,7 +19,7 @@ import fabricx as fx
 from fabricx.parameter_server.server.process import serve
 from fabricx.parameter_server.wire.messages import Settings
 from fabricx.parameter_server.worker.client import Client
-from fabricx.parameter_server.worker.protocol import WorkerStep
+from fabricx.parameter_server.worker.lockstep import WorkerStep
 from fabricx.parameter_server.worker.shared_memory_weights import SharedWeights
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer, Single
 from fabricx.testing import QUIET, run_ranks
@@ -174,7 +174,7 @@ def idle_part_of_a_core(seconds: float = 4.0) -> float:
     weights = [nn.Parameter(torch.zeros(1000))]
     client = Client(store, "idle", bytes(32), 0, weights, 1)
     client.begin(Settings(1), [torch.optim.SGD(weights)], 0)
-    client.pull(weights)
+    client.weights.pull(weights)
     begun = _cpu_seconds(server.pid)
     time.sleep(seconds)
     used = _cpu_seconds(server.pid) - begun

@@ -79,7 +79,8 @@ class CutsItsLink(Normed):
         loss = super().training_step(batch, batch_idx)
         if self.global_rank == 1 and self.batches == 3:
             strategy: Any = self.trainer.strategy
-            with socket.socket(fileno=os.dup(strategy._client._links[0]._link._connection.fileno())) as link:
+            connection = strategy._exchange.servers.buffers[0].link._link._connection
+            with socket.socket(fileno=os.dup(connection.fileno())) as link:
                 link.shutdown(socket.SHUT_RDWR)
             time.sleep(0.3)  # until the server has seen it
         return loss

@@ -111,6 +111,21 @@ def test_rows_that_nobody_touches_dont_travel(strategy: Any) -> None:
         assert received <= steps * dense + touched * 4 * WIDTH + meetings
 
 
+class CountsUpdates(LooksUp):
+    """Notes how many updates are in its weights in each step."""
+
+    updates: list[int] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.updates = [*self.updates, self.trainer.strategy.wait_for_weights(-1)]
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_updates_are_counted_where_rows_are_looked_up_before_all_weights_have_come(overlap: Any) -> None:
+    module, _ = train(AsyncSGD(overlap=overlap), 1, module=CountsUpdates("sgd"), max_epochs=1)
+    assert module.updates == [0, 1, 2, 3]
+
+
 class Adds(torch.optim.SGD):
     """Moves all rows of a table that has a gradient, as any optimizer of a user may."""
 

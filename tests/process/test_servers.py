@@ -438,6 +438,11 @@ def test_wrong_options_are_refused(make: Any, message: str) -> None:
         make()
 
 
+def test_an_update_needs_a_worker_beside_the_backup_workers() -> None:
+    with pytest.raises(WorkerFailed, match=r"backup_workers=1 of 1 workers.*or more devices"):
+        train(ParameterServer(backup_workers=1), 1, max_epochs=1)
+
+
 def fit_in_a_joined_world() -> list[str]:
     refusals = []
     for strategy in (AsyncSGD(), ParameterServer(servers=1), ParameterServer(servers=2, mode="bounded")):

@@ -70,7 +70,7 @@ class Aggregation(ABC):
         return False
 
     def held(self, clock: int) -> Gradient:
-        """Return the sum of an update whose parts are complete, and that waits for `apply`.
+        """Return the sum of a complete update that waits for `apply`.
 
         Args:
             clock: number of the update.
@@ -105,7 +105,7 @@ class Aggregation(ABC):
 
 @final
 class EachGradient(Aggregation):
-    """Each gradient is an update; stale gradients are dropped, damped or compensated, as the settings say."""
+    """Each gradient is an update; stale gradients are dropped, damped or compensated, according to the settings."""
 
     def add(self, part: Part) -> bool:
         settings, push = self.settings, part.push
@@ -159,7 +159,7 @@ class _Batches(Aggregation):
         Args:
             parts: by lease.
             total: their sum; None to compute it.
-            groups: hyperparameters; None for those of the newest part.
+            groups: hyperparameters; None for the values of the newest part.
         """
         full = _with_gradient(parts)
         for part in parts.values():
@@ -184,7 +184,7 @@ class _Batches(Aggregation):
 class WholeBatches(_Batches):
     """An update is the sum of all parts of a global batch; updates are made in the order of the batches.
 
-    An update can be held: workers then request norms of its sum, and the update is made when all have sent `Apply`.
+    An update can be held: workers then request norms of the sum, and the update is made when all have sent `Apply`.
     """
 
     def __init__(self, shard: ModelShard, ledger: LeaseLedger, counts: Counts) -> None:
@@ -256,7 +256,7 @@ class FirstGradients(_Batches):
 
 
 def _expected(parts: Mapping[int, Part]) -> int:
-    """Return the number of parts of an update, which each of its messages contains."""
+    """Return the number of parts of an update, which each message contains."""
     return next(iter(parts.values())).push.parts
 
 

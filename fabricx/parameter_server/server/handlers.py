@@ -89,7 +89,7 @@ def begin(state: ServerState, sender: Sender, message: Begin) -> Reply:
 
 
 def may_pull(state: ServerState, worker: int, message: Pull) -> bool:
-    """Return whether the requested version exists, and the bound of the staleness admits another computing worker."""
+    """Return whether the requested version exists, and the bound of the staleness admits a further computing worker."""
     may_begin = not message.to_train or state.order.may_begin(worker)
     return state.shard.version >= message.version and may_begin
 
@@ -107,7 +107,7 @@ def may_push(state: ServerState, worker: int, message: Push) -> bool:
 
 
 def push(state: ServerState, sender: Sender, message: Push) -> Pushed | None:
-    """Use a gradient, unless its leases belong to another worker or it is too late."""
+    """Use a gradient, unless it is too late or the sender does not hold its leases."""
     worker, ledger = sender.worker, state.ledger
     in_order, base = state.order.has_place(worker), state.order.pushed(worker)
     used = not ledger.is_leased or ledger.accepts(worker, message.leases, in_order=in_order)
@@ -160,7 +160,7 @@ def open_section(state: ServerState, sender: Sender, message: Open) -> None:
 
 
 def may_ask(state: ServerState, worker: int, message: Ask) -> bool:
-    """Return whether there is a lease for the worker, the section is over, or the worker does not wait."""
+    """Return whether a lease is available, the section is over, or the worker does not wait."""
     leases = state.ledger.leases
     if message.section != leases.section or not message.wait:
         return True
@@ -217,7 +217,7 @@ class _Handlers(dict[type[Any], Handler]):
         raise TypeError(f"a server does not support messages of type {kind.__name__}")
 
 
-# By the type of a message; a message of another type is an error.
+# By the type of a message; a message of any other type is an error.
 HANDLERS: Final[Mapping[type[Any], Handler]] = _Handlers(
     {
         handler.kind: handler

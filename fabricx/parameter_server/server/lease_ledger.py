@@ -12,7 +12,7 @@ from fabricx.parameter_server.wire.messages import Counts, Granted
 
 @final
 class LeaseLedger:
-    """The leases of the newest section, on the server that grants them or on another server.
+    """The leases of the newest section, on the server that grants them or on a server that only records gradients.
 
     Args:
         workers: initial number of workers.
@@ -52,7 +52,7 @@ class LeaseLedger:
         self._counts.dealt += leases.count
 
     def grant(self, worker: int) -> Granted:
-        """Grant a worker the next lease, if the worker can receive one.
+        """Grant the next lease, if the worker can receive a lease.
 
         Args:
             worker: number of the worker.
@@ -62,17 +62,17 @@ class LeaseLedger:
         return granted
 
     def close(self) -> None:
-        """Grant no new leases of the section, except those that complete a global batch."""
+        """Grant no new leases of the section, except to complete a global batch."""
         before = self.leases.count
         self.leases.close()
         self._counts.dealt += self.leases.count - before
 
     def accepts(self, worker: int, leases: Sequence[int], *, in_order: bool) -> bool:
-        """Return whether to use a gradient: for each lease, each server uses one gradient.
+        """Return whether to use a gradient: for each lease, each server uses a single gradient.
 
         The server that grants leases accepts the gradient of the worker that holds the lease. If the sender does not
-        hold it any more (its link was lost, or it was assumed dead), another worker holds or will hold the lease, whose
-        gradient is used; other servers accept the first gradient.
+        hold it any more (its link was lost, or it was assumed dead), the gradient of the present or the next holder is
+        used. Other servers accept the first gradient.
 
         Args:
             worker: number of the sender.
@@ -93,7 +93,7 @@ class LeaseLedger:
         return True
 
     def use(self, leases: Sequence[int]) -> None:
-        """Count leases whose gradients are in the weights, or that had no gradient.
+        """Count leases with a gradient in the weights, or without a gradient.
 
         Args:
             leases: numbers of the leases.

@@ -32,7 +32,7 @@ class ModelShard:
         trained: number of leases in the weights.
         skipped: versions without an update of the weights, because no worker had a gradient for the global batch.
         sums: the server only sums, and workers step.
-        copies_gradients: `decode` returns memory of its own; otherwise views of the worker's vector.
+        copies_gradients: `decode` returns new memory; otherwise views of the worker's vector.
     """
 
     def __init__(self, begin: Begin, counts: Counts) -> None:
@@ -123,7 +123,7 @@ class ModelShard:
         self.skipped += 1
 
     def keep_average(self, rule: AverageRule, step: int, values: Tensor) -> None:
-        """Start a moving average of the weights, unless there is one.
+        """Start a moving average of the weights, unless an average exists.
 
         Args:
             rule: decay of the average.

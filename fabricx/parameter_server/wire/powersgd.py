@@ -20,7 +20,7 @@ class LowRank:
         rank: of the approximation.
 
     Attributes:
-        carriers: tensors whose gradients are exchanged in place of the parameters' gradients.
+        carriers: tensors with the gradients that are exchanged in place of the parameters' gradients.
     """
 
     def __init__(self, parameters: Sequence[Tensor], rank: int) -> None:
@@ -72,7 +72,7 @@ class LowRank:
 
 
 class _CarriedMatrix:
-    """A parameter whose factors are exchanged as the gradients of two tensors, `left` and `right`."""
+    """A parameter with two tensors that carry the factors as gradients."""
 
     def __init__(self, parameter: Tensor, rank: int) -> None:
         self.parameter = parameter

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.distributed.world import World
-from fabricx.parameter_server.wire.messages import Granted, Settings
+from fabricx.parameter_server.wire.messages import Push, Settings
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
 from fabricx.parameter_server.worker.client import Client
+from fabricx.parameter_server.worker.pull_timing import PullTiming
 
 
 @final
 class LocalRounds(Asynchronous):
     """Protocol of local rounds: pull weights, train `every` leases with a local optimizer, push the difference.
 
-    With "elastic", a worker keeps its own weights, and each round moves them and the servers' weights towards each
+    With "elastic", a worker keeps local weights, and each round moves them and the servers' weights towards each
     other.
 
     Args:
@@ -35,43 +36,38 @@ class LocalRounds(Asynchronous):
         super().__init__(settings)
         self._every = every
         self._rate = rate
-        self._base: list[
-            Tensor
-        ] = []  # weights at the begin of the round; for "elastic", buffer for the servers' weights
+        # Weights at the begin of the round; for "elastic", buffer for the servers' weights.
+        self._base: list[Tensor] = []
         self._local: list[Tensor] = []  # this worker's weights, while the parameters hold the servers' weights
         self._leases: list[int] = []  # leases of this round
-        self._trained = 0  # leases trained by all workers, as far as this worker knows
-        self.velocity: list[Tensor] | None = None  # initial velocity of the outer optimizer, by parameter
+        self._trained = 0  # leases trained by all workers, by the newest reply
+        self._velocity: list[Tensor] | None = None  # initial velocity of the outer optimizer, by parameter
 
     @property
     def _elastic(self) -> bool:
         return self.settings.outer == "elastic"
 
-    def begin(self, world: World, client: Client, parameters: list[Tensor], optimizers: list[Optimizer]) -> None:
-        super().begin(world, client, parameters, optimizers)
+    def begin(
+        self, world: World, exchange: Client, parameters: list[Tensor], optimizers: list[Optimizer],
+        timing: PullTiming,
+    ) -> None:  # fmt: skip
+        super().begin(world, exchange, parameters, optimizers, timing)
         self._base = [torch.empty_like(parameter).detach() for parameter in parameters]
 
-    @property
-    def holds_leases(self) -> bool:
-        return super().holds_leases or bool(self._leases)
+    def load_velocity(self, velocity: list[Tensor] | None) -> None:
+        self._velocity = velocity
 
-    @property
-    def begins_update(self) -> bool:
-        return not self._leases
-
-    def begin_lease(self, take_logged: Callable[[], dict[str, Any]]) -> None:
-        if self._leases:  # the round continues; values that hooks have logged belong to it
-            self._take_logged = take_logged
-        else:
-            super().begin_lease(take_logged)
-
-    def starts(self, step: int) -> None:
+    def starts(self, step: int, ranks: int, module: nn.Module | None) -> None:
+        self.leases.planned = ranks
         self.settings.workers = self.world.size
-        self.client.begin(self.settings, None, step, velocity=self.velocity)
-        self._version = self._trained = self.scheduled = step
-        self._stale, self.section, self._joined = True, -1, False
-        self._earlier.clear()
+        self.exchange.begin(self.settings, None, step, velocity=self._velocity)
+        self._restart(step, module)
+        self._trained = step
         self._local, self._leases = [], []
+
+    @property
+    def unpushed(self) -> int:
+        return len(self._leases)
 
     def end(self) -> None:
         self._base, self._local = [], []
@@ -79,94 +75,86 @@ class LocalRounds(Asynchronous):
 
     def before_step(self) -> None:
         if self._leases and self._repeats:
-            self._push_round()
+            self.push_unpushed()
         if self._local:
-            _copy(self._local, self._parameters)
+            _copy(self._local, self.parameters)
             self._local = []
         elif self._stale:
-            self._pull(self._parameters)
-            _copy(self._parameters, self._base)
+            self._pull(self.parameters)
+            _copy(self.parameters, self._base)
         self._stale = False
 
     @property
     def _repeats(self) -> bool:
-        """Return whether the lease was granted before, so that it must be a round of its own.
+        """Return whether the lease was granted before, so that it must be a separate round.
 
         The earlier worker may have pushed a round with this lease to some servers. These ignore a round that contains
         leases that they have, so such a round must not contain other leases.
         """
-        return self.lease is not None and self.lease.again
+        return self.leases.lease is not None and self.leases.lease.again
 
     def _pull(self, targets: Sequence[Tensor], *, to_train: bool = True) -> None:
-        reply = self.client.pull(targets, to_train=to_train)
-        self._version, self._trained = reply.version, reply.trained
+        reply = self.exchange.weights.pull(targets, to_train=to_train)
+        self.numbers.version, self._trained = reply.version, reply.trained
 
-    def _numbered(self, update: int) -> int:
+    def update_number(self) -> int:
         return self._trained + len(self._leases)
 
-    def weights_step(self, step: int) -> int:
-        return step  # each worker has weights of its own
+    def reserve_update(self) -> int:
+        return self.update_number()  # each worker steps independently
 
-    def take_turn(self, *, ordered: bool) -> int:
-        return self._numbered(0)  # each worker steps independently
+    def weights_step(self, step: int) -> int:
+        return step  # each worker has local weights
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         return optimizer.step(closure) if closure is not None else optimizer.step()
 
     def updated(self, step: int) -> int:
-        lease, again, self.lease = self.lease, self._repeats, None
+        lease, again, self.leases.lease = self.leases.lease, self._repeats, None
         if lease is None or lease.lease is None:
-            return self._trained + len(self._leases)
+            return self.update_number()
         self._leases.append(lease.lease)
-        self._newest = self._trained + len(self._leases)
+        self.numbers.newest = self.update_number()
         if again or len(self._leases) >= self._every:
-            self._push_round()
-        return self._trained + len(self._leases)
+            self.push_unpushed()
+        return self.update_number()
 
-    def _push_round(self) -> None:
+    def push_unpushed(self) -> None:
         """End the round and push its change of the weights."""
         if not self._leases:
             return
         if self._elastic:
             self._pull(self._base)
             rate = 0.9 / self.world.size if self._rate is None else self._rate
-            difference = torch._foreach_sub([parameter.detach() for parameter in self._parameters], self._base)
+            difference = torch._foreach_sub([parameter.detach() for parameter in self.parameters], self._base)
             torch._foreach_mul_(difference, rate)
-            torch._foreach_sub_([parameter.detach() for parameter in self._parameters], difference)
+            torch._foreach_sub_([parameter.detach() for parameter in self.parameters], difference)
             moved = torch._foreach_neg(difference)
         else:
-            moved = torch._foreach_sub(self._base, [parameter.detach() for parameter in self._parameters])
+            moved = torch._foreach_sub(self._base, [parameter.detach() for parameter in self.parameters])
             self._stale = True
-        self.dropped = not self.push(
-            list(moved), leases=tuple(self._leases), answered=self.may_drop, logged=self._logged()
-        )
+        push = Push(0, 1, tuple(self._leases), logged=self.leases.logged_sums())
+        self.leases.dropped = not self.exchange.push(list(moved), push, answered=self.may_drop)
         self._trained += len(self._leases)
         self._leases = []
 
     def meet(self) -> None:
-        self.client.counts()  # the reply follows all of this worker's pushes
+        self.exchange.remote.counts()  # the reply follows all of this worker's pushes
         self.world.barrier()
-        if self._joined:
+        if self.has_whole_weights:
             return
         if self._elastic and not self._stale and not self._local:
-            self._local = [parameter.detach().clone() for parameter in self._parameters]
-        self._pull(self._parameters, to_train=False)
-        self._stale = self._joined = True
+            self._local = [parameter.detach().clone() for parameter in self.parameters]
+        self._pull(self.parameters, to_train=False)
+        self._stale = self.has_whole_weights = True
 
-    @contextmanager
-    def whole_states(self, optimizers: list[Optimizer]) -> Iterator[None]:
+    @contextlib.contextmanager
+    def whole_states(self) -> Iterator[None]:
         """Save the servers' weights and the mean of the workers' optimizer states, with which all workers continue."""
         self._local = []
-        for optimizer in optimizers:
+        for optimizer in self.optimizers.optimizers:
             self.world.average_moments(optimizer)
         yield
-
-    def ask(self, *, wait: bool) -> Granted:
-        granted = super().ask(wait=wait and not self._leases)
-        if granted.lease is None and wait and self._leases:  # the section can't end while this worker holds leases
-            self._push_round()
-            granted = super().ask(wait=True)
-        return granted
 
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from typing import final
 
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from fabricx.distributed.world import World
 from fabricx.errors import ServerLost
 from fabricx.parameter_server.gradients import add_up, merge_rows
 from fabricx.parameter_server.wire.channel import LOST
-from fabricx.parameter_server.wire.messages import Counts
+from fabricx.parameter_server.wire.messages import Push
 from fabricx.parameter_server.wire.partition import divide
 from fabricx.parameter_server.wire.shm_group import RemappableBuffer, SharedMemoryGroup
 from fabricx.parameter_server.worker.buffers import (
@@ -24,11 +23,13 @@ from fabricx.parameter_server.worker.buffers import (
     register_grad_hooks,
     write_summed_gradients,
 )
+from fabricx.parameter_server.worker.exchange import WHOLE, Clip, Exchange, ExchangeStatistics
+from fabricx.parameter_server.worker.remote_state import RemoteState
 
 
 @final
-class SharedMemorySum:
-    """Replacement of `Client` for workers without servers, which sum gradients in shared memory.
+class SharedMemorySum(Exchange):
+    """Exchange without servers: the workers of a machine sum gradients in shared memory.
 
     Args:
         world: the workers.
@@ -36,21 +37,20 @@ class SharedMemorySum:
         parameters: the same on all workers, in the same order.
         views: gradients may be views of the shared memory.
         tables: numbers of the parameters with sparse gradients.
-        weights: also allocate shared memory for all weights.
+        memory: also allocate shared memory for all weights.
 
     Attributes:
+        dtype: of the shared vectors.
+        shard: all parameters, as a single part.
         slots: shared vectors of gradients, by rank.
-        weights: shared vector of weights, if requested.
+        memory: shared vector of weights, if requested.
     """
 
     def __init__(
         self, world: World, key: str, parameters: Sequence[Tensor], *, views: bool, tables: frozenset[int],
-        weights: bool = False,
+        memory: bool = False,
     ) -> None:  # fmt: skip
-        self.sends_early = True
-        self.waited_s = self.pushed_s = 0.0
-        self.pulls = 0  # constant: weights are not pulled, but shared
-        self.pushes: deque[tuple[int, int, float]] = deque(maxlen=0)  # always empty: no messages to servers
+        super().__init__(RemoteState.none(), ExchangeStatistics())
         rank, size = world.rank, world.size
         self._parameters, self._rank, self._size = list(parameters), rank, size
         [self.shard] = divide([parameter.shape for parameter in parameters], 1, by_row=tables)
@@ -60,7 +60,7 @@ class SharedMemorySum:
             self._group = SharedMemoryGroup(
                 world.store, key, rank, size, self.dtype, self.shard.room, world.generation, world.secret
             )
-            self.weights = RemappableBuffer(self._group, self.dtype, self.shard.size) if weights else None
+            self.memory = RemappableBuffer(self._group, self.dtype, self.shard.size) if memory else None
         self.slots = self._group.vectors
         self._slot = Slot(self.slots[rank])
         self._buffers = ExchangeBuffers(self._slot, self.shard, self._parameters, None, views=views)
@@ -69,36 +69,31 @@ class SharedMemorySum:
         self._blocks = [slot[begin:end] for slot in self.slots]  # the part that this worker sums
 
     def register_grad_hooks(self) -> Callable[[], None]:
-        """Register hooks that publish complete gradients while `sends_early`; returns a function that removes them."""
         return register_grad_hooks(self._parameters, [self.shard], self._put)
 
     def _put(self, server: int, number: int, parameter: Tensor) -> None:
         if self.sends_early:
             self._buffers.post_piece(number, parameter)
 
-    def begin(self, *anything: Any, **more: Any) -> None:
-        """Do nothing: there are no servers to initialise."""
-
-    def push(self, gradients: Sequence[Tensor | None], **anything: Any) -> None:
-        """Publish this worker's gradients; does not wait.
-
-        Args:
-            gradients: by parameter; None for no gradient.
-            anything: further arguments of `Client.push`, not used.
-        """
+    def push(
+        self, gradients: Sequence[Tensor | None], push: Push = WHOLE, *, clips: Sequence[Clip] = (),
+        answered: bool = False,
+    ) -> bool:  # fmt: skip
+        """Publish this worker's gradients, without waiting; workers without servers need no description of them."""
         begun = time.perf_counter()
         empty = all(gradient is None for gradient in gradients)
         filled = self._filled[self._rank] = None if empty else self._buffers.post_gradients(gradients)
         with detects_dead_workers():
             self._group.send_all(filled)
-        self.pushed_s += time.perf_counter() - begun
+        self.statistics.pushed_s += time.perf_counter() - begun
+        return True
 
     def await_pushes(self) -> list[Filled | None]:
         """Wait for the pushes of all workers, by rank; None for a worker without gradients."""
         begun = time.perf_counter()
         with detects_dead_workers():
             filled = {**self._group.recv_all(), self._rank: self._filled[self._rank]}
-        self.waited_s += time.perf_counter() - begun
+        self.statistics.waited_s += time.perf_counter() - begun
         return [filled[rank] for rank in range(self._size)]
 
     def gather(self, value: float) -> list[float]:
@@ -116,14 +111,9 @@ class SharedMemorySum:
         """Wait for all workers."""
         begun = time.perf_counter()
         self.gather(0.0)
-        self.waited_s += time.perf_counter() - begun
+        self.statistics.waited_s += time.perf_counter() - begun
 
     def pull_sums(self, version: int) -> None:
-        """Sum the gradients of all workers into `parameter.grad`; None for parameters without any gradient.
-
-        Args:
-            version: not used.
-        """
         begun = time.perf_counter()
         with detects_dead_workers():
             self._filled |= self._group.recv_all()
@@ -133,7 +123,7 @@ class SharedMemorySum:
             rows = self._rows()
             self._group.send_all(None)
             self._group.recv_all()
-        self.waited_s += time.perf_counter() - begun
+        self.statistics.waited_s += time.perf_counter() - begun
         missing = [filled.missing for filled in self._filled.values() if filled is not None]
         all_pieces = frozenset(range(len(self.shard.pieces)))
         absent = frozenset.intersection(*missing) if missing else all_pieces
@@ -147,23 +137,14 @@ class SharedMemorySum:
             parts.append({n: self.shard.rows_in(self.slots[rank], n, count) for n, count in rows.items()})
         return {self.shard.rows[n].parameter: (ids.long(), values) for n, (ids, values) in merge_rows(parts).items()}
 
-    def counts(self) -> list[Counts]:
-        """Return an empty list: there are no servers."""
-        return []
-
     @property
     def traffic(self) -> tuple[int, int]:
         """Return the bytes of gradients that this worker has published, as both sent and received bytes."""
         return self._slot.posted, self._slot.posted
 
     def close(self, *, done: bool = True) -> None:
-        """Leave the group.
-
-        Args:
-            done: not used.
-        """
-        if self.weights is not None:
-            self.weights.close()
+        if self.memory is not None:
+            self.memory.close()
         self._group.close()
 
 

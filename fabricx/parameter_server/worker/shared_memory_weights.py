@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, cast, final
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.distributed.world import World
 from fabricx.parameter_server.gradients import add_up
-from fabricx.parameter_server.optimizer_parts import (
-    Hyperparameters,
-    OptimizerSnapshot,
-    ServerOptimizers,
-    load_from_servers,
-    pack,
-    sliced,
-)
+from fabricx.parameter_server.optimizer_parts import Hyperparameters, ServerOptimizers, pack, sliced
 from fabricx.parameter_server.wire.messages import Settings
 from fabricx.parameter_server.wire.partition import Shard, divide
 from fabricx.parameter_server.wire.shm_group import RemappableBuffer
-from fabricx.parameter_server.worker.client import Client
-from fabricx.parameter_server.worker.protocol import Lockstep
+from fabricx.parameter_server.worker.lockstep import Lockstep
+from fabricx.parameter_server.worker.pull_timing import PullTiming
 from fabricx.parameter_server.worker.shared_memory_sum import SharedMemorySum, detects_dead_workers
 
 Span = tuple[int, int]
 
 
 @final
-class SharedWeights(Lockstep):
+class SharedWeights(Lockstep[SharedMemorySum]):
     """Protocol for weights in memory that all workers share while they train.
 
     A worker has the optimizer state of its own part only (ZeRO stage 1: Rajbhandari et al., SC 2020). When all workers
@@ -52,16 +45,15 @@ class SharedWeights(Lockstep):
         self._stepping: list[Optimizer] = []
         self._summed = False
 
-    @property
-    def _exchange(self) -> SharedMemorySum:
-        return cast(SharedMemorySum, self._client)
-
-    def begin(self, world: World, client: Client, parameters: list[Tensor], optimizers: list[Optimizer]) -> None:
-        if len({(parameter.dtype, parameter.device.type) for parameter in parameters} | {(client.dtype, "cpu")}) > 1:
+    def begin(
+        self, world: World, exchange: SharedMemorySum, parameters: list[Tensor], optimizers: list[Optimizer],
+        timing: PullTiming,
+    ) -> None:  # fmt: skip
+        if len({(parameter.dtype, parameter.device.type) for parameter in parameters} | {(exchange.dtype, "cpu")}) > 1:
             raise ValueError(
                 "servers=0 with optimizer='server' keeps weights in main memory, all of one dtype: set servers=1"
             )
-        super().begin(world, client, parameters, optimizers)
+        super().begin(world, exchange, parameters, optimizers, timing)
         self._private = [parameter.data for parameter in parameters]
         for parameter, (start, stop) in zip(parameters, _spans(parameters), strict=True):
             view = self._memory.vector[start:stop].view(parameter.shape)
@@ -70,13 +62,13 @@ class SharedWeights(Lockstep):
 
     @property
     def _memory(self) -> RemappableBuffer:
-        assert self._exchange.weights is not None
-        return self._exchange.weights
+        assert self.exchange.memory is not None
+        return self.exchange.memory
 
-    def starts(self, step: int) -> None:
+    def starts(self, step: int, ranks: int, module: nn.Module | None) -> None:
         self._shard = self._divided(self.world.size)[self.world.rank]
-        offsets = [start for start, _ in _spans(self._parameters)]
-        packed, self._pieces = sliced(self._optimizers, self._parameters, self._shard)
+        offsets = [start for start, _ in _spans(self.parameters)]
+        packed, self._pieces = sliced(self.optimizers.optimizers, self.parameters, self._shard)
         self._stepping = packed.unpack(self._pieces)
         self._hyperparameters = Hyperparameters(self._stepping, packed.pushed)
         self._spans = [
@@ -85,14 +77,14 @@ class SharedWeights(Lockstep):
         ]
         for piece, (start, stop) in zip(self._pieces, self._spans, strict=True):
             piece.data = self._memory.vector[start:stop].view(piece.shape)
-        self.forget_moments()
+        self.optimizers.forget_moments()
         self._summed = False
 
     def _divided(self, workers: int) -> list[Shard]:
-        return divide([parameter.shape for parameter in self._parameters], workers, whole=self._whole)
+        return divide([parameter.shape for parameter in self.parameters], workers, whole=self._whole)
 
     def end(self) -> None:
-        for parameter, private in zip(self._parameters, self._private, strict=True):
+        for parameter, private in zip(self.parameters, self._private, strict=True):
             private.copy_(parameter.data)
             parameter.data = private
         self._private, self._pieces = [], []
@@ -111,17 +103,17 @@ class SharedWeights(Lockstep):
 
     def complete(self) -> bool:
         self.before_step()  # for a worker without a sample, which has not called it
-        self._exchange.meet()
+        self.exchange.meet()
         return True
 
     def _sum(self) -> None:
         """Sum this worker's part of all final gradients, once per update."""
         if self._summed:
             return
-        self._exchange.push(self.gradients())
-        filled = self._exchange.await_pushes()
-        slots = self._exchange.slots
-        number_of = {piece.parameter: number for number, piece in enumerate(self._exchange.shard.pieces)}
+        self.exchange.push(self.gradients.all())
+        filled = self.exchange.await_pushes()
+        slots = self.exchange.slots
+        number_of = {piece.parameter: number for number, piece in enumerate(self.exchange.shard.pieces)}
         for piece, part, (start, stop) in zip(self._pieces, self._shard.pieces, self._spans, strict=True):
             number = number_of[part.parameter]
             full = [slot[start:stop] for slot, push in zip(slots, filled, strict=True)
@@ -134,7 +126,7 @@ class SharedWeights(Lockstep):
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         gradients = self._gradients_of(parameters)
-        squares = self._exchange.gather(sum(float(gradient.square().sum()) for gradient in gradients))
+        squares = self.exchange.gather(sum(float(gradient.square().sum()) for gradient in gradients))
         norm = sum(squares) ** 0.5
         if gradients and norm + 1e-6 > max_norm:  # same epsilon as torch's clip_grad_norm_
             torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
@@ -146,12 +138,12 @@ class SharedWeights(Lockstep):
         return True
 
     def _gradients_of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        clipped = self.check_dense(parameters)
+        clipped = self.gradients.check_dense(parameters)
         self._sum()
         wanted = {id(parameter) for parameter in clipped}
         return [
             piece.grad for piece, part in zip(self._pieces, self._shard.pieces, strict=True)
-            if piece.grad is not None and id(self._parameters[part.parameter]) in wanted
+            if piece.grad is not None and id(self.parameters[part.parameter]) in wanted
         ]  # fmt: skip
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
@@ -161,26 +153,21 @@ class SharedWeights(Lockstep):
         self._sum()
         self._summed = False
         self.drop_partial_gradients()
-        self._hyperparameters.apply(self.groups())
+        self._hyperparameters.apply(self.optimizers.groups())
         for stepping in self._stepping:
             stepping.step()
-        self._exchange.meet()
+        self.exchange.meet()
         return step
 
-    @contextmanager
-    def whole_states(self, optimizers: list[Optimizer]) -> Iterator[None]:
-        remembered = OptimizerSnapshot(optimizers)
-        self.load_local_state(self.world.gather_objects(self.local_state()))
-        yield
-        self.forget_moments()
-        remembered.restore()
+    def whole_states(self) -> AbstractContextManager[Any]:
+        return self.optimizers.holding(self.world.gather_objects(self.local_state()))
 
     def local_state(self) -> ServerOptimizers:
         packed = pack(self._stepping, self._pieces, pushed=self._hyperparameters.pushed)
         return ServerOptimizers(self._shard, packed)
 
     def load_local_state(self, states: Sequence[Any]) -> None:
-        load_from_servers(self._optimizers, self._parameters, states)
+        self.optimizers.load(states)
 
 
 def _spans(parameters: Iterable[Tensor]) -> list[Span]:

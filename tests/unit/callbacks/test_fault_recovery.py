@@ -22,6 +22,7 @@ from fabricx.parameter_server.server.leases import LeaseSet
 from fabricx.parameter_server.server.server import Server
 from fabricx.parameter_server.wire.messages import Ask, Open, Push
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
+from fabricx.parameter_server.worker.dealer import LeaseDealer
 from fabricx.session.fault_tolerance import FaultTolerance
 from fabricx.session.status import BatchStatus
 from fabricx.strategies import DDP, LocalSGD
@@ -140,8 +141,10 @@ def test_the_last_line_counts_what_each_server_has_used(second: tuple[int, ...])
     for lease in second:
         servers[1].state.ledger._received = LeaseSet()  # disables the detection of repeated gradients
         servers[1].handle(0, Push(0, 1, (lease,), True), empty, empty)
-    apart = Asynchronous(begun.settings)
-    apart._client = SimpleNamespace(counts=lambda: [server.counts for server in servers])  # type: ignore[assignment]
+    protocol = Asynchronous(begun.settings)
+    remote = SimpleNamespace(counts=lambda: [server.counts for server in servers])
+    protocol._exchange = SimpleNamespace(remote=remote)  # type: ignore[assignment]
+    apart = LeaseDealer(protocol)
     said = account(dealer=apart)
     lost, repeated = 3 - len(set(second)), len(second) - len(set(second))
     assert apart.lost_and_repeated() == (lost, repeated, 0)

@@ -54,7 +54,7 @@ def test_values_of_another_type_in_a_configuration_are_refused(preset: Any, opti
 
 
 def test_low_rank_factors_need_workers_that_step() -> None:
-    assert ParameterServer(compression="powersgd")._rank == 2
+    assert ParameterServer(compression="powersgd")._design.rank == 2
     for options in ({"mode": "async"}, {"backup_workers": 1}, {"optimizer": "server"}):
         with pytest.raises(ValueError, match="needs all workers in each update"):
             ParameterServer(compression="powersgd", **options)  # type: ignore[arg-type]

@@ -12,22 +12,24 @@ from torch import nn
 from fabricx.parameter_server.optimizer_parts import groups_of
 from fabricx.parameter_server.wire.messages import Counts, Settings
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
+from fabricx.parameter_server.worker.dealer import LeaseDealer
+from fabricx.parameter_server.worker.pull_timing import NoPulls
 
 
-def worker(rate: float) -> tuple[Asynchronous, torch.optim.Optimizer]:
+def worker(rate: float) -> tuple[Asynchronous, LeaseDealer, torch.optim.Optimizer]:
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))]
     groups: list[Any] = [{"params": [parameters[0]]}, {"params": [parameters[1]], "lr": 7.0}]
     optimizer = torch.optim.SGD(groups, lr=rate)
     pace = Asynchronous(Settings(2))
-    client: Any = SimpleNamespace(counts=lambda: [Counts(), Counts(conflicts=1)])
-    pace.begin(SimpleNamespace(size=2), client, parameters, [optimizer])  # type: ignore[arg-type]
-    return pace, optimizer
+    client: Any = SimpleNamespace(remote=SimpleNamespace(counts=lambda: [Counts(), Counts(conflicts=1)]))
+    pace.begin(SimpleNamespace(size=2), client, parameters, [optimizer], NoPulls())  # type: ignore[arg-type]
+    return pace, LeaseDealer(pace), optimizer
 
 
 def test_hyperparameters_are_those_of_the_newest_update() -> None:
-    (behind, own), (_, ahead) = worker(0.1), worker(0.2)
+    (protocol, behind, own), (_, _, ahead) = worker(0.1), worker(0.2)
     told = [(4, groups_of([own])), (5, groups_of([ahead])), (-1, groups_of([own]))]
-    behind.world.gather_objects = lambda value: told  # type: ignore[method-assign]
+    protocol.world.gather_objects = lambda value: told  # type: ignore[method-assign]
     behind.join_hyperparameters()
     assert [group["lr"] for group in own.param_groups] == [0.2, 7.0]
     assert [len(group["params"]) for group in own.param_groups] == [1, 1]

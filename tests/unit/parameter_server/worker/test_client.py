@@ -14,11 +14,16 @@ from torch import nn
 from fabricx.distributed.codecs import make_codec
 from fabricx.distributed.world import World
 from fabricx.errors import ServerLost
+from fabricx.parameter_server.connection import Connection
 from fabricx.parameter_server.wire.channel import NETWORK, READY, Handshake, meet_over_gloo
 from fabricx.parameter_server.wire.messages import Pushed, Settings
-from fabricx.parameter_server.worker import client as client_module
+from fabricx.parameter_server.wire.partition import Shard
+from fabricx.parameter_server.worker import server_locator
 from fabricx.parameter_server.worker.buffers import ExchangeBuffers
 from fabricx.parameter_server.worker.client import Client
+from fabricx.parameter_server.worker.lockstep import WorkerStep
+from fabricx.parameter_server.worker.pull_timing import NoPulls
+from fabricx.parameter_server.worker.servers import Servers, VectorOptions
 from fabricx.strategies import ParameterServer
 
 SIZE = 8
@@ -44,13 +49,14 @@ class Refuses:
 def client_of(monkeypatch: pytest.MonkeyPatch, servers: int) -> Client:
     """Return a client with one parameter; the first server refuses all gradients."""
 
-    def meet(self: Client, number: int) -> ExchangeBuffers[Any]:
+    def meet(self: Servers, number: int, shard: Shard) -> ExchangeBuffers[Any]:
         link = Refuses(used=number > 0)
-        return ExchangeBuffers(link, self._shards[number], self._parameters, make_codec("topk", keep=0.2), views=False)
+        return ExchangeBuffers(link, shard, self.parameters, make_codec("topk", keep=0.2), views=False)
 
-    monkeypatch.setattr(Client, "_connect", meet)
+    monkeypatch.setattr(Servers, "_connect", meet)
     store: Any = None
-    return Client(store, "run", bytes(32), 0, [nn.Parameter(torch.zeros(SIZE))], servers, compression="topk")
+    options = VectorOptions(compression="topk", keep=0.2)
+    return Client(store, "run", bytes(32), 0, [nn.Parameter(torch.zeros(SIZE))], servers, options)
 
 
 @pytest.fixture
@@ -82,8 +88,8 @@ def test_where_a_link_may_be_cut_each_server_says_whether_it_uses_the_gradient(m
 @pytest.mark.parametrize("own", [True, False])
 def test_servers_go_on_with_what_workers_have_kept_only_for_as_many_workers(client: Client, own: bool) -> None:
     strategy, module = ParameterServer(compression="topk"), nn.Linear(1, 1)
-    strategy._client, strategy._protocol = client, strategy._lockstep_protocol(None, False)
-    strategy._protocol.begin(World(), client, [], [])
+    strategy._use(Connection(WorkerStep(strategy._settings, several=False, low_rank=None), client))
+    strategy._protocol.begin(World(), client, [], [], NoPulls())
     state = {**state_of(module), "own": None, "kept": [torch.ones(SIZE)], "lost": ()}
     strategy.load_local_states([state], module, [], own=own)
     assert bool(client.kept[0].any()) == own
@@ -135,6 +141,6 @@ def test_a_worker_meets_the_server_that_replaces_one_that_died_before_the_meetin
 
 
 def test_a_server_that_never_meets_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "RESTART_S", 0.1)
+    monkeypatch.setattr(server_locator, "RESTART_S", 0.1)
     with pytest.raises(ServerLost, match="server 0"):
         connected(published(0))

@@ -1,0 +1,211 @@
+"""Connects a worker: chooses the exchange and the protocol for the options of a strategy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabricx.distributed.generations import membership
+from fabricx.distributed.world import World
+from fabricx.parameter_server.divisible import needs_whole_tensors
+from fabricx.parameter_server.options import ServerOptions
+from fabricx.parameter_server.sparse_embeddings import before_lookups, check_servers_can_step, sparse_embeddings
+from fabricx.parameter_server.wire.messages import Settings
+from fabricx.parameter_server.wire.powersgd import LowRank
+from fabricx.parameter_server.worker.asynchronous import Asynchronous
+from fabricx.parameter_server.worker.client import Client
+from fabricx.parameter_server.worker.exchange import Exchange, NoExchange
+from fabricx.parameter_server.worker.lockstep import ServerStep, WorkerStep
+from fabricx.parameter_server.worker.protocol import NoProtocol, WorkerProtocol
+from fabricx.parameter_server.worker.pull_timing import BeforeStep, DuringForward, NoPulls, PullTiming
+from fabricx.parameter_server.worker.servers import VectorOptions
+from fabricx.parameter_server.worker.shared_memory_sum import SharedMemorySum
+from fabricx.parameter_server.worker.shared_memory_weights import SharedWeights
+
+
+@dataclass(frozen=True)
+class Design:
+    """Who steps, and when; the result of a strategy's options.
+
+    Attributes:
+        settings: behaviour of the servers.
+        asynchronous: protocol of workers at their own pace; None for workers in lockstep.
+        servers_step: servers step the user's optimizers; otherwise they sum, and workers step.
+        rank: of the low-rank factors in place of gradients (PowerSGD), if workers step; None for none.
+    """
+
+    settings: Settings
+    asynchronous: Asynchronous | None
+    servers_step: bool
+    rank: int | None = None
+
+    @property
+    def compresses(self) -> bool:
+        """Return whether gradients or weights are compressed."""
+        return self.settings.compresses or self.rank is not None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a worker trains.
+
+    Attributes:
+        module: of the user.
+        parameters: of all optimizers, by number.
+        optimizers: of the user.
+        several_backwards: a step may call `backward` several times, each for different parameters.
+    """
+
+    module: nn.Module | None
+    parameters: list[Tensor]
+    optimizers: list[Optimizer]
+    several_backwards: bool
+
+
+@final
+@dataclass
+class Connection:
+    """A worker's part in the exchange of a generation of workers; by default of no exchange.
+
+    Attributes:
+        protocol: when this worker pushes and pulls.
+        exchange: with the other workers.
+        parameters: whose gradients are exchanged.
+        undo: functions that remove hooks.
+    """
+
+    protocol: WorkerProtocol[Any] = field(default_factory=NoProtocol)
+    exchange: Exchange = field(default_factory=NoExchange)
+    parameters: list[Tensor] = field(default_factory=list)
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def close(self, *, done: bool) -> None:
+        """Leave the exchange.
+
+        Args:
+            done: this worker has finished.
+        """
+        for undo in self.undo:
+            undo()
+        self.protocol.end()
+        self.exchange.close(done=done)
+        for parameter in self.parameters:
+            parameter.grad = None  # it may be a view of memory that processes share
+
+
+def connect(options: ServerOptions, design: Design, world: World, trained: Trained) -> Connection:
+    """Connect a worker to the servers, or to the other workers.
+
+    Args:
+        options: of the strategy.
+        design: of the strategy.
+        world: the ranks.
+        trained: parameters and optimizers.
+
+    Raises:
+        ValueError: options do not support the module or its optimizers.
+    """
+    parameters, optimizers = trained.parameters, trained.optimizers
+    tables = sparse_embeddings(trained.module, parameters) if design.settings.outer is None else {}
+    numbers = frozenset(tables.values())
+    _check_tables(design, tables)
+    whole = options.shard_by == "tensor"
+    if design.servers_step:
+        check_servers_can_step(optimizers, [parameters[number] for number in numbers])
+        parts = options.servers or world.size
+        whole = needs_whole_tensors(optimizers, parameters, parts, options.shard_by, numbers)
+    # In lockstep, a worker that waits for a server must be interrupted when another worker dies.
+    with membership().opening() if design.asynchronous is None else contextlib.nullcontext():
+        if not options.servers:
+            return _join_workers(design, world, trained, numbers, whole=whole)
+        client, low_rank = _join_servers(options, design, world, trained, numbers, whole=whole)
+    connection = _choose_protocol(options, design, world, trained, client, low_rank)
+    if design.servers_step:
+        protocol = connection.protocol
+        connection.undo += before_lookups(tables, lambda: protocol.computing, client.weights.pull_rows)
+    return connection
+
+
+def _check_tables(design: Design, tables: dict[nn.Module, int]) -> None:
+    for option, value in (("compensation", design.settings.compensation), ("compression='powersgd'", design.rank)):
+        if tables and value is not None:
+            raise ValueError(f"{option} does not support sparse gradients: set sparse=False, or remove {option}")
+
+
+def _join_workers(
+    design: Design, world: World, trained: Trained, tables: frozenset[int], *, whole: bool
+) -> Connection:  # fmt: skip
+    """Connect to the other workers of this machine, which share memory."""
+    parameters = trained.parameters
+    if design.servers_step and tables:
+        raise ValueError("servers=0 with optimizer='server' does not support sparse gradients: set servers=1")
+    exchange = SharedMemorySum(
+        world, world.key("exchange"), parameters, views=not trained.several_backwards, tables=tables,
+        memory=design.servers_step,
+    )  # fmt: skip
+    protocol: SharedWeights | WorkerStep
+    if design.servers_step:
+        protocol = SharedWeights(design.settings, whole=whole)
+    else:
+        protocol = WorkerStep(design.settings, several=trained.several_backwards, low_rank=None)
+    protocol.begin(world, exchange, parameters, trained.optimizers, NoPulls())
+    return Connection(protocol, exchange, parameters, [exchange.register_grad_hooks()])
+
+
+def _join_servers(
+    options: ServerOptions, design: Design, world: World, trained: Trained, tables: frozenset[int], *, whole: bool
+) -> tuple[Client, LowRank | None]:
+    """Connect to the servers."""
+    if world.store is None:
+        raise ValueError(f"{type(options).__name__} needs servers, which are started with the workers")
+    settings = design.settings
+    low_rank = None if design.rank is None else LowRank(trained.parameters, design.rank)
+    vectors = VectorOptions(
+        whole=whole,
+        sums=design.asynchronous is None and not design.servers_step,
+        views=not trained.several_backwards and settings.outer is None and low_rank is None,
+        tables=tables,
+        compression=settings.compression, back=settings.pull_compression, keep=settings.keep,
+    )  # fmt: skip
+    client = Client(
+        world.store, world.key("exchange"), world.secret, world.rank,
+        trained.parameters if low_rank is None else low_rank.carriers, options.servers, vectors,
+        over_gloo=options.link == "gloo",
+        generation=world.generation if design.asynchronous is None else None,
+    )  # fmt: skip
+    return client, low_rank
+
+
+def _choose_protocol(
+    options: ServerOptions, design: Design, world: World, trained: Trained, client: Client, low_rank: LowRank | None
+) -> Connection:
+    """Begin the protocol of a worker with servers."""
+    parameters, module = trained.parameters, trained.module
+    timing: PullTiming = BeforeStep(client.weights, parameters)
+    if options.overlap == "forward" and module is not None:
+        timing = DuringForward(client.weights, parameters, module)
+    protocol: Asynchronous | ServerStep | WorkerStep
+    if design.asynchronous is not None:
+        protocol = design.asynchronous
+    elif design.servers_step:
+        protocol = ServerStep(design.settings)
+    else:
+        protocol = WorkerStep(design.settings, several=trained.several_backwards, low_rank=low_rank)
+    protocol.begin(world, client, parameters, trained.optimizers, timing)
+    hooks = [client.register_grad_hooks()] if design.settings.outer is None else []
+    return Connection(protocol, client, parameters, hooks)
+
+
+def parameters_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """Return the distinct parameters of optimizers, in their order.
+
+    Args:
+        optimizers: of the user.
+    """
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    return list({id(parameter): parameter for parameter in parameters}.values())

@@ -1,0 +1,53 @@
+"""The lease that a worker trains, and metric sums that are sent with its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fabricx.distributed.metric_sums import merge_sums
+from fabricx.parameter_server.wire.messages import Granted
+
+
+class LeaseState:
+    """State of a worker that trains leases of the data.
+
+    Attributes:
+        lease: lease that is being trained.
+        section: number of the newest section.
+        planned: number of workers at the begin of the run.
+        scheduled: number of updates that step schedulers have followed.
+        workers: worker numbers on the servers, by rank.
+        dropped: the newest gradient was late, and its data will be leased again.
+        keeps_state: batches change buffers or metric objects of the module on this worker.
+    """
+
+    def __init__(self) -> None:
+        self.lease: Granted | None = None
+        self.section = -1
+        self.planned = self.scheduled = 0
+        self.workers: tuple[int, ...] = ()
+        self.dropped = False
+        self.keeps_state = False
+        self._take_logged: Callable[[], dict[str, Any]] = dict
+        self._logged_after: dict[str, Any] = {}  # metric sums that hooks have logged since the newest push
+
+    def log_with(self, take_logged: Callable[[], dict[str, Any]], *, new_update: bool) -> None:
+        """Use a source of metric sums for the present lease.
+
+        Args:
+            take_logged: returns the metric sums since its previous call.
+            new_update: earlier sums do not belong to the lease's update: hooks have logged them after the newest push.
+        """
+        self._take_logged = take_logged
+        if new_update:
+            self._logged_after = merge_sums(self._logged_after, take_logged())
+
+    def logged_sums(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the metric sums for the next push; see `Push`."""
+        after, self._logged_after = self._logged_after, {}
+        return self._take_logged(), after
+
+    def end(self) -> None:
+        """Release the source of metric sums."""
+        self._take_logged, self._logged_after = dict, {}

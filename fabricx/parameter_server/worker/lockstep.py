@@ -1,0 +1,199 @@
+"""Synchronous protocols: each update uses the gradient of a global batch, and workers step in lockstep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabricx.parameter_server.wire.messages import Push, Settings
+from fabricx.parameter_server.wire.powersgd import LowRank
+from fabricx.parameter_server.worker.client import Client
+from fabricx.parameter_server.worker.exchange import Exchange
+from fabricx.parameter_server.worker.protocol import E, WorkerProtocol
+
+
+class Lockstep(WorkerProtocol[E]):
+    """Synchronous protocol.
+
+    Args:
+        settings: of the exchange.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._clock = 0  # number of updates so far
+
+    def starts(self, step: int, ranks: int, module: nn.Module | None) -> None:
+        super().starts(step, ranks, module)
+        self._clock = step
+
+    @property
+    def pushes_parts(self) -> bool:
+        return self.servers_step and self.world.size > 1
+
+    def _push_part(self, gradients: Sequence[Tensor | None], *, hold: bool) -> None:
+        """Push this worker's part of the update's gradient; with `hold`, the update waits for `Apply`."""
+        self.exchange.push(
+            gradients, Push(self._clock, self.world.size, (self.world.rank,), groups=self.groups(), hold=hold)
+        )
+
+
+@final
+class WorkerStep(Lockstep[Exchange]):
+    """Gradients are summed by the exchange, and each worker steps with the sum.
+
+    Args:
+        settings: of the exchange.
+        several: a window has several backwards, which reach different parameters (manual optimization).
+        low_rank: compression by low-rank factors; None for none.
+    """
+
+    servers_step = False
+
+    def __init__(self, settings: Settings, *, several: bool, low_rank: LowRank | None) -> None:
+        super().__init__(settings)
+        self._several = several
+        self._low_rank = low_rank
+
+    def backward(self, compute: Callable[[], None], *, closing: bool) -> None:
+        earlier = self._set_aside() if self._several else []
+        super().backward(compute, closing=closing)
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def _set_aside(self) -> list[tuple[Tensor, Tensor]]:
+        """Remove gradients that are sums over ranks already, so that the next backward's gradients are separate."""
+        earlier = [(parameter, parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        self.gradients.clear()
+        return earlier
+
+    def complete(self) -> bool:
+        if self._low_rank is None:
+            self._sum()
+        else:
+            self._low_rank.join(self._sum)
+        return True
+
+    def _sum(self) -> None:
+        """Replace the gradients that are exchanged by their sums over all workers."""
+        carriers = None if self._low_rank is None else self._low_rank.carriers
+        self._push_part(self.gradients.all() if carriers is None else [c.grad for c in carriers], hold=False)
+        self._clock += 1
+        self.exchange.pull_sums(self._clock)
+
+    def kept(self) -> Any:
+        return super().kept() if self._low_rank is None else self._low_rank.state()
+
+    def keep(self, kept: Any) -> None:
+        if self._low_rank is None:
+            super().keep(kept)
+        else:
+            self._low_rank.load(kept)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        return optimizer.step(closure) if closure is not None else optimizer.step()
+
+    def updated(self, step: int) -> int:
+        return step
+
+
+@final
+class ServerStep(Lockstep[Client]):
+    """Servers hold the sum until all workers have sent their clipping, and then step.
+
+    Args:
+        settings: of the servers.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._scales: list[tuple[list[Tensor], float]] = []
+        self._limits: list[tuple[list[Tensor], float]] = []
+        self._pushed = False
+        self._joined = False  # complete weights were pulled since the newest update
+        self._whole: list[Tensor] | None = None  # complete weights of the servers, if this worker's may lack updates
+        self._received: list[Tensor | None] = []  # weights by server to which compressed differences refer
+
+    def complete(self) -> bool:
+        self.world.barrier()  # whether there is an update is known when all workers have reached this point
+        return True
+
+    def _push(self) -> None:
+        """Push this worker's final gradient, once per update."""
+        if not self._pushed:
+            self._push_part(self.gradients.all(), hold=True)
+        self._pushed = True
+
+    def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+        clipped = self._check_once(parameters)
+        self._push()
+        norm = self.exchange.norm(self._clock, clipped)
+        self._scales.append((clipped, min(1.0, max_norm / (norm + 1e-6))))  # same epsilon as torch's clip_grad_norm_
+        return torch.tensor(norm)
+
+    def clip_value(self, parameters: Iterable[Tensor], limit: float) -> bool:
+        self._limits.append((self._check_once(parameters), limit))
+        return True
+
+    def _check_once(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        clipped = self.gradients.check_dense(parameters)
+        before = {id(parameter) for earlier, _ in (*self._scales, *self._limits) for parameter in earlier}
+        if any(id(parameter) in before for parameter in clipped):
+            raise ValueError("a gradient is clipped twice in an update, and servers clip once: use optimizer=worker")
+        return clipped
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        return None
+
+    def updated(self, step: int) -> int:
+        # The module's optimizer_step may have changed learning rates after the gradient was pushed for its norm.
+        groups = self.groups() if self._pushed else None
+        self._push()
+        self.drop_partial_gradients()
+        self.exchange.apply(self._clock, self._scales, self._limits, groups)
+        self._scales, self._limits, self._pushed, self._joined = [], [], False, False
+        self._clock += 1
+        self.timing.pull(self._clock, lambda reply: None)
+        return step
+
+    def meet(self) -> None:
+        self.timing.settle()
+        weights = self.exchange.weights
+        if weights.partial and not self._joined:  # a callback may have replaced the module's weights meanwhile
+            weights.pull(self.parameters)
+        self._joined = True
+
+    def whole_states(self) -> AbstractContextManager[Any]:
+        return self.optimizers.holding(self.exchange.remote.optimizers())
+
+    def local_state(self) -> Any:
+        self.timing.settle()
+        weights, remote = self.exchange.weights, self.exchange.remote
+        received = weights.received_weights()
+        if not self.world.main_rank:
+            return None, None, received
+        return remote.optimizers(), remote.weights() if weights.partial else None, received
+
+    def starts(self, step: int, ranks: int, module: nn.Module | None) -> None:
+        whole, received = self._whole, self._received
+        self._whole, self._received, self._joined = None, [], False
+        differ = any(weights is not None for weights in received)
+        local = [parameter.detach().clone() for parameter in self.parameters] if differ else []
+        for parameter, weights in zip(self.parameters, whole or (), strict=False):
+            parameter.detach().copy_(weights)
+        super().starts(step, ranks, module)
+        for parameter, weights in zip(self.parameters, local, strict=False):
+            parameter.detach().copy_(weights)
+        if differ:
+            self.exchange.weights.forget_tables()
+        self.exchange.weights.set_received_weights(received)
+
+    def load_local_state(self, states: Sequence[Any]) -> None:
+        servers, self._whole, self._received = states[0]
+        if servers is not None:  # otherwise the main rank initialises the servers
+            self.optimizers.load(servers)

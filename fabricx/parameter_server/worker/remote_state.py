@@ -1,0 +1,87 @@
+"""State that is on servers: optimizers, weights and their averages, error feedback, statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NoReturn, final
+
+import torch
+from torch import Tensor
+
+from fabricx.core.averaging import AverageRule
+from fabricx.parameter_server.optimizer_parts import ServerOptimizers, flat_part, part_of
+from fabricx.parameter_server.wire.messages import Average, Counts, Tell
+from fabricx.parameter_server.wire.partition import Shard
+
+
+@final
+class RemoteState:
+    """Requests for state that is on servers.
+
+    Args:
+        parameters: of the model.
+        shards: part of the parameters of each server.
+        request: sends a message to a server, by its number, and returns the reply.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], shards: Sequence[Shard], request: Callable[[int, Any], Any]
+    ) -> None:  # fmt: skip
+        self._parameters, self._shards, self._request = parameters, shards, request
+
+    @staticmethod
+    def none() -> RemoteState:
+        """Return the state of no servers."""
+        return RemoteState([], [], _no_server)
+
+    def optimizers(self) -> list[ServerOptimizers]:
+        """Return the optimizers of each server."""
+        return self._tell("optimizers")
+
+    def velocity(self) -> list[Tensor]:
+        """Return the velocity of the servers' outer optimizer, by parameter, in its shape."""
+        return self._by_parameter(self._tell("velocity"))
+
+    def weights(self) -> list[Tensor]:
+        """Return the servers' weights, by parameter, in its shape, without effect on compressed differences."""
+        return self._by_parameter(self._tell("weights"))
+
+    def keep_average(self, rule: AverageRule, step: int, averages: Sequence[Tensor]) -> None:
+        """Start moving averages of the weights on all servers; returns when all have started.
+
+        Args:
+            rule: decay of the average.
+            step: weight updates of the run so far.
+            averages: present averages, by parameter, in its shape.
+        """
+        for number, shard in enumerate(self._shards):
+            self._request(number, Average(rule, step, flat_part(averages, shard).cpu()))
+
+    def averages(self) -> tuple[list[Tensor], int]:
+        """Return the moving averages by parameter, in its shape, and the number of updates of the average."""
+        replies: list[tuple[Tensor, int]] = self._tell("average")
+        return self._by_parameter([values for values, _ in replies]), replies[0][1]
+
+    def lost(self) -> list[Tensor | None]:
+        """Return the servers' error feedback of compressed sums, by server, flat."""
+        return self._tell("lost")
+
+    def counts(self) -> list[Counts]:
+        """Return the statistics of each server: updates, staleness, dropped gradients."""
+        return self._tell("counts")
+
+    def _tell(self, what: Literal["optimizers", "velocity", "weights", "average", "lost", "counts"]) -> list[Any]:
+        return [self._request(number, Tell(what)).content for number in range(len(self._shards))]
+
+    def _by_parameter(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the servers' vectors by parameter, in their dtype."""
+        whole = [torch.zeros(parameter.shape, dtype=vectors[0].dtype) for parameter in self._parameters]
+        for vector, shard in zip(vectors, self._shards, strict=True):
+            for part, (start, stop) in zip(shard.parts, shard.spans, strict=True):
+                target = part_of(whole[part.parameter], part)
+                target.copy_(vector[start:stop].view(target.shape))
+        return whole
+
+
+def _no_server(number: int, message: Any) -> NoReturn:
+    raise LookupError(f"there is no server {number}")

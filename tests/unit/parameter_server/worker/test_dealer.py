@@ -1,0 +1,106 @@
+"""Leases of a worker at its own pace: of gradients, and of rounds."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fabricx.parameter_server.wire.messages import Granted, Reply, Settings
+from fabricx.parameter_server.worker.asynchronous import Asynchronous
+from fabricx.parameter_server.worker.dealer import LeaseDealer
+
+
+class Requests:
+    """A server that grants so many leases."""
+
+    def __init__(self, leases: int) -> None:
+        self.leases, self.calls = leases, []  # type: int, list[Any]
+
+    def ask(self, section: int, *, wait: bool) -> Granted:
+        self.calls.append(("ask", wait))
+        self.leases -= 1
+        return Granted(None, over=True) if self.leases < 0 else Granted(self.leases)
+
+    def open(self, *arguments: Any) -> None:
+        self.calls.append(("open", *arguments))
+
+    def close_section(self, section: int) -> None:
+        self.calls.append(("close", section))
+
+    def take_turn(self) -> Reply:
+        self.calls.append("turn")
+        return Reply(version=9)
+
+
+class Rounds(Asynchronous):
+    """Has trained leases that were not pushed."""
+
+    trained = 0
+
+    @property
+    def unpushed(self) -> int:
+        return self.trained
+
+    def push_unpushed(self) -> None:
+        self.trained = 0
+
+
+def dealer(leases: int = 0, workers: int = 2, **settings: Any) -> tuple[LeaseDealer, Rounds, Requests]:
+    protocol, requests = Rounds(Settings(workers, **settings)), Requests(leases)
+    protocol.world = SimpleNamespace(size=workers)  # type: ignore[assignment]
+    protocol._exchange = SimpleNamespace(leases=requests)  # type: ignore[assignment]
+    return LeaseDealer(protocol), protocol, requests
+
+
+def test_dealer_and_protocol_have_the_same_lease() -> None:
+    leases, protocol, _ = dealer()
+    leases.lease = Granted(3)
+    assert protocol.leases.lease is leases.lease
+    assert leases.holds_leases
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_round_is_pushed_before_its_worker_waits_for_the_end_of_the_section(wait: bool) -> None:
+    leases, protocol, requests = dealer(leases=0)
+    protocol.trained = 2
+    assert not leases.begins_update
+    assert leases.ask(wait=wait).over
+    assert protocol.trained == (0 if wait else 2)
+    assert requests.calls == ([("ask", False), ("ask", True)] if wait else [("ask", False)])
+
+
+def test_a_round_goes_on_while_there_are_leases() -> None:
+    leases, protocol, requests = dealer(leases=1)
+    protocol.trained = 2
+    assert leases.ask(wait=True).lease == 0
+    assert (protocol.trained, requests.calls) == (2, [("ask", False)])
+
+
+@pytest.mark.parametrize(
+    ("ordered", "aggregate", "workers", "turns"),
+    [(True, False, 2, 1), (False, False, 2, 0), (True, True, 2, 0), (True, False, 1, 0)],
+)
+def test_a_turn_is_taken_where_the_number_of_the_update_depends_on_others(
+    ordered: bool, aggregate: bool, workers: int, turns: int
+) -> None:
+    leases, _, requests = dealer(workers=workers, aggregate=aggregate)
+    assert leases.take_turn(ordered=ordered) == (9 if turns else 0)
+    assert requests.calls.count("turn") == turns
+
+
+def test_a_section_begins_at_the_version_that_the_worker_knows() -> None:
+    leases, protocol, requests = dealer()
+    leases.workers, protocol.numbers.version, protocol.has_whole_weights = (0, 3), 5, True
+    leases.open(12)
+    leases.let_all_meet()
+    assert requests.calls == [("open", 0, 12, 5, (0, 3)), ("close", 0), ("close", 1)]
+    assert not protocol.has_whole_weights
+
+
+def test_a_worker_that_joins_takes_the_position_of_another() -> None:
+    (first, protocol, _), (second, other, _) = dealer(), dealer()
+    first.section, first.planned, protocol.settings.workers, first.scheduled = 2, 3, 4, 5
+    second.take_position(first.position())
+    assert (second.section, second.planned, other.settings.workers, second.scheduled) == (2, 3, 4, 5)

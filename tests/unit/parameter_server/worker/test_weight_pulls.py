@@ -1,0 +1,71 @@
+"""Pulls in the background: the reply is noted once, whichever call completes the pull."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fabricx.parameter_server.wire.messages import Pull, Reply
+from fabricx.parameter_server.wire.partition import Shard
+from fabricx.parameter_server.worker.buffers import ExchangeBuffers
+from fabricx.parameter_server.worker.exchange import ExchangeStatistics
+from fabricx.parameter_server.worker.servers import Servers, VectorOptions
+from fabricx.parameter_server.worker.weight_pulls import WeightPulls
+
+HEIGHT, WIDTH = 4, 2
+
+
+class Answers:
+    """A link to a server whose version grows with each pull."""
+
+    def __init__(self, room: int) -> None:
+        self.inbox, self.outbox = torch.ones(room), torch.zeros(room)
+        self.arrived: Callable[[int], None] | None = None
+        self.sent: list[Any] = []
+
+    def post(self, start: int, stop: int) -> None:
+        pass
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def recv(self) -> Reply:
+        return Reply(version=len(self.sent))
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Servers:
+    """Return a server with a table and a vector."""
+
+    def meet(self: Servers, number: int, shard: Shard) -> ExchangeBuffers[Any]:
+        return ExchangeBuffers(Answers(shard.room), shard, self.parameters, None, views=False)
+
+    monkeypatch.setattr(Servers, "_connect", meet)
+    locator: Any = None
+    parameters = [nn.Parameter(torch.zeros(HEIGHT, WIDTH)), nn.Parameter(torch.zeros(3))]
+    return Servers(locator, 0, None, parameters, 1, VectorOptions(tables=frozenset({0})))
+
+
+COMPLETIONS: dict[str, Callable[[Servers, WeightPulls], Any]] = {
+    "finish": lambda servers, pulls: pulls.finish(),
+    "rows": lambda servers, pulls: pulls.pull_rows({0: torch.tensor([1])}),
+    "another pull": lambda servers, pulls: pulls.pull(servers.parameters, to_train=True),
+    "a message": lambda servers, pulls: servers.notify(0, Pull()),
+}
+
+
+@pytest.mark.parametrize("how", COMPLETIONS)
+def test_the_reply_of_a_background_pull_is_noted_once(servers: Servers, how: str) -> None:
+    pulls, noted = WeightPulls(servers, ExchangeStatistics()), []
+    pulls.begin(0, lambda reply, late: noted.append((reply.version, late)))
+    pulls.await_parameters({0})
+    assert noted == []
+    COMPLETIONS[how](servers, pulls)
+    pulls.finish()
+    assert noted in ([(1, {1})], [(1, set())])  # rows are pulled when all other weights have been written
+    assert torch.equal(servers.parameters[1], torch.ones(3))
+    pulls.close()
