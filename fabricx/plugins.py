@@ -42,6 +42,7 @@ _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
     },
 }
 _SINGULAR: Final = {"strategies": "strategy", "callbacks": "callback", "loggers": "logger"}
+_KEYS: Final = {"strategies": "strategy", "callbacks": "+callbacks.mine", "loggers": "+logger.mine"}  # + adds an entry
 
 
 def names(kind: str) -> list[str]:
@@ -79,7 +80,7 @@ def find(kind: str, name: str) -> Any:
     raise LookupError(
         f"there is no {singular} called {name!r}.{did_you_mean(name, names(kind))}\n"
         f"  known: {', '.join(names(kind))}\n"
-        f"  your own: give its dotted path instead, e.g. {singular}._target_=my_project.{singular}.Mine"
+        f"  your own: give its dotted path instead, e.g. {_KEYS[kind]}._target_=my_project.{singular}.Mine"
     )
 
 

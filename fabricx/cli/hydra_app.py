@@ -260,6 +260,11 @@ def explain(error: Exception, name: str, folder: str | None, arguments: Sequence
     key = match.group(1).partition("@")[0]
     choices = [arg for arg in arguments if re.fullmatch(r"[\w/]+=[\w/]+", arg)]  # choices of groups determine the keys
     valid = _valid_keys(name, folder, choices) or _valid_keys(name, folder, [])
+    group = key.partition(".")[0]
+    if group in ("callbacks", "logger"):  # an entry of these groups is added under any name
+        valid = [valid_key for valid_key in valid if valid_key.startswith(f"{group}.")]
+        near = did_you_mean(key, valid)
+        return f"there is no key {key!r} to set.{near}\n  to add it, write +{key}=..."
     near = did_you_mean(key, [valid_key for valid_key in valid if not key.startswith(f"{valid_key}.")])
     if not near and "." in key:
         group = key.rpartition(".")[0]

@@ -88,6 +88,8 @@ def test_a_sweep_has_one_folder_for_each_job_whatever_the_number_of_ranks(own_fo
         (["fit", "strategy=async_sgd", "strategy.max_stalenes=3"], "Did you mean 'strategy.max_staleness'?"),
         (["fit", "stratgy=ddp"], "Did you mean 'strategy'?"),
         (["fit", "strategy=dpd"], "Did you mean 'ddp'?"),
+        (["fit", "logger.text._target_=mine.Text"], "to add it, write +logger.text._target_=..."),
+        (["fit", "+callbacks.early_stoping.monitor=val_loss"], "Did you mean 'early_stopping'?"),
         (["fit", "trainer.devices=0"], "devices=0"),
         (["fit", "trainer.default_root_dir=s3://a/b"], "callbacks.model_checkpoint.dirpath="),
         (["fit", "callbacks.model_checkpoint.dirpath=s3://a/b"], "Install s3fs"),

@@ -23,6 +23,19 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_all() -> None:
         plugins.build("strategies", "dpd")
 
 
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [
+        ("strategies", " strategy._target_=my_project.strategy.Mine"),
+        ("callbacks", r" \+callbacks.mine._target_=my_project.callback.Mine"),
+        ("loggers", r" \+logger.mine._target_=my_project.logger.Mine"),
+    ],
+)
+def test_the_way_to_ones_own_is_one_that_the_command_takes(kind: str, advice: str) -> None:
+    with pytest.raises(LookupError, match=f"your own: give its dotted path instead, e.g.{advice}$"):
+        plugins.find(kind, "mine")
+
+
 def test_an_unknown_option_is_answered_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"no option 'bucket_mb'\. Did you mean 'bucket_mib'"):
         plugins.build("strategies", "ddp", bucket_mb=1)
