@@ -305,6 +305,14 @@ def test_importing_fabricx_and_training_loads_neither_hydra_nor_tensorboard(tmp_
     assert python(program, cwd=tmp_path, path=ROOT).split() == []
 
 
+def test_the_table_of_packages_is_that_of_the_layers():
+    contract = next(c for c in PYPROJECT["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
+    layers = [sorted(layer.split(" | ")) for layer in contract["layers"] if layer != "__main__"]
+    table = (ROOT / "docs" / "design.md").read_text().partition("| layer | content |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)
+    assert [sorted(re.findall(r"`(\w+)`", row)) for row in rows] == layers
+
+
 # -- what README files say ----------------------------------------------------------------------------------------
 
 MARKDOWN = [
@@ -321,6 +329,17 @@ def test_files_that_a_readme_names_are_there(path):
     missing = [link for link in links if link and not (path.parent / link).exists()]
     missing += [name for name in named if not (ROOT / name).exists() and not (path.parent / name).exists()]
     assert missing == []
+
+
+def test_all_pages_name_the_same_files_to_read_first():
+    whole = (ROOT / "README.md").read_text()
+    [listed] = re.findall(r"## Read first\n\n(.*?)\n\n", whole, re.DOTALL)
+    first = re.findall(r"`fabricx/([\w/]+\.py)`", listed)
+    assert len(first) == 5
+    inner = (ROOT / "fabricx" / "README.md").read_text()
+    assert re.findall(r"`([\w/]+\.py)`", re.findall(r"read first: (.*?)\n\n", inner, re.DOTALL)[0]) == first
+    design = (ROOT / "docs" / "design.md").read_text()
+    assert re.findall(r"`fabricx/([\w/]+\.py)`", re.findall(r"Read first(.*?)\. Your", design, re.DOTALL)[0]) == first
 
 
 def test_targets_that_the_readme_names_are_in_the_makefile():
