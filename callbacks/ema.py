@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fabricx.core.averaging import AverageRule
 from fabricx.core.callback import Callback
+from fabricx.core.strategy_parts import HasServers, as_part
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -111,7 +112,7 @@ class EMA(Callback):
 
     def _check_buffers(self, trainer: TrainerProtocol, module: Module) -> None:
         """Refuse to average buffers under an asynchronous strategy, where no rank sees the buffers of every update."""
-        asynchronous = trainer.strategy.dealer is not None and trainer.world.size > 1
+        asynchronous = not trainer.strategy.traits.lockstep and trainer.world.size > 1
         if self.use_buffers and asynchronous and any(map(_averageable, module.buffers())):
             raise ValueError(
                 "EMA(use_buffers=True): under this strategy ranks train asynchronously with separate buffers, so that "
@@ -124,7 +125,7 @@ class EMA(Callback):
         devices = zip(self.averages.items(), self._tensors, strict=True)
         self.averages = {name: average.to(tensor.device) for (name, average), tensor in devices}
         self._step_seen, self._updates_before = trainer.global_step, self.updates
-        self._kept = trainer.strategy.keep_average(self._rule, self._step_seen, self.averages)
+        self._kept = as_part(trainer.strategy, HasServers).keep_average(self._rule, self._step_seen, self.averages)
 
     def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> None:
         self._update()  # under asynchronous strategies, a rank receives new weights before a batch
@@ -139,7 +140,7 @@ class EMA(Callback):
         trainer = self._trainer
         if trainer is None or self._live:
             return
-        before, step = self._step_seen, trainer.strategy.wait_for_weights(trainer.global_step)
+        before, step = self._step_seen, as_part(trainer.strategy, HasServers).wait_for_weights(trainer.global_step)
         if step <= before:  # in the middle of an accumulation window
             return
         self._step_seen = step
@@ -152,7 +153,7 @@ class EMA(Callback):
     def _fetch_from_servers(self) -> None:
         """Copy the servers' averages of the newest update to `averages`; all gradients must have been sent."""
         if self._kept and self._trainer is not None and not self._live:
-            averages, updates = self._trainer.strategy.read_average()
+            averages, updates = as_part(self._trainer.strategy, HasServers).read_average()
             for name, average in averages.items():
                 self.averages[name].copy_(average)
             self.updates = self._updates_before + updates if averages else self.updates

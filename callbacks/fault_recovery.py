@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricx.core.callback import Callback, RecoveryPolicy
+from fabricx.core.strategy_parts import DealsData, HasServers, HidesGradients, as_part
 from fabricx.errors import CopiesLost, ServerLost, did_you_mean, is_lost_connection
 
 if TYPE_CHECKING:
@@ -208,8 +209,8 @@ class FaultRecovery(Callback):
             self._next, self._estimated = state_dict["next"]
 
     def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
-        strategy = trainer.strategy
-        if self.bad_gradients == "skip" and strategy.hides_gradients and not strategy.traits.synchronous:
+        hidden = as_part(trainer.strategy, HidesGradients).hides_gradients
+        if self.bad_gradients == "skip" and hidden and not trainer.strategy.traits.synchronous:
             raise ValueError(
                 "FaultRecovery(bad_gradients='skip'): with this strategy no worker sees the whole gradient; "
                 "use bad_gradients='roll_back' or 'raise', or parameter_server with mode=sync"
@@ -232,7 +233,7 @@ class FaultRecovery(Callback):
             optimizers = trainer.optimizers
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
-        bad = trainer.strategy.nonfinite_gradients(parameters)
+        bad = as_part(trainer.strategy, HidesGradients).nonfinite_gradients(parameters)
         any_bad = torch.tensor([float(bool(bad))], device=trainer.world.device)
         if trainer.strategy.traits.synchronous:  # otherwise each rank's update is separate
             trainer.world.all_reduce(any_bad, "max")
@@ -247,7 +248,7 @@ class FaultRecovery(Callback):
                 "and the data of this step, or set bad_gradients='skip'"
             )
         trainer.session.metrics.loggers.event("bad gradient", "not finite: the update was skipped", trainer.global_step)
-        trainer.strategy.drop_gradients(parameters)
+        as_part(trainer.strategy, HidesGradients).drop_gradients(parameters)
 
     def on_train_batch_end(
         self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
@@ -268,8 +269,8 @@ class FaultRecovery(Callback):
         if trainer.failures:
             times = f"{len(trainer.failures)} time{'s' if len(trainer.failures) > 1 else ''}"
             text = f"recovered {times}{_account(trainer, module)}"
-            lost = trainer.strategy.lost_with_worker
-            if trainer.strategy.dealer is not None and trainer.session.fault_tolerance.metric_objects:
+            lost = as_part(trainer.strategy, HasServers).lost_with_worker
+            if not trainer.strategy.traits.lockstep and trainer.session.fault_tolerance.metric_objects:
                 lost = ["updates of torchmetrics objects in an epoch", *lost]
             if lost:
                 text += f"; possibly lost with the workers that died: {', '.join(lost)}"
@@ -330,10 +331,10 @@ class FaultRecovery(Callback):
 
 def _account(trainer: TrainerProtocol, module: Module) -> str:
     """Return lost and repeated samples and batches as the end of a sentence; "" if they are not counted."""
-    dealer, state, since = trainer.strategy.dealer, trainer.state, ""
+    lockstep, state, since = trainer.strategy.traits.lockstep, trainer.state, ""
     counts: list[tuple[int, str, str]] = [(state.left_out, "sample", "lost"), (state.again, "sample", "trained twice")]
-    if dealer is not None:
-        lost, repeated, begun = dealer.lost_and_repeated()
+    if not lockstep:
+        lost, repeated, begun = as_part(trainer.strategy, DealsData).dealer.lost_and_repeated()
         counts += [(lost, "batch", "lost"), (repeated, "batch", "trained twice")]
         since = f" since step {begun}" if begun else ""
     else:
@@ -344,7 +345,7 @@ def _account(trainer: TrainerProtocol, module: Module) -> str:
     ]
     if phrases:
         return f", {', '.join(phrases)}{since}: the weights are not those of a run without failures"
-    return f", 0 samples lost{since}" if dealer is not None or module.automatic_optimization else ""
+    return f", 0 samples lost{since}" if not lockstep or module.automatic_optimization else ""
 
 
 def _compare(trainer: TrainerProtocol, module: Module) -> None:

@@ -16,6 +16,7 @@ from torch.autograd import Variable
 
 from fabricx.callbacks.balancing_policy import Measurement, SharePolicy, share_batch
 from fabricx.core.callback import Callback
+from fabricx.core.strategy_parts import MeasuresWaiting, as_part
 from fabricx.distributed.stop_consensus import Agreement
 from fabricx.distributed.sync_batchnorm import has_own_statistics, synchronised
 from fabricx.errors import did_you_mean
@@ -102,10 +103,10 @@ class LoadBalancer(Callback):
     def check_fit(self, trainer: TrainerProtocol, module: Module, global_batch: int | None) -> None:
         strategy, ranks = trainer.strategy, len(trainer.device_ids) * trainer.num_nodes
         ranks = max(ranks, trainer.world.size)
-        if ranks == 1 or strategy.dealer is not None:
+        if ranks == 1 or not strategy.traits.lockstep:
             return
         name = type(strategy).__name__
-        if strategy.batch_parts or not strategy.traits.synchronous:
+        if strategy.traits.batch_parts or not strategy.traits.synchronous:
             raise ValueError(f"LoadBalancer: {name} needs equal shares; use strategy=ddp, fsdp or parameter_server")
         if not module.automatic_optimization:
             raise ValueError(
@@ -160,7 +161,7 @@ class LoadBalancer(Callback):
         self._apply(trainer, weights, 0)
         if self._policy is not None and self._policy.speeds:
             self._log_shares(trainer, self._policy.shares)
-        self._pauses = trainer.strategy.pauses(_event) if measures else []
+        self._pauses = as_part(trainer.strategy, MeasuresWaiting).record_pauses(_event) if measures else []
         self._restart_window(_WARM_UP)
         self._alarms = 0  # also on the ranks that did not join just now: all count from the same point
         self._start_alarm(trainer if measures else None)
@@ -322,7 +323,7 @@ class LoadBalancer(Callback):
 
     def _inactive(self, trainer: TrainerProtocol) -> bool:
         alone = trainer.world.size == 1 and self.max_batch_size is None and not self._max_fitting
-        return alone or trainer.strategy.dealer is not None
+        return alone or not trainer.strategy.traits.lockstep
 
 
 def _samples(trainer: TrainerProtocol) -> int:
@@ -342,7 +343,9 @@ def _assumed(speeds: Sequence[float]) -> list[float]:
 
 def _now(trainer: TrainerProtocol) -> Any:
     """Return a time stamp: an event on CUDA devices, else seconds without the time spent waiting for peers."""
-    return _event() if trainer.world.device.type == "cuda" else _clock() - trainer.strategy.waited_s
+    if trainer.world.device.type == "cuda":
+        return _event()
+    return _clock() - as_part(trainer.strategy, MeasuresWaiting).waited_s
 
 
 def _event() -> Any:

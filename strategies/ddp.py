@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from fabricx.core.strategy import Strategy, Traits, check_dense, warn_of_lost_residuals
+from fabricx.core.gradient_checks import check_dense, warn_of_lost_residuals
+from fabricx.core.strategy import Strategy, Traits
+from fabricx.core.strategy_parts import MeasuresWaiting
 from fabricx.distributed.codecs import CODECS, POWERSGD, SUMMED, SumCompression
 from fabricx.distributed.compressed_buckets import LowRankAverager, average_as, average_as_factors
 from fabricx.distributed.unused_parameters import UnusedParameters, reached, requiring_grad, with_sparse_gradients, zero
@@ -31,7 +33,7 @@ _BUFFERS_ARGUMENT = "forward_sync_buffers" if "forward_sync_buffers" in _SIGNATU
 
 
 @final
-class DDP(Strategy):
+class DDP(Strategy, MeasuresWaiting):
     """Every rank keeps the whole model; gradients are averaged while `backward` is running.
 
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
@@ -52,7 +54,7 @@ class DDP(Strategy):
         ValueError: an option is unknown or out of range.
     """
 
-    traits = Traits(elastic=True)
+    traits = Traits(averages=True, elastic=True)
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class DDP(Strategy):
     ) -> None:
         super().__init__()
         if compression == POWERSGD:  # each rank keeps the compression error of its gradients
-            self.traits = Traits(elastic=True, unreplicated=True)
+            self.traits = Traits(averages=True, elastic=True, unreplicated=True)
         if compression is not None:
             check_choice("DDP", "compression", compression, SUMMED)
         if bucket_mib <= 0:
@@ -230,13 +232,9 @@ class DDP(Strategy):
         self._ddp = self._step = self._retired = self._unused = None
         self._frozen, self._of_each_step = [], set()
 
-    def synchronize(self, copies: Mapping[str, Tensor] | None = None) -> None:
+    def synchronize(self, copies: Mapping[str, Tensor] | None = None, *, ends: bool = False) -> None:
         if self.broadcast_buffers:
-            super().synchronize(copies)
-
-    @property
-    def gradient_factor(self) -> float:
-        return float(self.world.size)  # DDP averages: scaled-up losses turn its average into the sum
+            super().synchronize(copies, ends=ends)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -245,7 +243,7 @@ class DDP(Strategy):
                 "static_graph=True needs one backward per update, and accumulate_grad_batches has several; "
                 "remove either"
             )
-        with self._window_goes_on(), nullcontext() if self._ddp is None else self._ddp.no_sync():
+        with super().accumulate(), nullcontext() if self._ddp is None else self._ddp.no_sync():
             yield
         if self._step is not None:
             self._step.called[0] = False
@@ -351,6 +349,9 @@ class DDP(Strategy):
     def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
         if self._step is None:
             return True
+        if not self.ends_window:  # no reduction follows
+            self._forward_without_data()
+            return True
         assert self.module is not None
         weightless = example and self._step.called[0]
         if weightless and self.static_graph and next(self.module.buffers(), None) is not None:
@@ -373,12 +374,14 @@ class DDP(Strategy):
             self._step.called[0] = False
         return True
 
-    def forward_without_data(self) -> None:
-        if self._step is None:
+    def _forward_without_data(self) -> None:
+        """Run a forward without a backward: the first of a window broadcasts buffers and the bucket layout."""
+        assert self._step is not None
+        if self._step.called[0]:
             return
         step, self._step.step = self._step.step, self._zero
         try:
-            self._forward()  # the first forward of an accumulation window broadcasts buffers and the bucket layout
+            self._forward()
         finally:
             self._step.step = step
             self._step.called[0] = False

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from fabricx.core.strategy import Strategy, Traits, check_dense
+from fabricx.core.gradient_checks import check_dense
+from fabricx.core.strategy import Strategy, Traits
+from fabricx.core.strategy_parts import MeasuresWaiting, ShardsWeights
 from fabricx.distributed.collective_order import CollectiveOrder
 from fabricx.distributed.fsdp_internals import CollectiveTimer, DeviceWaits, UnshardedModule
 from fabricx.distributed.gathered import GatheredWeights
@@ -34,7 +36,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 @final
-class FSDP(Strategy):
+class FSDP(Strategy, ShardsWeights, MeasuresWaiting):
     """Shard weights, gradients and optimizer states over the ranks; gather the weights of a block to compute it.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020 (stage
@@ -55,7 +57,7 @@ class FSDP(Strategy):
         ValueError: an option is unknown or out of range.
     """
 
-    traits = Traits(sharded=True, elastic=True)
+    traits = Traits(averages=True, sharded=True, elastic=True)
 
     def __init__(
         self,
@@ -81,6 +83,7 @@ class FSDP(Strategy):
         self.cpu_offload = cpu_offload
         self.activation_checkpointing = activation_checkpointing
         self.replicas = replicas
+        self.traits = Traits(averages=True, sharded=True, elastic=True, replicas=replicas)
         self._step: Callable[..., Any] | None = None
         self._called = False
         self._manual = False  # manual optimization: a step calls submodules and `backward`
@@ -99,11 +102,6 @@ class FSDP(Strategy):
 
     def init_context(self) -> AbstractContextManager[Any]:
         return torch.device("meta") if self.world.size > 1 else super().init_context()
-
-    def place(self, module: nn.Module) -> None:
-        self.module = module
-        device = self.world.device
-        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -168,7 +166,7 @@ class FSDP(Strategy):
                 if callable(step := getattr(module, name, None)):
                     register_fsdp_forward_method(module, name)
                     vars(module)[name].__func__.__wrapped__ = getattr(step, "__func__", step)  # keeps the signature
-        if not self._has_device():  # on a device, `pauses` measures the waiting time
+        if not self._has_device():  # on a device, `record_pauses` measures the waiting time
             self._order = CollectiveOrder(self.world)
             self._waits = CollectiveTimer(module, self._order.note)
 
@@ -181,11 +179,7 @@ class FSDP(Strategy):
     def waited_s(self) -> float:  # type: ignore[override]
         return self._waits.seconds if self._waits is not None else 0.0
 
-    def replicas_of(self, rank: int, size: int) -> list[int]:
-        group = size // self.replicas if size % self.replicas == 0 else size
-        return [rank, *(peer for peer in range(rank % group, size, group) if peer != rank)]
-
-    def pauses(self, mark: Callable[[], Any]) -> list[tuple[Any, Any]]:
+    def record_pauses(self, mark: Callable[[], Any]) -> list[tuple[Any, Any]]:
         if self.module is None or self.world.size == 1 or not self._has_device():
             return []
         return DeviceWaits(self.module, mark).spans
@@ -291,21 +285,18 @@ class FSDP(Strategy):
         whole = sum(p.numel() * p.element_size() for p in self._parameters.values())
         self._gathers_much = self.world.size > 1 and not self._has_device() and whole >= LARGE
 
-    @property
-    def gradient_factor(self) -> float:
-        return float(self.world.size)  # reduce-scatter averages
-
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         root: Any = self.module
-        if self.world.size == 1:
-            yield
-            return
-        root.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            root.set_requires_gradient_sync(True)
+        with super().accumulate():
+            if self.world.size == 1:
+                yield
+                return
+            root.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                root.set_requires_gradient_sync(True)
 
     def discard_window(self) -> None:
         if self._unused is not None:
@@ -383,8 +374,8 @@ class FSDP(Strategy):
             self._gathered.shard()
         return super().optimizer_step(optimizer, closure)
 
-    def synchronize(self, copies: Mapping[str, Tensor] | None = None) -> None:
-        super().synchronize(copies)
+    def synchronize(self, copies: Mapping[str, Tensor] | None = None, *, ends: bool = False) -> None:
+        super().synchronize(copies, ends=ends)
         if self._gathered is not None:
             self._gathered.shard()
 

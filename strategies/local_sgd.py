@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.checkpoint import tree
-from fabricx.core.strategy import Strategy, Traits, check_frozen
+from fabricx.core.gradient_checks import check_frozen
+from fabricx.core.strategy import Strategy, Traits
+from fabricx.core.strategy_parts import MeasuresWaiting
 from fabricx.distributed.world import World
 from fabricx.errors import check_choice
 
@@ -64,7 +66,7 @@ class _Fragment:
 
 
 @final
-class LocalSGD(Strategy):
+class LocalSGD(Strategy, MeasuresWaiting):
     """Make local steps on each rank, and combine the weight differences of all ranks every `every` steps (a round).
 
     With a single step per round, plain gradient descent and averaging, results equal those of ddp. A validation within
@@ -92,7 +94,7 @@ class LocalSGD(Strategy):
         ValueError: an option is unknown or out of range.
     """
 
-    traits = Traits(synchronous=False, elastic=True, checkpoint_averages=True)
+    traits = Traits(synchronous=False, averages=True, elastic=True, checkpoint_averages=True)  # mean of local steps
     batch_weight_refused = (
         "batch_weight needs the weight of the global batch in each step, and local_sgd makes local steps; use "
         "strategy=ddp, fsdp or parameter_server (mode='sync')"
@@ -167,10 +169,6 @@ class LocalSGD(Strategy):
 
         return with_local_weights
 
-    @property
-    def gradient_factor(self) -> float:
-        return float(self.world.size)  # for a linear optimizer, the mean of local steps is the step of the global mean
-
     def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
         if self.world.size > 1:
             check_frozen(self.module, self._frozen, "local_sgd")
@@ -198,7 +196,9 @@ class LocalSGD(Strategy):
                     self._end(fragment, 0.0)
         return step
 
-    def synchronize(self, copies: Mapping[str, Tensor] | None = None) -> None:
+    def synchronize(self, copies: Mapping[str, Tensor] | None = None, *, ends: bool = False) -> None:
+        if ends:  # hooks may replace the weights later, and a later checkpoint must not average these
+            self._end_round()
         if not self._local and any(fragment.apart for fragment in self._fragments):
             for fragment in self._fragments:
                 if fragment.begun is not None:
@@ -206,12 +206,7 @@ class LocalSGD(Strategy):
                 local = fragment.flat()
                 fragment.set(self.world.all_reduce(local.clone()) / self.world.size)
                 self._local.append((local, fragment.flat()))
-        super().synchronize(copies)
-
-    def on_train_end(self) -> None:
-        # End the round now: hooks may replace the weights later, and a later checkpoint must not average these.
-        self._end_round()
-        self.synchronize()
+        super().synchronize(copies, ends=ends)
 
     def _end_round(self) -> None:
         """Combine the weight differences of all ranks since the last synchronisation; collective."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricx.core.strategy import Strategy, Traits, check_dense, check_frozen
+from fabricx.core.gradient_checks import check_dense, check_frozen
+from fabricx.core.strategy import Strategy, Traits
 from fabricx.distributed.world import World
 
 HEADROOM: Final = 16  # powers of two by which a gradient may exceed all gradients of the previous update
@@ -40,7 +41,8 @@ class Reproducible(Strategy):
         super().__init__()
         if not 1 <= parts <= 2**10:
             raise ValueError(f"parts={parts}: must be between 1 and 1024")
-        self.parts = self.batch_parts = parts
+        self.parts = parts
+        self.traits = Traits(elastic=True, batch_parts=parts)
         self._sums: IntegerSums | None = None
         self._threads = 0
         self._frozen: list[Tensor] = []  # parameters whose gradients are not summed

@@ -166,7 +166,7 @@ def run_workers(function: Any, arguments: tuple[Any, ...], **options: Any) -> li
 
 def _recovers_by_default(job: Any) -> bool:
     """Return whether a trainer's ranks would be replaced only because that is the default; it has tests of its own."""
-    if not isinstance(job, Trainer) or job.strategy.dealer is not None:
+    if not isinstance(job, Trainer) or not job.strategy.traits.lockstep:
         return False
     return not any(getattr(callback, "snapshots", False) for callback in job.callbacks)
 

@@ -253,7 +253,7 @@ def of_hooks(
         changed: hyperparameters that hooks of some rank have just changed.
     """
     described = {name: _plain(getattr(options, name)) for name in OPTIONS} | of_module(module) | of_data(train, ())
-    if strategy.dealer is not None:  # hyperparameters of each rank's newest update may differ
+    if not strategy.traits.lockstep:  # hyperparameters of each rank's newest update may differ
         groups = of_optimizers(module, optimizers, ()) if changed else {}
         return described | {name: value for name, value in groups.items() if name in changed}
     # Optimizers from other packages may store values in their groups that were measured on this rank only.

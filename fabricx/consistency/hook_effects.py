@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fabricx.consistency.comparison import CHANGE_ALIKE, LIMITS, compare, of_hooks, of_optimizers
+from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.errors import RanksDisagree
 
 if TYPE_CHECKING:
@@ -86,13 +87,14 @@ class HookChecks:
         optimizers: Sequence[Optimizer], forget_copies: Callable[[], None],
     ) -> None:  # fmt: skip
         self._options, self._module, self._strategy, self._state = options, module, strategy, state
+        self._serving = as_part(strategy, HasServers)
         self._data, self._optimizers, self._forget_copies = data, optimizers, forget_copies
 
     # -- the same on all ranks ----------------------------------------------------------------------------------
 
     def local_hyperparameters(self) -> dict[str, str]:
         """Return the hyperparameters of a rank at its own pace, which are those of its newest update; else {}."""
-        if self._strategy.world.size == 1 or self._strategy.dealer is None:
+        if self._strategy.world.size == 1 or self._strategy.traits.lockstep:
             return {}
         return of_optimizers(self._module, self._optimizers, ())
 
@@ -110,7 +112,7 @@ class HookChecks:
         if world.size == 1:
             return
         changed: set[str] = set()
-        if before is not None and self._strategy.dealer is not None:
+        if before is not None and not self._strategy.traits.lockstep:
             now = self.local_hyperparameters()
             names = [name for name, value in now.items() if before.get(name) != value]
             changed = {name for others in world.gather_objects(names) for name in others}
@@ -132,7 +134,7 @@ class HookChecks:
             world.size == 1
             or strategy.traits.sharded
             or not strategy.traits.synchronous
-            or strategy.weight_pulls is not None
+            or self._serving.weight_pulls is not None
         ):
             return
         digest = hashlib.blake2b(
@@ -161,10 +163,10 @@ class HookChecks:
         Args:
             hooks: of the run; functions of users are wrapped.
         """
-        if self._strategy.weight_pulls is None:
+        if self._serving.weight_pulls is None:
             return
         # In shared memory, another worker may step while this worker calls its hooks for the second optimizer.
-        apart = self._strategy.servers or len(self._optimizers) == 1
+        apart = self._serving.servers or len(self._optimizers) == 1
         for name in _GUARDED if apart else set(_GUARDED) - {"on_before_optimizer_step"}:
             functions = getattr(hooks, name)
             setattr(hooks, name, tuple(item if _is_ours(item) else self._guarded(item) for item in functions))
@@ -190,11 +192,11 @@ class HookChecks:
         Raises:
             ValueError: weights have changed.
         """
-        brought = self._strategy.weight_pulls
+        brought = self._serving.weight_pulls
         before = fingerprint(self._module)
         yield
         # A checkpoint that is saved in a hook fetches the newest weights.
-        if self._strategy.weight_pulls == brought and not torch.equal(before, fingerprint(self._module)):
+        if self._serving.weight_pulls == brought and not torch.equal(before, fingerprint(self._module)):
             raise ValueError(
                 f"{name} changes weights, and the servers own them: changes of a worker are lost. Change them in "
                 "on_fit_start, or in the loss, or use parameter_server with optimizer='worker' and mode='sync', or "
@@ -241,7 +243,7 @@ class HookChecks:
         if not state["weights"]:
             return
         strategy, world = self._strategy, self._strategy.world
-        if strategy.traits.sharded or not strategy.traits.synchronous or strategy.weight_pulls is not None:
+        if strategy.traits.sharded or not strategy.traits.synchronous or self._serving.weight_pulls is not None:
             raise RanksDisagree(
                 f"step {self._state.step}: on_train_batch_start or on_train_batch_end changed weights at a batch of "
                 "which some ranks have no sample, so they don't call it, and their part of the weights would not "

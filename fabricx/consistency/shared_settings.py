@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final, final
 
 from fabricx.consistency.comparison import LIMITS, NO_CONDITION, differences
+from fabricx.core.strategy_parts import ShardsWeights, as_part
 from fabricx.distributed.generations import membership
 from fabricx.distributed.stop_consensus import Agreement
 from fabricx.errors import RanksDisagree
@@ -51,6 +52,7 @@ class SharedSettings:
     ) -> None:  # fmt: skip
         named = dict(module.named_parameters())
         self._options, self._strategy, self._state, self._agreement = options, strategy, state, agreement
+        self._sharding = as_part(strategy, ShardsWeights)
         self._world = strategy.world  # of one generation: after a change of the ranks, the settings are shared anew
         self._names, self._parameters = [*named], [*named.values()]
         self._known = self._now(skips=False)
@@ -81,7 +83,7 @@ class SharedSettings:
         return Agreement(self._world, f"settings/{self._changes}", beside=self._agreement)
 
     def _now(self, *, skips: bool) -> Settings:
-        self._strategy.apply_requires_grad()
+        self._sharding.apply_requires_grad()
         return list(map(_is_trained, self._parameters)), _limits_of(self._options), skips
 
     def check(self, *, skips: bool = False) -> None:

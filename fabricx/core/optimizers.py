@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fabricx.core.strategy import OTHER_STATE
+from fabricx.core.optimizer_state import OTHER_STATE
 from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def need_metrics_each_step(schedules: Sequence[Schedule], strategy: Strategy) ->
         ValueError: there is such a schedule, and ranks work at their own pace.
     """
     reads_metric = any(schedule.reduce_on_plateau and schedule.interval == "step" for schedule in schedules)
-    if reads_metric and strategy.dealer is not None:
+    if reads_metric and not strategy.traits.lockstep:
         raise ValueError(
             f"a plateau scheduler with interval='step' reads a metric of all ranks after each update, and under "
             f"{type(strategy).__name__} ranks do not synchronise at each update; set interval='epoch'"

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fabricx.data.leasing import Dealer, Section
+from fabricx.core.dealer import Dealer
+from fabricx.data.leasing import Section
 from fabricx.distributed.world import World
 
 

@@ -8,9 +8,10 @@ from typing import Any, cast, final
 
 import torch
 
+from fabricx.core.dealer import Dealer
 from fabricx.core.rng import RandomState, random_kept
 from fabricx.data.feed import Feed, Microbatch
-from fabricx.data.leasing import Dealer, Section
+from fabricx.data.leasing import Section
 from fabricx.data.own_state import find_generators, set_generators, states_of_generators
 from fabricx.distributed.world import World
 

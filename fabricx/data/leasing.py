@@ -4,92 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, final
+from typing import Any, final
 
+from fabricx.core.dealer import Dealer
 from fabricx.data.order import Share
-
-
-class Dealer(Protocol):
-    """Distributes leases to ranks; implemented by `fabricx.parameter_server`.
-
-    Attributes:
-        lease: lease that this rank is training.
-        section: number of the newest section.
-        planned: number of workers at the begin of the run.
-        scheduled: number of updates that step schedulers have followed.
-        dropped: the newest gradient arrived too late, and its data will be leased again.
-        keeps_state: batches change buffers or metric objects of this rank's module; set before training starts.
-        may_drop: gradients may be dropped, and this rank has state to restore then.
-        begins_update: the lease is the first whose gradient is not sent yet.
-        workers: numbers of the training workers, by rank.
-    """
-
-    lease: Any
-    section: int
-    planned: int
-    scheduled: int
-    dropped: bool
-    keeps_state: bool
-    may_drop: bool
-    begins_update: bool
-    workers: tuple[int, ...]
-
-    def position(self) -> Any:
-        """Return the state that a worker that joins later needs for `take_position`."""
-
-    def take_position(self, position: Any) -> None:
-        """Continue at the position of another worker.
-
-        Args:
-            position: result of `position`.
-        """
-
-    @property
-    def leases_per_update(self) -> int:
-        """Return the number of leases per update."""
-        ...
-
-    def open(self, leases: int) -> None:
-        """Begin a section; every rank calls it.
-
-        Args:
-            leases: number of leases of the section.
-        """
-
-    def lost_and_repeated(self) -> tuple[int, int, int]:
-        """Return (leases missing in the weights, leases trained twice, step at which counting began).
-
-        Called when all ranks have met and all sections are over.
-        """
-        ...
-
-    def mark(self) -> None:
-        """Note the state of this rank before a lease with `begins_update`."""
-
-    def take_back(self) -> None:
-        """Return to the state of `mark`, because the gradient since then was dropped."""
-
-    def begin_lease(self, take_logged: Callable[[], dict[str, Any]]) -> None:
-        """Begin a lease.
-
-        Args:
-            take_logged: returns the metric sums that the lease has logged, which are sent with its gradient.
-        """
-
-    def logged(self) -> dict[str, Any]:
-        """Return the metric sums of all ranks for those gradients of the newest section that are in the weights.
-
-        Called when all ranks have met and the section is over.
-        """
-        ...
-
-    def ask(self, *, wait: bool) -> Any:
-        """Request a lease.
-
-        Args:
-            wait: this rank holds no lease; wait until there is a lease or the section is over.
-        """
-
 
 Section = Callable[[int, int | float], int]  # (trained leases, remaining leases) -> leases until the ranks meet
 

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
+from fabricx.core.dealer import Dealer
 from fabricx.core.rng import random_kept, seed_everything
 from fabricx.data.batch_seeding import BatchSeededDataset
 from fabricx.data.feed import Feed, Microbatch
-from fabricx.data.leasing import Dealer, LeasedSection, Section
+from fabricx.data.leasing import LeasedSection, Section
 from fabricx.data.loader_signals import TerminatedByTrainer, block_sigterm_in_forks
 from fabricx.data.order import Balance, Cut, epoch_order, epoch_seed
 from fabricx.data.own_state import changes, find_generators, put_back_sampler, sampler_values

@@ -212,10 +212,16 @@ class RunData:
         options, strategy = self._options, self._strategy
         manual, limit = not self._module.automatic_optimization, options.limit_train_batches
         feed = self._train_feed = self._feed(
-            world, self.train_dataloader, limit, self._state.ranks, strategy.batch_parts, self._balance, manual=manual
+            world,
+            self.train_dataloader,
+            limit,
+            self._state.ranks,
+            strategy.traits.batch_parts,
+            self._balance,
+            manual=manual,
         )
         self.own_generators = find_generators(self._module, "module") | feed.generators()
-        if strategy.batch_parts and (names := [*self.own_generators, *feed.lost_generators(within=True)]):
+        if strategy.traits.batch_parts and (names := [*self.own_generators, *feed.lost_generators(within=True)]):
             raise ValueError(
                 f"deterministic='elastic' gives the same result on any number of ranks, but {', '.join(names)} would "
                 "advance on each rank separately: draw from the global generator of torch, numpy or "
@@ -262,7 +268,7 @@ class RunData:
         return make_feed(
             source, world, seed=self._state.seed, limit=limit, shard=options.use_distributed_sampler,
             began_with=began_with, company=strategy.traits.sharded or manual, parts=parts,
-            dealt=strategy.dealer is not None, balance=balance, undivided=manual,
+            dealt=not strategy.traits.lockstep, balance=balance, undivided=manual,
             fixed=fixed or (bool(options.overfit_batches) and source is self.train_dataloader),
         )  # fmt: skip
 

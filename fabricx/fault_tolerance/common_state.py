@@ -19,7 +19,6 @@ def common_state(session: Session) -> dict[str, Any]:
     Args:
         session: of this rank.
     """
-    dealer = session.strategy.dealer
     return {
         **run_state(session),
         "failures": len(session.failures.errors),
@@ -32,7 +31,7 @@ def common_state(session: Session) -> dict[str, Any]:
         "modes": [part.training for part in session.module.modules()],
         "trained": [parameter.requires_grad for parameter in session.module.parameters()],
         "published": (session.metrics.published.step, session.metrics.published.open),
-        "dealt": None if dealer is None else dealer.position(),
+        "dealt": session.dealer.position(),
     }
 
 
@@ -47,7 +46,7 @@ def load_common_state(
         source: index of this rank's per-rank state; None if the main rank has all metric sums.
         newcomer: this rank is a replacement or newcomer.
     """
-    dealer, ft = session.strategy.dealer, session.fault_tolerance
+    dealer, ft = session.dealer, session.fault_tolerance
     if newcomer:
         # A replacement loads the random state of its predecessor below; a newcomer keeps this seed.
         seed_everything((state["state"]["seed"] + membership().worker) % 2**32)
@@ -61,13 +60,13 @@ def load_common_state(
             parameter.requires_grad_(trained)
     session.stop.boundary, ft.stage, ft.meeting = state["boundary"], state["stage"], state["meeting"]
     session.metrics.published.step, session.metrics.published.open = state["published"]
-    if dealer is None:  # a rank whose metric sums are on the main rank now counts no batches
+    if session.strategy.traits.lockstep:  # a rank whose metric sums are on the main rank now counts no batches
         session.metrics.logbook.batches = (
             state["logged_batches"] if source is not None or session.world.main_rank else 0
         )
         return
     if newcomer:
-        session.strategy.on_train_start(session.state.step, session.state.ranks)
+        session.serving.on_train_start(session.state.step, session.state.ranks)
     section = dealer.section
     dealer.take_position(state["dealt"])
     if dealer.section != section:  # this worker has joined later, or missed a section

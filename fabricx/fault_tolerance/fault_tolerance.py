@@ -58,10 +58,10 @@ def set_up(session: Session) -> FaultTolerance:
     members = member if member.changes else None
     if not member.folder and members is None:
         return session.fault_tolerance  # nothing is recorded
-    if strategy.dealer is not None:  # servers have the state
+    if not strategy.traits.lockstep:  # servers have the state
         return Recovery(session, members)
     if member.folder and not (members is not None and strategy.traits.replicated):
         policy = recovery_policy_of(session.callbacks)
         every = None if policy is None else policy.copy_every_n_steps
-        return Recovery(session, members, memory=MemoryCheckpointer(session.world, strategy.replicas_of, every))
+        return Recovery(session, members, memory=MemoryCheckpointer(session.world, strategy.traits.replicas_of, every))
     return Recovery(session, members, Slot(member.folder, member.worker) if members is not None else None)

@@ -38,7 +38,7 @@ class MemoryCheckpointer:
 
     Args:
         world: ranks of the run.
-        replicas: `Strategy.replicas_of`.
+        replicas: `Traits.replicas_of`.
         every: weight updates between two copies; None adapts the interval, so that copies take 1 % of the time.
 
     Attributes:

@@ -131,11 +131,11 @@ class RankRecords(FaultTolerance):
             if self._session.hooks.on_after_backward or self._hooks_before_update():
                 self._session.world.barrier()
             self._recorded_ahead = not self._step_is_own()
-        self.torn = self._session.strategy.dealer is None  # otherwise servers make the update
+        self.torn = self._session.strategy.traits.lockstep  # otherwise servers make the update
 
     def begin_update(self) -> None:
         self.settle()
-        self.torn = self._session.strategy.dealer is None
+        self.torn = self._session.strategy.traits.lockstep
 
     def after_own_update(self, batch: Microbatch) -> None:
         if self.slot is None:

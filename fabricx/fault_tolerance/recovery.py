@@ -91,7 +91,7 @@ def recover(session: Session, ft: RankRecords, error: Exception) -> None:
         Exception: `error`, if no worker has died, or if recovery in place is impossible.
     """
     torn = ft.torn and ft.memory is None  # in-memory checkpoints restore the state before that update
-    if session.strategy.dealer is not None and session.strategy.dealer.holds_leases:
+    if session.dealer.holds_leases:
         raise error  # an error in a batch of this rank: its leases are released only when its process ends
     if not membership().changes or torn or session.world.newcomer:
         raise error
@@ -116,7 +116,7 @@ def take_part(session: Session, ft: RankRecords) -> None:
         return
     if ft.memory is not None:
         ft.memory.begin(session, range(session.world.size))
-    if session.strategy.dealer is not None:  # the main rank can't be replaced before the servers have its weights
+    if not session.strategy.traits.lockstep:  # the main rank can't be replaced before the servers have its weights
         session.world.barrier()
     ft.record()
     membership().send("inside")  # recovery in place is possible from this point
@@ -222,8 +222,7 @@ def _let_go(session: Session) -> Writer | None:
     writer, session.checkpoints.writer = session.checkpoints.writer, None
     if writer is not None:
         writer.abandon()
-    if (dealer := session.strategy.dealer) is not None:  # other workers finish their section first
-        dealer.let_all_meet()
+    session.dealer.let_all_meet()  # other workers finish their section first
     session.metrics.logbook = session.metrics.training
     session.metrics.logbook.end_batch()
     session.metrics.collect(session.metrics.logbook)
@@ -243,8 +242,7 @@ def _join(session: Session, generation: Generation) -> None:
     )  # fmt: skip  # all ranks are on the same machine
     _wait_for_all(joined, generation)
     joined.follow()
-    if session.strategy.dealer is not None:
-        session.strategy.dealer.workers = generation.workers
+    session.dealer.workers = generation.workers
     session.change_world(joined)
     world.release_left_groups()
 
@@ -292,7 +290,7 @@ def _agree(
     holder = [other.progress for other in members].index(furthest)
     state = world.broadcast_object((before or common_state(session)) if world.rank == holder else None, holder)
     record = members[world.rank].at(furthest)
-    if session.strategy.dealer is None:
+    if session.strategy.traits.lockstep:
         behind = any(other.progress != furthest for other in members)
         weights: Any = _broadcast_weights(session, point, holder) if behind else None
         records, whole = _records_of_all(members, furthest)
@@ -354,7 +352,7 @@ def _broadcast_weights(session: Session, point: RankState | None, holder: int) -
 def _connect(session: Session, ft: RankRecords, generation: Generation) -> None:
     """Connect all parts that communicate to the new process group."""
     world = session.world
-    session.metrics.training.metrics.world_changed(world.gather_objects, world.size)
+    session.metrics.training.metrics.world_changed(world)
     session.metrics.training.metrics.counts_shared = world.main_rank
     session.renew_agreements()
     session.failures.errors = list(generation.failures)

@@ -107,7 +107,7 @@ def roll_back(session: Session, ft: RankRecords, *, newcomer: bool) -> int:
     Raises:
         CopiesLost: there is no complete in-memory checkpoint.
     """
-    source = _newest(session.world, session.strategy.replicas_of)
+    source = _newest(session.world, session.strategy.traits.replicas_of)
     if source is None:
         raise CopiesLost("no in-memory checkpoint has valid parts of all ranks; resume from a checkpoint on disk")
     return _take(session, ft, source, newcomer=newcomer)
@@ -127,7 +127,7 @@ def restore_newest(session: Session, ft: RankRecords) -> bool:
     session.failures.step_reached, session.failures.newest_at = max(
         session.world.gather_objects(ft.memory.reached.newest())
     )
-    source, path = _newest(session.world, session.strategy.replicas_of), session.overridden.ckpt_path
+    source, path = _newest(session.world, session.strategy.traits.replicas_of), session.overridden.ckpt_path
     if source is None:
         return False
     saved = session.world.broadcast_object(
@@ -145,7 +145,7 @@ def _take(session: Session, ft: RankRecords, source: _Source, *, newcomer: bool)
     assert ft.memory is not None
     world, sharded, size = session.world, session.strategy.traits.sharded, len(source.holders)
     part_index = world.rank if size == world.size else None
-    room = tree.like(session.strategy.sharded_parameters(), world.device)
+    room = tree.like(session.sharding.sharded_parameters(), world.device)
     parts = source.parts(world)
     states = (
         [memory_checkpoint.join(parts, room)] if sharded else [memory_checkpoint.join([copy], room) for copy in parts]

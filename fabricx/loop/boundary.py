@@ -90,6 +90,6 @@ def skip_rest(session: Session, micro: Microbatch) -> int:
         session.batch.idle_ranks = 0
     if session.settings is not None:
         session.settings.check(skips=True)
-    session.strategy.discard_window()
+    session.sharding.discard_window()
     session.metrics.logbook.end_batch()
     return -1

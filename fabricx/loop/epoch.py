@@ -77,7 +77,7 @@ def _saved_within_batches(session: Session) -> bool:
     if (
         session.options.accumulate_grad_batches > 1
         or session.state.ranks > session.world.size
-        or session.strategy.batch_parts
+        or session.strategy.traits.batch_parts
     ):
         return True
     return bool(session.hooks.on_train_batch_start)  # this hook may save after the data is read

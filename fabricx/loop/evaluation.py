@@ -100,7 +100,7 @@ def validate_in_fit(session: Session) -> None:
         session.fault_tolerance.resume_point = session.rank_state()
     with session.recorder.within(Span.VALIDATION):
         session.strategy.synchronize()
-        if session.strategy.weight_pulls is None:
+        if session.serving.weight_pulls is None:
             evaluate(session, Phase.VALIDATE, session.data.val_feeds)
             return
         with session.checks.unchanged("a hook of the validation"):
@@ -148,12 +148,12 @@ def _evaluate_batches(session: Session, word: str, number: int, feed: Feed) -> N
 
 def _batches(session: Session, feed: Feed) -> Iterator[Microbatch]:
     """Return this rank's batches of an epoch; with sharded weights also batches without a sample of this rank."""
-    return feed.epoch(session.state.epoch, together=bool(session.strategy.sharded_parameters()))
+    return feed.epoch(session.state.epoch, together=bool(session.sharding.sharded_parameters()))
 
 
 def _along(session: Session, step: Callable[..., Any], micro: Microbatch, number: int) -> None:
     """Run a step without effect on any batch, if other ranks need this rank's shards of the weights."""
-    if not session.strategy.sharded_parameters():
+    if not session.sharding.sharded_parameters():
         return
     if micro.data is None:
         raise ValueError(

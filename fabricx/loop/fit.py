@@ -51,7 +51,7 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
     if not newcomer:
         if not ft.restore():
             restore_requested(session)
-        session.strategy.on_train_start(state.step, state.ranks)
+        session.serving.on_train_start(state.step, state.ranks)
     resumed = bool(state.step or state.batch or state.drained)  # a batch may have made no step
     if not resumed and not newcomer:
         sanity_check(session)
@@ -73,7 +73,7 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
                 session.checks.compare_weights()
             if first_step == state.step > 0 and not session.stop.interrupted:
                 session.print(finished(session))
-            session.strategy.on_train_end()  # hooks and users now see the weights of all ranks
+            session.strategy.synchronize(ends=True)  # hooks and users now see the weights of all ranks
             call(session.hooks.on_train_end)
             finish_checkpoint(session)
             ft.wait_for_all()
@@ -138,7 +138,7 @@ def train_batches(session: Session) -> bool:
 def train_batch(session: Session, micro: Microbatch) -> int | None:
     """Train a batch; returns -1 if the rest of the epoch is skipped."""
     hooks, index = session.hooks, micro.index
-    if session.strategy.batch_parts:  # a part of a global batch draws the same numbers on every rank
+    if session.strategy.traits.batch_parts:  # a part of a global batch draws the same numbers on every rank
         seed_everything(epoch_seed(epoch_seed(session.state.seed, session.state.epoch), micro.begin) % 2**32)
     batch = begin_batch(session, micro)
     session.batch.idle_ranks = len(micro.idle)
@@ -174,7 +174,7 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
     if micro.closes:
         advance(session, micro)
     if micro.idle:
-        session.strategy.wait_for_weights(session.state.step)  # hooks don't change weights that arrive in them
+        session.serving.wait_for_weights(session.state.step)  # hooks don't change weights that arrive in them
     effects = session.checks.effects() if micro.idle else None
     if hooks.on_train_batch_end:
         results = results_of(session, outputs, batch)
@@ -206,7 +206,7 @@ def forward_backward(session: Session, micro: Microbatch, batch: Any) -> Any:
     if session.overridden.batch_weight and not session.window.weigh(micro):
         return _left_out(session, micro, batch, outputs)
     factor = micro.factor if session.window.factor is None else session.window.factor
-    factor *= session.strategy.gradient_factor
+    factor *= session.gradient_factor
     scaled = session.precision.scale(loss if factor == 1.0 else loss * factor)
     with guard:
         for hook in session.hooks.on_before_backward:
@@ -218,7 +218,7 @@ def forward_backward(session: Session, micro: Microbatch, batch: Any) -> Any:
     session.recorder.lap(Span.BACKWARD)
     if session.hooks.on_after_backward:
         effects = session.checks.effects() if micro.idle else None  # not before: fsdp reshards weights in the backward
-        with session.strategy.hooks_see_gradients() if micro.closes else nullcontext(), guard:
+        with session.gradients.hooks_see_gradients() if micro.closes else nullcontext(), guard:
             call(session.hooks.on_after_backward)
         if effects is not None:
             effects.check()

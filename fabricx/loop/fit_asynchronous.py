@@ -44,7 +44,7 @@ def _batches(session: Session) -> Iterator[Microbatch]:
     if meeting is not None:  # it began in an earlier generation of the group
         yield meeting
     yield from session.data.train_feed.leased(
-        session.strategy.dealer, functools.partial(next_section, session), state.epoch,
+        session.dealer, functools.partial(next_section, session), state.epoch,
         accumulate=session.options.accumulate_grad_batches, position=state.samples, first=state.batch,
     )  # fmt: skip
 
@@ -88,7 +88,7 @@ def _train_batch(session: Session, micro: Microbatch) -> None:
 
 def _begin_lease(session: Session) -> None:
     """Begin an accumulation window with the newest weights and their hyperparameters."""
-    dealer = session.strategy.dealer
+    dealer = session.dealer
     dealer.begin_lease(session.metrics.logbook.metrics.take_sums)
     _reach(session, dealer.next_update())
     _take_back(session)  # a round ends if the next lease needs a separate round
@@ -99,16 +99,16 @@ def _begin_lease(session: Session) -> None:
 
 def _take_back(session: Session) -> None:
     """Restore logged values and buffers after a dropped gradient: its batches are trained again."""
-    if session.window.mark is not None and session.strategy.dealer.dropped:
+    if session.window.mark is not None and session.dealer.dropped:
         session.window.mark.restore()
-        session.strategy.dealer.take_back()
+        session.dealer.take_back()
         session.window.mark = None
 
 
 def _take_turn(session: Session) -> None:
     """Reserve the number of the next update and set its hyperparameters: other ranks make updates in between."""
     scheduled = any(schedule.interval == "step" for schedule in session.lr_schedulers)
-    _reach(session, session.strategy.dealer.take_turn(ordered=scheduled))
+    _reach(session, session.dealer.take_turn(ordered=scheduled))
 
 
 def _end_lease(session: Session, micro: Microbatch) -> None:
@@ -118,7 +118,7 @@ def _end_lease(session: Session, micro: Microbatch) -> None:
         session.recorder.end_step(session.state.step)
         asked = session.agreement.reason is not None
         if asked or session.fault_tolerance.outdated:
-            session.strategy.dealer.close_section()
+            session.dealer.close_section()
     if session.checkpoints.writer is not None:
         session.checkpoints.writer.poll()
 
@@ -132,8 +132,8 @@ def _meet(session: Session, micro: Microbatch) -> None:
     strategy.synchronize()
     _reach(session, strategy.after_update(session.state.step))
     if session.overridden.optimizer_step and session.world.size > 1:
-        strategy.dealer.join_hyperparameters()
-    session.metrics.training.metrics.share(strategy.dealer.logged())  # with the position, for a rank that joins later
+        session.dealer.join_hyperparameters()
+    session.metrics.training.metrics.share(session.dealer.logged())  # with the position, for a rank that joins later
     ft.meeting, session.batch.asynchronous = None, False
     advance(session, micro)
     session.window.outputs = session.window.batch = None

@@ -18,10 +18,10 @@ def follow_schedules(session: Session, step: int) -> None:
     at earlier updates for late gradients.
 
     Args:
-        session: its strategy has a dealer.
+        session: its ranks work at their own pace.
         step: number of the update, from 0.
     """
-    dealer, updates = session.strategy.dealer, session.strategy.updates_per_batch
+    dealer, updates = session.dealer, session.serving.updates_per_batch
     while dealer.scheduled // updates < step // updates:
         batch = dealer.scheduled // updates + 1
         dealer.passes(batch * updates)

@@ -60,7 +60,7 @@ def train_manually(session: Session, micro: Microbatch, batch: Any) -> Any:
         the outputs of `training_step`.
     """
     session.window.took_part(micro)
-    session.window.loss_factor = micro.factor * session.strategy.gradient_factor
+    session.window.loss_factor = micro.factor * session.gradient_factor
     outputs = session.training_step(batch, micro.index)
     count_manual_steps(session)
     return outputs

@@ -23,7 +23,7 @@ def train_without_samples(session: Session, micro: Microbatch) -> int | None:
         if session.settings is not None:
             session.settings.check(skips=True)
         session.batch.idle_ranks = 0
-        session.strategy.discard_window()
+        session.sharding.discard_window()
         return -1
     session.batch.in_step = True
     _compute(session, micro)

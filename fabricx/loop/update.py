@@ -72,7 +72,7 @@ def step_optimizer(session: Session, optimizer: Optimizer, closure: Callable[[],
 def _count_update(session: Session) -> None:
     """Count an update, and step the schedules; asynchronous ranks step them at each new lease."""
     session.state.step = session.strategy.after_update(session.state.step + 1)
-    if session.strategy.dealer is None:
+    if session.strategy.traits.lockstep:
         session.state.trained += 1
         if session.overridden.metrics_each_step and session.world.size > 1:
             session.metrics.publish_step()
@@ -83,7 +83,7 @@ def _clip(session: Session, optimizer: Optimizer, *, own_clipping: bool) -> None
     """Call the hooks that may read the gradient of an update, and clip it."""
     limit = session.options.gradient_clip_val
     if session.hooks.on_before_optimizer_step or own_clipping:
-        with session.strategy.hooks_see_gradients():
+        with session.gradients.hooks_see_gradients():
             for hook in session.hooks.on_before_optimizer_step:
                 hook(optimizer)
             if own_clipping:
@@ -115,10 +115,10 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
             return _global_loss(session, micro, None)
         outputs = session.training_step(batch, micro.index)
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
-        session.backward(loss * ((session.window.again or micro.factor) * session.strategy.gradient_factor))
+        session.backward(loss * ((session.window.again or micro.factor) * session.gradient_factor))
         return _global_loss(session, micro, loss.detach())
 
-    with torch.enable_grad(), session.strategy.hooks_see_gradients():
+    with torch.enable_grad(), session.gradients.hooks_see_gradients():
         session.module.optimizer_step(session.state.epoch, micro.index, session.handle_of(optimizer), closure)
     session.fault_tolerance.after_own_update(micro)
 

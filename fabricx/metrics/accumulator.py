@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fabricx.core.reductions import Reduction
 from fabricx.distributed.metric_sums import merge_sums, plain
+from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
 
 EXACT: Final = (torch.float32, torch.float64, torch.int64)  # dtypes whose sums do not overflow or stop growing
@@ -221,14 +222,13 @@ class Metrics:
             for slot, value in zip(_VALUES, mark.get(name, (-1, None, 0.0, None, 0.0)), strict=True):
                 setattr(series, slot, value)
 
-    def world_changed(self, gather: Callable[[Any], list[Any]], size: int) -> None:
+    def world_changed(self, world: World) -> None:
         """Reduce over other ranks from now on.
 
         Args:
-            gather: gathers an object of each new rank.
-            size: number of new ranks.
+            world: the new ranks.
         """
-        self._gather, self._size = gather, size
+        self._reduce, self._gather, self._size = world.all_reduce, world.gather_objects, world.size
 
     def due(self, *, epoch: bool, step: int | None = None) -> list[str]:
         """Return the names that have a value.

@@ -39,7 +39,7 @@ class Logbook:
         self._weigh = weigh
         self._weight: float | None = None  # of the batch, computed at first use
         world = strategy.world
-        self.metrics = Metrics(strategy.reduce, world.gather_objects, world.size, world.device, strategy.module)
+        self.metrics = Metrics(world.all_reduce, world.gather_objects, world.size, world.device, strategy.module)
         self.metrics.counts_shared = world.main_rank
         self.training = training
         self.in_step = False
@@ -50,7 +50,7 @@ class Logbook:
         self.batches = 0
         self.idle = False
         self._mute = False
-        self._alone = strategy.dealer is not None  # values of a step are this rank's, not reduced
+        self._alone = not strategy.traits.lockstep  # values of a step are this rank's, not reduced
 
     def begin_batch(self, batch: Any, size: int | None, step: int) -> None:
         """Begin a batch, to which the following values belong.

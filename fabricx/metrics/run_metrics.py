@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fabricx.core.state import Phase
+from fabricx.core.strategy_parts import HasServers, HidesGradients, as_part
 from fabricx.metrics.collector import Logbook
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
 
@@ -131,7 +132,7 @@ class RunMetrics:
         published.step = step
         # The norm of a sharded model is a collective; `writes` is equal on all ranks.
         if self._options.enable_telemetry and self._writes and (world.main_rank or self._strategy.traits.sharded):
-            norm = norm if norm is not None else self._strategy.gradient_norm(optimizers)
+            norm = norm if norm is not None else as_part(self._strategy, HidesGradients).gradient_norm(optimizers)
             _measure(recorder, optimizers, norm, step, main_rank=world.main_rank)
 
     def log_step_alone(self, recorder: NoopRecorder, optimizers: Sequence[Optimizer]) -> None:
@@ -166,7 +167,7 @@ class RunMetrics:
 
     def log_measured(self) -> None:
         """Write the strategy's measurements to the loggers; every rank calls it in the same step."""
-        measured = self._strategy.measured()
+        measured = as_part(self._strategy, HasServers).measured()
         if measured and self.loggers:
             self.loggers.measured({**measured, "epoch": float(self._state.epoch)}, self._state.step)
 
@@ -205,7 +206,7 @@ class RunMetrics:
 
     def _step_of_values(self) -> int:
         """Return the step under which the newest values were logged; a manual batch may make several updates."""
-        if self._strategy.dealer is not None:  # the newest batch may have returned no loss
+        if not self._strategy.traits.lockstep:  # the newest batch may have returned no loss
             return self.logbook.metrics.newest_step
         return self._state.step if self._module.automatic_optimization else self.logbook.step
 

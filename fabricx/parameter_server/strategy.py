@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.core.averaging import AverageRule
-from fabricx.core.strategy import Strategy, Traits, warn_of_lost_residuals
+from fabricx.core.dealer import Dealer
+from fabricx.core.gradient_checks import warn_of_lost_residuals
+from fabricx.core.strategy import Strategy, Traits
+from fabricx.core.strategy_parts import DealsData, HasServers, HidesGradients, MeasuresWaiting
 from fabricx.distributed.sync_batchnorm import synchronised
 from fabricx.distributed.world import World
 from fabricx.parameter_server.connection import Connection, Design, Trained, connect, parameters_of
@@ -25,7 +28,7 @@ from fabricx.parameter_server.worker.asynchronous import Asynchronous
 from fabricx.parameter_server.worker.dealer import LeaseDealer
 
 
-class ServedStrategy(ServerOptions, Strategy):
+class ServedStrategy(ServerOptions, Strategy, DealsData, HasServers, HidesGradients, MeasuresWaiting):
     """Workers push gradients to servers, and pull weights or sums of gradients.
 
     A strategy is a dataclass: its options are fields, and its `__post_init__` ends with `_design_with`. The strategy
@@ -62,6 +65,7 @@ class ServedStrategy(ServerOptions, Strategy):
             raise ValueError("overlap='forward' needs servers that step: workers that step need the complete sum first")
         self.traits = Traits(
             synchronous=asynchronous is None,
+            lockstep=asynchronous is None,
             unreplicated=asynchronous is None and (servers_step or design.compresses),
             elastic=True,
             checkpoint_averages=asynchronous is None and servers_step and settings.pull_compression is not None,
@@ -151,8 +155,8 @@ class ServedStrategy(ServerOptions, Strategy):
     # -- one step -----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _window_goes_on(self) -> Iterator[None]:
-        with super()._window_goes_on():
+    def accumulate(self) -> Iterator[None]:
+        with super().accumulate():
             self._exchange.sends_early = False
             try:
                 yield
@@ -185,7 +189,7 @@ class ServedStrategy(ServerOptions, Strategy):
         return self._protocol.hooks_see_gradients()
 
     @property
-    def hides_gradients(self) -> bool:
+    def hides_gradients(self) -> bool:  # type: ignore[override]
         return self._protocol.pushes_parts
 
     def nonfinite_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -207,8 +211,8 @@ class ServedStrategy(ServerOptions, Strategy):
     # -- properties for the loop --------------------------------------------------------------------------------
 
     @property
-    def dealer(self) -> LeaseDealer | None:
-        return self._dealer
+    def dealer(self) -> Dealer:
+        return super().dealer if self._dealer is None else self._dealer
 
     @property
     def waits_for_servers(self) -> bool:  # type: ignore[override]
@@ -319,10 +323,10 @@ class ServedStrategy(ServerOptions, Strategy):
 
     # -- between the ranks, and checkpoints -----------------------------------------------------------------------
 
-    def synchronize(self, copies: Mapping[str, Tensor] | None = None) -> None:
+    def synchronize(self, copies: Mapping[str, Tensor] | None = None, *, ends: bool = False) -> None:
         self._protocol.meet()
         self._protocol.pool_statistics()
-        super().synchronize(copies)
+        super().synchronize(copies, ends=ends)
 
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         if not optimizers or not self._exchange.connected:

@@ -157,11 +157,10 @@ class AccumulationWindow:
         key = world.key("nothing/" + "/".join(map(str, position)))
         world.store.set(f"{key}/{world.rank}", why)
         self._absences.append((key, why, micro.portion))
+        with self._metrics.logbook.muted():
+            joined = self._strategy.backward_without_data(example)
         if micro.closes or self._strategy.traits.sharded:  # sharded weights are gathered in each microbatch
-            with self._metrics.logbook.muted():
-                self._together = self._strategy.backward_without_data(example)
-        elif why == NO_BATCH:
-            self._strategy.forward_without_data()
+            self._together = joined
 
     def ready(self) -> bool:
         """Close the window, and return whether there is a gradient for a weight update.
@@ -179,7 +178,7 @@ class AccumulationWindow:
         if self.by_weight:
             return self._divide_by_weight()
         if self.taken != self.planned:  # fewer microbatches than the divisor of the loss
-            if self._strategy.batch_parts:
+            if self._strategy.traits.batch_parts:
                 raise ValueError(
                     "training_step returned None for a part of a global batch, and under deterministic='elastic' a "
                     "batch can only be skipped as a whole; return a loss of zero"

@@ -211,7 +211,7 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
     # It was verified when it was chosen, before any process started.
     from fabricx.checkpoint.reader import weights_of
 
-    state = checkpoint.load(path, session.world.device, session.strategy.sharded_parameters(), verified=True)
+    state = checkpoint.load(path, session.world.device, session.sharding.sharded_parameters(), verified=True)
     for hook in session.hooks.on_load_checkpoint:
         hook(state)
     weights = weights_of(state, path)
@@ -298,7 +298,7 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None) ->
 def _global_batch(session: Session) -> int:
     """Return the number of samples per update; 0 if unknown."""
     whole = int(getattr(session.data.train_feed, "global_batch", 0)) * session.options.accumulate_grad_batches
-    return whole if session.strategy.global_updates else whole // max(1, session.state.ranks)
+    return whole if session.serving.global_updates else whole // max(1, session.state.ranks)
 
 
 def report_global_batch(session: Session) -> None:
@@ -332,7 +332,7 @@ def _print_global_batch(session: Session, before: int) -> None:
         f"a global batch is batch_size x accumulate_grad_batches x the {session.state.ranks} "
         f"rank{'s' if session.state.ranks > 1 else ''} that the run began with, for any number of ranks now"
     )
-    if not session.strategy.global_updates:
+    if not session.serving.global_updates:
         why = "an update has batch_size x accumulate_grad_batches samples of a single worker"
     session.print(
         f"each update has {now} samples from here on, where it had {before} before the checkpoint: {why}; learning "

@@ -84,7 +84,7 @@ class FaultTolerance:
     def begin_epoch(self) -> None:
         """Keep the state before the hooks that begin an epoch, which run again if its first batch is tried again."""
         self._epoch_start = None
-        if self._strategy.dealer is not None:
+        if not self._strategy.traits.lockstep:
             self.buffers = None
             return
         self.buffers = BufferCopies(self._module, self.buffers)

@@ -99,7 +99,7 @@ def next_section(session: Session, done: int, left: int | float) -> int:
     Raises:
         ValueError: a validation is due in the middle of an update.
     """
-    state, dealer = session.state, session.strategy.dealer
+    state, dealer = session.state, session.dealer
     limits: list[float] = [left]
     if session.options.max_steps != -1:
         limits.append((session.options.max_steps - state.step) * dealer.leases_per_update)
@@ -137,7 +137,7 @@ def validation_due(session: Session, micro: Microbatch) -> bool:
 def _leases_to_validation(session: Session, done: int) -> float:
     """Return the number of leases until the next validation between two batches of the epoch."""
     accumulate, before = session.options.accumulate_grad_batches, _batches_before(session)
-    if session.strategy.dealer.leases_per_update > 1 and (session.data.val_every % accumulate or before % accumulate):
+    if session.dealer.leases_per_update > 1 and (session.data.val_every % accumulate or before % accumulate):
         raise ValueError(
             f"val_check_interval={session.options.val_check_interval} is in the middle of an update of {accumulate} "
             "batches of each rank, and ranks at their own pace synchronise only between updates; set a multiple of "
@@ -157,7 +157,7 @@ def _batches_before(session: Session) -> int:
 
 def _leases_per_batch(session: Session) -> float:
     """Return the number of leases that make up a batch of each rank."""
-    workers: int = session.strategy.dealer.planned
+    workers: int = session.dealer.planned
     return workers / session.options.accumulate_grad_batches
 
 

@@ -17,6 +17,7 @@ from fabricx.core.module import batch_weight
 from fabricx.core.optimizers import OptimizerHandle, Schedule
 from fabricx.core.precision import Precision
 from fabricx.core.steps import wrap_steps
+from fabricx.core.strategy_parts import DealsData, HasServers, HidesGradients, ShardsWeights, as_part
 from fabricx.distributed import heartbeat
 from fabricx.distributed.stop_consensus import Agreement
 from fabricx.session.accumulation import AccumulationWindow
@@ -60,6 +61,9 @@ class Session:
         run_dir: folder of the run.
 
     Attributes:
+        sharding, serving, gradients: parts of the strategy's contract that few strategies implement.
+        dealer: leases data to ranks that work at their own pace; does nothing for ranks in lockstep.
+        gradient_factor: factor of a rank's loss; the number of ranks if gradients are averaged.
         hooks: functions to call for each hook.
         agreement: determines the boundary at which all ranks stop.
         precision: of weights and computations.
@@ -88,6 +92,9 @@ class Session:
         self.module, self.datamodule, self.callbacks, self.loggers = module, datamodule, callbacks, loggers
         self.data, self.metrics, self.stop, self.failures = data, metrics, stop, failures
         self.balance, self.run_dir = balance, run_dir
+        self.sharding, self.serving = as_part(strategy, ShardsWeights), as_part(strategy, HasServers)
+        self.gradients, self.dealer = as_part(strategy, HidesGradients), as_part(strategy, DealsData).dealer
+        self.gradient_factor = self._gradient_factor()
         self.hooks = Hooks(trainer, module, callbacks)
         self.agreement = Agreement(world)
         self.precision = Precision()
@@ -135,8 +142,12 @@ class Session:
             world: the ranks; this rank has joined their process group.
         """
         self.world = world
+        self.gradient_factor = self._gradient_factor()
         self.strategy.world_changed(world)
         self.wrap_steps(fits=True)
+
+    def _gradient_factor(self) -> float:
+        return float(self.world.size) if self.strategy.traits.averages else 1.0
 
     def renew_agreements(self) -> None:
         """Agree on stops and settings with the ranks of the present generation; a request to stop is kept."""
@@ -152,7 +163,7 @@ class Session:
 
     def share_settings(self) -> None:
         """Start to compare settings that hooks change, with the ranks of the present generation."""
-        compares = self.world.size > 1 and self.strategy.dealer is None
+        compares = self.world.size > 1 and self.strategy.traits.lockstep
         self.settings = (
             SharedSettings(self.options, self.module, self.strategy, self.state, self.agreement) if compares else None
         )

@@ -22,6 +22,7 @@ import torch
 from fabricx.checkpoint import is_committed, read_manifest
 from fabricx.checkpoint.storage import as_path
 from fabricx.core.callback import recovery_policy_of
+from fabricx.core.strategy_parts import HasServers, ShardsWeights, as_part
 from fabricx.distributed import world as worlds
 from fabricx.distributed.generations import Membership
 from fabricx.distributed.generations import enter as enter_membership
@@ -100,12 +101,12 @@ def _run(trainer: TrainerInterface, job: Job) -> Any:
         if here is not None and (here.size > 1 or _is_launched()):
             stack.enter_context(_interruptible(trainer, job, (signal.SIGINT, *termination_signals())))
             results = execute(trainer, job, here).results
-            if trainer.strategy.dealer is None:  # else ranks end independently of each other
+            if trainer.strategy.traits.lockstep:  # else ranks end independently of each other
                 trainer.world.await_departure()  # the script may exit now, and no supervisor keeps this process alive
             return results
         if _has_workers(trainer, job):
             return _in_workers(trainer, job, aggregator)
-        device = trainer.strategy.device(trainer.device_ids[0], trainer.accelerator)
+        device = _device(trainer.device_ids[0], trainer.accelerator)
         stack.enter_context(_interruptible(trainer, job, (signal.SIGINT, *termination_signals())))
         return execute(trainer, job, World(device=device)).results
 
@@ -118,9 +119,9 @@ def _is_launched() -> bool:
 
 def _refuse_missing_servers(trainer: TrainerInterface, job: Job) -> None:
     """Refuse servers in a world that the user's program has joined: no process of it would serve."""
-    if job.stage == "fit" and trainer.strategy.servers:
+    if job.stage == "fit" and _serving(trainer).servers:
         raise ValueError(
-            f"{type(trainer.strategy).__name__}(servers={trainer.strategy.servers}) needs processes that serve, and "
+            f"{type(trainer.strategy).__name__}(servers={_serving(trainer).servers}) needs processes that serve, and "
             "the world that your program has joined has none: call fit outside of that world, so that fabricx starts "
             "workers and servers; or start the script with torchrun and an additional process for each server; or use "
             "ParameterServer(servers=0)"
@@ -191,7 +192,7 @@ def _resume_launch(trainer: TrainerInterface, job: Job, here: World, stack: cont
     trainer.failure_log.errors = ["torchrun has restarted all processes"] * restarts
     if newest is not None:
         job.ckpt_path = as_path(newest)
-    if cluster.has_restarts() and trainer.strategy.dealer is None and not trainer.strategy.servers:
+    if cluster.has_restarts() and trainer.strategy.traits.lockstep and not _serving(trainer).servers:
         stack.enter_context(_hold_memory_checkpoints(here, memory_holder.folder_of(number)))
 
 
@@ -276,7 +277,7 @@ def _join_cluster(trainer: TrainerInterface) -> World | None:
                 "with `torchrun --nnodes ... --nproc-per-node ... script.py`, or with srun"
             )
         return None
-    workers = launched.size - trainer.strategy.servers
+    workers = launched.size - _serving(trainer).servers
     launched = replace(
         launched, size=workers, local_size=min(launched.local_size, workers - (launched.rank - launched.local_rank))
     )
@@ -296,7 +297,7 @@ def _connected(trainer: TrainerInterface, launched: World) -> World:
         ValueError: workers on several machines exchange messages that need a key, and no key is set.
     """
     world = launch_store.connect(launched)
-    if trainer.strategy.link and not world.secret:
+    if _serving(trainer).link and not world.secret:
         raise ValueError(
             f"{type(trainer.strategy).__name__} on several machines needs a key: without it, any program that "
             "reaches a process of the run could execute code in it. Run `umask 077; openssl rand -hex 32 > key` and "
@@ -317,8 +318,8 @@ def enter(trainer: TrainerInterface, world: World) -> World:
     """
     ids = trainer.device_ids
     number = ids[world.local_rank] if world.local_rank < len(ids) else world.local_rank
-    device = trainer.strategy.device(number, trainer.accelerator)
-    world = replace(world, device=device, backend=trainer.strategy.backend(device))
+    device = _device(number, trainer.accelerator)
+    world = replace(world, device=device, backend="nccl" if device.type == "cuda" else "gloo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world.newcomer:  # joins when the membership changes
@@ -333,8 +334,8 @@ def _work(world: World, trainer: TrainerInterface, job: Job) -> Outcome | None:
     # The supervisor handles Ctrl-C; other signals may be sent to a single rank.
     with _interruptible(trainer, job, termination_signals()):
         outcome = execute(trainer, job, world)
-    weights = trainer.strategy.whole_weights(job.module)
-    if trainer.strategy.dealer is None:  # else ranks end independently of each other
+    weights = as_part(trainer.strategy, ShardsWeights).whole_weights(job.module)
+    if trainer.strategy.traits.lockstep:  # else ranks end independently of each other
         trainer.world.await_departure()
     return outcome.portable(trainer, weights) if trainer.world.main_rank else None
 
@@ -352,7 +353,7 @@ def _in_workers(trainer: TrainerInterface, job: Job, aggregator: Aggregator | No
     trainer.log_settings = LogSettings.of_this_process()
     elastic = _elastic(trainer, job)
     serve = functools.partial(
-        _serve, records=_records(trainer, aggregator), network=trainer.strategy.link == "gloo"
+        _serve, records=_records(trainer, aggregator), network=_serving(trainer).link == "gloo"
     )  # fmt: skip
     while True:
         job.began_with = ranks_that_began(job)
@@ -401,7 +402,7 @@ def _elastic(trainer: TrainerInterface, job: Job) -> ElasticPolicy | None:
         return None
     if not _has_workers(trainer, job):
         return None
-    if trainer.strategy.dealer is not None:  # ranks do not wait for each other
+    if not trainer.strategy.traits.lockstep:  # ranks do not wait for each other
         return ElasticPolicy()
     policy = recovery_policy_of(trainer.callbacks)
     if policy is None:
@@ -449,7 +450,7 @@ def _has_workers(trainer: TrainerInterface, job: Job) -> bool:
 
 
 def _servers(trainer: TrainerInterface, job: Job) -> int:
-    return trainer.strategy.servers if job.stage == "fit" else 0
+    return _serving(trainer).servers if job.stage == "fit" else 0
 
 
 def _server_of_cluster(trainer: TrainerInterface) -> World | None:
@@ -458,7 +459,7 @@ def _server_of_cluster(trainer: TrainerInterface) -> World | None:
     Raises:
         ValueError: no process would train.
     """
-    servers, launched = trainer.strategy.servers, cluster.detect()
+    servers, launched = _serving(trainer).servers, cluster.detect()
     if not servers or launched is None or launched.size == 1:
         return None
     if launched.size <= servers:
@@ -471,13 +472,13 @@ def _server_of_cluster(trainer: TrainerInterface) -> World | None:
 
 def _serve_in_cluster(trainer: TrainerInterface, job: Job, launched: World) -> list[Any]:
     """Serve the workers of a launch; a server has no results."""
-    workers = launched.size - trainer.strategy.servers
+    workers = launched.size - _serving(trainer).servers
     # Without a store: this process does not communicate with the workers as a rank.
     server = trainer.serve_as(World(rank=launched.rank, local_rank=launched.local_rank, job=next_job()))
     # Connect also for an evaluation, because the workers wait for all processes of the launch.
     world = replace(_connected(trainer, launched), size=workers, job=server.job)
     if job.stage == "fit":
-        network = launched.local_size < launched.size or trainer.strategy.link == "gloo"
+        network = launched.local_size < launched.size or _serving(trainer).link == "gloo"
         _serve(world, launched.rank - workers, network=network)
     return []
 
@@ -534,3 +535,11 @@ def _interruptible(trainer: TrainerInterface, job: Job, signals: tuple[signal.Si
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _device(local_rank: int, accelerator: str) -> torch.device:
+    return torch.device("cuda", local_rank) if accelerator == "cuda" else torch.device(accelerator)
+
+
+def _serving(trainer: TrainerInterface) -> HasServers:
+    return as_part(trainer.strategy, HasServers)

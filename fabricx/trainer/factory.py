@@ -37,7 +37,7 @@ def choose_strategy(
     chosen = plugins.build("strategies", strategy) if isinstance(strategy, str) else strategy
     if not isinstance(chosen, Strategy):
         raise ValueError(f"strategy={strategy!r} is not a fabricx.Strategy")
-    if reproducible and not chosen.batch_parts:
+    if reproducible and not chosen.traits.batch_parts:
         raise ValueError(
             "deterministic='elastic' selects the strategy 'reproducible' instead of ddp: set strategy to 'auto' or "
             f"'ddp', instead of {type(chosen).__name__}"

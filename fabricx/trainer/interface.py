@@ -13,6 +13,7 @@ from fabricx.checkpoint.storage import as_path
 from fabricx.core.arguments import non_defaults
 from fabricx.core.options import TrainerOptions
 from fabricx.core.state import Phase, RunState
+from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.data.order import Balance
 from fabricx.data.run_data import BatchCounts, RunData
 from fabricx.distributed.collective_guard import together
@@ -269,7 +270,8 @@ class TrainerInterface(TrainerOptions, NamesChecked):
                 feeds = self._fit_session.data.feeds
                 windows = (feeds[0].global_batches(self.accumulate_grad_batches) if feeds else None) or windows
         by_epochs = float("inf") if self.max_epochs in (-1, None) else windows * (self.max_epochs or 0)
-        by_steps = float("inf") if self.max_steps == -1 else self.max_steps // self.strategy.updates_per_batch
+        updates = as_part(self.strategy, HasServers).updates_per_batch
+        by_steps = float("inf") if self.max_steps == -1 else self.max_steps // updates
         limit = min(by_epochs, by_steps)
         return limit if limit == float("inf") else int(limit)
 

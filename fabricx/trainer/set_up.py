@@ -18,6 +18,7 @@ from fabricx.checkpoint.storage import as_path
 from fabricx.consistency import comparison
 from fabricx.core.arguments import described
 from fabricx.core.datamodule import DataModule
+from fabricx.core.gradient_checks import SPARSE_CLIPPED, sparse_tables
 from fabricx.core.hooks import check_hooks, overrides
 from fabricx.core.hparams import plain
 from fabricx.core.logger import Ending
@@ -26,7 +27,7 @@ from fabricx.core.optimizers import OptimizerHandle, need_metrics_each_step, nee
 from fabricx.core.precision import make_precision
 from fabricx.core.rng import seed_everything
 from fabricx.core.state import Phase
-from fabricx.core.strategy import SPARSE_CLIPPED, sparse_tables
+from fabricx.core.strategy_parts import MeasuresWaiting, as_part
 from fabricx.core.transfer import to_device
 from fabricx.data.run_data import RunData
 from fabricx.data.shared_memory import note_on
@@ -141,7 +142,7 @@ def _evaluate(session: Session, job: Job) -> list[dict[str, float]]:
 def _work(session: Session, job: Job) -> Callable[[], Any]:
     """Return the function that executes a job; for `fit`, the synchronous or the asynchronous training loop."""
     if job.stage == "fit":
-        batches = train_batches if session.strategy.dealer is None else asynchronous.train_batches
+        batches = train_batches if session.strategy.traits.lockstep else asynchronous.train_batches
         return functools.partial(fit, session, batches)
     return functools.partial(_predict if job.stage == "predict" else _evaluate, session, job)
 
@@ -201,7 +202,7 @@ def _set_up(trainer: TrainerInterface, session: Session, job: Job) -> None:
     if session.datamodule is not None:
         session.datamodule.setup(job.stage)
     _call(session.hooks.setup, job.stage)
-    with session.strategy.init_context() if job.stage == "fit" else contextlib.nullcontext():
+    with session.sharding.init_context() if job.stage == "fit" else contextlib.nullcontext():
         session.module.configure_model()
     _set_up_model(session, job)
 
@@ -261,13 +262,14 @@ def _open_recorder(session: Session, job: Job, logs: LogSettings | None) -> None
                 session.recorder = Results(session.run_dir)
     else:
         attributes = {
-            "strategy": type(session.strategy).__name__, "servers": session.strategy.servers,
-            "synchronous": session.strategy.traits.synchronous and session.strategy.dealer is None,
+            "strategy": type(session.strategy).__name__, "servers": session.serving.servers,
+            "synchronous": session.strategy.traits.synchronous,
             "device": str(session.world.device), "precision": session.options.precision,
             "attempt": session.state.attempt,
         }  # fmt: skip
+        waiting = as_part(session.strategy, MeasuresWaiting)
         with full_disk_costs("the records of this rank"):
-            session.recorder = open_recorder(session.run_dir, session.world, session.strategy, logs, **attributes)
+            session.recorder = open_recorder(session.run_dir, session.world, waiting, logs, **attributes)
 
 
 def _open_loggers(session: Session, job: Job, arguments: Mapping[str, Any]) -> None:
@@ -361,9 +363,9 @@ def _set_up_model(session: Session, job: Job) -> None:
             "several times, such as LBFGS, supports only one batch per update; remove the option and set a larger "
             "batch_size"
         )
-    if session.strategy.dealer is not None:
+    if not session.strategy.traits.lockstep:
         has_buffers = next(module.buffers(), None) is not None
-        session.strategy.dealer.keeps_state = has_buffers or bool(metric_objects(module))
+        session.dealer.keeps_state = has_buffers or bool(metric_objects(module))
     session.strategy.attach_optimizers(session.optimizers)
     session.checks.guard_weights(session.hooks)
     step = functools.partial(step_optimizer, session)
@@ -382,9 +384,9 @@ def _check_options(session: Session) -> None:
     if (
         session.options.gradient_clip_val is not None
         and session.options.gradient_clip_algorithm == "norm"
-        and session.strategy.norm_clipping_refused
+        and session.serving.norm_clipping_refused
     ):
-        raise ValueError(session.strategy.norm_clipping_refused)
+        raise ValueError(session.serving.norm_clipping_refused)
     if session.overridden.batch_weight and session.world.size > 1 and session.strategy.batch_weight_refused:
         raise ValueError(session.strategy.batch_weight_refused)
     clips = session.options.gradient_clip_val is not None and not session.overridden.configure_gradient_clipping

@@ -170,7 +170,7 @@ def test_a_batch_is_skipped_by_all_ranks_or_it_is_an_error_on_all(way: str) -> N
         trainer.fit(Skips(early, everywhere), DataLoader(layered_data(48), GLOBAL_BATCH // devices))
         return trainer.global_step
 
-    if make().batch_parts:  # a rank can't say that alone, since its gradients are in the sum already
+    if make().traits.batch_parts:  # a rank can't say that alone, since its gradients are in the sum already
         with pytest.raises(WorkerFailed, match="return a loss of zero"):
             fit(early=True, everywhere=True)
         return

@@ -22,6 +22,7 @@ import torch
 import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import EMA, EarlyStopping, LoadBalancer
+from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.distributed.world import World
 from fabricx.errors import WorkerFailed
 from fabricx.launch.supervisor import run_workers
@@ -80,9 +81,10 @@ class Watches(fx.Callback):
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         world = trainer.world
-        gloo = trainer.strategy.link == "gloo"
-        if stage == "fit" and trainer.strategy.servers and world.rank == 0:  # they begin to serve this run
-            world.store.set(f"matrix/serve/{len(_SERVED)}", f"{world.job} {trainer.strategy.servers} {int(gloo)}")
+        serving = as_part(trainer.strategy, HasServers)
+        gloo = serving.link == "gloo"
+        if stage == "fit" and serving.servers and world.rank == 0:  # they begin to serve this run
+            world.store.set(f"matrix/serve/{len(_SERVED)}", f"{world.job} {serving.servers} {int(gloo)}")
             _SERVED.append(world.job)
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:

@@ -164,7 +164,7 @@ class Waiting(Paced):
             setattr(FSDPParamGroup, name, self.waiting(getattr(FSDPParamGroup, name)))
         if self.marked:
             module = self
-            FSDP.pauses = lambda strategy, mark: DeviceWaits(module, lambda: module.now).spans  # type: ignore[method-assign]
+            FSDP.record_pauses = lambda strategy, mark: DeviceWaits(module, lambda: module.now).spans  # type: ignore[method-assign]
 
     def waiting(self, method: Any) -> Any:
         def wait(group: Any) -> Any:

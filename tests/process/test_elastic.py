@@ -101,9 +101,9 @@ def test_workers_come_and_go_while_a_run_goes_on(strategy: Any, tmp_path: Path) 
     assert {1, 2, 3} <= set(module.seen) | {trainer.world.size}  # several sizes may have been at one step
     assert module.sizes[min(module.sizes)] == 2  # the main rank may begin after the other's first update
     assert trainer.current_epoch == EPOCHS
-    alone = strategy.dealer is not None and not strategy._settings.aggregate
+    alone = not strategy.traits.lockstep and not strategy._settings.aggregate
     assert exact(module, EPOCHS * (2.0 if alone else 1.0))  # the global batch stays what it was
-    if strategy.dealer is None:
+    if strategy.traits.lockstep:
         assert trainer.global_step == STEPS
 
 

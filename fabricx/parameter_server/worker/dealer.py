@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
+from fabricx.core.dealer import Dealer
 from fabricx.parameter_server.wire.messages import Granted
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
 from fabricx.parameter_server.worker.lease_state import LeaseState
 
 
 @final
-class LeaseDealer(LeaseState):
+class LeaseDealer(LeaseState, Dealer):
     """The `Dealer` of the data feed: requests leases for a protocol, which trains them.
 
     Args:

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 
 from fabricx.callbacks import FaultRecovery, fault_recovery
 from fabricx.core.state import RunState
+from fabricx.core.strategy import Traits
+from fabricx.core.strategy_parts import DealsData
 from fabricx.data.map_style import OrderedFeed
 from fabricx.distributed.world import World
 from fabricx.errors import CopiesLost
@@ -25,7 +27,7 @@ from fabricx.parameter_server.worker.asynchronous import Asynchronous
 from fabricx.parameter_server.worker.dealer import LeaseDealer
 from fabricx.session.fault_tolerance import FaultTolerance
 from fabricx.session.status import BatchStatus
-from fabricx.strategies import DDP, LocalSGD
+from fabricx.strategies import DDP, LocalSGD, Single
 from tests.unit.parameter_server.server.test_server import begin
 
 
@@ -95,8 +97,19 @@ def test_one_that_would_have_to_wait_is_left_out_unless_numbers_depend_on_it(
     assert snapshots(tmp_path, strategy=LocalSGD(), **options) == [5, 10, 15, 20, 25, 30, 35, 40]
 
 
+class Dealt(DealsData):
+    """A strategy of ranks at their own pace."""
+
+    traits = Traits(synchronous=False, lockstep=False)
+    dealer: Any = None
+
+    def __init__(self, dealer: Any) -> None:
+        self.dealer = dealer
+
+
 def account(*, dealer: Any = None, automatic: bool = True, **state: int) -> str:
-    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(dealer=dealer), state=RunState(**state))
+    strategy = Single() if dealer is None else Dealt(dealer)
+    trainer: Any = SimpleNamespace(strategy=strategy, state=RunState(**state))
     return fault_recovery._account(trainer, SimpleNamespace(automatic_optimization=automatic))  # type: ignore[arg-type]
 
 

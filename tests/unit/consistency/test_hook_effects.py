@@ -11,11 +11,12 @@ import fabricx as fx
 from fabricx.callbacks import EMA
 from fabricx.consistency.hook_effects import HookChecks, fingerprint
 from fabricx.core.strategy import Strategy, Traits
+from fabricx.core.strategy_parts import HasServers
 from fabricx.errors import RanksDisagree
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
-class Served(Strategy):
+class Served(Strategy, HasServers):
     """One rank whose weights would be a server's."""
 
     traits = Traits(max_ranks=1)

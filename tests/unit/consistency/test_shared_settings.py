@@ -40,7 +40,7 @@ def trainers(store: HashStore, size: int) -> Iterator[list[Any]]:
         world = World(rank=rank, size=size, store=store)
         t: Any = SimpleNamespace(
             world=world, agreement=Agreement(world), module=nn.Linear(2, 1), state=SimpleNamespace(step=7),
-            strategy=SimpleNamespace(world=world, traits=Traits(), apply_requires_grad=lambda: None),
+            strategy=SimpleNamespace(world=world, traits=Traits()),
             **dict.fromkeys(LIMITS, 1),
         )  # fmt: skip
         t.module.automatic_optimization = True

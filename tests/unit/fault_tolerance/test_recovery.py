@@ -115,7 +115,7 @@ def test_an_error_in_a_batch_that_was_dealt_to_a_rank_is_never_taken_for_a_cut_l
     monkeypatch.setattr("fabricx.fault_tolerance.recovery.NOTICE_S", 0.0)
     strategy: Any = AsyncSGD()
     strategy.dealer.lease = Granted(3)
-    session: Any = SimpleNamespace(strategy=strategy, world=World(), callbacks=[])
+    session: Any = SimpleNamespace(strategy=strategy, dealer=strategy.dealer, world=World(), callbacks=[])
     ft: Any = SimpleNamespace(torn=False, memory=None)
     with pytest.raises(ConnectionResetError):  # of a user's tracking server, for example
         recover(session, ft, ConnectionResetError("Connection reset by peer"))

@@ -72,7 +72,7 @@ def together(root: Path, nodes: list[str], work: Callable[[Threads], Any], monke
 
 
 def in_groups(groups: int) -> Callable[[int, int], list[int]]:
-    return FSDP(replicas=groups).replicas_of
+    return FSDP(replicas=groups).traits.replicas_of
 
 
 def state_of(step: int, shard: int) -> dict[str, Any]:

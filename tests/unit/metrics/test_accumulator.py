@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fabricx.core.strategy import Traits
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
 from fabricx.metrics.accumulator import Metrics, Series
@@ -105,7 +106,7 @@ def test_a_series_knows_in_which_batch_its_step_and_its_epoch_began() -> None:
 
 def logbook() -> Logbook:
     """Return a logbook in the middle of a training batch of 1024 samples."""
-    found = Logbook(cast(Any, SimpleNamespace(reduce=None, world=World(), dealer=None, module=None)), training=True)
+    found = Logbook(cast(Any, SimpleNamespace(world=World(), traits=Traits(), module=None)), training=True)
     found.begin_batch(None, 1024, step=1)
     return found
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fabricx as fx
+from fabricx.core.strategy import Traits
 from fabricx.distributed.world import World
 from fabricx.metrics.accumulator import as_value
 from fabricx.metrics.collector import Logbook
@@ -46,7 +47,7 @@ def test_only_one_number_can_be_logged() -> None:
 
 def logbook() -> Logbook:
     """Return a logbook in the middle of a training batch of 1024 samples."""
-    found = Logbook(cast(Any, SimpleNamespace(reduce=None, world=World(), dealer=None, module=None)), training=True)
+    found = Logbook(cast(Any, SimpleNamespace(world=World(), traits=Traits(), module=None)), training=True)
     found.begin_batch(None, 1024, step=1)
     return found
 

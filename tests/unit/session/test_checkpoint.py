@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import fabricx as fx
 from fabricx.callbacks import EMA, EarlyStopping, ModelCheckpoint
+from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.session.checkpoint import _print_global_batch
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer
 from fabricx.testing import QUIET, TinyModule, tiny_data, tiny_loader
@@ -281,12 +282,11 @@ def data_of(global_batch: int) -> Any:
 
 @pytest.mark.parametrize(("batch", "said"), [(8, False), (16, True)])
 def test_batch_size_and_ranks_changed_together(batch: int, said: bool) -> None:
-    strategy = SimpleNamespace(global_updates=True)
     lines: list[str] = []
     session: Any = SimpleNamespace(
         data=data_of(batch),  # batch_size of each rank x the 2 ranks that it began with
         options=SimpleNamespace(accumulate_grad_batches=1), state=SimpleNamespace(ranks=2), print=lines.append,
-        strategy=strategy,
+        serving=HasServers(),
     )  # fmt: skip
     _print_global_batch(session, 8)
     assert bool(lines) is said
@@ -304,7 +304,7 @@ def test_an_update_of_one_worker_has_its_batch(strategy: Any, samples: int) -> N
     lines: list[str] = []
     session: Any = SimpleNamespace(
         data=data_of(16), options=SimpleNamespace(accumulate_grad_batches=1), state=SimpleNamespace(ranks=2),
-        print=lines.append, strategy=strategy,
+        print=lines.append, serving=as_part(strategy, HasServers),
     )  # fmt: skip
     _print_global_batch(session, samples)
     assert lines == []

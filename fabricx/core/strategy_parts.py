@@ -1,0 +1,217 @@
+"""Parts of the contract that few strategies implement, each with defaults for all others.
+
+A strategy implements a part by inheritance, for example `class FSDP(Strategy, ShardsWeights)`. The run asks for a part
+with `as_part(strategy, ShardsWeights)`: for another strategy this returns an object with the defaults.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabricx.core.averaging import AverageRule
+from fabricx.core.dealer import Dealer
+
+Part = TypeVar("Part")
+
+
+def as_part(strategy: object, part: type[Part]) -> Part:
+    """Return a strategy as one of the parts below.
+
+    Args:
+        strategy: of the run.
+        part: class of the part.
+
+    Returns:
+        the strategy; or an object with the part's defaults, if the strategy does not implement the part.
+    """
+    return strategy if isinstance(strategy, part) else part()
+
+
+class DealsData:
+    """A strategy whose ranks work at their own pace, on data that it leases to them (`traits.lockstep` is False)."""
+
+    @property
+    def dealer(self) -> Dealer:
+        """Return the part that leases data; it does nothing for ranks in lockstep."""
+        return Dealer()
+
+
+class ShardsWeights:
+    """A strategy with `traits.sharded`: a rank stores a part of each weight, and gathers weights to compute."""
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Return a context for `configure_model`, such as the meta device, which allocates no weights."""
+        return nullcontext()
+
+    def sharded_parameters(self) -> dict[str, Tensor]:
+        """Return the sharded parameters by name, as DTensors."""
+        return {}
+
+    def whole_weights(self, module: nn.Module) -> dict[str, Any]:
+        """Return the unsharded weights, in main memory, on the main rank; collective.
+
+        Args:
+            module: the user's module.
+        """
+        return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+
+    def discard_window(self) -> None:
+        """Discard the results of an accumulation window that is aborted, except `parameter.grad`."""
+
+    def apply_requires_grad(self) -> None:
+        """Apply changes of `requires_grad` by hooks to all copies of the parameters on this rank."""
+
+
+class HasServers:
+    """A strategy with server processes, or whose ranks make updates that other ranks do not see.
+
+    Attributes:
+        servers: number of server processes besides the ranks.
+        link: between workers and servers, "auto" or "gloo"; "" for collectives only.
+        weight_pulls: number of pulls of weights from servers; None if this rank updates the weights.
+        global_updates: an update is made from a global batch; False: from the batch of a rank.
+        norm_clipping_refused: reason why the gradient norm can't be limited; "" if it can.
+    """
+
+    servers = 0
+    link = ""
+    weight_pulls: int | None = None
+    global_updates = True
+    norm_clipping_refused = ""
+
+    def on_train_start(self, step: int, ranks: int) -> None:
+        """Start to train, after a checkpoint has been loaded.
+
+        Args:
+            step: weight updates so far.
+            ranks: number of ranks at the start of the run, which determines the global batch.
+        """
+
+    def wait_for_weights(self, step: int) -> int:
+        """Wait until all weights in transit to this rank have arrived; return the number of updates in its weights.
+
+        Args:
+            step: weight updates as counted by this rank.
+        """
+        return step
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Return the number of updates per global batch of ddp, by which schedules advance."""
+        return 1
+
+    def keep_average(self, rule: AverageRule, step: int, averages: Mapping[str, Tensor]) -> frozenset[str]:
+        """Maintain a moving average of the weights of each update, if a rank does not see all updates.
+
+        Every rank calls it before training, and again after a rollback.
+
+        Args:
+            rule: update rule of the average.
+            step: weight updates of the run so far.
+            averages: present averages, by the names of the parameters.
+
+        Returns:
+            names of the parameters whose averages `read_average` returns; the caller maintains all other averages.
+        """
+        return frozenset()
+
+    def read_average(self) -> tuple[dict[str, Tensor], int]:
+        """Return the averages by name, and their steps since `keep_average`; all gradients have been sent before."""
+        return {}, 0
+
+    @property
+    def lost_with_worker(self) -> list[str]:
+        """Return names of the state that is lost if a worker dies, because it has the only copy."""
+        return []
+
+    def measured(self) -> dict[str, float]:
+        """Return metrics of the servers since the previous call, on the main rank; collective."""
+        return {}
+
+
+class HidesGradients:
+    """A strategy under which `parameter.grad` is not always the gradient of the update.
+
+    Attributes:
+        hides_gradients: hooks cannot read the gradient of an update, because a rank has only its part of the sum.
+    """
+
+    hides_gradients = False
+
+    def hooks_see_gradients(self) -> AbstractContextManager[Any]:
+        """Return a context for hooks before the update, in which gradients are the global mean or can't be read."""
+        return nullcontext()
+
+    def gradient_norm(self, optimizers: Sequence[Optimizer]) -> Tensor | None:
+        """Return the 2-norm of the newest gradient, shape []; None if this rank does not have it. Collective.
+
+        Args:
+            optimizers: of the parameters.
+        """
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None and not p.grad.is_sparse]
+        if not gradients:
+            return None
+        norm: Any = nn.utils.get_total_norm(gradients)
+        whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return whole
+
+    def nonfinite_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return the parameters whose gradient (or part of it) on this rank contains NaN or infinity.
+
+        Args:
+            parameters: of optimizers, before they step; also in hooks that cannot read the gradients.
+        """
+        return [p for p in parameters if p.grad is not None and not _finite(p.grad)]
+
+    def drop_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Exclude parameters from the next update; all ranks of a synchronous strategy call it.
+
+        Args:
+            parameters: to exclude.
+        """
+        for parameter in parameters:
+            parameter.grad = None
+
+
+class MeasuresWaiting:
+    """A strategy that measures how long this rank waits for other processes.
+
+    Attributes:
+        servers: number of server processes.
+        waited_s: seconds for which this rank has waited for peers in computation and updates.
+        waits_for_servers: whether `waited_s` is the time spent waiting for servers.
+        pushed_s: seconds spent sending gradients to servers.
+    """
+
+    servers = 0
+    waited_s = 0.0
+    waits_for_servers = False
+    pushed_s = 0.0
+
+    @property
+    def pushes(self) -> deque[tuple[int, int, float]]:
+        """Return the newest gradients that were sent to servers: (worker, number of its gradient, time)."""
+        return deque()
+
+    def record_pauses(self, mark: Callable[[], Any]) -> list[tuple[Any, Any]]:
+        """Start to record the times at which this rank's device waits for peers during computation.
+
+        Args:
+            mark: returns a time stamp of the device.
+
+        Returns:
+            a list of (begin, end) that grows with each wait; it stays empty if the device does not wait.
+        """
+        return []
+
+
+def _finite(gradient: Tensor) -> bool:
+    values = gradient._values() if gradient.is_sparse else gradient
+    return bool(values.isfinite().all())

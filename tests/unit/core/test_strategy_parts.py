@@ -1,0 +1,71 @@
+"""Parts of the contract: a strategy implements them by inheritance, and all others have the defaults."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fabricx.core.strategy import Strategy, Traits
+from fabricx.core.strategy_parts import (
+    DealsData,
+    HasServers,
+    HidesGradients,
+    MeasuresWaiting,
+    ShardsWeights,
+    as_part,
+)
+from fabricx.strategies import DDP, FSDP, AsyncSGD, ParameterServer, Single
+
+
+class Plain(Strategy):
+    """A strategy with no part."""
+
+
+@pytest.mark.parametrize("part", [DealsData, HasServers, HidesGradients, MeasuresWaiting, ShardsWeights])
+def test_a_strategy_without_a_part_has_its_defaults(part: type) -> None:
+    assert not isinstance(Plain(), part)
+    assert type(as_part(Plain(), part)) is part
+
+
+def test_a_strategy_with_a_part_is_that_part() -> None:
+    sharded, served = FSDP(), ParameterServer(servers=2)
+    assert as_part(sharded, ShardsWeights) is sharded
+    assert as_part(served, HasServers) is served
+    assert (as_part(served, HasServers).servers, as_part(DDP(), HasServers).servers) == (2, 0)
+
+
+def test_only_ranks_at_their_own_pace_are_dealt_data() -> None:
+    own_pace = AsyncSGD()
+    assert not own_pace.traits.lockstep
+    assert as_part(own_pace, DealsData).dealer is own_pace.dealer
+    for strategy in (ParameterServer(), DDP(), Plain()):
+        dealer = as_part(strategy, DealsData).dealer
+        assert strategy.traits.lockstep
+        assert (dealer.holds_leases, dealer.may_drop, dealer.position()) == (False, False, None)
+
+
+def test_default_parts_read_the_gradients_of_parameters() -> None:
+    layer, gradients = nn.Linear(2, 1), as_part(Single(), HidesGradients)
+    layer.weight.grad = torch.tensor([[3.0, 4.0]])
+    layer.bias.grad = torch.tensor([torch.inf])
+    assert gradients.nonfinite_gradients(layer.parameters()) == [layer.bias]
+    gradients.drop_gradients([layer.bias])
+    norm = gradients.gradient_norm([torch.optim.SGD(layer.parameters())])
+    assert norm is not None
+    assert float(norm) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("traits", "replicas"),
+    [
+        (Traits(), [2, 0, 1, 3, 4, 5]),
+        (Traits(unreplicated=True), [2]),
+        (Traits(synchronous=False), [2]),
+        (Traits(sharded=True), [2]),
+        (Traits(sharded=True, replicas=3), [2, 0, 4]),
+        (Traits(sharded=True, replicas=4), [2]),  # does not divide 6 ranks
+    ],
+)
+def test_replicas_follow_from_traits(traits: Traits, replicas: list[int]) -> None:
+    assert traits.replicas_of(2, 6) == replicas
