@@ -167,6 +167,26 @@ class Strategy(NamesChecked, ABC):
         finally:
             self.ends_window = True
 
+    def forward_backward(
+        self, step: Callable[..., Any], backward: Callable[[Any], Any], batch: Any, index: int
+    ) -> Any:  # fmt: skip
+        """Compute the gradients of a microbatch with automatic optimization.
+
+        A strategy that computes a microbatch in several parts, such as the stages of a pipeline, calls `step` and
+        `backward` for each part, and scales the losses of the parts to those of the whole microbatch.
+
+        Args:
+            step: training step of the module, as wrapped by `wrap_step`; called with a batch and its index.
+            backward: called with the outputs of `step`; runs the hooks, and calls `Strategy.backward` with the scaled
+                loss. Returns the outputs for hooks; None without a loss.
+            batch: of the data loader, on the device.
+            index: of the batch.
+
+        Returns:
+            the result of `backward`.
+        """
+        return backward(step(batch, index))
+
     def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
         """Compute gradients; after the last microbatch of a window they are those of the global batch.
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from fabricx.core.hooks import call
 from fabricx.core.rng import seed_everything
 from fabricx.core.state import Phase, Stage
-from fabricx.core.steps import checked_loss
 from fabricx.data import Microbatch
 from fabricx.data.order import epoch_seed
 from fabricx.distributed.collective_guard import ALL_JOIN, without_sample
@@ -20,9 +16,9 @@ from fabricx.loop.epoch import begin_epoch, end_epoch, repeated_hooks
 from fabricx.loop.evaluation import sanity_check
 from fabricx.loop.lr_schedules import step_schedules
 from fabricx.loop.manual_optimization import train_manually
+from fabricx.loop.microbatch import step_and_backward
 from fabricx.loop.no_samples import train_without_samples
-from fabricx.loop.update import update, zero_grad
-from fabricx.session.accumulation import NO_LOSS
+from fabricx.loop.update import update
 from fabricx.session.checkpoint import finish_checkpoint, restore_requested
 from fabricx.session.save_points import publish_hooks_done
 from fabricx.session.schedule import (
@@ -160,7 +156,8 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
         outputs = train_manually(session, micro, batch)
         session.fault_tolerance.after_own_update(micro)
     elif micro.closes:
-        outputs = forward_backward(session, micro, batch)
+        step, backward = step_and_backward(session, micro, batch)
+        outputs = session.strategy.forward_backward(step, backward, batch, index)
         if session.window.ready():
             update(session, micro, batch)
         else:
@@ -168,7 +165,8 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
     else:
         # Includes the forward: DDP decides in it whether gradients will be reduced.
         with session.strategy.accumulate():
-            outputs = forward_backward(session, micro, batch)
+            step, backward = step_and_backward(session, micro, batch)
+            outputs = session.strategy.forward_backward(step, backward, batch, index)
     session.recorder.samples += session.metrics.logbook.size or session.metrics.logbook.count()
     session.batch.in_step = False
     if micro.closes:
@@ -186,53 +184,3 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
         session.batch.idle_ranks = 0
     session.metrics.logbook.end_batch()
     return None
-
-
-def forward_backward(session: Session, micro: Microbatch, batch: Any) -> Any:
-    """Run the training step and its backward; returns the outputs of the step, None without a loss."""
-    guard = without_sample(micro.idle) if micro.idle else ALL_JOIN
-    with ALL_JOIN if session.strategy.traits.sharded else guard:
-        outputs = session.training_step(batch, micro.index)
-    session.recorder.lap(Span.FORWARD)
-    if micro.opens:
-        zero_grad(session, micro)
-    loss = outputs["loss"] if isinstance(outputs, Mapping) and "loss" in outputs else outputs
-    if loss is None:
-        session.fault_tolerance.before_backward(micro)
-        session.window.sit_out(micro, NO_LOSS, session.settings)
-        return None
-    if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
-        loss = checked_loss(loss)
-    if session.overridden.batch_weight and not session.window.weigh(micro):
-        return _left_out(session, micro, batch, outputs)
-    factor = micro.factor if session.window.factor is None else session.window.factor
-    factor *= session.gradient_factor
-    scaled = session.precision.scale(loss if factor == 1.0 else loss * factor)
-    with guard:
-        for hook in session.hooks.on_before_backward:
-            hook(loss)
-    session.fault_tolerance.before_backward(micro)
-    if session.settings is not None:
-        session.settings.before_backward(micro)
-    session.backward(scaled)
-    session.recorder.lap(Span.BACKWARD)
-    if session.hooks.on_after_backward:
-        effects = session.checks.effects() if micro.idle else None  # not before: fsdp reshards weights in the backward
-        with session.gradients.hooks_see_gradients() if micro.closes else nullcontext(), guard:
-            call(session.hooks.on_after_backward)
-        if effects is not None:
-            effects.check()
-    session.window.took_part(micro, loss)
-    return outputs
-
-
-def _left_out(session: Session, micro: Microbatch, batch: Any, outputs: Any) -> Any:
-    """Run the collectives of the backward for a batch of weight zero."""
-    session.window.took_part(micro)
-    session.fault_tolerance.before_backward(micro)
-    if session.settings is not None:
-        session.settings.before_backward(micro)
-    if micro.closes or session.strategy.traits.sharded:
-        with session.metrics.logbook.muted():
-            session.strategy.backward_without_data((batch, micro.index))
-    return outputs

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from fabricx.data import Microbatch
 from fabricx.distributed.collective_guard import OWN_PACE
 from fabricx.loop.boundary import advance, begin_batch, end_batch, results_of
-from fabricx.loop.fit import forward_backward
 from fabricx.loop.lr_schedules import follow_schedules
 from fabricx.loop.manual_optimization import train_manually
+from fabricx.loop.microbatch import step_and_backward
 from fabricx.loop.update import update
 from fabricx.session.rank_state import LoggedMark
 from fabricx.session.schedule import check_any_batch, next_section
@@ -66,7 +66,8 @@ def _train_batch(session: Session, micro: Microbatch) -> None:
     if not session.module.automatic_optimization:
         outputs = train_manually(session, micro, batch)
     elif micro.closes:
-        outputs = forward_backward(session, micro, batch)
+        step, backward = step_and_backward(session, micro, batch)
+        outputs = session.strategy.forward_backward(step, backward, batch, index)
         if session.window.ready():
             _take_turn(session)
             update(session, micro, batch)
@@ -74,7 +75,8 @@ def _train_batch(session: Session, micro: Microbatch) -> None:
             session.state.step = session.strategy.after_update(session.state.step)
     else:
         with session.strategy.accumulate():
-            outputs = forward_backward(session, micro, batch)
+            step, backward = step_and_backward(session, micro, batch)
+            outputs = session.strategy.forward_backward(step, backward, batch, index)
     session.recorder.samples += session.metrics.logbook.size or session.metrics.logbook.count()
     session.batch.in_step = False
     if hooks.on_train_batch_end:

@@ -60,6 +60,7 @@ class AccumulationWindow:
         self.factor: float | None = None  # loss factor of the newest batch, with `batch_weight`
         self.again: float | None = None  # the same factor with the weight of all ranks
         self.loss_factor = 1.0  # of each loss of a manually optimised batch
+        self.computing = False  # whether a backward of the newest microbatch has begun
         self.mark: LoggedMark | None = None  # before a batch whose gradient may be dropped
         self._weight = self._share = 0.0  # weight of this rank's batches, and their share of the global batch
         self._number = 0  # of the newest microbatch, counted from 1
@@ -82,6 +83,7 @@ class AccumulationWindow:
                 "within an epoch, whose windows are already determined; change it in on_train_epoch_start, or with the "
                 "callback GradientAccumulation"
             )
+        self.computing = False
         if micro.opens:
             self.planned, self.taken, self.norm = micro.planned, 0.0, None
             self._weight = self._share = 0.0
@@ -103,15 +105,17 @@ class AccumulationWindow:
         self.factor = weight / self._usual()
         return weight
 
-    def took_part(self, micro: Microbatch, loss: Tensor | None = None) -> None:
+    def took_part(self, micro: Microbatch, loss: Tensor | None = None, *, first: bool = True) -> None:
         """Count a microbatch with a gradient.
 
         Args:
             micro: share of this rank in the global batch.
             loss: of the microbatch, shape []; None in manual optimization.
+            first: the first backward of the microbatch.
         """
-        self._number += 1
-        self.taken += micro.portion
+        if first:
+            self._number += 1
+            self.taken += micro.portion
         self.loss = None if loss is None else loss.detach()
 
     def sit_out(

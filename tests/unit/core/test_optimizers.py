@@ -19,6 +19,7 @@ from fabricx.core.optimizers import (
     needs_closure,
     parse_optimizers,
 )
+from fabricx.core.strategy import Traits
 
 ONE, TWO = SGD([nn.Parameter(torch.zeros(1))], lr=0.1), Adam([nn.Parameter(torch.zeros(1))])
 STEPS, PLATEAU = StepLR(ONE, 1), ReduceLROnPlateau(TWO)
@@ -79,7 +80,7 @@ def test_a_state_belongs_to_schedules_of_the_same_description() -> None:
 
 @pytest.mark.parametrize(("interval", "each_step"), [("step", True), ("epoch", False)])
 def test_a_metric_after_each_update_needs_ranks_that_are_together(interval: Any, each_step: bool) -> None:
-    plateau, together, apart = (Schedule(PLATEAU, interval, monitor="loss"), *map(strategy, (None, object())))
+    plateau, together, apart = (Schedule(PLATEAU, interval, monitor="loss"), *map(strategy, (True, False)))
     assert need_metrics_each_step([plateau, Schedule(STEPS, "step")], together) is each_step
     assert not need_metrics_each_step([Schedule(STEPS, "step")], apart)
     if each_step:
@@ -87,8 +88,8 @@ def test_a_metric_after_each_update_needs_ranks_that_are_together(interval: Any,
             need_metrics_each_step([plateau], apart)
 
 
-def strategy(dealer: Any) -> Any:
-    return SimpleNamespace(dealer=dealer)
+def strategy(lockstep: bool) -> Any:
+    return SimpleNamespace(traits=Traits(lockstep=lockstep))
 
 
 def test_an_optimizer_that_calls_its_closure_several_times_needs_one() -> None:

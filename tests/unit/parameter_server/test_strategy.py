@@ -36,5 +36,5 @@ def test_before_training_there_is_nothing_to_exchange(name: str) -> None:
 
 
 def test_only_asynchronous_strategies_deal_leases() -> None:
-    dealt = {name: make().dealer is not None for name, make in PRESETS.items()}
+    dealt = {name: not make().traits.lockstep for name, make in PRESETS.items()}
     assert dealt == {"lockstep": False, "no servers": False, "asynchronous": True, "rounds": True}

@@ -1,0 +1,98 @@
+"""The gradients of a microbatch with automatic optimization: the training step, and its backward with the hooks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fabricx.core.hooks import call
+from fabricx.core.steps import checked_loss
+from fabricx.data import Microbatch
+from fabricx.distributed.collective_guard import ALL_JOIN, without_sample
+from fabricx.loop.update import zero_grad
+from fabricx.session.accumulation import NO_LOSS
+from fabricx.telemetry.recorder import Span
+
+if TYPE_CHECKING:
+    from fabricx.session.session import Session
+
+
+def step_and_backward(
+    session: Session, micro: Microbatch, batch: Any
+) -> tuple[Callable[..., Any], Callable[[Any], Any]]:  # fmt: skip
+    """Return the functions of a microbatch for `Strategy.forward_backward`.
+
+    Args:
+        session: its module is optimised automatically.
+        micro: share of this rank in the global batch.
+        batch: on the device.
+
+    Returns:
+        the training step; and a function that computes the gradients of the step's outputs, calls the hooks, and
+        returns the outputs, or None without a loss.
+    """
+    guard = without_sample(micro.idle) if micro.idle else ALL_JOIN
+    step = session.training_step
+    if micro.idle and not session.strategy.traits.sharded:
+        step = functools.partial(_guarded, guard, step)
+    return step, functools.partial(_backward, session, micro, batch, guard)
+
+
+def _guarded(guard: AbstractContextManager[Any], step: Callable[..., Any], *args: Any) -> Any:
+    with guard:
+        return step(*args)
+
+
+def _backward(
+    session: Session, micro: Microbatch, batch: Any, guard: AbstractContextManager[Any], outputs: Any
+) -> Any:  # fmt: skip
+    """Compute the gradients of a step's loss, with the hooks; returns the outputs of the step, None without a loss."""
+    session.recorder.lap(Span.FORWARD)
+    first, session.window.computing = not session.window.computing, True
+    if micro.opens and first:
+        zero_grad(session, micro)
+    loss = outputs["loss"] if isinstance(outputs, Mapping) and "loss" in outputs else outputs
+    if loss is None:
+        session.fault_tolerance.before_backward(micro)
+        session.window.sit_out(micro, NO_LOSS, session.settings)
+        return None
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+        loss = checked_loss(loss)
+    if session.overridden.batch_weight and not session.window.weigh(micro):
+        return _left_out(session, micro, batch, outputs)
+    factor = micro.factor if session.window.factor is None else session.window.factor
+    factor *= session.gradient_factor
+    scaled = session.precision.scale(loss if factor == 1.0 else loss * factor)
+    with guard:
+        for hook in session.hooks.on_before_backward:
+            hook(loss)
+    if first:
+        session.fault_tolerance.before_backward(micro)
+    if first and session.settings is not None:
+        session.settings.before_backward(micro)
+    session.backward(scaled)
+    session.recorder.lap(Span.BACKWARD)
+    if session.hooks.on_after_backward:
+        effects = session.checks.effects() if micro.idle else None  # not before: fsdp reshards weights in the backward
+        with session.gradients.hooks_see_gradients() if micro.closes else nullcontext(), guard:
+            call(session.hooks.on_after_backward)
+        if effects is not None:
+            effects.check()
+    session.window.took_part(micro, loss, first=first)
+    return outputs
+
+
+def _left_out(session: Session, micro: Microbatch, batch: Any, outputs: Any) -> Any:
+    """Run the collectives of the backward for a batch of weight zero."""
+    session.window.took_part(micro)
+    session.fault_tolerance.before_backward(micro)
+    if session.settings is not None:
+        session.settings.before_backward(micro)
+    if micro.closes or session.strategy.traits.sharded:
+        with session.metrics.logbook.muted():
+            session.strategy.backward_without_data((batch, micro.index))
+    return outputs
