@@ -25,7 +25,7 @@ from fabricx.parameter_server.worker.protocol import NoProtocol, WorkerProtocol
 from fabricx.parameter_server.worker.pull_timing import BeforeStep, DuringForward, NoPulls, PullTiming
 from fabricx.parameter_server.worker.servers import VectorOptions
 from fabricx.parameter_server.worker.shared_memory_sum import SharedMemorySum
-from fabricx.parameter_server.worker.shared_memory_weights import SharedWeights
+from fabricx.parameter_server.worker.shared_memory_weights import SharedWeights, check_shareable
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,8 @@ def _join_workers(
     parameters = trained.parameters
     if design.servers_step and tables:
         raise ValueError("servers=0 with optimizer='server' does not support sparse gradients: set servers=1")
+    if design.servers_step:
+        check_shareable(parameters)
     exchange = SharedMemorySum(
         world, world.key("exchange"), parameters, views=not trained.several_backwards, tables=tables,
         memory=design.servers_step,

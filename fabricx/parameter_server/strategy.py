@@ -79,6 +79,7 @@ class ServedStrategy(ServerOptions, Strategy, DealsData, HasServers, HidesGradie
         self._measured_before: Totals | None = None  # totals at the previous call of `measured`
 
     def _use(self, connection: Connection) -> None:
+        """Exchange gradients through a connection from now on."""
         self._connection = connection
         self._protocol, self._exchange = connection.protocol, connection.exchange
 

@@ -16,11 +16,27 @@ from fabricx.parameter_server.optimizer_parts import Hyperparameters, ServerOpti
 from fabricx.parameter_server.wire.messages import Settings
 from fabricx.parameter_server.wire.partition import Shard, divide
 from fabricx.parameter_server.wire.shm_group import RemappableBuffer
+from fabricx.parameter_server.worker.buffers import dtype_of
 from fabricx.parameter_server.worker.lockstep import Lockstep
 from fabricx.parameter_server.worker.pull_timing import PullTiming
 from fabricx.parameter_server.worker.shared_memory_sum import SharedMemorySum, detects_dead_workers
 
 Span = tuple[int, int]
+
+
+def check_shareable(parameters: Sequence[Tensor]) -> None:
+    """Check that workers can keep parameters in a vector in main memory.
+
+    Args:
+        parameters: of all optimizers.
+
+    Raises:
+        ValueError: they have several dtypes, or are on another device.
+    """
+    if len({(p.dtype, p.device.type) for p in parameters} | {(dtype_of(parameters), "cpu")}) > 1:
+        raise ValueError(
+            "servers=0 with optimizer='server' keeps weights in main memory, all of one dtype: set servers=1"
+        )
 
 
 @final
@@ -49,10 +65,6 @@ class SharedWeights(Lockstep[SharedMemorySum]):
         self, world: World, exchange: SharedMemorySum, parameters: list[Tensor], optimizers: list[Optimizer],
         timing: PullTiming,
     ) -> None:  # fmt: skip
-        if len({(parameter.dtype, parameter.device.type) for parameter in parameters} | {(exchange.dtype, "cpu")}) > 1:
-            raise ValueError(
-                "servers=0 with optimizer='server' keeps weights in main memory, all of one dtype: set servers=1"
-            )
         super().begin(world, exchange, parameters, optimizers, timing)
         self._private = [parameter.data for parameter in parameters]
         for parameter, (start, stop) in zip(parameters, _spans(parameters), strict=True):
