@@ -96,7 +96,8 @@ class FSDP(Strategy, ShardsWeights, MeasuresWaiting):
         self._unused: UnusedShards | None = None
         self._gathered: GatheredWeights | None = None
         self._order: CollectiveOrder | None = None  # order of collectives, compared over ranks
-        self._gathers_much = False  # whether freed memory returns to the system after each update
+        self._gathers_much = False  # whether freed memory returns to the system
+        self._freed = 0  # bytes of gathered weights that were freed since the last return
         self._optimizers: list[Optimizer] = []
         self._parameters: dict[str, nn.Parameter] = {}  # the optimizers' parameters, by name
 
@@ -131,7 +132,7 @@ class FSDP(Strategy, ShardsWeights, MeasuresWaiting):
 
     def _track_shards(self, module: nn.Module) -> None:
         self._unused = UnusedShards(self.world, module, unreached=not self._manual)
-        self._gathered = GatheredWeights(module)
+        self._gathered = GatheredWeights(module, self._note_freed)
         self._hooks += self._gathered.register_hooks()
 
     def _register_output_hooks(self, module: nn.Module) -> None:
@@ -280,6 +281,13 @@ class FSDP(Strategy, ShardsWeights, MeasuresWaiting):
         if self._gathers_much:
             release_freed_memory()  # otherwise the allocator keeps the memory of gathered weights: up to all of them
         return step
+
+    def _note_freed(self, size: int) -> None:
+        """Return memory to the system within a step, because glibc hardly reuses the aligned blocks of a gather."""
+        self._freed += size
+        if self._gathers_much and self._freed >= LARGE:
+            self._freed = 0
+            release_freed_memory()
 
     def _measure_size(self) -> None:
         whole = sum(p.numel() * p.element_size() for p in self._parameters.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, final
 
 import torch
@@ -24,13 +24,18 @@ class GatheredWeights:
 
     Args:
         module: sharded with `fully_shard`, as are some submodules.
+        freed: called with the bytes of gathered weights that were just freed.
 
     Attributes:
         unfrozen: names of shards that were unfrozen while their gathered weights were in use, since `settle_step`.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._units = units_of(module)
+    def __init__(self, module: nn.Module, freed: Callable[[int], None]) -> None:
+        self._units, self._freed = units_of(module), freed
+        self._sizes = [  # bytes of gathered weights
+            unit.mesh_info.shard_mesh_size * sum(param._sharded_param_data.nbytes for param in unit.fsdp_params)
+            for unit in self._units
+        ]
         self.unfrozen: list[str] = []
         self._known: list[dict[int, tuple[bool, int]]] = [{} for _ in self._units]  # (requires_grad, version) by index
         for number, unit in enumerate(self._units):
@@ -125,6 +130,8 @@ class GatheredWeights:
         ]
         self._known[number] = {}
         getattr(type(unit), name)(unit)
+        if known:
+            self._freed(self._sizes[number])
         if changed:
             raise ValueError(
                 f"{changed[0] or 'a parameter'} was changed while strategy=fsdp had gathered it, where a change is "

@@ -75,6 +75,49 @@ def test_single_ddp_and_fsdp_take_up_each_others_checkpoints_bit_for_bit(tmp_pat
         before = state
 
 
+class Deep(fx.Module):
+    """192 MiB of weights in 24 blocks; notes the peak of resident memory in a step, beside that before the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*[nn.Sequential(nn.Linear(512, 2048), nn.Linear(2048, 512)) for _ in range(24)])
+        self.added: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.body(batch).square().mean()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present value
+        self.before = _status("VmRSS")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.added.append(_status("VmHWM") - self.before)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _status(name: str) -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    return int(line.split()[1]) * 1024
+
+
+def added_in_a_step() -> tuple[int, int]:
+    """Return the bytes of the weights, and those that a rank needs in a step in addition, at most."""
+    module = Deep()
+    trainer = fx.Trainer(devices=2, strategy="fsdp", max_epochs=1, **QUIET)
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    trainer.fit(module, DataLoader(torch.randn(16, 512), 2))
+    return size, max(module.added[1:])  # the first step fills caches
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of Linux's resident memory is read")
+def test_a_step_needs_little_memory_beside_the_shards() -> None:
+    for size, added in run_ranks(added_in_a_step, 2):
+        # The gradients' shards are half of the weights; a block, its gradients and 64 MiB of freed blocks come on top.
+        assert added < 1.75 * size
+
+
 class Later(Layers):
     """Builds its layers where they take no memory."""
 
