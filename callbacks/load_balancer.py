@@ -102,7 +102,7 @@ class LoadBalancer(Callback):
 
     def check_fit(self, trainer: TrainerProtocol, module: Module, global_batch: int | None) -> None:
         strategy, ranks = trainer.strategy, len(trainer.device_ids) * trainer.num_nodes
-        ranks = max(ranks, trainer.world.size)
+        ranks = max(ranks, trainer.world.axis("data").size)
         if ranks == 1 or not strategy.traits.lockstep:
             return
         name = type(strategy).__name__
@@ -148,16 +148,17 @@ class LoadBalancer(Callback):
             return
         resumed = self._saved if self._generation < 0 and trainer.world.generation == 0 else []
         self._generation, self._step = trainer.world.generation, trainer.global_step
+        world = trainer.world.axis("data")
         limit_and_speed = [float(self._max_fitting or self.max_batch_size or 0), self._speed]
-        local = torch.tensor(limit_and_speed, device=trainer.world.device)
-        by_rank = trainer.world.all_gather(local).tolist()
+        local = torch.tensor(limit_and_speed, device=world.device)
+        by_rank = world.all_gather(local).tolist()
         limits = [int(limit) or 2**31 for limit, _ in by_rank]
         self._limits = tuple(limits) if min(limits) < 2**31 else None
-        measures = self.shares is None and trainer.world.size > 1
+        measures = self.shares is None and world.size > 1
         self._policy = (
             self._policy_from(trainer, _assumed([speed for _, speed in by_rank]), resumed) if measures else None
         )
-        weights = self._policy.shares if self._policy is not None else self._fixed(trainer.world.size)
+        weights = self._policy.shares if self._policy is not None else self._fixed(world.size)
         self._apply(trainer, weights, 0)
         if self._policy is not None and self._policy.speeds:
             self._log_shares(trainer, self._policy.shares)
@@ -175,7 +176,7 @@ class LoadBalancer(Callback):
 
     def _policy_from(self, trainer: TrainerProtocol, speeds: list[float], resumed: Sequence[int] = ()) -> SharePolicy:
         """Return a policy that begins with `resumed` shares if they fit, or with shares by `speeds` if not empty."""
-        samples, ranks = _samples(trainer), trainer.world.size
+        samples, ranks = _samples(trainer), trainer.world.axis("data").size
         fits = len(resumed) == ranks and sum(resumed) == samples
         return SharePolicy(samples, list(resumed) if fits else share_batch(speeds or [1.0] * ranks, samples), speeds)
 
@@ -259,7 +260,8 @@ class LoadBalancer(Callback):
 
     def _decide(self, trainer: TrainerProtocol, policy: SharePolicy) -> None:
         """Exchange measurements and decide about the shares. Collective; the decision is the same on all ranks."""
-        measurements = [Measurement(*row) for row in trainer.world.all_gather(self._measurement(trainer)).tolist()]
+        data = trainer.world.axis("data")
+        measurements = [Measurement(*row) for row in data.all_gather(self._measurement(trainer)).tolist()]
         self._restart_window(0)
         if policy.samples != _samples(trainer):  # accumulation has changed
             self._policy = policy = self._policy_from(trainer, policy.speeds)
@@ -322,7 +324,7 @@ class LoadBalancer(Callback):
         self._saved = state_dict["shares"]
 
     def _inactive(self, trainer: TrainerProtocol) -> bool:
-        alone = trainer.world.size == 1 and self.max_batch_size is None and not self._max_fitting
+        alone = trainer.world.axis("data").size == 1 and self.max_batch_size is None and not self._max_fitting
         return alone or not trainer.strategy.traits.lockstep
 
 

@@ -158,7 +158,7 @@ class RunData:
         Args:
             world: the ranks; a collective if their loaders have different lengths.
         """
-        feed = self.train_feed
+        world, feed = world.axis("data"), self.train_feed
         batches = feed.batches(self._options.accumulate_grad_batches)
         if not feed.exact_position and world.size > 1 and not world.newcomer:
             counted = torch.tensor(float(batches), dtype=torch.float64, device=world.device)
@@ -262,6 +262,7 @@ class RunData:
             )
         if not hasattr(source, "__iter__"):
             raise ValueError(f"{type(source).__name__} is not iterable: pass a DataLoader or an iterable of batches")
+        world = world.axis("data")
         if world.newcomer:  # the ranks that it will join: same number of batches as on the other ranks
             world = replace(world, rank=0, size=world.local_size)
         options, strategy = self._options, self._strategy

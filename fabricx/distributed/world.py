@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from fabricx.distributed import authentication, autograd_collectives, heartbeat, peers
 from fabricx.distributed.generations import death_key, membership
+from fabricx.errors import check_choice
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,6 +34,7 @@ KEYLESS: Final = (
     "run code: umask 077; openssl rand -hex 32 > key; then set FABRICX_KEY_FILE=key (a path) for all processes "
     "(docs/security.md)"
 )
+AXES: Final = ("data",)  # axes of parallelism
 DEPARTURE_S: Final = 60.0  # all ranks have run the same collectives: they differ by moments, and by users' hooks
 
 
@@ -96,6 +98,18 @@ class World:
     def main_rank(self) -> bool:
         """Return whether this rank writes files and prints messages (rank 0)."""
         return self.rank == 0
+
+    def axis(self, name: str) -> World:
+        """Return this rank among the ranks along an axis of parallelism; all ranks, as long as there is a single axis.
+
+        Args:
+            name: "data": ranks that train different shares of each global batch.
+
+        Raises:
+            ValueError: there is no such axis.
+        """
+        check_choice("World", "axis", name, AXES)
+        return self
 
     @property
     def silent(self) -> bool:

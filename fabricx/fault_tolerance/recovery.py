@@ -352,7 +352,7 @@ def _broadcast_weights(session: Session, point: RankState | None, holder: int) -
 def _connect(session: Session, ft: RankRecords, generation: Generation) -> None:
     """Connect all parts that communicate to the new process group."""
     world = session.world
-    session.metrics.training.metrics.world_changed(world)
+    session.metrics.training.metrics.world_changed(world.axis("data"))
     session.metrics.training.metrics.counts_shared = world.main_rank
     session.renew_agreements()
     session.failures.errors = list(generation.failures)

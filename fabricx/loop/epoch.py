@@ -76,7 +76,7 @@ def _saved_within_batches(session: Session) -> bool:
     """Return whether a checkpoint may be written between the start and the end of a global batch."""
     if (
         session.options.accumulate_grad_batches > 1
-        or session.state.ranks > session.world.size
+        or session.state.ranks > session.world.axis("data").size
         or session.strategy.traits.batch_parts
     ):
         return True

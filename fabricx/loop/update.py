@@ -125,12 +125,13 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
 
 def _global_loss(session: Session, micro: Microbatch, loss: Tensor | None) -> Tensor | None:
     """Return the loss of the global batch: an optimizer that reads it has to decide the same on all ranks."""
-    if session.world.size == 1 or not session.strategy.traits.synchronous:
+    world = session.world.axis("data")
+    if world.size == 1 or not session.strategy.traits.synchronous:
         return loss
-    share = torch.zeros((), dtype=torch.float64, device=session.world.device)
+    share = torch.zeros((), dtype=torch.float64, device=world.device)
     if loss is not None:
         share += loss * (session.window.again or micro.factor)
-    return session.world.all_reduce(share)
+    return world.all_reduce(share)
 
 
 def example_batch(session: Session, micro: Microbatch) -> tuple[Any, ...]:

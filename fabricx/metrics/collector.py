@@ -38,7 +38,7 @@ class Logbook:
     ) -> None:  # fmt: skip
         self._weigh = weigh
         self._weight: float | None = None  # of the batch, computed at first use
-        world = strategy.world
+        world = strategy.world.axis("data")  # the ranks that log values of different samples
         self.metrics = Metrics(world.all_reduce, world.gather_objects, world.size, world.device, strategy.module)
         self.metrics.counts_shared = world.main_rank
         self.training = training

@@ -132,7 +132,7 @@ class AccumulationWindow:
         Raises:
             ValueError: SyncBatchNorm needs a sample of each rank.
         """
-        world = self._strategy.world
+        world = self._strategy.world.axis("data")
         self._number += 1
         if world.size > 1 and synchronised(self._module):  # the other ranks wait for this rank's statistics
             raise ValueError(
@@ -192,9 +192,10 @@ class AccumulationWindow:
 
     def _divide_by_weight(self) -> bool:
         """Divide the gradient by the weight of the global batch; return whether an update follows."""
-        total, share = torch.tensor([self._weight], device=self._strategy.world.device), 1.0
+        world = self._strategy.world.axis("data")
+        total, share = torch.tensor([self._weight], device=world.device), 1.0
         if self._strategy.traits.synchronous:
-            self._strategy.world.all_reduce(total)
+            world.all_reduce(total)
         else:  # the gradient is of this rank only
             share = self._share * self.planned / self.taken  # excludes microbatches without a loss
         weight = float(total)
@@ -204,13 +205,14 @@ class AccumulationWindow:
         return weight > 0.0 or not self._strategy.traits.synchronous
 
     def _settle(self, key: str, why: str, portion: float) -> None:
-        store, size = self._strategy.world.store, self._strategy.world.size
+        world = self._strategy.world.axis("data")
+        store, size = world.store, world.size
         assert store is not None
         keys = [f"{key}/{rank}" for rank in range(size)]
         if not self._together:
             deadline = time.monotonic() + ALL_SKIP_S  # later, another rank must have trained the batch
             while not store.check(keys) and time.monotonic() < deadline:
-                membership().check(self._strategy.world.generation)  # `store.wait` would not detect the death of a rank
+                membership().check(world.generation)  # `store.wait` would not detect the death of a rank
                 time.sleep(0.002)
         if store.check(keys):  # all ranks skip it, or it is an empty part of the global batch on all ranks
             self.taken += portion * all(store.get(reason_key).decode() == NO_BATCH for reason_key in keys)

@@ -351,7 +351,7 @@ def recount_batches(session: Session) -> None:
     """
     state, feed = session.state, session.data.train_feed
     before = (state.shared_by, state.accumulate, state.together)
-    now = (session.world.size, session.options.accumulate_grad_batches, feed.global_batch)
+    now = (session.world.axis("data").size, session.options.accumulate_grad_batches, feed.global_batch)
     state.shared_by, state.accumulate, state.together = now
     if now == before or not before[1]:
         return

@@ -63,7 +63,7 @@ class Session:
     Attributes:
         sharding, serving, gradients: parts of the strategy's contract that few strategies implement.
         dealer: leases data to ranks that work at their own pace; does nothing for ranks in lockstep.
-        gradient_factor: factor of a rank's loss; the number of ranks if gradients are averaged.
+        gradient_factor: factor of a rank's loss; the number of data ranks if gradients are averaged.
         hooks: functions to call for each hook.
         agreement: determines the boundary at which all ranks stop.
         precision: of weights and computations.
@@ -147,7 +147,7 @@ class Session:
         self.wrap_steps(fits=True)
 
     def _gradient_factor(self) -> float:
-        return float(self.world.size) if self.strategy.traits.averages else 1.0
+        return float(self.world.axis("data").size) if self.strategy.traits.averages else 1.0
 
     def renew_agreements(self) -> None:
         """Agree on stops and settings with the ranks of the present generation; a request to stop is kept."""

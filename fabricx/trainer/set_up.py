@@ -122,7 +122,7 @@ def _load_weights(session: Session) -> None:
 def _predict(session: Session, job: Job) -> list[Any]:
     _load_weights(session)
     by_loader = [
-        session.world.gather_objects(outputs)
+        session.world.axis("data").gather_objects(outputs)
         for outputs in evaluation.predict(session, session.data.val_feeds, keep=job.flag)
     ]
     ordered = [evaluation.in_dataset_order(by_rank) for by_rank in by_loader]
@@ -165,8 +165,9 @@ def _build(trainer: TrainerInterface, job: Job, world: World) -> Session:
     module, datamodule, strategy, state = job.module, job.datamodule, trainer.strategy, trainer.state
     world = dataclasses.replace(world, job=next_job())
     strategy.enter(world)
-    state.ranks = (ranks_that_began(job) if job.began_with is None else job.began_with) or state.ranks or world.size
-    state.shared_by = world.size
+    shares = world.axis("data").size
+    state.ranks = (ranks_that_began(job) if job.began_with is None else job.began_with) or state.ranks or shares
+    state.shared_by = shares
     _seed(state, world)
     _backend_flags(trainer)
     trainer.module, trainer.datamodule = module, datamodule
@@ -226,10 +227,10 @@ def _call_if_present(owner: Any, name: str) -> None:
 
 
 def _seed(state: RunState, world: World) -> None:
-    """Share the seed of the data order with all ranks; seed the other random generators differently on each rank."""
-    state.seed = world.broadcast_object(state.seed)
-    if world.size > 1:
-        seed_everything((state.seed + world.rank) % 2**32)
+    """Share the seed of the data order with all ranks; seed other random generators by the share of the data."""
+    state.seed, data = world.broadcast_object(state.seed), world.axis("data")
+    if data.size > 1:
+        seed_everything((state.seed + data.rank) % 2**32)
 
 
 def _backend_flags(options: TrainerOptions, *, on: bool = True) -> None:

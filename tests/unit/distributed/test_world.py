@@ -53,3 +53,10 @@ def test_nothing_is_waited_for_when_the_store_is_gone(monkeypatch: pytest.Monkey
     for name in ("set", "check"):
         monkeypatch.setattr(dist.HashStore, name, closed)
         world.await_departure(3600.0)
+
+
+def test_the_ranks_of_the_only_axis_are_all_ranks() -> None:
+    world = World(rank=1, size=3)
+    assert world.axis("data") is world
+    with pytest.raises(ValueError, match=r"axis='dat' isn't known to World\. Did you mean 'data'"):
+        world.axis("dat")

@@ -1,0 +1,51 @@
+"""Ranks that are not along the data axis have the same share of the data; here all ranks train the whole of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+import fabricx as fx
+from fabricx.distributed.world import World
+from fabricx.strategies import DDP, Single
+from fabricx.testing import QUIET, LayeredModule, layered_data, run_ranks
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(layered_data(43))
+
+
+class Noisy(LayeredModule):
+    """Draws random numbers in each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step([batch[0] + torch.randn_like(batch[0]), batch[1]], batch_idx)
+
+
+def train(strategy: fx.Strategy, devices: int, shuffle: bool) -> dict[str, Any]:
+    fx.seed_everything(3)
+    module = Noisy()
+    trainer = fx.Trainer(devices=devices, strategy=strategy, max_epochs=2, accumulate_grad_batches=2, **QUIET)
+    data = DataLoader(layered_data(43), 6, shuffle=True) if shuffle else DataLoader(Stream(), 6)
+    trainer.fit(module, data, DataLoader(layered_data(5), 1))
+    predicted = trainer.predict(module, DataLoader(layered_data(5), 2))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {"weights": [p.tolist() for p in module.parameters()], "metrics": metrics, "predicted": len(predicted)}
+
+
+def on_same_data(shuffle: bool) -> dict[str, Any]:
+    World.axis = lambda world, name: replace(world, rank=0, size=1)  # type: ignore[method-assign]
+    return train(DDP(), 2, shuffle)
+
+
+def test_ranks_with_the_same_share_train_what_one_process_trains() -> None:
+    for shuffle in (True, False):
+        alone = train(Single(), 1, shuffle)
+        first, second = run_ranks(on_same_data, 2, shuffle)
+        assert first["weights"] == second["weights"] == alone["weights"]  # the mean of two equal gradients is exact
+        assert first["metrics"] == alone["metrics"]
+        assert first["predicted"] == alone["predicted"]
