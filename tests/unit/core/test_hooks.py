@@ -8,6 +8,7 @@ import pytest
 
 import fabricx as fx
 from fabricx.core.callback import Callback
+from fabricx.core.hooks import CALLBACK_HOOKS, MODULE_HOOKS, Hooks, call, check_hooks
 from fabricx.testing import TinyModule, tiny_loader
 
 
@@ -39,3 +40,43 @@ def test_a_misspelt_hook_is_refused_with_the_nearest_name(quiet: dict[str, Any])
 
     with pytest.raises(ValueError, match="Did you mean 'on_train_epoch_end'"):
         fx.Trainer(callbacks=[Wrong()], **quiet)
+
+
+def test_a_hook_that_nobody_overrides_has_no_function_to_call() -> None:
+    hooks = Hooks(None, TinyModule(), [Callback()])  # type: ignore[arg-type]
+    assert all(getattr(hooks, name) == () for name in CALLBACK_HOOKS | MODULE_HOOKS)
+
+
+def test_a_method_of_an_instance_is_a_hook_too() -> None:
+    module, seen = TinyModule(), []
+    module.on_fit_start = lambda: seen.append("called")  # type: ignore[method-assign]
+    call(Hooks(None, module, []).on_fit_start)  # type: ignore[arg-type]
+    assert seen == ["called"]
+
+
+def test_callbacks_that_save_run_after_those_that_decide() -> None:
+    class Decides(Callback):
+        watches_metrics = True
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            order.append("decides")
+
+    class Saves(Decides):
+        best_model_path, trainer_role = "", "checkpoint"
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            order.append("saves")
+
+    order: list[str] = []
+    call(Hooks(None, TinyModule(), [Saves(), Decides()]).on_validation_end)  # type: ignore[arg-type]
+    assert order == ["decides", "saves"]
+
+
+def test_methods_of_other_names_are_the_users_own() -> None:
+    class Mine(TinyModule):
+        def on_my_way(self) -> None: ...
+
+    with pytest.raises(ValueError, match=r"Mine.on_my_way would never be called: there is no hook of that name"):
+        check_hooks(Mine())
+    Mine.on_my_way = "no function"  # type: ignore[assignment, method-assign]
+    check_hooks(Mine())

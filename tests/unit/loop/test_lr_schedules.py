@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import fabricx as fx
@@ -32,3 +33,69 @@ def test_a_checkpoint_of_an_epochs_end_has_the_metric_that_the_schedule_still_wa
     whole, _ = run(4, None)
     _, path = run(2, None)
     assert run(4, path)[0] == whole < 0.1
+
+
+class _Counts:
+    """A schedule of the user's own, which notes its steps."""
+
+    def __init__(self) -> None:
+        self.metrics: list[float | None] = []
+
+    def step(self, metric: Any = None) -> None:
+        self.metrics.append(None if metric is None else float(metric))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class _Schedules(TinyModule):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options, self.counts = options, _Counts()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("index", float(batch_idx))
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.counts, **self.options}}
+
+
+@pytest.mark.parametrize(
+    ("options", "accumulate", "steps"),
+    [
+        ({}, 1, 2), ({"interval": "step"}, 1, 8), ({"interval": "step"}, 2, 4),
+        ({"interval": "step", "frequency": 3}, 1, 2), ({"frequency": 2}, 1, 1), ({"frequency": 3}, 1, 0),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_schedule_advances_by_updates_or_epochs(
+    options: dict[str, Any], accumulate: int, steps: int, quiet: dict[str, Any]
+) -> None:
+    module = _Schedules(**options)
+    fx.Trainer(max_epochs=2, accumulate_grad_batches=accumulate, **quiet).fit(module, tiny_loader(16, 4))
+    assert module.counts.metrics == [None] * steps
+
+
+def test_a_plateau_reads_the_newest_value_of_its_metric(quiet: dict[str, Any]) -> None:
+    module = _Schedules(interval="step", reduce_on_plateau=True, monitor="index")
+    fx.Trainer(max_epochs=1, **quiet).fit(module, tiny_loader(16, 4))
+    assert module.counts.metrics == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_metric_that_was_never_logged_is_an_error_unless_the_schedule_may_wait(quiet: dict[str, Any]) -> None:
+    with pytest.raises(
+        ValueError, match=r"the scheduler monitors 'indx', which was never logged. Did you mean 'index'"
+    ):
+        fx.Trainer(max_epochs=1, **quiet).fit(_Schedules(reduce_on_plateau=True, monitor="indx"), tiny_loader())
+    waits = _Schedules(reduce_on_plateau=True, monitor="indx", strict=False)
+    fx.Trainer(max_epochs=1, **quiet).fit(waits, tiny_loader())
+    assert waits.counts.metrics == []
+
+
+def test_in_manual_optimization_the_user_advances_it(quiet: dict[str, Any]) -> None:
+    module = _Schedules(interval="step")
+    module.automatic_optimization = False
+    fx.Trainer(max_epochs=1, **quiet).fit(module, tiny_loader())
+    assert module.counts.metrics == []
