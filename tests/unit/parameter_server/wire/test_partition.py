@@ -14,7 +14,7 @@ from fabricx.parameter_server.wire.partition import divide
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(SHAPES, st.integers(1, 5), st.booleans(), st.data())
 def test_each_element_is_on_one_server(shapes: list[list[int]], servers: int, whole: bool, data: st.DataObject) -> None:
     tables = [number for number, shape in enumerate(shapes) if len(shape) == 2 and shape[1]]
