@@ -16,7 +16,8 @@ class Requests:
     """A server that grants so many leases."""
 
     def __init__(self, leases: int) -> None:
-        self.leases, self.calls = leases, []  # type: int, list[Any]
+        self.leases = leases
+        self.calls: list[Any] = []
 
     def ask(self, section: int, *, wait: bool) -> Granted:
         self.calls.append(("ask", wait))
