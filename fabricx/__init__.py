@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from fabricx.core.logger import Logger
     from fabricx.core.module import Module
     from fabricx.core.rng import seed_everything
-    from fabricx.core.strategy import Strategy
+    from fabricx.core.strategy import Strategy, Traits
     from fabricx.trainer.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "DataModule", "Logger", "Module", "Strategy", "Trainer", "main", "seed_everything"]
+__all__ = ["Callback", "DataModule", "Logger", "Module", "Strategy", "Trainer", "Traits", "main", "seed_everything"]
 
 _MODULES = {
     "Callback": "fabricx.core.callback",
@@ -25,6 +25,7 @@ _MODULES = {
     "Module": "fabricx.core.module",
     "Strategy": "fabricx.core.strategy",
     "Trainer": "fabricx.trainer.trainer",
+    "Traits": "fabricx.core.strategy",
     "main": "fabricx.cli.hydra_app",
     "seed_everything": "fabricx.core.rng",
 }

@@ -20,6 +20,8 @@ from fabricx.core.callback import Callback
 from fabricx.core.module import Module
 from fabricx.distributed.world import World
 from fabricx.launch.supervisor import run_workers
+from fabricx.testing.strategy_contract import BrokenContract as BrokenContract
+from fabricx.testing.strategy_contract import check_strategy as check_strategy
 
 QUIET: dict[str, Any] = {
     "logger": False,

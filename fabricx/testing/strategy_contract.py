@@ -1,0 +1,180 @@
+"""The contract suite of synchronous strategies: a run on several ranks is compared with a run of one process."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabricx.core.callback import Callback
+from fabricx.core.module import Module
+from fabricx.core.strategy import Strategy
+from fabricx.trainer.trainer import Trainer
+
+GLOBAL_BATCH: Final = 12
+SAMPLES: Final = 43  # 3 whole global batches, and 7 samples
+EPOCHS: Final = 3
+SAVED_AT: Final = 6  # of 12 steps
+RUNS: Final[dict[str, dict[str, Any]]] = {
+    "plain": {"samples": 4 * GLOBAL_BATCH},
+    "uneven last batch": {},
+    "fewer samples than ranks": {"samples": GLOBAL_BATCH + 1},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "clipped by norm": {"gradient_clip_val": 0.1},
+    "clipped by value": {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
+}
+
+
+class BrokenContract(AssertionError):
+    """A strategy breaks its contract; the message names the run and the difference."""
+
+
+def check_strategy(make: Callable[[], Strategy], *, ranks: int = 2, tolerance: float = 1e-5) -> None:
+    """Check that a synchronous strategy trains like one process on the same global batches.
+
+    It runs short trainings of a small network with SGD and momentum, in worker processes on the CPU: whole and uneven
+    batches, accumulation, clipping, evaluation. Then it resumes a run from a checkpoint, which must give the same bits
+    as the run without an interruption, and loads the checkpoint in one process.
+
+    Args:
+        make: returns a new strategy; all calls return the same kind. The class must be importable by worker processes.
+        ranks: number of ranks, a divisor of 12.
+        tolerance: largest difference of weights and metrics to one process, relative to the largest weight. 1e-5 is
+            for sums in another order; compressed gradients need more.
+
+    Raises:
+        BrokenContract: the strategy breaks the contract. Errors of a run pass: it compares the ranks' weights, for
+            example.
+        ValueError: `ranks` does not divide 12, or the strategy is not synchronous.
+    """
+    if GLOBAL_BATCH % ranks:
+        raise ValueError(f"ranks={ranks}: must divide {GLOBAL_BATCH}")
+    strategy = make()
+    if not strategy.traits.synchronous:
+        raise ValueError(f"{type(strategy).__name__} is not synchronous: its weights differ from those of one process")
+    for name, options in RUNS.items():
+        _compare(name, _train(make(), ranks, **options), _train("single", 1, **options), tolerance)
+    with tempfile.TemporaryDirectory() as folder:
+        _check_resuming(make, ranks, Path(folder), tolerance)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Result of a training.
+
+    Attributes:
+        weights: final weights by name.
+        step: number of weight updates.
+        metrics: of the last epoch.
+    """
+
+    weights: dict[str, Tensor]
+    step: int
+    metrics: dict[str, float]
+
+
+def _train(
+    strategy: Strategy | str, ranks: int, *, samples: int = SAMPLES, ckpt_path: Path | None = None, began_with: int = 0,
+    **options: Any,
+) -> _Run:  # fmt: skip
+    module = _Network()
+    given: dict[str, Any] = {
+        "max_epochs": EPOCHS, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "accelerator": "cpu", "enable_checkpointing": False, "num_sanity_val_steps": 0,
+    }  # fmt: skip
+    trainer = Trainer(devices=ranks, strategy=strategy, **{**given, **options})
+    batch = GLOBAL_BATCH // (began_with or ranks)
+    with _seeded():
+        trainer.fit(module, DataLoader(_data(samples), batch), DataLoader(_data(5), 1), ckpt_path=ckpt_path)
+    metrics = {name: float(trainer.callback_metrics[name]) for name in ("loss_epoch", "val_loss")}
+    weights = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    return _Run(weights, trainer.global_step, metrics)
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def _compare(name: str, several: _Run, alone: _Run, tolerance: float) -> None:
+    if several.step != alone.step:
+        raise BrokenContract(f"{name}: {several.step} weight updates, and {alone.step} in one process")
+    for parameter, wanted in alone.weights.items():
+        found = several.weights[parameter]
+        difference, scale = float((found - wanted).abs().max()), float(wanted.abs().max())
+        if not difference <= tolerance * scale:  # also if it is NaN
+            raise BrokenContract(
+                f"{name}: {parameter} differs by {difference:.3g} from the run of one process on the same global "
+                f"batches, more than tolerance={tolerance:g} x {scale:.3g}. Are gradients summed, or averaged with "
+                "traits.averages? Does backward_without_data take part in each reduction?"
+            )
+    for metric, wanted_value in alone.metrics.items():
+        value = several.metrics[metric]
+        if not math.isclose(value, wanted_value, rel_tol=max(1e-4, 10 * tolerance)):
+            raise BrokenContract(f"{name}: {metric} is {value:.6g}, and {wanted_value:.6g} in one process")
+
+
+def _check_resuming(make: Callable[[], Strategy], ranks: int, folder: Path, tolerance: float) -> None:
+    """Compare a run with runs that resume from its checkpoint in the middle of an epoch."""
+    path = folder / "middle.ckpt"
+    whole = _train(make(), ranks, callbacks=[_Saves(path)])
+    resumed = _train(make(), ranks, ckpt_path=path)
+    for name, wanted in whole.weights.items():
+        found = resumed.weights[name]
+        if not torch.equal(found, wanted):
+            raise BrokenContract(
+                f"resumed: {name} differs by {float((found - wanted).abs().max()):.3g} from the run without an "
+                "interruption. Does state_dict contain all state that a later step depends on, of each rank?"
+            )
+    alone = _train("single", 1, ckpt_path=path, began_with=ranks)  # a global batch keeps its size
+    _compare("a checkpoint, resumed in one process", whole, alone, tolerance)
+
+
+class _Saves(Callback):
+    """Saves a checkpoint in the middle of the second epoch.
+
+    Args:
+        path: of the checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == SAVED_AT:
+            trainer.save_checkpoint(self._path)
+
+
+def _data(samples: int) -> TensorDataset:
+    inputs = torch.randn(samples, 6, generator=torch.Generator().manual_seed(samples))
+    return TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
+
+
+class _Network(Module):
+    """A network with one hidden layer and fixed initial weights, trained by SGD with momentum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with _seeded():
+            self.net = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
