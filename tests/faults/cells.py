@@ -11,6 +11,7 @@ from typing import Any
 from allpairspy import AllPairs
 
 from fabricx import Strategy
+from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer, Reproducible
 
 WAYS: dict[str, Callable[[], Strategy]] = {
@@ -112,7 +113,7 @@ class Cell:
         kind = self.process.split()[0]
         if self.fault not in FAULTS_OF[kind]:
             return False
-        if kind == "server" and self.number >= WAYS[self.way]().servers:
+        if kind == "server" and self.number >= as_part(WAYS[self.way](), HasServers).servers:
             return False
         if kind == "loader" and self.moment != "on_train_batch_start":
             return False

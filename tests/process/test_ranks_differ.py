@@ -124,7 +124,7 @@ def fit_here(cases: list[tuple[Any, fx.Module, dict[str, Any]]]) -> list[tuple[s
         except Exception as error:
             found.append((f"{type(error).__name__}: {error} at step {trainer.global_step}", []))
         else:
-            found.append(("", list(trainer.strategy.whole_weights(module).values())))
+            found.append(("", list(trainer.session.sharding.whole_weights(module).values())))
     return found
 
 
