@@ -80,20 +80,28 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         """
         log_to = self.__dict__.get("_log_to")
         if log_to is None:
-            if self.__dict__.get("_trainer") is None:
-                raise RuntimeError(
-                    f"self.log({name!r}, ...) was called outside of a trainer; call it in a step or hook of a run"
-                )
-            raise RuntimeError(
-                f"self.log({name!r}, ...) was called where metrics can't be logged, such as in predict_step; call it "
-                "in a training or evaluation step, or in a hook of these"
-            )
+            log_to = self._log_of_run(name)
         if type(value) is Tensor and value.dim() == 0:
             value = value.detach()
         log_to.log(
             name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx,
             sync_dist and not rank_zero_only,
         )  # fmt: skip
+
+    def _log_of_run(self, name: str) -> Any:
+        """Return the destination of `log` of the module that is trained, where this is a part of it."""
+        trainer: Any = self.__dict__.get("_trainer")
+        if trainer is None:
+            raise RuntimeError(
+                f"self.log({name!r}, ...) was called outside of a trainer; call it in a step or hook of a run"
+            )
+        log_to = trainer.module.__dict__.get("_log_to")
+        if log_to is None:
+            raise RuntimeError(
+                f"self.log({name!r}, ...) was called where metrics can't be logged, such as in predict_step; call it "
+                "in a training or evaluation step, or in a hook of these"
+            )
+        return log_to
 
     def log_dict(self, metrics: Mapping[str, Any], **options: Any) -> None:
         """Log each entry of a dict.
@@ -247,7 +255,9 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
 
     @trainer.setter
     def trainer(self, trainer: TrainerProtocol | None) -> None:
-        self.__dict__["_trainer"] = trainer
+        for module in self.modules():
+            if isinstance(module, Module):  # also modules within this module
+                module.__dict__["_trainer"] = trainer
 
     @property
     def logger(self) -> Any:

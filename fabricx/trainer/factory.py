@@ -11,6 +11,7 @@ from fabricx.core.hooks import check_hooks
 from fabricx.core.logger import Adapted, FourMethods, Logger
 from fabricx.core.strategy import Strategy
 from fabricx.launch.cluster import detect
+from fabricx.lightning import adapt_callback
 
 
 def choose_strategy(
@@ -99,8 +100,9 @@ def choose_callbacks(callbacks: Any, defaults: Mapping[str, Mapping[str, Any]], 
         ValueError: an object is not a callback, or has a method with an unknown hook name.
         LookupError: no callback has this name.
     """
-    named = [callbacks] if isinstance(callbacks, (Callback, str)) else list(callbacks or [])
-    chosen = [plugins.build("callbacks", item) if isinstance(item, str) else item for item in named]
+    several = isinstance(callbacks, (list, tuple, set)) or callbacks is None
+    named = list(callbacks or []) if several else [callbacks]
+    chosen = [plugins.build("callbacks", item) if isinstance(item, str) else adapt_callback(item) for item in named]
     for callback in chosen:
         if not isinstance(callback, Callback):
             raise ValueError(f"callbacks contains {callback!r}, which is not a fabricx.Callback")

@@ -13,6 +13,7 @@ from fabricx.core.module import Module
 from fabricx.data import make_feed
 from fabricx.distributed.world import World
 from fabricx.errors import did_you_mean
+from fabricx.lightning import adapt_data, adapt_module
 
 if TYPE_CHECKING:
     from fabricx.trainer.interface import TrainerInterface
@@ -25,7 +26,7 @@ class Job:
     Attributes:
         stage: "fit", "validate", "test" or "predict".
         module: the user's module.
-        train, evaluate: loaders that the caller passed.
+        train, evaluate: loaders that the caller passed; a data module here becomes `datamodule`.
         datamodule: the data module that the caller passed.
         ckpt_path: the checkpoint to start from; `dispatch` resolves "last" and "best".
         flag: print the results; for predict, return the outputs.
@@ -41,6 +42,13 @@ class Job:
     ckpt_path: str | Path | None
     flag: bool = True
     began_with: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("train", "evaluate"):
+            if isinstance(data := adapt_data(getattr(self, name)), DataModule):
+                self.datamodule = data
+                setattr(self, name, None)
+        self.module, self.datamodule = adapt_module(self.module), adapt_data(self.datamodule)
 
 
 def check_job(trainer: TrainerInterface, job: Job) -> None:

@@ -35,6 +35,7 @@ from fabricx.distributed.sync_batchnorm import synchronise, synchronised
 from fabricx.distributed.world import World
 from fabricx.errors import full_disk_costs
 from fabricx.fault_tolerance import fault_tolerance
+from fabricx.lightning import adapt_callback
 from fabricx.loop import evaluation, manual_optimization
 from fabricx.loop import fit_asynchronous as asynchronous
 from fabricx.loop.fit import fit, train_batches
@@ -196,9 +197,9 @@ def _set_up(trainer: TrainerInterface, session: Session, job: Job) -> None:
     masked([trainer.configuration, plain(session.module.hparams)])  # registers secrets: logs and errors mask them
     _open_recorder(session, job, trainer.log_settings)
     _open_loggers(session, job, trainer.arguments)
-    if session.world.local_rank == 0 and not session.world.newcomer:
-        _call_if_present(session.datamodule, "prepare_data")
-        session.module.prepare_data()
+    for owner in (session.datamodule, session.module):
+        if owner is not None and not session.world.newcomer and _prepares(owner, session.world):
+            owner.prepare_data()
     session.world.barrier()
     if session.datamodule is not None:
         session.datamodule.setup(job.stage)
@@ -221,9 +222,9 @@ def ranks_that_began(job: Job) -> int:
     return int(read_manifest(as_path(job.ckpt_path)).get("ranks", 0))
 
 
-def _call_if_present(owner: Any, name: str) -> None:
-    if owner is not None:
-        getattr(owner, name)()
+def _prepares(owner: Module | DataModule, world: World) -> bool:
+    """Return whether `prepare_data` runs on this rank: by default on a rank of each machine."""
+    return world.local_rank == 0 if getattr(owner, "prepare_data_per_node", True) else world.main_rank
 
 
 def _seed(state: RunState, world: World) -> None:
@@ -248,6 +249,7 @@ def _with_module_callbacks(callbacks: list[Callback], module: Module) -> list[Ca
     """Return the callbacks, with those of the module in place of callbacks of the same class."""
     configured = module.configure_callbacks()
     for callback in configured if isinstance(configured, (list, tuple)) else [configured]:
+        adapt_callback(callback)
         check_hooks(callback)
         callbacks = [*(other for other in callbacks if type(other) is not type(callback)), callback]
     return callbacks

@@ -38,8 +38,6 @@ class Trainer(TrainerInterface):
             WorkerFailed: a worker process failed; the message contains its traceback.
             SystemExit: with code 143, after SIGTERM or the notice of a scheduler, when the run is stopped and saved.
         """
-        if isinstance(train_dataloaders, DataModule):
-            train_dataloaders, datamodule = None, train_dataloaders
         dispatch(self, Job("fit", module, train_dataloaders, val_dataloaders, datamodule, ckpt_path))
 
     def validate(
@@ -116,8 +114,6 @@ class Trainer(TrainerInterface):
     def _evaluate(
         self, stage: str, module: Module | None, loaders: Any, data: DataModule | None, path: Any, flag: bool
     ) -> list[Any]:
-        if isinstance(loaders, DataModule):
-            loaders, data = None, loaders
         if module is None:
             module = self.module
             if module is None:

@@ -1,0 +1,10 @@
+"""Objects of Lightning in runs of fabricx: modules, data modules, callbacks and loggers, without a change of source."""
+
+from __future__ import annotations
+
+from fabricx.lightning.callbacks import adapt_callback
+from fabricx.lightning.classes import is_lightning
+from fabricx.lightning.data import adapt_data
+from fabricx.lightning.modules import adapt_module
+
+__all__ = ["adapt_callback", "adapt_data", "adapt_module", "is_lightning"]

@@ -1,0 +1,148 @@
+"""`lightning.Callback` as a callback of fabricx; Lightning's own callbacks are replaced by their counterparts."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Final
+
+from fabricx import plugins
+from fabricx.core.callback import Callback
+from fabricx.lightning.classes import Absent, adapted_class, form, is_lightning, lightning_base
+
+_AS_IT_IS: Final = ("LambdaCallback",)  # Lightning's own callbacks that need nothing but hooks
+_CONTRACTS: Final = ("Callback", "Checkpoint", "ProgressBar")  # of Lightning; a user's subclass has all methods itself
+_RENAMED: Final = {
+    "TQDMProgressBar": "ProgressBar",
+    "RichProgressBar": "ProgressBar",
+    "RichModelSummary": "ModelSummary",
+}
+_NEAREST: Final = {
+    "EMAWeightAveraging": "EMA",
+    "DeviceStatsMonitor": "Tracing",
+    "ThroughputMonitor": "Profiler",
+}  # counterparts with other arguments or another output
+# Arguments without an effect in fabricx, or whose effect is always on.
+_DROPPED: Final[Mapping[str, tuple[str, ...]]] = {
+    "EarlyStopping": ("log_rank_zero_only",),
+    "ModelCheckpoint": ("enable_version_counter",),
+    "ModelSummary": ("summarize_kwargs",),
+    "RichModelSummary": ("summarize_kwargs",),
+    "RichProgressBar": ("leave", "theme", "console_kwargs", "refresh_rate"),
+    "TQDMProgressBar": ("process_position", "leave", "refresh_rate"),
+}
+# Attributes whose values are not the arguments of the constructor.
+_TRANSLATED: Final[Mapping[tuple[str, str], Callable[[Any], Any]]] = {
+    ("EarlyStopping", "min_delta"): abs,  # negated for mode="min"
+    ("ModelCheckpoint", "every_n_epochs"): lambda n: n or None,
+    ("ModelCheckpoint", "every_n_train_steps"): lambda n: n or None,
+    ("ModelCheckpoint", "save_last"): bool,
+    ("Timer", "duration"): lambda seconds: None if seconds is None else timedelta(seconds=seconds),
+    ("Timer", "interval"): lambda interval: getattr(interval, "value", interval),
+}
+
+
+def adapt_callback(callback: Any) -> Any:
+    """Make a callback of Lightning a callback of fabricx; other objects are returned as they are.
+
+    A user's subclass keeps its methods. An object of a callback that Lightning provides gets the methods and attributes
+    of the callback of fabricx with the same name and arguments.
+
+    Args:
+        callback: its class is replaced by a class that derives from it.
+
+    Returns:
+        the same object.
+
+    Raises:
+        ValueError: fabricx has no counterpart of Lightning's callback, or of an argument or method of it.
+    """
+    cls = type(callback)
+    if isinstance(callback, Callback) or lightning_base(cls, "Callback") is None:
+        return callback
+    provided = _provided(cls)
+    if provided is not None:
+        counterpart = _counterpart(provided)
+        _check_overrides(cls, provided, counterpart)
+        made = counterpart(**_arguments(callback, provided, counterpart))
+        if cls is provided:
+            vars(callback).clear()
+        vars(callback).update(vars(made))
+    callback.__class__ = callback_class(cls)
+    return callback
+
+
+@form("callback")
+def callback_class(cls: type) -> type:
+    """Return the class of an adapted callback.
+
+    Args:
+        cls: of the user, or Lightning's.
+    """
+    provided = _provided(cls)
+    if provided is None:
+        base = lightning_base(cls, "Callback")
+        assert base is not None
+        return adapted_class(cls, _bridge(base, Callback))
+    return adapted_class(cls, _bridge(provided, _counterpart(provided)))
+
+
+@functools.cache
+def _bridge(base: type, contract: type) -> type:
+    # Lightning's properties would precede the attributes that the contract's constructor has set.
+    hidden = {name: Absent() for name in dir(base) if not name.startswith("__") and not hasattr(contract, name)}
+    return type(contract.__name__, (contract, base), {} if contract is Callback else hidden)
+
+
+def _provided(cls: type) -> type | None:
+    """Return the callback of Lightning from which a class derives; None for a user's class with its own hooks."""
+    first = next(base for base in cls.__mro__ if is_lightning(base))
+    return None if first.__name__ in (*_CONTRACTS, *_AS_IT_IS) else first
+
+
+def _counterpart(provided: type) -> type:
+    name = _RENAMED.get(provided.__name__, provided.__name__)
+    try:
+        found: type = plugins.find("callbacks", f"fabricx.callbacks.{name}")
+    except LookupError:
+        near = _NEAREST.get(provided.__name__)
+        remedy = f"fabricx.callbacks.{near} is nearest; its arguments differ" if near else "remove it"
+        raise ValueError(
+            f"{provided.__name__} of Lightning works inside of Lightning's Trainer only, and fabricx has no callback "
+            f"of that name: {remedy}, or write the same as a Callback of your own"
+        ) from None
+    return found
+
+
+def _check_overrides(cls: type, provided: type, counterpart: type) -> None:
+    """Refuse a subclass of Lightning's callback that overrides a method which its counterpart never calls."""
+    for owner in cls.__mro__[: cls.__mro__.index(provided)]:
+        for name in vars(owner):
+            unknown = name.startswith("_") or not hasattr(counterpart, name)
+            if unknown and not name.startswith("__") and hasattr(provided, name):
+                raise ValueError(
+                    f"{owner.__name__}.{name} overrides a method of Lightning's {provided.__name__}, which fabricx "
+                    f"replaces by its own: derive {owner.__name__} from fabricx.callbacks.{counterpart.__name__} or "
+                    "from fabricx.Callback"
+                )
+
+
+def _arguments(callback: Any, provided: type, counterpart: type) -> dict[str, Any]:
+    """Return the arguments with which a callback of Lightning was created, as those of its counterpart."""
+    known, state, name_of = inspect.signature(counterpart).parameters, vars(callback), provided.__name__
+    arguments = {}
+    for name, parameter in list(inspect.signature(provided.__init__).parameters.items())[1:]:  # type: ignore[misc]
+        if name in _DROPPED.get(name_of, ()) or parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        value = state.get(f"_{name}", state.get(name, parameter.default))
+        value = _TRANSLATED.get((name_of, name), lambda value: value)(value)
+        if name in known:
+            arguments[name] = value
+        elif value != parameter.default:
+            raise ValueError(
+                f"{name_of}({name}={value!r}) of Lightning: fabricx.callbacks.{counterpart.__name__} has no such "
+                f"argument; remove it, or use fabricx.callbacks.{counterpart.__name__}({', '.join(known)})"
+            )
+    return arguments

@@ -1,0 +1,201 @@
+"""Modules, data modules and callbacks of Lightning train under every strategy what the same code trains in fabricx."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L  # noqa: N812
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fabricx as fx
+from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer, Reproducible
+from fabricx.testing import QUIET
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
+GLOBAL_BATCH = 8
+
+
+class Body:
+    """The methods of a module, whose base class is that of fabricx or of Lightning."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        generator = torch.Generator().manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+        for parameter in self.net.parameters():
+            nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        output = self(batch[0])
+        self.accuracy(output, batch[1])
+        self.log("accuracy", self.accuracy)
+        self.log("val_loss", nn.functional.cross_entropy(output, batch[1]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
+
+
+class OfFabricx(Body, fx.Module):
+    pass
+
+
+class OfLightning(Body, L.LightningModule):
+    pass
+
+
+class Data(L.LightningDataModule):
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def setup(self, stage: str) -> None:
+        inputs = torch.randn(43, 4, generator=torch.Generator().manual_seed(4))
+        self.data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, GLOBAL_BATCH // self.hparams.ranks, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.data, 5)
+
+    predict_dataloader = val_dataloader
+
+
+class Follows(L.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        assert isinstance(pl_module, Body)
+        self.losses.append(float(trainer.callback_metrics["loss"]))
+
+
+def train(module: Any, strategy: Any, ranks: int, *callbacks: Any) -> fx.Trainer:
+    torch.manual_seed(5)
+    trainer = fx.Trainer(max_epochs=2, devices=ranks, strategy=strategy, callbacks=list(callbacks), **QUIET)
+    trainer.fit(module, datamodule=Data(ranks))
+    return trainer
+
+
+def weights(module: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(module.parameters()).detach()
+
+
+SAME_AS_ONE = {
+    "ddp": DDP,
+    "fsdp": FSDP,
+    "reproducible": Reproducible,
+    "parameter_server": lambda: ParameterServer(servers=1),
+    "parameter_server, servers step": lambda: ParameterServer(servers=1, optimizer="server"),
+}
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[Tensor, dict[str, Tensor], list[float]]:
+    module, follows = OfFabricx(), Follows()
+    trainer = train(module, "single", 1, follows)
+    return weights(module), trainer.callback_metrics, follows.losses
+
+
+@pytest.mark.parametrize("make", SAME_AS_ONE.values(), ids=SAME_AS_ONE)
+def test_a_lightning_module_on_two_ranks_is_a_fabricx_module_on_one(make: Callable[[], Any], alone):
+    wanted, metrics, losses = alone
+    module, follows = OfLightning(), Follows()
+    trainer = train(module, make(), 2, follows)
+    assert isinstance(module, OfLightning)
+    torch.testing.assert_close(weights(module), wanted, rtol=1e-5, atol=1e-6)  # float32 sums in another order
+    for name in ("loss", "val_loss", "accuracy"):
+        assert float(trainer.callback_metrics[name]) == pytest.approx(float(metrics[name]), rel=1e-5)
+    assert follows.losses == pytest.approx(losses, rel=1e-5)
+
+
+def test_evaluation_on_two_ranks_has_each_sample_once():
+    module = OfLightning()
+    several, one = (fx.Trainer(devices=ranks, **QUIET) for ranks in (2, 1))
+    [found], [wanted] = (trainer.validate(module, Data(1), verbose=False) for trainer in (several, one))
+    assert found == pytest.approx(wanted)
+    predicted = torch.cat(several.predict(module, Data(1)))
+    torch.testing.assert_close(predicted, torch.cat(one.predict(module, Data(1))))
+    assert len(predicted) == 43
+
+
+def test_local_steps_are_those_of_a_fabricx_module():
+    ours, theirs = OfFabricx(), OfLightning()
+    for module in (ours, theirs):
+        train(module, LocalSGD(every=2), 2)
+    assert weights(theirs).equal(weights(ours))  # bit for bit: the same operations in the same order
+
+
+class Ones(L.LightningModule):
+    """Each update subtracts 1 in total over all parts of the gradient, whatever the order of updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.count * 1.0
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def test_asynchronous_ranks_train_every_update():
+    module = Ones()
+    trainer = train(module, AsyncSGD(damp=False), 2)
+    assert trainer.global_step > 0
+    assert module.count.item() == -trainer.global_step  # no update is lost or counted twice
+
+
+class Generators(L.LightningModule):
+    """Two optimizers in manual optimization, with the methods that Lightning's examples use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.one, self.two = (nn.Linear(4, 1, bias=False) for _ in range(2))
+        for layer in (self.one, self.two):
+            nn.init.constant_(layer.weight, 0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for layer, optimizer in zip((self.one, self.two), self.optimizers(), strict=True):
+            self.toggle_optimizer(optimizer)
+            loss = layer(batch[0]).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        seen = self.all_gather(loss.detach())
+        assert seen.numel() == self.trainer.world_size
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.one.parameters(), lr=0.2), torch.optim.SGD(self.two.parameters(), lr=0.4)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_manual_optimization_with_two_optimizers(strategy):
+    several, one = Generators(), Generators()
+    train(several, strategy, 2)
+    train(one, "single", 1)
+    torch.testing.assert_close(weights(several), weights(one), rtol=1e-5, atol=1e-6)  # sums in another order

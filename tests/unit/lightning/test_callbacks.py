@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import pickle
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch.callbacks as theirs
+import pytest
+
+import fabricx as fx
+import fabricx.callbacks as ours
+from fabricx.lightning import adapt_callback
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+
+class Counts(theirs.Callback):
+    def __init__(self) -> None:
+        self.batches = 0
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(of="batches")
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        assert stage == "fit"
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.batches = state_dict["batches"]
+
+
+class Brings(TinyModule):
+    def configure_callbacks(self) -> Any:
+        return [Counts()]
+
+
+def test_a_users_callback_is_called_saved_and_resumed(tmp_path):
+    callback = Counts()
+    trainer = fx.Trainer(max_epochs=1, callbacks=callback, **QUIET)
+    trainer.fit(TinyModule(), tiny_loader())
+    batches = callback.batches
+    assert batches == trainer.global_step
+    assert isinstance(callback, Counts)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    resumed = Counts()
+    fx.Trainer(max_epochs=2, callbacks=[resumed], **QUIET).fit(
+        TinyModule(), tiny_loader(), ckpt_path=tmp_path / "a.ckpt"
+    )
+    assert resumed.batches == 2 * batches
+    assert pickle.loads(pickle.dumps(resumed)).batches == resumed.batches
+    assert resumed.state_key == "Counts{'of': 'batches'}"
+
+
+def test_callbacks_that_the_module_brings_are_adapted():
+    trainer = fx.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(Brings(), tiny_loader())
+    [counts] = [callback for callback in trainer.callbacks if isinstance(callback, Counts)]
+    assert counts.batches == trainer.global_step
+
+
+SAME = [
+    (theirs.ModelCheckpoint(monitor="a", mode="max", save_last=True, save_top_k=3, every_n_train_steps=5, filename="{step}"),
+     ours.ModelCheckpoint(monitor="a", mode="max", save_last=True, save_top_k=3, every_n_train_steps=5, filename="{step}",
+                          save_on_exception=False)),
+    (theirs.ModelCheckpoint(train_time_interval=timedelta(minutes=2)),
+     ours.ModelCheckpoint(train_time_interval=timedelta(minutes=2), save_on_exception=False)),
+    (theirs.EarlyStopping("a", min_delta=0.5, patience=7, check_on_train_epoch_end=True, stopping_threshold=0.1),
+     ours.EarlyStopping("a", min_delta=0.5, patience=7, check_on_train_epoch_end=True, stopping_threshold=0.1)),
+    (theirs.EarlyStopping("a", mode="max", min_delta=0.5, strict=False),
+     ours.EarlyStopping("a", mode="max", min_delta=0.5, strict=False)),
+    (theirs.LearningRateMonitor("step", log_momentum=True), ours.LearningRateMonitor("step", log_momentum=True)),
+    (theirs.Timer("00:01:00:00", interval="epoch"), ours.Timer(timedelta(hours=1), interval="epoch")),
+    (theirs.GradientAccumulationScheduler({0: 2, 4: 8}), ours.GradientAccumulationScheduler({0: 2, 4: 8})),
+    (theirs.ModelSummary(3), ours.ModelSummary(3)),
+    (theirs.RichModelSummary(2), ours.ModelSummary(2)),
+    (theirs.TQDMProgressBar(refresh_rate=3), ours.ProgressBar()),
+    (theirs.RichProgressBar(), ours.ProgressBar()),
+]  # fmt: skip
+
+
+def comparable(callback: Any) -> dict[str, Any]:
+    return {name: str(value) if hasattr(value, "__dict__") and "object at" in str(value) else value
+            for name, value in vars(callback).items() if name != "_clock"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "equal"), SAME, ids=lambda callback: type(callback).__name__)
+def test_a_callback_of_lightning_becomes_that_of_fabricx_with_its_arguments(given, equal):
+    kind = type(given)
+    adapted = adapt_callback(given)
+    assert adapted is given
+    assert isinstance(adapted, (type(equal), kind))
+    assert isinstance(adapted, type(equal))
+    assert comparable(adapted) == comparable(equal)
+    assert comparable(pickle.loads(pickle.dumps(adapted))) == comparable(equal)
+
+
+def test_the_adapted_checkpoint_and_early_stopping_work(tmp_path):
+    checkpoint = theirs.ModelCheckpoint(dirpath=tmp_path, monitor="loss", save_top_k=1)
+    stopping = theirs.EarlyStopping("loss", patience=1, min_delta=1e9)
+    trainer = fx.Trainer(max_epochs=9, callbacks=[stopping, checkpoint], **{**QUIET, "enable_checkpointing": True})
+    trainer.fit(TinyModule(), tiny_loader())
+    assert trainer.checkpoint_callback is checkpoint
+    assert trainer.early_stopping_callback is stopping
+    assert trainer.current_epoch == 2
+    assert checkpoint.best_model_path.startswith(str(tmp_path))
+
+
+class Saves(theirs.ModelCheckpoint):
+    def _save_checkpoint(self, trainer: Any, filepath: str) -> None: ...
+
+
+class Longer(theirs.EarlyStopping):
+    def __init__(self) -> None:
+        super().__init__("loss", patience=2)
+        self.ended = 0
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_end(trainer, pl_module)
+        self.ended += 1
+
+
+def test_a_users_subclass_of_lightnings_callback_keeps_its_hooks():
+    callback = Longer()
+    fx.Trainer(max_epochs=1, callbacks=[callback], **QUIET).fit(TinyModule(), tiny_loader())
+    assert callback.ended == 1
+    assert isinstance(callback, ours.EarlyStopping)
+    assert callback.patience == 2
+
+
+def test_a_lambda_callback_runs_as_it_is():
+    called = []
+    callback = theirs.LambdaCallback(on_train_start=lambda trainer, module: called.append(type(module)))
+    fx.Trainer(max_epochs=1, callbacks=[callback], **QUIET).fit(TinyModule(), tiny_loader())
+    assert called == [TinyModule]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Saves, "Saves._save_checkpoint overrides a method of Lightning's ModelCheckpoint.*fabricx.callbacks.ModelCh"),
+        (
+            theirs.DeviceStatsMonitor,
+            "DeviceStatsMonitor of Lightning works inside of Lightning's Trainer only.*nearest",
+        ),
+    ],
+)
+def test_what_has_no_counterpart_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        fx.Trainer(callbacks=[make()], **QUIET)
