@@ -13,7 +13,7 @@ from fabricx.core.callback import Callback
 from fabricx.lightning.classes import Absent, adapted_class, form, is_lightning, lightning_base
 
 _AS_IT_IS: Final = ("LambdaCallback",)  # Lightning's own callbacks that need nothing but hooks
-_CONTRACTS: Final = ("Callback", "Checkpoint", "ProgressBar")  # of Lightning; a user's subclass has all methods itself
+_CONTRACTS: Final = ("Callback", "Checkpoint", "ProgressBar")  # of Lightning; contracts without machinery
 _RENAMED: Final = {
     "TQDMProgressBar": "ProgressBar",
     "RichProgressBar": "ProgressBar",

@@ -1,4 +1,4 @@
-"""Classes that derive from a class of the user and from a contract of fabricx, in the place of Lightning's machinery."""
+"""Classes that derive from a user's class and from a contract of fabricx, whose methods precede Lightning's."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class _First:
         pass
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        made, arguments, *state = super().__reduce_ex__(max(2, protocol))
+        reduced: Any = super().__reduce_ex__(max(2, protocol))
+        made, arguments, *state = reduced
         kind, cls = type(self)._adapted_from  # type: ignore[attr-defined]
         if made is copyreg.__newobj__:  # type: ignore[attr-defined]
             return _new, (kind, cls, *arguments[1:]), *state
