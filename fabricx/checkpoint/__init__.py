@@ -16,15 +16,24 @@ from fabricx.checkpoint.files import (
 )
 
 if TYPE_CHECKING:
+    from fabricx.checkpoint.foreign import is_foreign as is_foreign
+    from fabricx.checkpoint.foreign import read_foreign as read_foreign
     from fabricx.checkpoint.reader import load as load
     from fabricx.checkpoint.reader import load_module as load_module
     from fabricx.checkpoint.writer import Writer as Writer
     from fabricx.checkpoint.writer import save as save
 
 # torch.distributed.checkpoint takes most of a second to import, so it is imported at first use.
-_LATER = {"load": "reader", "load_module": "reader", "Writer": "writer", "save": "writer"}
+_LATER = {
+    "is_foreign": "foreign",
+    "load": "reader",
+    "load_module": "reader",
+    "read_foreign": "foreign",
+    "save": "writer",
+    "Writer": "writer",
+}
 __all__ = ["MANIFEST", "MARKER", "is_committed", "list_committed", "read_manifest", "remove", "sweep", "verify"]
-__all__ += ["Writer", "load", "load_module", "save"]
+__all__ += ["Writer", "is_foreign", "load", "load_module", "read_foreign", "save"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`fabricx checkpoint`: list, verify and export checkpoints."""
+"""`fabricx checkpoint`: list, verify, export and import checkpoints."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 from fabricx.checkpoint.files import MARKER, is_committed, oldest_first, read_manifest, verify, written
 from fabricx.checkpoint.storage import as_path, is_local
+from fabricx.core.hparams import plain
 from fabricx.errors import CheckpointError
-from fabricx.redaction import printable
+from fabricx.redaction import masked, printable
 
 
 def main(arguments: list[str]) -> int:
@@ -18,8 +19,10 @@ def main(arguments: list[str]) -> int:
     Args:
         arguments: of the command line, after `fabricx checkpoint`.
     """
-    parser = argparse.ArgumentParser(prog="fabricx checkpoint", description="list, verify and export checkpoints")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="ls|verify|export")
+    parser = argparse.ArgumentParser(
+        prog="fabricx checkpoint", description="list, verify, export and import checkpoints"
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="ls|verify|export|import")
     for name, help in (
         ("ls", "list the complete checkpoints in a folder and its subfolders"),
         ("verify", "compare every file's size and checksum with the manifest"),
@@ -29,7 +32,15 @@ def main(arguments: list[str]) -> int:
         command.add_argument("folder", type=as_path, help="a checkpoint, or a folder such as a run's; may be a URL")
         if name == "export":
             command.add_argument("target", type=Path, nargs="?", help="output file; by default beside the checkpoint")
+    help = "write the weights and hyperparameters of Lightning, torch or safetensors as a checkpoint of fabricx"
+    command = commands.add_parser("import", help=help, description=help)
+    command.add_argument("source", type=as_path, help="a .ckpt, .pt or .safetensors file, an index, or a folder")
+    command.add_argument("target", type=as_path, help="folder to create")
+    command.add_argument("--strip-prefix", default="", help="prefix to remove from names; others are left out")
+    command.add_argument("--add-prefix", default="", help="prefix to add to names")
     options = parser.parse_args(arguments)
+    if options.command == "import":
+        return _import(options.source, options.target, options.strip_prefix, options.add_prefix)
     checkpoints = find(options.folder)
     if not checkpoints:
         print(f"error: there is no complete checkpoint at {options.folder}", file=sys.stderr)
@@ -88,6 +99,36 @@ def _verify(checkpoints: list[Path]) -> int:
             damaged += 1
             print(f"DAMAGED  {error}")
     return 1 if damaged else 0
+
+
+def _import(source: Path, target: Path, strip: str, add: str) -> int:
+    from fabricx.checkpoint.foreign import is_foreign, read_foreign, renamed
+    from fabricx.checkpoint.writer import save
+
+    try:
+        if target.exists():
+            raise CheckpointError(f"{target} exists already: choose another folder, or delete it first")
+        if not is_foreign(source):
+            raise CheckpointError(f"{source} is no file of Lightning, torch or safetensors, and no folder with weights")
+        found = read_foreign(source)
+        before = len(found.weights)
+        names = list(found.weights)
+        found.weights, found.others = renamed(found.weights, strip, add), {}
+        if not found.weights:
+            raise CheckpointError(f"no name in {source} begins with {strip!r}: {', '.join(names[:3])}, ...")
+        state = found.state()
+        state["hparams"] = masked(plain(found.hparams))
+        manifest = {
+            "step": found.step, "epoch": found.epoch, "world_size": 1, "ranks": 0, "strategy": found.source,
+            "weights_only": True, "hparams": state["hparams"], "imported": state["imported"],
+        }  # fmt: skip
+        save(target, state, manifest)
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    left = f"; {before - len(found.weights)} without the prefix are left out" if before > len(found.weights) else ""
+    print(f"{len(found.weights)} tensors, {len(found.hparams)} hyperparameters: {target}{left}")
+    return 0
 
 
 def _export(checkpoints: list[Path], target: Path | None) -> int:

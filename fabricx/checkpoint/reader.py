@@ -5,12 +5,16 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
+import yaml
+from torch import Tensor, nn
 
 from fabricx.checkpoint import sharded_tensors, tree
 from fabricx.checkpoint.files import INDEX, STATE, check_size, deserialized, read_listed, read_manifest, verify
+from fabricx.checkpoint.foreign import is_foreign, mismatch, read_foreign
 from fabricx.checkpoint.index import parse
 from fabricx.checkpoint.storage import Place, as_path
 from fabricx.errors import CheckpointError
@@ -29,7 +33,7 @@ def load(
     """Load a checkpoint of any number of ranks and any strategy; the files are never executed.
 
     Args:
-        path: folder of the checkpoint.
+        path: folder of the checkpoint; or weights of another program, see `read_foreign`.
         map_location: device of the tensors.
         sharded: sharded parameters by name; all tensors saved for them (weights, moments, averages) are loaded as the
             same shards.
@@ -42,6 +46,11 @@ def load(
         CheckpointError: the checkpoint is incomplete or damaged, or has a newer format.
     """
     path = as_path(path)
+    if is_foreign(path):
+        state = read_foreign(path, map_location).state()
+        weights = state["strategy"]["module"]
+        weights |= {n: _shard(weights[n], like, path) for n, like in (sharded or {}).items() if n in weights}
+        return state
     manifest = read_manifest(path) if verified else verify(path)
     for name, listed in manifest["files"].items():  # also if verified, which may be some time ago in another process
         check_size(path, name, listed)
@@ -57,6 +66,17 @@ def load(
     if not isinstance(state, dict):
         raise CheckpointError(f"{path / STATE} is damaged: it holds a {type(state).__name__}, and no state")
     return state
+
+
+def _shard(whole: Tensor, like: Any, path: Path) -> Tensor:
+    """Return this rank's part of a tensor that each rank has read."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if whole.shape != like.shape:
+        raise CheckpointError(
+            f"the weights in {path} are not those of the module: shape {list(whole.shape)}, not {list(like.shape)}"
+        )
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def weights_of(state: Mapping[str, Any], path: Place) -> dict[str, Tensor]:
@@ -76,24 +96,83 @@ def weights_of(state: Mapping[str, Any], path: Place) -> dict[str, Tensor]:
     return weights
 
 
-def load_module(cls: type[T], path: Place, map_location: Any, strict: bool, override: Mapping[str, Any]) -> T:
+def load_weights(module: nn.Module, weights: dict[str, Tensor], path: Place, *, strict: bool = True) -> None:
+    """Load weights into a module.
+
+    Args:
+        module: with parameters.
+        weights: by name; a tied weight may have any of its names.
+        path: of the checkpoint, for the message.
+        strict: require that the names of all weights match; False warns.
+
+    Raises:
+        CheckpointError: names or shapes differ; the message names the remedy.
+    """
+    now = module.state_dict(keep_vars=True)
+    names_of: dict[int, list[str]] = {}
+    for name, tensor in now.items():
+        names_of.setdefault(id(tensor), []).append(name)
+    for names in names_of.values():
+        present = next((name for name in names if name in weights), None)
+        if present is not None and len(names) > 1:
+            weights = {**weights, **{name: weights[present] for name in names if name not in weights}}
+    try:
+        keys = module.load_state_dict(weights, strict=strict)
+    except RuntimeError as error:
+        if now.keys() == weights.keys():
+            raise CheckpointError(f"the weights in {path} are not those of the module: {error}") from None
+        raise CheckpointError(mismatch(weights, now, path)) from None
+    if not strict and keys is not None and (keys.missing_keys or keys.unexpected_keys):
+        warnings.warn(mismatch(weights, now, path).replace("are not", "are not all"), stacklevel=4)
+
+
+def load_hparams(file: str | PathLike[str]) -> dict[str, Any]:
+    """Return hyperparameters from a YAML file.
+
+    Args:
+        file: with a mapping of names to values.
+
+    Raises:
+        CheckpointError: the file is missing or is not a mapping of plain data.
+    """
+    try:
+        values = yaml.safe_load(Path(file).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise CheckpointError(f"hparams_file={str(file)!r}: {error}") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"hparams_file={str(file)!r} is not a YAML file of names and values")
+    return values
+
+
+def load_module(
+    cls: type[T],
+    path: Place,
+    map_location: Any,
+    strict: bool | None,
+    override: Mapping[str, Any],
+    hparams_file: str | PathLike[str] | None = None,
+) -> T:
     """Create a module with the hyperparameters of a checkpoint, and load its weights.
 
     Args:
         cls: class of the module.
-        path: folder of the checkpoint.
+        path: of the checkpoint, see `load`.
         map_location: device of the module; None for the CPU.
-        strict: see `Module.load_state_dict`.
+        strict: see `Module.load_state_dict`; None for `strict_loading` of the module.
         override: arguments of `cls` that replace those of the checkpoint.
+        hparams_file: YAML file whose arguments replace all arguments of the checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint lacks a required argument of `cls`.
+        CheckpointError: the weights do not match the module, or the checkpoint lacks a required argument of `cls`.
     """
     state = load(path, map_location or "cpu")
     parameters = inspect.signature(cls.__init__).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     weights, kept = weights_of(state, path), state.get("hparams")
-    known = kept if isinstance(kept, dict) else {}
+    known = load_hparams(hparams_file) if hparams_file is not None else kept if isinstance(kept, dict) else {}
+    if (argument := state.get("imported", {}).get("argument")) and argument in parameters and known:
+        known = {argument: {**known, **{name: value for name, value in override.items() if name not in parameters}}}
+        override = {name: value for name, value in override.items() if name in parameters}
     hidden = {key.partition(".")[0] for key in masked_keys(known)} - override.keys()
     arguments = {name: v for name, v in known.items() if (takes_all or name in parameters) and name not in hidden}
     arguments |= override
@@ -115,8 +194,11 @@ def load_module(cls: type[T], path: Place, map_location: Any, strict: bool, over
         )
     module: Any = cls(**arguments)
     module.configure_model()
+    state["state_dict"] = weights
     module.on_load_checkpoint(state)
-    module.load_state_dict(weights, strict=strict)
+    load_weights(
+        module, state["state_dict"], path, strict=getattr(module, "strict_loading", True) if strict is None else strict
+    )
     if map_location is not None:
         module.to(map_location if not callable(map_location) else "cpu")
     return module  # type: ignore[no-any-return]

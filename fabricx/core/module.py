@@ -220,15 +220,19 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         cls,
         checkpoint_path: str | PathLike[str],
         map_location: Any = None,
-        strict: bool = True,
+        hparams_file: str | PathLike[str] | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
         **override: Any,
     ) -> Self:
         """Create a module from a checkpoint, with its hyperparameters as arguments, and load its weights.
 
         Args:
-            checkpoint_path: folder of the checkpoint.
+            checkpoint_path: folder of the checkpoint; or a file of Lightning, torch or safetensors.
             map_location: device of the weights; the CPU by default.
-            strict: require that the names of all weights match.
+            hparams_file: YAML file with arguments, in the place of the saved hyperparameters.
+            strict: require that the names of all weights match; by default as `strict_loading` of the module.
+            weights_only: True or None; a checkpoint is never executed.
             override: arguments that replace or complete the saved hyperparameters.
 
         Returns:
@@ -236,10 +240,16 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
 
         Raises:
             CheckpointError: the checkpoint does not exist, is incomplete, or lacks arguments of the constructor.
+            ValueError: weights_only=False, which would execute code of the file.
         """
         from fabricx.checkpoint import load_module
 
-        return load_module(cls, checkpoint_path, map_location, strict, override)
+        if weights_only is False:
+            raise ValueError(
+                "load_from_checkpoint(weights_only=False): fabricx loads tensors and plain data only, and executes "
+                "nothing of a checkpoint; remove the argument"
+            )
+        return load_module(cls, checkpoint_path, map_location, strict, override, hparams_file)
 
     # -- what users read ----------------------------------------------------------------------------------------
 

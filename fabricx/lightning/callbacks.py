@@ -1,4 +1,4 @@
-"""`lightning.Callback` as a callback of fabricx; Lightning's own callbacks are replaced by their counterparts."""
+"""`lightning.Callback` as a callback of fabricx; callbacks of Lightning's library become their counterparts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fabricx import plugins
 from fabricx.core.callback import Callback
 from fabricx.lightning.classes import Absent, adapted_class, form, is_lightning, lightning_base
 
-_AS_IT_IS: Final = ("LambdaCallback",)  # Lightning's own callbacks that need nothing but hooks
+_AS_IT_IS: Final = ("LambdaCallback",)  # callbacks of Lightning that use only hooks
 _CONTRACTS: Final = ("Callback", "Checkpoint", "ProgressBar")  # of Lightning; contracts without machinery
 _RENAMED: Final = {
     "TQDMProgressBar": "ProgressBar",
@@ -24,7 +24,7 @@ _NEAREST: Final = {
     "DeviceStatsMonitor": "Tracing",
     "ThroughputMonitor": "Profiler",
 }  # counterparts with other arguments or another output
-# Arguments without an effect in fabricx, or whose effect is always on.
+# Arguments without an effect in fabricx, or with an effect that is always on.
 _DROPPED: Final[Mapping[str, tuple[str, ...]]] = {
     "EarlyStopping": ("log_rank_zero_only",),
     "ModelCheckpoint": ("enable_version_counter",),
@@ -33,7 +33,7 @@ _DROPPED: Final[Mapping[str, tuple[str, ...]]] = {
     "RichProgressBar": ("leave", "theme", "console_kwargs", "refresh_rate"),
     "TQDMProgressBar": ("process_position", "leave", "refresh_rate"),
 }
-# Attributes whose values are not the arguments of the constructor.
+# Attributes with other values than the arguments of the constructor.
 _TRANSLATED: Final[Mapping[tuple[str, str], Callable[[Any], Any]]] = {
     ("EarlyStopping", "min_delta"): abs,  # negated for mode="min"
     ("ModelCheckpoint", "every_n_epochs"): lambda n: n or None,
@@ -47,8 +47,8 @@ _TRANSLATED: Final[Mapping[tuple[str, str], Callable[[Any], Any]]] = {
 def adapt_callback(callback: Any) -> Any:
     """Make a callback of Lightning a callback of fabricx; other objects are returned as they are.
 
-    A user's subclass keeps its methods. An object of a callback that Lightning provides gets the methods and attributes
-    of the callback of fabricx with the same name and arguments.
+    A user's subclass keeps its methods. A callback of Lightning's library gets the methods and attributes of the
+    callback of fabricx with the same name and arguments.
 
     Args:
         callback: its class is replaced by a class that derives from it.
@@ -57,7 +57,7 @@ def adapt_callback(callback: Any) -> Any:
         the same object.
 
     Raises:
-        ValueError: fabricx has no counterpart of Lightning's callback, or of an argument or method of it.
+        ValueError: fabricx has no counterpart of the callback, of an argument, or of an overridden method.
     """
     cls = type(callback)
     if isinstance(callback, Callback) or lightning_base(cls, "Callback") is None:
@@ -97,7 +97,7 @@ def _bridge(base: type, contract: type) -> type:
 
 
 def _provided(cls: type) -> type | None:
-    """Return the callback of Lightning from which a class derives; None for a user's class with its own hooks."""
+    """Return the callback of Lightning's library from which a class derives, or None."""
     first = next(base for base in cls.__mro__ if is_lightning(base))
     return None if first.__name__ in (*_CONTRACTS, *_AS_IT_IS) else first
 
@@ -117,7 +117,7 @@ def _counterpart(provided: type) -> type:
 
 
 def _check_overrides(cls: type, provided: type, counterpart: type) -> None:
-    """Refuse a subclass of Lightning's callback that overrides a method which its counterpart never calls."""
+    """Refuse a subclass that overrides a method of Lightning which the counterpart never calls."""
     for owner in cls.__mro__[: cls.__mro__.index(provided)]:
         for name in vars(owner):
             unknown = name.startswith("_") or not hasattr(counterpart, name)
@@ -130,7 +130,7 @@ def _check_overrides(cls: type, provided: type, counterpart: type) -> None:
 
 
 def _arguments(callback: Any, provided: type, counterpart: type) -> dict[str, Any]:
-    """Return the arguments with which a callback of Lightning was created, as those of its counterpart."""
+    """Return the constructor arguments of a callback of Lightning, for its counterpart."""
     known, state, name_of = inspect.signature(counterpart).parameters, vars(callback), provided.__name__
     arguments = {}
     for name, parameter in list(inspect.signature(provided.__init__).parameters.items())[1:]:  # type: ignore[misc]

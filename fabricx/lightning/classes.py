@@ -53,11 +53,11 @@ class Absent:
 class _First:
     """First base class of an adapted class: its objects are pickled by the class of the user.
 
-    Workers adapt that class again, since a class that was made at run time cannot be imported.
+    Workers adapt the user's class again, since a class without an importable name cannot be unpickled.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        # The user's class may require arguments here, or keep a list of its subclasses.
+        # The user's class may require arguments here, or record its subclasses.
         pass
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from fabricx.checkpoint import is_committed
 from fabricx.core.module import Module
 from fabricx.lightning.classes import Absent, adapted_class, form, is_lightning, lightning_base
 
@@ -40,9 +41,33 @@ def adapt_module(module: Any) -> Any:
         cls = type(part)
         if not isinstance(part, Module) and lightning_base(cls, "LightningModule") is not None:
             check_supported(cls)
+            _add_loading(cls)
             part.__class__ = module_class(cls)
             vars(part)["_trainer"] = vars(part)["_log_to"] = None  # it may have a trainer of Lightning
     return module
+
+
+def _add_loading(cls: type) -> None:
+    """Let `load_from_checkpoint` of a user's class also load checkpoints of fabricx, which are folders."""
+    base: Any = lightning_base(cls, "LightningModule")
+    original = vars(base)["load_from_checkpoint"]
+    if inspect.getattr_static(cls, "load_from_checkpoint") is original:
+        cls.load_from_checkpoint = classmethod(_load_from_checkpoint)  # type: ignore[attr-defined]
+
+
+def _load_from_checkpoint(cls: Any, checkpoint_path: Any, *args: Any, **options: Any) -> Any:
+    """Create a module from a checkpoint of fabricx or Lightning; see the `load_from_checkpoint` of each.
+
+    Args:
+        cls: of the user, or its adapted class.
+        checkpoint_path: a folder of fabricx, or a file of Lightning.
+        args, options: further arguments.
+    """
+    if issubclass(cls, Module) or is_committed(checkpoint_path):
+        load: Any = vars(Module)["load_from_checkpoint"]
+        return load.__get__(None, module_class(cls))(checkpoint_path, *args, **options)
+    base: Any = lightning_base(cls, "LightningModule")
+    return vars(base)["load_from_checkpoint"].__get__(None, cls)(checkpoint_path, *args, **options)
 
 
 @form("module")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -82,8 +83,9 @@ def _begin_checkpoint(
     known = set(state)
     session.checkpoints.collecting = True
     try:
-        for hook in session.hooks.on_save_checkpoint if session.hooks is not None else ():
-            hook(state)
+        with _weights_as_state_dict(state):
+            for hook in session.hooks.on_save_checkpoint if session.hooks is not None else ():
+                hook(state)
     finally:
         session.checkpoints.collecting = False
     _warn_if_lost(session, {name: value for name, value in state.items() if name not in known})
@@ -116,6 +118,15 @@ def _begin_checkpoint(
 
     writer = session.checkpoints.writer = session.checkpoints.writer or checkpoint.Writer(session.world)
     writer.begin(path, state, manifest, done, full, repeated=after is not None)
+
+
+@contextlib.contextmanager
+def _weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
+    """Add the weights as "state_dict" during hooks: the name by which hooks of Lightning read or replace them."""
+    given = state["state_dict"] = state["strategy"]["module"]
+    yield
+    if (changed := state.pop("state_dict", given)) is not given:
+        state["strategy"]["module"] = changed
 
 
 def _warn_if_lost(session: Session, added: Mapping[str, Any]) -> None:
@@ -197,6 +208,34 @@ def restore_requested(session: Session, *, weights_only: bool = False) -> None:
         restore(session, session.overridden.ckpt_path, weights_only=weights_only)
 
 
+def begin_from_weights(session: Session) -> None:
+    """Load the weights with which a training begins, if its checkpoint was imported from another program.
+
+    Called before the strategy copies weights: a new run begins at step 0, with these weights on all ranks.
+
+    Args:
+        session: whose strategy has placed the module.
+    """
+    path = session.overridden.ckpt_path
+    if path is None or session.world.newcomer:  # a newcomer receives the weights of the other ranks
+        return
+    imported = vars(checkpoint.read_foreign(path, "meta")) if checkpoint.is_foreign(path) else _imported(path)
+    if imported is None:
+        return
+    restore(session, path, weights_only=True)
+    session.overridden.ckpt_path = None
+    session.print(
+        f"training begins at step 0 with the weights of {path} ({imported['source']}, epoch {imported['epoch']}, step "
+        f"{imported['step']}); states of its optimizers, schedules, callbacks and data are not restored"
+    )
+
+
+def _imported(path: Path) -> Mapping[str, Any] | None:
+    """Return the origin of a checkpoint that `fabricx checkpoint import` has written; None for other checkpoints."""
+    imported = checkpoint.read_manifest(path).get("imported")
+    return imported if isinstance(imported, dict) else None
+
+
 def restore(session: Session, path: Path, *, weights_only: bool) -> None:
     """Load a checkpoint into a run: the whole state for training, or the weights for evaluation.
 
@@ -209,14 +248,15 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
         CheckpointError: the checkpoint lacks state that training needs.
     """
     # It was verified when it was chosen, before any process started.
-    from fabricx.checkpoint.reader import weights_of
+    from fabricx.checkpoint.reader import load_weights, weights_of
 
     state = checkpoint.load(path, session.world.device, session.sharding.sharded_parameters(), verified=True)
-    for hook in session.hooks.on_load_checkpoint:
-        hook(state)
-    weights = weights_of(state, path)
+    weights_of(state, path)  # an error if there are none
+    with _weights_as_state_dict(state):
+        for hook in session.hooks.on_load_checkpoint:
+            hook(state)
     if weights_only:
-        session.module.load_state_dict(weights)
+        load_weights(session.module, weights_of(state, path), path)
         return
     if "schedules" not in state:
         raise CheckpointError(f"{path} holds weights only: it can be evaluated, but training can't go on from it")

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fabricx.checkpoint import is_committed, list_committed, read_manifest, verify
+from fabricx.checkpoint import is_committed, is_foreign, list_committed, read_foreign, read_manifest, verify
 from fabricx.checkpoint.storage import as_path
 from fabricx.errors import CheckpointError, did_you_mean
 
@@ -51,6 +51,9 @@ def resolve_checkpoint(trainer: TrainerInterface, path: str | Path | None) -> Pa
         newest = next((checkpoints for checkpoints in committed if checkpoints), [])
         return newest_whole(newest) if newest else None
     checkpoint = as_path(path)
+    if is_foreign(checkpoint):
+        read_foreign(checkpoint, "meta")  # an error before any process starts
+        return checkpoint.resolve()
     if not is_committed(checkpoint):
         near = [str(p) for p in list_committed(checkpoint)] or [str(p) for p in list_committed(checkpoint.parent)]
         there = f"\n  complete checkpoints: {', '.join(near)}" if near else ""

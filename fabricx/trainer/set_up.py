@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fabricx.checkpoint import read_manifest
+from fabricx.checkpoint import is_foreign, read_manifest
 from fabricx.checkpoint.storage import as_path
 from fabricx.consistency import comparison
 from fabricx.core.arguments import described
@@ -45,7 +45,7 @@ from fabricx.metrics.objects import metric_objects
 from fabricx.metrics.run_metrics import RunMetrics
 from fabricx.redaction import masked
 from fabricx.scratch import set_multiprocessing_folder
-from fabricx.session.checkpoint import restore_requested
+from fabricx.session.checkpoint import begin_from_weights, restore_requested
 from fabricx.session.session import Session
 from fabricx.session.status import Overridden
 from fabricx.telemetry import events as telemetry
@@ -217,7 +217,7 @@ def ranks_that_began(job: Job) -> int:
     Args:
         job: its path of a checkpoint is resolved.
     """
-    if job.stage != "fit" or job.ckpt_path is None:
+    if job.stage != "fit" or job.ckpt_path is None or is_foreign(job.ckpt_path):
         return 0
     return int(read_manifest(as_path(job.ckpt_path)).get("ranks", 0))
 
@@ -343,6 +343,7 @@ def _set_up_model(session: Session, job: Job) -> None:
         | data
     )
     comparison.compare_at_set_up(session.world, "training", settings)
+    begin_from_weights(session)
     session.strategy.setup(module, several_backwards=not module.automatic_optimization)
     session.wrap_steps(fits=True)
     if session.state.step and job.ckpt_path is None:

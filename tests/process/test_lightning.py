@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -90,10 +91,10 @@ class Follows(L.Callback):
         self.losses.append(float(trainer.callback_metrics["loss"]))
 
 
-def train(module: Any, strategy: Any, ranks: int, *callbacks: Any) -> fx.Trainer:
+def train(module: Any, strategy: Any, ranks: int, *callbacks: Any, ckpt_path: Path | None = None) -> fx.Trainer:
     torch.manual_seed(5)
     trainer = fx.Trainer(max_epochs=2, devices=ranks, strategy=strategy, callbacks=list(callbacks), **QUIET)
-    trainer.fit(module, datamodule=Data(ranks))
+    trainer.fit(module, datamodule=Data(ranks), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -199,3 +200,41 @@ def test_manual_optimization_with_two_optimizers(strategy):
     train(several, strategy, 2)
     train(one, "single", 1)
     torch.testing.assert_close(weights(several), weights(one), rtol=1e-5, atol=1e-6)  # sums in another order
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
+    """A file with other weights, as Lightning writes it, and the weights that one process trains from it."""
+    module = OfFabricx()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(-1.5)
+    path = tmp_path_factory.mktemp("imported") / "a.ckpt"
+    torch.save({"state_dict": module.state_dict(), "hyper_parameters": {"lr": 0.1}, "epoch": 3, "global_step": 9}, path)
+    train(module, "single", 1)
+    return path, weights(module)
+
+
+@pytest.mark.parametrize("make", SAME_AS_ONE.values(), ids=SAME_AS_ONE)
+def test_training_begins_with_the_weights_of_a_lightning_checkpoint_on_each_rank(make: Callable[[], Any], imported):
+    path, wanted = imported
+    module = OfLightning()
+    trainer = train(module, make(), 2, ckpt_path=path)
+    assert (trainer.current_epoch, trainer.global_step) == (2, 12)
+    torch.testing.assert_close(weights(module), wanted, rtol=1e-5, atol=1e-6)  # float32 sums in another order
+
+
+def test_local_steps_begin_with_imported_weights(imported):
+    path, _ = imported
+    loaded, given = OfLightning(), OfFabricx.load_from_checkpoint(path)
+    train(loaded, LocalSGD(every=2), 2, ckpt_path=path)
+    train(given, LocalSGD(every=2), 2)
+    assert weights(loaded).equal(weights(given))  # bit for bit: the same operations in the same order
+
+
+def test_ranks_evaluate_the_weights_of_a_lightning_checkpoint(imported):
+    path, _ = imported
+    module = OfFabricx.load_from_checkpoint(path)
+    [wanted] = fx.Trainer(**QUIET).validate(module, Data(1), verbose=False)
+    [found] = fx.Trainer(devices=2, **QUIET).validate(OfLightning(), Data(2), ckpt_path=path, verbose=False)
+    assert found == pytest.approx(wanted)

@@ -24,7 +24,7 @@ def test_outside_of_a_run_the_trainer_is_an_error_and_the_counters_are_zero() ->
         module.trainer  # noqa: B018
     with pytest.raises(RuntimeError, match=r"self\.log\('loss', \.\.\.\) was called outside of a trainer"):
         module.log("loss", 1.0)
-    module.trainer = SimpleNamespace()  # type: ignore[assignment]
+    module.trainer = SimpleNamespace(module=module)  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="where metrics can't be logged, such as in predict_step"):
         module.log_dict({"loss": 1.0})
 

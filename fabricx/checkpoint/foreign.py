@@ -1,0 +1,232 @@
+"""Checkpoints of other programs: files of Lightning, torch and Hugging Face (safetensors)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import pickle
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fabricx.checkpoint.files import MANIFEST, MARKER, SHARDS, member
+from fabricx.checkpoint.storage import Place, as_path, local_copy
+from fabricx.errors import CheckpointError
+
+_SAFETENSORS: Final = ".safetensors"
+_INDEX: Final = ".safetensors.index.json"
+_SHOWN: Final = 6  # names in an error message
+# Classes of plain data in files of Lightning. torch compares names, so Lightning is not imported.
+_PLAIN: Final[list[Any]] = [
+    argparse.Namespace,
+    *((pathlib.Path, f"pathlib{part}.{kind}") for part in ("", "._local") for kind in ("PosixPath", "WindowsPath")),
+    *((dict, f"{package}.AttributeDict") for package in (
+        "pytorch_lightning.utilities.parsing", "lightning.fabric.utilities.data", "lightning_fabric.utilities.data",
+        "lightning.pytorch.utilities.parsing",
+    )),
+]  # fmt: skip
+# Entries that hooks of a module do not receive: names of fabricx's own entries, and states of Lightning's loops.
+_NOT_FOR_HOOKS: Final = frozenset({
+    "state_dict", "hyper_parameters", "hparams_name", "hparams_type", "loops", "callbacks", "optimizer_states",
+    "lr_schedulers", "strategy", "state", "ranks", "hparams", "imported", "schedules", "metrics", "precision",
+    "datamodule",
+})  # fmt: skip
+
+
+@dataclass
+class Foreign:
+    """A checkpoint of another program.
+
+    Attributes:
+        weights: by name.
+        source: name of the program, with its version if known.
+        hparams: arguments of the module's constructor.
+        argument: the constructor's argument for `hparams` as a dict; "" if each entry is an argument.
+        epoch, step: position of the run.
+        others: entries that hooks have added.
+    """
+
+    weights: dict[str, Tensor]
+    source: str
+    hparams: dict[str, Any] = field(default_factory=dict)
+    argument: str = ""
+    epoch: int = 0
+    step: int = 0
+    others: dict[str, Any] = field(default_factory=dict)
+
+    def state(self) -> dict[str, Any]:
+        """Return the content in the form of a weights-only checkpoint of fabricx."""
+        imported = {"source": self.source, "epoch": self.epoch, "step": self.step, "argument": self.argument}
+        return {**self.others, "strategy": {"module": self.weights}, "hparams": self.hparams, "imported": imported}
+
+
+def is_foreign(path: Place) -> bool:
+    """Return whether a path is a file, or a folder of safetensors without a manifest of fabricx.
+
+    Args:
+        path: any path.
+    """
+    path = as_path(path)
+    if path.is_file():
+        return path.name not in (MANIFEST, MARKER)
+    if not path.is_dir() or (path / MANIFEST).exists() or (path / MARKER).exists() or any(path.glob(SHARDS)):
+        return False
+    return any(path.glob(f"*{_SAFETENSORS}")) or any(path.glob(f"*{_INDEX}"))
+
+
+def read_foreign(path: Place, map_location: Any = "cpu") -> Foreign:
+    """Read a checkpoint of another program; no code of the file is executed.
+
+    Args:
+        path: a file of Lightning or torch, a file or an index of safetensors, or a folder of Hugging Face.
+        map_location: device of the tensors; "meta" reads their shapes only.
+
+    Raises:
+        CheckpointError: the file is damaged, contains objects other than tensors and plain data, or has no weights.
+    """
+    path = as_path(path)
+    files = _safetensors(path)
+    if files is None:
+        return _from_torch(path, _torch_load(path, map_location))
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        weights |= _from_safetensors(file, map_location)
+    return Foreign(weights, "safetensors")
+
+
+def _safetensors(path: Path) -> list[Path] | None:
+    """Return the files of a checkpoint in safetensors; None for another format."""
+    if path.is_dir():
+        indices, files = sorted(path.glob(f"*{_INDEX}")), sorted(path.glob(f"*{_SAFETENSORS}"))
+        named = [file for file in (path / f"model{_INDEX}", path / f"model{_SAFETENSORS}") if file.is_file()]
+        candidates = named[:1] or indices or files
+        if len(candidates) != 1:
+            raise CheckpointError(
+                f"{path} has {len(candidates)} files of weights and no model{_SAFETENSORS}; set the path to one of "
+                f"them: {_listed(file.name for file in candidates)}"
+            )
+        return _safetensors(candidates[0])
+    if path.name.endswith(_INDEX):
+        try:
+            names = set(json.loads(path.read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise CheckpointError(f"{path} is damaged: it has no weight_map with names of files") from None
+        files = [member(path.parent, name) for name in sorted(names, key=str)]
+        if absent := [file.name for file in files if not file.is_file()]:
+            raise CheckpointError(f"{path} names files that are missing: {_listed(absent)}")
+        return files
+    return [path] if path.suffix == _SAFETENSORS else None
+
+
+def _from_safetensors(file: Path, map_location: Any) -> dict[str, Tensor]:
+    device = str(map_location) if isinstance(map_location, (str, torch.device)) else "cpu"
+    try:
+        if device == "meta":
+            with local_copy(file) as local, safe_open(local, "pt") as opened:
+                shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+            return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        with local_copy(file) as local, safe_open(local, "pt", device=device) as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged, or is no file of safetensors: {error}") from None
+
+
+def _torch_load(path: Path, map_location: Any) -> Any:
+    try:
+        with local_copy(path) as local, torch.serialization.safe_globals(_PLAIN):
+            return torch.load(local, map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError as error:
+        first = next((line for line in str(error).splitlines() if "GLOBAL" in line or "class" in line), str(error))
+        raise CheckpointError(
+            f"{path} was refused, and nothing in it was executed: it has objects other than tensors and plain data "
+            f"({first.strip()[:200]})\n  if you trust its source, write its plain parts with the program that made it: "
+            'c = torch.load(path, weights_only=False); torch.save({"state_dict": c["state_dict"], "hyper_parameters": '
+            '{...}}, "plain.ckpt")'
+        ) from None
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{path} is not a checkpoint of fabricx, Lightning, torch or safetensors, or is damaged: {error}"
+        ) from None
+
+
+def _from_torch(path: Path, content: Any) -> Foreign:
+    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+        version = content.get("pytorch-lightning_version")
+        weights, source = dict(content["state_dict"]), f"Lightning {version}" if version else "torch"
+        hparams = content.get("hyper_parameters") or {}
+        hparams = dict(vars(hparams) if isinstance(hparams, argparse.Namespace) else hparams)
+        argument = str(content.get("hparams_name") or "")
+        others = {name: value for name, value in content.items() if name not in _NOT_FOR_HOOKS}
+        epoch, step = (value if isinstance(value := content.get(key), int) else 0 for key in ("epoch", "global_step"))
+        return Foreign(weights, source, hparams, "" if argument == "kwargs" else argument, epoch, step, others)
+    if isinstance(content, Mapping) and content and all(isinstance(value, Tensor) for value in content.values()):
+        return Foreign(dict(content), "torch")
+    has = f"entries {_listed(map(str, content))}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
+    raise CheckpointError(
+        f"{path} has {has}, and no state_dict: save the weights as torch.save(module.state_dict(), path)"
+    )
+
+
+def renamed(weights: Mapping[str, Tensor], strip: str = "", add: str = "") -> dict[str, Tensor]:
+    """Return weights with new names: a prefix is removed, then another prefix is added.
+
+    Args:
+        weights: by name.
+        strip: prefix to remove; weights without this prefix are omitted.
+        add: prefix to add.
+    """
+    return {add + name.removeprefix(strip): tensor for name, tensor in weights.items() if name.startswith(strip)}
+
+
+def mismatch(found: Iterable[str], wanted: Iterable[str], path: object) -> str:
+    """Return the error message for weights whose names differ from the names in the module.
+
+    Args:
+        found: names in the checkpoint.
+        wanted: names in the module.
+        path: of the checkpoint.
+
+    >>> print(mismatch(["model.a", "model.b"], ["a", "b"], "x.ckpt"))
+    the weights in x.ckpt are not those of the module
+      missing: a, b
+      not in the module: model.a, model.b
+      the names begin with 'model.': fabricx checkpoint import x.ckpt NEW --strip-prefix model.
+    """
+    found, wanted = list(found), list(wanted)
+    missing, more = [n for n in wanted if n not in set(found)], [n for n in found if n not in set(wanted)]
+    lines = [f"the weights in {path} are not those of the module"]
+    lines += [f"  missing: {_listed(missing)}"] if missing else []
+    lines += [f"  not in the module: {_listed(more)}"] if more else []
+    if prefix := _common_prefix(found, wanted):
+        lines.append(f"  the names begin with {prefix!r}: fabricx checkpoint import {path} NEW --strip-prefix {prefix}")
+    elif prefix := _common_prefix(wanted, found):
+        lines.append(f"  the names lack {prefix!r}: fabricx checkpoint import {path} NEW --add-prefix {prefix}")
+    else:
+        lines.append(
+            "  create the module with the arguments of the checkpoint, rename the entries of checkpoint['state_dict'] "
+            "in on_load_checkpoint, or load the rest with Module.load_from_checkpoint(path, strict=False)"
+        )
+    return "\n".join(lines)
+
+
+def _common_prefix(longer: Iterable[str], shorter: Iterable[str]) -> str:
+    """Return the prefix whose removal turns `longer` names into most of the `shorter` names; "" if none does."""
+    names = set(shorter)
+    prefixes = Counter(
+        name[: at + 1] for name in longer for at, c in enumerate(name) if c == "." and name[at + 1 :] in names
+    )
+    prefix, count = prefixes.most_common(1)[0] if prefixes else ("", 0)
+    return prefix if 2 * count > len(names) else ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
