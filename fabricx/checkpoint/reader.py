@@ -17,6 +17,7 @@ from fabricx.checkpoint.files import INDEX, STATE, check_size, deserialized, rea
 from fabricx.checkpoint.foreign import is_foreign, mismatch, read_foreign
 from fabricx.checkpoint.index import parse
 from fabricx.checkpoint.storage import Place, as_path
+from fabricx.distributed.fsdp_internals import shard_like
 from fabricx.errors import CheckpointError
 from fabricx.redaction import masked_keys
 
@@ -49,7 +50,9 @@ def load(
     if is_foreign(path):
         state = read_foreign(path, map_location).state()
         weights = state["strategy"]["module"]
-        weights |= {n: _shard(weights[n], like, path) for n, like in (sharded or {}).items() if n in weights}
+        weights |= {
+            n: sharded_tensors.shard(weights[n], like, path) for n, like in (sharded or {}).items() if n in weights
+        }
         return state
     manifest = read_manifest(path) if verified else verify(path)
     for name, listed in manifest["files"].items():  # also if verified, which may be some time ago in another process
@@ -68,15 +71,12 @@ def load(
     return state
 
 
-def _shard(whole: Tensor, like: Any, path: Path) -> Tensor:
-    """Return this rank's part of a tensor that each rank has read."""
-    from torch.distributed.tensor import distribute_tensor
-
+def _shard(whole: Tensor, like: Tensor, path: Path) -> Tensor:
     if whole.shape != like.shape:
         raise CheckpointError(
             f"the weights in {path} are not those of the module: shape {list(whole.shape)}, not {list(like.shape)}"
         )
-    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return shard_like(whole, like)
 
 
 def weights_of(state: Mapping[str, Any], path: Place) -> dict[str, Tensor]:

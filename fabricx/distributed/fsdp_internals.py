@@ -15,6 +15,18 @@ from torch import Tensor, nn
 _FSDP = "torch.distributed.fsdp"
 
 
+def shard_like(whole: Tensor, like: Any) -> Tensor:
+    """Return this rank's part of a tensor that every rank has, as a DTensor; no communication.
+
+    Args:
+        whole: on any device.
+        like: a DTensor of the same shape.
+    """
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
 def own_block(tensor: Any) -> tuple[Tensor, tuple[int, ...] | None]:
     """Return this rank's shard of a tensor and the shard's offset in each dim.
 
