@@ -50,9 +50,7 @@ def load(
     if is_foreign(path):
         state = read_foreign(path, map_location).state()
         weights = state["strategy"]["module"]
-        weights |= {
-            n: sharded_tensors.shard(weights[n], like, path) for n, like in (sharded or {}).items() if n in weights
-        }
+        weights |= {n: _shard(weights[n], like, path) for n, like in (sharded or {}).items() if n in weights}
         return state
     manifest = read_manifest(path) if verified else verify(path)
     for name, listed in manifest["files"].items():  # also if verified, which may be some time ago in another process

@@ -343,8 +343,11 @@ def _set_up_model(session: Session, job: Job) -> None:
         | data
     )
     comparison.compare_at_set_up(session.world, "training", settings)
+    if late := any(parameter.is_meta for parameter in module.parameters()):  # the strategy creates these when it shards
+        session.strategy.setup(module, several_backwards=not module.automatic_optimization)
     begin_from_weights(session)
-    session.strategy.setup(module, several_backwards=not module.automatic_optimization)
+    if not late:
+        session.strategy.setup(module, several_backwards=not module.automatic_optimization)
     session.wrap_steps(fits=True)
     if session.state.step and job.ckpt_path is None:
         session.print(

@@ -224,6 +224,26 @@ def test_training_begins_with_the_weights_of_a_lightning_checkpoint_on_each_rank
     torch.testing.assert_close(weights(module), wanted, rtol=1e-5, atol=1e-6)  # float32 sums in another order
 
 
+class Late(Body, L.LightningModule):
+    """Creates its layers in the worker; under fsdp without memory for them, until they are sharded."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(lr)
+        del self.net
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def test_weights_are_loaded_into_layers_that_are_sharded_when_they_are_created(imported):
+    path, wanted = imported
+    module = Late()
+    trainer = train(module, "fsdp", 2, ckpt_path=path)
+    torch.testing.assert_close(weights(module), wanted, rtol=1e-5, atol=1e-6)  # float32 sums in another order
+    trainer.validate(module, Data(2), ckpt_path=path, verbose=False)  # in ranks
+
+
 def test_local_steps_begin_with_imported_weights(imported):
     path, _ = imported
     loaded, given = OfLightning(), OfFabricx.load_from_checkpoint(path)
