@@ -5,6 +5,7 @@ from __future__ import annotations
 from fabricx.lightning.callbacks import adapt_callback
 from fabricx.lightning.classes import is_lightning
 from fabricx.lightning.data import adapt_data
+from fabricx.lightning.loggers import adapt_logger
 from fabricx.lightning.modules import adapt_module, module_class
 
-__all__ = ["adapt_callback", "adapt_data", "adapt_module", "is_lightning", "module_class"]
+__all__ = ["adapt_callback", "adapt_data", "adapt_logger", "adapt_module", "is_lightning", "module_class"]

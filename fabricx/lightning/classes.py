@@ -51,22 +51,10 @@ class Absent:
 
 
 class _First:
-    """First base class of an adapted class: its objects are pickled by the class of the user.
-
-    Workers adapt the user's class again, since a class without an importable name cannot be unpickled.
-    """
+    """First base class where the user's class has `__init_subclass__`, which may require arguments."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        # The user's class may require arguments here, or record its subclasses.
         pass
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(max(2, protocol))
-        made, arguments, *state = reduced
-        kind, cls = type(self)._adapted_from  # type: ignore[attr-defined]
-        if made is copyreg.__newobj__:  # type: ignore[attr-defined]
-            return _new, (kind, cls, *arguments[1:]), *state
-        return _restore, (kind, made, arguments), *state  # by a `__reduce__` of the user's class
 
 
 def _new(kind: str, cls: type, *arguments: Any) -> Any:
@@ -113,9 +101,24 @@ def adapted_class(cls: type, bridge: type, namespace: Mapping[str, Any] | None =
 
     Args:
         cls: of the user; derives from Lightning's class, or is that class.
-        bridge: its second base class is that of Lightning.
+        bridge: its second base class is that of Lightning; without that base, its methods come last.
         namespace: attributes that precede those of the user's class.
     """
-    attributes = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    bases = (_First, bridge) if issubclass(bridge, cls) else (_First, cls, bridge)
-    return types.new_class(cls.__name__, bases, exec_body=lambda body: body.update({**attributes, **(namespace or {})}))
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        # By the user's class, which workers adapt again: a class without an importable name cannot be unpickled.
+        reduced: Any = super(adapted, self).__reduce_ex__(max(2, protocol))  # type: ignore[arg-type]
+        function, arguments, *state = reduced
+        kind, users = type(self)._adapted_from
+        if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+            return _new, (kind, users, *arguments[1:]), *state
+        return _restore, (kind, function, arguments), *state  # by a `__reduce__` of the user's class
+
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, **(namespace or {})}
+    body["__reduce_ex__"] = reduce
+    # The first base class determines the layout of objects, which has to be that of the user's class.
+    bases: tuple[type, ...] = (bridge,) if issubclass(bridge, cls) else (cls, bridge)
+    if any("__init_subclass__" in vars(base) for base in cls.__mro__[:-1]):
+        bases = (_First, *bases)
+    adapted: type = types.new_class(cls.__name__, bases, exec_body=lambda empty: empty.update(body))
+    return adapted

@@ -11,7 +11,7 @@ from fabricx.core.hooks import check_hooks
 from fabricx.core.logger import Adapted, FourMethods, Logger
 from fabricx.core.strategy import Strategy
 from fabricx.launch.cluster import detect
-from fabricx.lightning import adapt_callback
+from fabricx.lightning import adapt_callback, adapt_logger
 
 
 def choose_strategy(
@@ -67,7 +67,7 @@ def choose_loggers(logger: Any) -> list[Logger]:
     """Return a list of loggers.
 
     Args:
-        logger: True for TensorBoard, False or None for no logger, a logger, or a list of loggers.
+        logger: True for TensorBoard, False or None for no logger, a logger (also of Lightning), or a list of loggers.
 
     Raises:
         ValueError: an object does not have the methods of a logger.
@@ -78,7 +78,7 @@ def choose_loggers(logger: Any) -> list[Logger]:
         return []
     chosen = list(logger) if isinstance(logger, (list, tuple)) else [logger]
     loggers: list[Logger] = []
-    for candidate in chosen:
+    for candidate in map(adapt_logger, chosen):
         if isinstance(candidate, type) or not isinstance(candidate, (Logger, FourMethods)):
             raise ValueError(
                 f"logger={candidate!r} is not a logger: it needs open, log_metrics, log_hyperparams and close; True "

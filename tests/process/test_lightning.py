@@ -10,6 +10,7 @@ import lightning as L  # noqa: N812
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -258,3 +259,18 @@ def test_ranks_evaluate_the_weights_of_a_lightning_checkpoint(imported):
     [wanted] = fx.Trainer(**QUIET).validate(module, Data(1), verbose=False)
     [found] = fx.Trainer(devices=2, **QUIET).validate(OfLightning(), Data(2), ckpt_path=path, verbose=False)
     assert found == pytest.approx(wanted)
+
+
+class Writes(OfLightning):
+    def on_train_epoch_end(self) -> None:
+        self.logger.experiment.log_metrics({"own": 1.0}, step=self.current_epoch)  # on every rank
+
+
+def test_a_logger_of_lightning_writes_on_one_rank(tmp_path):
+    logger = CSVLogger(tmp_path, name="here")
+    options = {**QUIET, "logger": logger}
+    fx.Trainer(max_epochs=1, devices=2, log_every_n_steps=1, **options).fit(Writes(), datamodule=Data(2))
+    [folder] = (tmp_path / "here").iterdir()
+    rows = (folder / "metrics.csv").read_text().splitlines()
+    assert "own" in rows[0]
+    assert len(rows) > 1

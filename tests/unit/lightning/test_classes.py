@@ -44,6 +44,10 @@ class Factory(L.LightningModule):
         return Factory, (self.size,)
 
 
+class Abstract(abc.ABC, L.LightningModule):
+    pass
+
+
 class Older(pytorch_lightning.LightningModule):
     pass
 
@@ -86,6 +90,7 @@ def test_both_names_of_lightning_are_known():
     assert lightning_base(Plain, "LightningModule") is L.LightningModule
     assert lightning_base(Older, "LightningModule") is pytorch_lightning.LightningModule
     assert isinstance(adapt_module(Older()), fx.Module)
+    assert isinstance(adapt_module(Abstract()), fx.Module)  # whose first base class has another layout
     assert lightning_base(nn.Linear, "LightningModule") is None
     assert is_lightning(L.LightningModule)
     assert not is_lightning(Plain)

@@ -1,0 +1,73 @@
+"""Loggers of Lightning as loggers of fabricx."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fabricx.core.logger import Ending, Logger, Silent
+from fabricx.lightning.classes import adapted_class, form, lightning_base
+
+_STATUS: Final[Mapping[Ending, str]] = {"success": "success", "failed": "failed", "interrupted": "aborted"}
+
+
+def adapt_logger(logger: Any) -> Any:
+    """Make a logger of Lightning a logger of fabricx; other objects are returned as they are.
+
+    It writes to its own folder or service, on the main rank only.
+
+    Args:
+        logger: its class is replaced by a class that derives from it.
+
+    Returns:
+        the same object.
+    """
+    cls = type(logger)
+    if not isinstance(logger, Logger) and lightning_base(cls, "loggers.Logger") is not None:
+        logger.__class__ = logger_class(cls)
+    return logger
+
+
+@form("logger")
+def logger_class(cls: type) -> type:
+    """Return the class of an adapted logger.
+
+    Args:
+        cls: Lightning's, or of the user.
+    """
+    writer, table = (inspect.getattr_static(cls, name, None) for name in ("experiment", "log_text"))
+
+    def experiment(self: Any) -> Any:
+        # Lightning creates the writer on first access, also on ranks that do not log.
+        if writer is None or not vars(self).get("_opened"):
+            return Silent()
+        return writer.__get__(self, type(self))
+
+    def log_text(self: Any, name: str, *text: Any, **options: Any) -> None:
+        of_user = options or not all(isinstance(part, (str, int)) for part in text)  # a table, for some loggers
+        if table is not None and of_user:
+            table.__get__(self, type(self))(name, *text, **options)
+
+    return adapted_class(cls, _Contract, {"experiment": property(experiment), "log_text": log_text})
+
+
+class _Contract(Logger):
+    """Methods of fabricx that loggers of Lightning lack; all other methods are Lightning's."""
+
+    def open(self, run_dir: Path) -> None:
+        vars(self)["_opened"] = True
+
+    def flush(self) -> None:
+        if vars(self).get("_opened"):
+            self.save()
+
+    def close(self, status: Ending = "success") -> None:
+        if vars(self).get("_opened"):
+            self.finalize(_STATUS[status])  # reads the writer
+            vars(self)["_opened"] = False
+
+    if TYPE_CHECKING:
+        save: Any
+        finalize: Any

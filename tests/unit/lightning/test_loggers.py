@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import csv
+import pickle
+from typing import Any
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+import fabricx as fx
+from fabricx.core.logger import Silent
+from fabricx.lightning import adapt_logger
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+
+class Mine(Logger):
+    """A logger of the user, which also has a method with the name, but not the arguments, of a method of fabricx."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    name, version = "mine", 0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.seen.append(("metrics", sorted(metrics), step))
+
+    def log_hyperparams(self, params: Any, *args: Any, **options: Any) -> None:
+        self.seen.append(("hyperparameters", dict(params)))
+
+    def log_text(self, key: str, columns: list[str], data: list[Any]) -> None:
+        self.seen.append(("table", key, columns, data))
+
+    def finalize(self, status: str) -> None:
+        self.seen.append(status)
+
+
+def fit(logger: Any, **options: Any) -> fx.Trainer:
+    trainer = fx.Trainer(max_epochs=1, log_every_n_steps=1, **{**QUIET, "logger": logger, **options})
+    trainer.fit(TinyModule(), tiny_loader())
+    return trainer
+
+
+def test_a_csv_logger_writes_each_step_to_its_own_folder(tmp_path):
+    logger = CSVLogger(tmp_path, name="here")
+    trainer = fit(logger)
+    assert trainer.logger is logger
+    assert isinstance(logger, CSVLogger)
+    assert trainer.log_dir == str(tmp_path / "here" / "version_0")
+    with open(tmp_path / "here" / "version_0" / "metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows if row.get("loss")][-1] == trainer.global_step
+
+
+def test_a_tensorboard_logger_has_events(tmp_path):
+    fit(TensorBoardLogger(tmp_path, name="board"))
+    assert list((tmp_path / "board" / "version_0").glob("events.*"))
+
+
+def test_a_users_logger_gets_metrics_and_the_end_and_keeps_its_methods():
+    logger = Mine()
+    fit(logger)
+    kinds = [entry if isinstance(entry, str) else entry[0] for entry in logger.seen]
+    assert "metrics" in kinds
+    assert kinds[-1] == "success"
+    assert "table" not in kinds
+    logger.log_text("name", columns=["a"], data=[[1]])
+    assert logger.seen[-1] == ("table", "name", ["a"], [[1]])
+
+
+def test_no_writer_is_created_where_nothing_is_logged(tmp_path):
+    logger = adapt_logger(CSVLogger(tmp_path, name="here"))
+    assert isinstance(logger.experiment, Silent)
+    assert isinstance(pickle.loads(pickle.dumps(logger)), CSVLogger)
+    assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize("logger", [3, CSVLogger])
+def test_other_objects_are_refused(logger):
+    with pytest.raises(ValueError, match="is not a logger"):
+        fx.Trainer(**{**QUIET, "logger": logger})
