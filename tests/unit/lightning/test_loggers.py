@@ -20,7 +20,13 @@ class Mine(Logger):
         super().__init__()
         self.seen: list[Any] = []
 
-    name, version = "mine", 0
+    @property
+    def name(self) -> str:
+        return "mine"
+
+    @property
+    def version(self) -> int:
+        return 0
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         self.seen.append(("metrics", sorted(metrics), step))
