@@ -53,7 +53,7 @@ CLONE: Final = {"x86_64": 56, "aarch64": 220}.get(platform.machine()) if sys.pla
 CLONE_PARENT, CLONE_NEWNET = 0x8000, 0x40000000
 IGNORED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 with contextlib.suppress(ModuleNotFoundError):
-    # torch's compiler makes progress bars where tqdm is installed, and the first bar of a process starts a thread for good
+    # torch's compiler makes progress bars where tqdm is installed; the first bar of a process starts a thread for good
     importlib.import_module("tqdm").tqdm.monitor_interval = 0
 START: Final = "from tests.warm import serve, _become; request, fds = serve({}); _become(request, fds)"
 

@@ -13,7 +13,7 @@ from fabricx.checkpoint.storage import as_path
 from fabricx.errors import CheckpointError, did_you_mean
 
 if TYPE_CHECKING:
-    from fabricx.trainer.interface import TrainerInterface
+    from fabricx.core.callback import Callback
 
 
 def new_run_dir(root: Path) -> Path:
@@ -25,12 +25,16 @@ def new_run_dir(root: Path) -> Path:
     return root / "runs" / f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(3)}"
 
 
-def resolve_checkpoint(trainer: TrainerInterface, path: str | Path | None) -> Path | None:
+def resolve_checkpoint(
+    path: str | Path | None, callback: Callback | None, run_dir: Path | None, root: Path
+) -> Path | None:  # fmt: skip
     """Resolve "last", "best" or a path to a complete checkpoint; None to start from the beginning.
 
     Args:
-        trainer: its callback for checkpoints records the best; its folders are searched for the last.
         path: "last", "best" or a path; None for no checkpoint.
+        callback: writes the run's checkpoints, and records the best; None without.
+        run_dir: folder of the run, which is searched for the last checkpoint after the callback's folder.
+        root: folder of all runs, which are searched after that.
 
     Raises:
         ValueError: no best checkpoint was saved, or the path is not a complete checkpoint.
@@ -39,14 +43,14 @@ def resolve_checkpoint(trainer: TrainerInterface, path: str | Path | None) -> Pa
     if path is None:
         return None
     if path == "best":
-        best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        best = getattr(callback, "best_model_path", "")
         if not best:
             raise ValueError("ckpt_path='best': no checkpoint was written yet; call fit first, or pass a path")
         return as_path(best)
     if path == "last":
-        folders = [getattr(trainer.checkpoint_callback, "dirpath", None)]
-        folders += [trainer.run_dir / "checkpoints"] if trainer.run_dir else []
-        folders += sorted((Path(trainer.default_root_dir) / "runs").glob("*/checkpoints"), reverse=True)
+        folders = [getattr(callback, "dirpath", None)]
+        folders += [run_dir / "checkpoints"] if run_dir else []
+        folders += sorted((root / "runs").glob("*/checkpoints"), reverse=True)
         committed = [list_committed(folder) for folder in folders if folder]
         newest = next((checkpoints for checkpoints in committed if checkpoints), [])
         return newest_whole(newest) if newest else None

@@ -28,7 +28,7 @@ from fabricx.errors import WorkerFailed
 from fabricx.launch.supervisor import run_workers
 from fabricx.parameter_server.worker.unreduced_gradients import GradientElsewhere
 from fabricx.testing import QUIET
-from fabricx.trainer import dispatch
+from fabricx.trainer import process
 from fabricx.trainer.run_request import Job, check_job
 from fabricx.trainer.set_up import execute
 from tests.matrix.cells import BOUNDED, JOINED_WAYS, LOSSY, ONE_WORKER, UNEQUAL_PACE, WAYS, Cell
@@ -392,7 +392,7 @@ def _serve(world: World, number: int, folder: str | None = None, **more: Any) ->
 
     def in_job(job: int, gloo: bool) -> None:
         try:
-            dispatch._serve(dataclasses.replace(world, job=job), number, network=gloo)
+            process.serve(dataclasses.replace(world, job=job), number, network=gloo)
         except BaseException as error:
             ended.put(error)
 

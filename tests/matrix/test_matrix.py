@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore
 
 from fabricx.distributed.world import World
-from fabricx.trainer import dispatch
+from fabricx.trainer import process
 from tests.matrix import fits
 from tests.matrix.cells import WAYS, Cell, exists, pairwise, single_features, triples
 from tests.matrix.rules import KNOWN_DEFECTS, REFUSALS, known_defect, refusal
@@ -170,7 +170,7 @@ def test_an_error_in_a_job_of_a_server_ends_the_server(monkeypatch: pytest.Monke
     def serve(world: World, number: int, *, network: bool) -> None:
         raise ValueError(f"server {number} of job {world.job}")
 
-    monkeypatch.setattr(dispatch, "_serve", serve)
+    monkeypatch.setattr(process, "serve", serve)
     store = HashStore()
     store.set("matrix/serve/0", "5 2 0")
     try:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import fabricx as fx
 from fabricx.strategies import AsyncSGD, ParameterServer
 from fabricx.testing import QUIET, LayeredModule, layered_data
-from fabricx.trainer import dispatch
+from fabricx.trainer import process
 
 SAMPLES = 43
 
@@ -107,4 +107,4 @@ def tells_its_pid(world: Any, number: int, folder: str | None, **more: Any) -> N
     serve_as_usual(world, number, folder, **more)
 
 
-serve_as_usual = dispatch._serve
+serve_as_usual = process.serve

@@ -27,7 +27,7 @@ from fabricx.distributed.generations import membership
 from fabricx.launch.resize import request_workers
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
 from fabricx.testing import QUIET, Ledger, SavesAtEnd, TinyModule, cut, kill, run_ranks, tiny_loader
-from fabricx.trainer import dispatch
+from fabricx.trainer import process
 from tests import warm
 from tests.soak import params
 
@@ -239,7 +239,7 @@ class KillsServer(fx.Callback):
 def test_a_server_that_is_gone_takes_nothing_with_it(
     options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(dispatch, "_serve", tells_its_pid)
+    monkeypatch.setattr(process, "serve", tells_its_pid)
     wanted, _ = train(ParameterServer(**options), [], tmp_path / "a")
     kills: Any = KillsServer()
     found, trainer = train(ParameterServer(**options), [kills], tmp_path / "b")

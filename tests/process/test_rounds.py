@@ -103,9 +103,9 @@ def test_a_killed_worker_loses_only_the_round_that_it_is_in() -> None:
 
 
 def test_a_killed_server_goes_on_from_its_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fabricx.trainer import dispatch
+    from fabricx.trainer import process
 
-    monkeypatch.setattr(dispatch, "_serve", tells_its_pid)
+    monkeypatch.setattr(process, "serve", tells_its_pid)
     module, trainer = train(AsyncSGD(every=3, outer="nesterov", snapshot_every=2), 2, module=KillsServer(), batch=1)
     assert trainer.current_epoch == 2
     assert trainer.global_step == 2 * SAMPLES

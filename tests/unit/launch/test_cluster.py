@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -15,7 +14,7 @@ from fabricx.launch import launch_store
 from fabricx.launch.cluster import address, detect, on_one_machine
 from fabricx.launch.launch_store import connect
 from fabricx.strategies import DDP, ParameterServer
-from fabricx.trainer import dispatch
+from fabricx.trainer import cluster_run
 
 
 def test_nothing_is_detected_where_a_person_has_started_the_script() -> None:
@@ -77,9 +76,8 @@ def test_where_it_is_not_said_how_many_ranks_a_machine_has_there_may_be_others()
 def test_servers_on_several_machines_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_store, "connect", lambda world: world)
     for servers in (1, 0):  # without servers workers exchange packed optimizers
-        served: Any = SimpleNamespace(strategy=ParameterServer(servers=servers))
+        served = ParameterServer(servers=servers)
         with pytest.raises(ValueError, match="set FABRICX_KEY_FILE"):
-            dispatch._connected(served, World(size=2))
-    assert dispatch._connected(served, World(size=2, secret=b"k" * 32)).size == 2
-    collective: Any = SimpleNamespace(strategy=DDP())
-    assert dispatch._connected(collective, World(size=2)).size == 2
+            cluster_run.connected(World(size=2), served)
+    assert cluster_run.connected(World(size=2, secret=b"k" * 32), served).size == 2
+    assert cluster_run.connected(World(size=2), DDP()).size == 2

@@ -24,9 +24,11 @@ def damage(path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1])
 
 
-def trainer(root: Path, best: str = "", dirpath: Path | None = None, run_dir: Path | None = None) -> Any:
-    callback = SimpleNamespace(best_model_path=best, dirpath=dirpath)
-    return SimpleNamespace(checkpoint_callback=callback, run_dir=run_dir, default_root_dir=root)
+def resolved(
+    root: Path, path: Any, best: str = "", dirpath: Path | None = None, run_dir: Path | None = None
+) -> Path | None:  # fmt: skip
+    callback: Any = SimpleNamespace(best_model_path=best, dirpath=dirpath)
+    return resolve_checkpoint(path, callback, run_dir, root)
 
 
 def test_runs_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
@@ -34,21 +36,21 @@ def test_runs_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
 
 
 def test_best_is_that_of_the_callback_and_an_error_without_one(tmp_path: Path) -> None:
-    assert resolve_checkpoint(trainer(tmp_path, best="/runs/best.ckpt"), "best") == Path("/runs/best.ckpt")
+    assert resolved(tmp_path, "best", best="/runs/best.ckpt") == Path("/runs/best.ckpt")
     with pytest.raises(ValueError, match="ckpt_path='best': no checkpoint was written yet; call fit first"):
-        resolve_checkpoint(trainer(tmp_path), "best")
+        resolved(tmp_path, "best")
 
 
 def test_last_is_that_of_the_callbacks_folder_then_of_this_run_then_of_the_newest_run(tmp_path: Path) -> None:
-    assert resolve_checkpoint(trainer(tmp_path), "last") is None
-    assert resolve_checkpoint(trainer(tmp_path), None) is None
+    assert resolved(tmp_path, "last") is None
+    assert resolved(tmp_path, None) is None
     runs = [tmp_path / "runs" / f"2026-01-0{day}" for day in (1, 2, 3)]
     older, newer = (saved(run / "checkpoints" / "last.ckpt") for run in runs[:2])
     (runs[2] / "checkpoints").mkdir(parents=True)  # a run that has saved nothing yet
-    assert resolve_checkpoint(trainer(tmp_path), "last") == newer
-    assert resolve_checkpoint(trainer(tmp_path, run_dir=runs[0]), "last") == older
+    assert resolved(tmp_path, "last") == newer
+    assert resolved(tmp_path, "last", run_dir=runs[0]) == older
     own = saved(tmp_path / "own" / "a.ckpt")
-    assert resolve_checkpoint(trainer(tmp_path, run_dir=runs[0], dirpath=tmp_path / "own"), "last") == own
+    assert resolved(tmp_path, "last", run_dir=runs[0], dirpath=tmp_path / "own") == own
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_message(
@@ -66,15 +68,15 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_message(
 
 def test_a_path_without_a_checkpoint_names_those_beside_it(tmp_path: Path) -> None:
     good = saved(tmp_path / "checkpoints" / "epoch=1.ckpt")
-    assert resolve_checkpoint(trainer(tmp_path), good) == good
+    assert resolved(tmp_path, good) == good
     for wrong in (tmp_path / "checkpoints", tmp_path / "checkpoints" / "epoch=2.ckpt"):
         with pytest.raises(ValueError, match=r"there is no complete checkpoint.*\n  complete checkpoints: .*epoch=1"):
-            resolve_checkpoint(trainer(tmp_path), wrong)
+            resolved(tmp_path, wrong)
     with pytest.raises(ValueError, match="Did you mean 'last'"):
-        resolve_checkpoint(trainer(tmp_path), "lats")
+        resolved(tmp_path, "lats")
     damage(good)
     with pytest.raises(CheckpointError):
-        resolve_checkpoint(trainer(tmp_path), good)
+        resolved(tmp_path, good)
 
 
 def test_a_run_is_resumed_from_checkpoints_and_snapshots_by_step(tmp_path: Path) -> None:

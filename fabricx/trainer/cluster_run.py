@@ -1,0 +1,218 @@
+"""A run in the processes of a launch: torchrun or SLURM has started this process."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from fabricx.core.strategy_parts import HasServers, as_part
+from fabricx.distributed import world as worlds
+from fabricx.distributed.generations import Membership
+from fabricx.distributed.generations import enter as enter_membership
+from fabricx.distributed.world import World
+from fabricx.fault_tolerance import memory_checkpoint, memory_holder
+from fabricx.launch import cluster, launch_store
+from fabricx.trainer import process
+from fabricx.trainer.run_dir import checkpoints_of, new_run_dir, newest_whole
+
+if TYPE_CHECKING:
+    from fabricx.core.options import TrainerOptions
+    from fabricx.core.strategy import Strategy
+
+_FITS: Final = itertools.count()  # calls of `fit` in this process
+
+
+def is_launched() -> bool:
+    """Return whether torchrun or SLURM has started several processes, including this process."""
+    launched = cluster.detect()
+    return launched is not None and launched.size > 1
+
+
+def join_launch(options: TrainerOptions, strategy: Strategy) -> World | None:
+    """Join the world of a launch by torchrun or SLURM.
+
+    Args:
+        options: of the run.
+        strategy: of the run; the last processes of the launch are its servers.
+
+    Returns:
+        the world, with device and process group; None without such a launch.
+
+    Raises:
+        ValueError: options and launch contradict each other.
+    """
+    launched = cluster.detect()
+    if launched is None or launched.size == 1:
+        if options.num_nodes > 1:
+            raise ValueError(
+                f"num_nodes={options.num_nodes}, but no launcher has started processes on all nodes; start the script "
+                "with `torchrun --nnodes ... --nproc-per-node ... script.py`, or with srun"
+            )
+        return None
+    workers = launched.size - as_part(strategy, HasServers).servers
+    launched = replace(
+        launched, size=workers, local_size=min(launched.local_size, workers - (launched.rank - launched.local_rank))
+    )
+    if options.devices_given and launched.local_size and len(options.device_ids) != launched.local_size:
+        raise ValueError(
+            f"devices={len(options.device_ids)}, but {launched.local_size} processes were started on this machine; "
+            "set devices to 'auto' or to that number"
+        )
+    atexit.register(worlds.leave)  # a process that exits while its group's threads run may abort
+    return process.enter(options, connected(launched, strategy))
+
+
+def connected(launched: World, strategy: Strategy) -> World:
+    """Return the world of a launch with its store.
+
+    Args:
+        launched: without a store.
+        strategy: of the run.
+
+    Raises:
+        ValueError: workers on several machines exchange messages that need a key, and no key is set.
+    """
+    world = launch_store.connect(launched)
+    if as_part(strategy, HasServers).link and not world.secret:
+        raise ValueError(
+            f"{type(strategy).__name__} on several machines needs a key: without it, any program that "
+            "reaches a process of the run could execute code in it. Run `umask 077; openssl rand -hex 32 > key` and "
+            "set FABRICX_KEY_FILE=key (a path) for all processes (docs/security.md)"
+        )
+    return world
+
+
+def launched_server(servers: int) -> World | None:
+    """Return the world of the launch if this process is a server, as its last ranks are; None in a worker.
+
+    Args:
+        servers: number of servers of the strategy.
+
+    Raises:
+        ValueError: no process would train.
+    """
+    launched = cluster.detect()
+    if not servers or launched is None or launched.size == 1:
+        return None
+    if launched.size <= servers:
+        raise ValueError(
+            f"{launched.size} processes were started, and servers={servers}: start {servers} processes and an "
+            "additional process for each worker"
+        )
+    return launched if launched.rank >= launched.size - servers else None
+
+
+def serve_launch(strategy: Strategy, launched: World, job: int, *, fits: bool) -> None:
+    """Serve the workers of a launch.
+
+    Args:
+        strategy: of the run.
+        launched: processes of the launch; without a store, since a server does not communicate as a rank.
+        job: number of the run in this launch.
+        fits: the run trains; an evaluation needs no server.
+    """
+    serving = as_part(strategy, HasServers)
+    workers = launched.size - serving.servers
+    # Connect also for an evaluation, because the workers wait for all processes of the launch.
+    world = replace(connected(launched, strategy), size=workers, job=job)
+    if fits:
+        network = launched.local_size < launched.size or serving.link == "gloo"
+        process.serve(world, launched.rank - workers, network=network)
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The run that a launch continues, or its new run.
+
+    Attributes:
+        number: of the call of `fit` in this process.
+        run_dir: folder of the run.
+        newest: newest intact checkpoint of the run; None to start as the call says.
+        restarts: number of restarts of all processes by torchrun.
+    """
+
+    number: int
+    run_dir: Path
+    newest: str | None
+    restarts: int
+
+
+def continue_launch(here: World, root: Path, run_dir: Path | None) -> Continuation | None:
+    """Find the run that was in progress when torchrun restarted all processes.
+
+    A marker file in the run's folder identifies the launch and the call of `fit` in the script.
+
+    Args:
+        here: all ranks, which call this together.
+        root: folder of all runs.
+        run_dir: folder of the run, if it is determined already.
+
+    Returns:
+        the run; None if torchrun has not started this process.
+    """
+    identity, number = cluster.launch(), next(_FITS)
+    if identity is None:
+        return None
+    mark = f"launch-{identity}-{number}"
+
+    def find_run() -> tuple[str, str | None, int]:
+        restarts = launch_store.restarts(here)
+        for marker in sorted(root.glob(f"runs/*/recovery/{mark}"), reverse=True) if restarts else ():
+            checkpoints = checkpoints_of(marker.parent.parent)
+            newest = str(newest_whole(checkpoints)) if checkpoints else None
+            return str(marker.parent.parent), newest, restarts
+        folder = run_dir or new_run_dir(root)
+        (folder / "recovery").mkdir(parents=True, exist_ok=True)
+        (folder / "recovery" / mark).touch()
+        return str(folder), None, 0
+
+    folder, newest, restarts = process.decided_by_main_rank(here, find_run)
+    return Continuation(number, Path(folder), newest, restarts)
+
+
+@contextlib.contextmanager
+def memory_checkpoints_held(here: World, folder: Path) -> Iterator[None]:
+    """Keep in-memory checkpoints in a separate process, for the processes that torchrun starts after a failure.
+
+    Args:
+        here: ranks of the launch.
+        folder: of the memory, on this machine.
+    """
+    if not here.secret:
+        if here.main_rank:
+            print(
+                "no state is copied to memory: copies from other machines are unpickled, which needs a key "
+                "(FABRICX_KEY_FILE; see docs/security.md). After a restart by torchrun the run continues from its "
+                "newest checkpoint", file=sys.stderr, flush=True,
+            )  # fmt: skip
+        yield
+        return
+    # A slot for each rank of this machine, and a slot for the copy of a rank on another machine.
+    slots = range(2 * here.local_size)
+    names = {
+        slot: [memory_checkpoint.path_of("", slot, number).name for number in range(memory_checkpoint.NEWEST)]
+        for slot in slots
+    }
+    if here.local_rank == 0:
+        memory_holder.start(folder, [name for slot_names in names.values() for name in slot_names])
+    here.barrier()
+    rank_names = [*names[here.local_rank], *names[here.local_size + here.local_rank]]
+    if all(here.gather_objects(memory_holder.is_kept(folder, rank_names))):
+        enter_membership(Membership(here.rank, str(folder), slot=here.local_rank))
+    elif here.main_rank:
+        print(
+            f"no memory is held in {folder}, which may belong to another user: after a restart by torchrun the run "
+            "continues from its newest checkpoint", file=sys.stderr, flush=True,
+        )  # fmt: skip
+    try:
+        yield
+    finally:
+        enter_membership(Membership())
+    if here.local_rank == 0:  # but not after an error: torchrun may restart the processes
+        memory_holder.end(folder)

@@ -1,0 +1,177 @@
+"""A run in new worker processes, which this process supervises and restarts."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from fabricx.checkpoint import is_committed, read_manifest
+from fabricx.checkpoint.storage import as_path
+from fabricx.core.callback import recovery_policy_of
+from fabricx.core.strategy_parts import HasServers, ShardsWeights, as_part
+from fabricx.distributed.world import OPERATION, World
+from fabricx.errors import WorkerFailed
+from fabricx.fault_tolerance.controller import ElasticPolicy
+from fabricx.launch.signals import TERMINATED, termination_signals
+from fabricx.telemetry.logs import LogSettings
+from fabricx.trainer import process, provenance
+from fabricx.trainer.run_dir import checkpoints_of, newest_whole
+from fabricx.trainer.set_up import execute, ranks_that_began
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fabricx.core.callback import Callback, RecoveryPolicy
+    from fabricx.core.strategy import Strategy
+    from fabricx.session.status import FailureLog
+    from fabricx.telemetry.aggregator import Aggregator
+    from fabricx.trainer.interface import TrainerInterface
+    from fabricx.trainer.result import Outcome
+    from fabricx.trainer.run_request import Job
+
+
+def run_in_workers(
+    trainer: TrainerInterface, job: Job, aggregator: Aggregator | None, elastic: ElasticPolicy | None
+) -> Any:  # fmt: skip
+    """Run a job in new workers and servers; restart all from the newest checkpoint after a failure.
+
+    Args:
+        trainer: of the caller; workers receive a copy.
+        job: validated; its run has a folder.
+        aggregator: of the run's records; None without telemetry.
+        elastic: rules of recovery in place; None without.
+
+    Returns:
+        the results of the job.
+
+    Raises:
+        WorkerFailed: a worker failed, and the run did not recover.
+        SystemExit: with code 143, after a signal to a rank in an evaluation.
+    """
+    from fabricx.launch.supervisor import run_workers
+
+    fits, serving, log = job.stage == "fit", as_part(trainer.strategy, HasServers), trainer.failure_log
+    servers = serving.servers if fits else 0
+    # The folder exists before the workers start, so that all use the same folder.
+    if not trainer.fast_dev_run and fits:
+        assert trainer.run_dir is not None
+        provenance.write(trainer.run_dir, None)  # this process has the user's command line
+    named = {"module": job.module, "trainer": trainer, "train_dataloaders": job.train, "dataloaders": job.evaluate,
+             "datamodule": job.datamodule}  # fmt: skip
+    log.errors = []
+    trainer.log_settings = LogSettings.of_this_process()
+    traces = any(callback.traces for callback in trainer.callbacks)
+    records = None if aggregator is None else (aggregator.run_dir, traces)
+    serve = functools.partial(process.serve, records=records, network=serving.link == "gloo")
+    limits = _timeouts(recovery_policy_of(trainer.callbacks), trainer.accelerator, elastic)
+    while True:
+        job.began_with = ranks_that_began(job)
+        try:
+            outcome = run_workers(
+                _work, (trainer, job), size=len(trainer.device_ids), named=named, servers=servers,
+                serve=serve, elastic=elastic, failures=log.errors, run_dir=trainer.run_dir,
+                note=None if aggregator is None else aggregator.record_event,
+                stops_at_step=fits, **limits,
+            )[0]  # fmt: skip
+        except WorkerFailed as error:
+            _report_lost_checkpoint(aggregator, error)
+            if isinstance(error.__cause__, SystemExit) and error.__cause__.code == TERMINATED:
+                raise SystemExit(TERMINATED) from None  # a signal to a rank has ended an evaluation
+            if not fits and error.__cause__ is None:  # killed: the failure may not recur, unlike an error
+                error.add_remedy(
+                    f"{job.stage} does not recover from the failure of a worker: call it again. The weights and "
+                    "checkpoints are unchanged"
+                )
+            if not fits or error.stopping:
+                raise
+            assert trainer.run_dir is not None
+            if not _restarts(job, trainer.run_dir, trainer.callbacks, log, aggregator, error):
+                raise
+        else:
+            outcome.absorb(trainer, job)
+            return outcome.results
+
+
+def _work(world: World, trainer: TrainerInterface, job: Job) -> Outcome | None:
+    """Run a job in a worker; returns the outcome on the main rank only, for the caller."""
+    world = process.enter(trainer, world)
+    # The supervisor handles Ctrl-C; other signals may be sent to a single rank.
+    with process.interruptible(job.stage, trainer.request_stop, termination_signals()):
+        outcome = execute(trainer, job, world)
+    weights = as_part(trainer.strategy, ShardsWeights).whole_weights(job.module)
+    if trainer.strategy.traits.lockstep:  # else ranks end independently of each other
+        trainer.world.await_departure()
+    return outcome.portable(trainer, weights) if trainer.world.main_rank else None
+
+
+def _report_lost_checkpoint(aggregator: Aggregator | None, error: WorkerFailed) -> None:
+    """Report the loss of a checkpoint that a hook was saving when the workers ended."""
+    if error.saving is None:
+        return
+    path, step = as_path(error.saving[0]), error.saving[1]
+    if is_committed(path) and read_manifest(path).get("step") == step:
+        return
+    text = (
+        f"the checkpoint {path} was lost: it was being written at step {step} when a worker failed, and is missing "
+        "unless a hook saves it again"
+    )
+    if aggregator is not None:
+        aggregator.record_event("checkpoint", text)
+    print(text, file=sys.stderr, flush=True)
+
+
+def elastic_policy(strategy: Strategy, callbacks: Iterable[Callback]) -> ElasticPolicy | None:
+    """Return the rules by which workers continue training after the death of a worker.
+
+    Args:
+        strategy: of the run.
+        callbacks: of the run; a callback for recovery has the limits.
+
+    Returns:
+        the rules; None without recovery in place.
+    """
+    if not strategy.traits.elastic:
+        return None
+    if not strategy.traits.lockstep:  # ranks do not wait for each other
+        return ElasticPolicy()
+    policy = recovery_policy_of(callbacks)
+    if policy is None:
+        return None
+    return ElasticPolicy(policy.patience, policy.min_ranks, policy.max_restarts, not strategy.traits.replicated)
+
+
+def _timeouts(policy: RecoveryPolicy | None, accelerator: str, elastic: ElasticPolicy | None) -> dict[str, Any]:
+    """Return the supervisor's timeouts for silent workers, in seconds, by name; a missing name keeps the default."""
+    limits: dict[str, Any] = {}
+    if policy is not None:
+        wanted = {"frozen_after": policy.frozen_after, "stuck_after": policy.stuck_after}
+        limits = {name: seconds for name, seconds in wanted.items() if seconds is not None}
+    if accelerator == "cuda" and elastic is not None:  # torch does not end collectives of such a group
+        limits.setdefault("stuck_after", OPERATION.total_seconds())
+    return limits
+
+
+def _restarts(
+    job: Job, run_dir: Path, callbacks: Iterable[Callback], log: FailureLog, aggregator: Aggregator | None,
+    error: WorkerFailed,
+) -> bool:  # fmt: skip
+    """Prepare a restart from the newest checkpoint of the run; returns False if no callback requests a restart."""
+    checkpoints = checkpoints_of(run_dir)
+    newest = newest_whole(checkpoints) if checkpoints else None
+    step = read_manifest(newest)["step"] if newest is not None else -1
+    if not any(callback.restarts_after(error, step) for callback in callbacks):
+        return False
+    lines = [line for line in str(error).splitlines() if line]
+    last = [line for line in error.traceback.splitlines() if line][-1]
+    what = f"{lines[0]} {last}"[:300]
+    log.errors.append(what)
+    log.newest_at = time.time()
+    if aggregator is not None:
+        again = max(0, aggregator.run.steps - max(0, step))
+        aggregator.record_event("failure", str(error), steps_again=float(again))
+    print(f"{what}\nall workers restart from step {max(0, step)}", file=sys.stderr, flush=True)
+    job.ckpt_path = newest or job.ckpt_path
+    return True
