@@ -9,55 +9,82 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fabricx.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
     from fabricx.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from fabricx.callbacks.ema import EMA as EMA
     from fabricx.callbacks.fault_recovery import FaultRecovery as FaultRecovery
     from fabricx.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulation
     from fabricx.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulationScheduler
+    from fabricx.callbacks.lambda_callback import LambdaCallback as LambdaCallback
     from fabricx.callbacks.learning_rate_monitor import LearningRateMonitor as LearningRateMonitor
     from fabricx.callbacks.load_balancer import LoadBalancer as LoadBalancer
     from fabricx.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from fabricx.callbacks.model_summary import ModelSummary as ModelSummary
+    from fabricx.callbacks.model_summary import RichModelSummary as RichModelSummary
+    from fabricx.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
     from fabricx.callbacks.profiler import Profiler as Profiler
     from fabricx.callbacks.progress_bar import ProgressBar as ProgressBar
+    from fabricx.callbacks.progress_bar import RichProgressBar as RichProgressBar
+    from fabricx.callbacks.progress_bar import TQDMProgressBar as TQDMProgressBar
     from fabricx.callbacks.timer import Timer as Timer
     from fabricx.callbacks.tracing import Tracing as Tracing
 
 # Callbacks are imported on first access, so that a run imports only the callbacks that it uses.
 _MODULES = {
     "EMA": "ema",
+    "BasePredictionWriter": "prediction_writer",
+    "DeviceStatsMonitor": "device_stats_monitor",
     "EarlyStopping": "early_stopping",
     "FaultRecovery": "fault_recovery",
     "GradientAccumulation": "gradient_accumulation",
     "GradientAccumulationScheduler": "gradient_accumulation",
+    "LambdaCallback": "lambda_callback",
     "LearningRateMonitor": "learning_rate_monitor",
     "LoadBalancer": "load_balancer",
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
     "Profiler": "profiler",
     "ProgressBar": "progress_bar",
+    "RichModelSummary": "model_summary",
+    "RichProgressBar": "progress_bar",
+    "TQDMProgressBar": "progress_bar",
     "Timer": "timer",
     "Tracing": "tracing",
 }
 
+# Names of Lightning that fabricx has not, with the alternative.
+_ABSENT = {
+    "ModelPruning": "call torch.nn.utils.prune in a Callback of your own, or in a hook of the module",
+    "SpikeDetection": "EarlyStopping(check_finite=True, divergence_threshold=...) stops at diverging values",
+    "ThroughputMonitor": 'each run records samples per second (see "fabricx report"); Profiler prints a table',
+}
+
 __all__ = [
     "EMA",
+    "BasePredictionWriter",
+    "DeviceStatsMonitor",
     "EarlyStopping",
     "FaultRecovery",
     "GradientAccumulation",
     "GradientAccumulationScheduler",
+    "LambdaCallback",
     "LearningRateMonitor",
     "LoadBalancer",
     "ModelCheckpoint",
     "ModelSummary",
     "Profiler",
     "ProgressBar",
+    "RichModelSummary",
+    "RichProgressBar",
+    "TQDMProgressBar",
     "Timer",
     "Tracing",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ABSENT:
+        raise ImportError(f"fabricx has no callback {name}: {_ABSENT[name]}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from fabricx.checkpoint import is_committed, read_manifest, remove
@@ -98,21 +100,46 @@ def _is_in(folder: str | None, path: str) -> bool:
     return folder is not None and path.startswith(f"{prefix}/") and ".." not in path.split("/")
 
 
-def versioned(folder: Path, name: str, extension: str, may_replace: Callable[[Path], bool]) -> str:
+@dataclass(frozen=True)
+class Suffixes:
+    """Ends of a checkpoint's name.
+
+    Attributes:
+        extension: with its dot.
+        version: text before the number of a version.
+        first: number of the second checkpoint of a name.
+    """
+
+    extension: str = ".ckpt"
+    version: str = "-v"
+    first: int = 1
+
+
+def versioned(folder: Path, name: str, suffixes: Suffixes, may_replace: Callable[[Path], bool]) -> str:
     """Return an unused path for a checkpoint, with "-v1", "-v2", ... appended if the name exists already.
 
     Args:
         folder: folder of the checkpoint.
         name: file name without extension.
-        extension: extension, with its dot.
+        suffixes: ends of the name.
         may_replace: returns whether an existing path may be overwritten.
     """
-    version = 0
-    while True:
-        path = folder / f"{name}{f'-v{version}' if version else ''}{extension}"
+    for version in itertools.chain([""], (f"{suffixes.version}{n}" for n in itertools.count(suffixes.first))):
+        path = folder / f"{name}{version}{suffixes.extension}"
         if not (path.exists() or path.is_symlink()) or may_replace(path):
             return str(path)
-        version += 1
+    raise AssertionError  # the versions do not end
+
+
+def remove_link(folder: str | None, path: str) -> None:
+    """Delete a link to a checkpoint if it lies in `folder`; otherwise do nothing.
+
+    Args:
+        folder: folder of the run's checkpoints; None deletes nothing.
+        path: path of the link.
+    """
+    if _is_in(folder, path) and as_path(path).is_symlink():
+        as_path(path).unlink()
 
 
 def link_to(link: Path, target: Path) -> None:

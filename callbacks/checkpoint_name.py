@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-DEFAULT_TEMPLATE: Final = "{epoch}-{step}"
 _FIELD: Final = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
 
-def format_name(template: str, metrics: Mapping[str, float], auto_insert: bool = True) -> str:
+def format_name(
+    template: str, metrics: Mapping[str, float], auto_insert: bool = True, equals: str = "="
+) -> str:  # fmt: skip
     """Replace the fields of a template by values.
 
     >>> format_name("{epoch}-{step}-{val_loss:.2f}", {"epoch": 3, "step": 40, "val_loss": 0.1234})
@@ -23,6 +24,7 @@ def format_name(template: str, metrics: Mapping[str, float], auto_insert: bool =
         template: text with fields `{name}` or `{name:format}`; `name` is a logged metric, "epoch" or "step".
         metrics: values by name; a missing name becomes "nan".
         auto_insert: insert "name=" before each value. A "/" in the name becomes "_", because it would create a folder.
+        equals: text between the name and the value.
 
     Raises:
         ValueError: a format specification is invalid for numbers.
@@ -31,7 +33,7 @@ def format_name(template: str, metrics: Mapping[str, float], auto_insert: bool =
     def fill(field: re.Match[str]) -> str:
         name, spec = field[1], field[2] or ""
         text = _format_value(metrics.get(name, math.nan), name, spec)
-        return f"{name.replace('/', '_')}={text}" if auto_insert else text
+        return f"{name.replace('/', '_')}{equals}{text}" if auto_insert else text
 
     return _FIELD.sub(fill, template)
 

@@ -9,21 +9,23 @@ import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor
 
 from fabricx.callbacks.checkpoint_files import (
+    Suffixes,
     check_writable,
     is_of_run,
     link_to,
     may_be_accessed,
+    remove_link,
     remove_own,
     step_of,
     versioned,
 )
-from fabricx.callbacks.checkpoint_name import DEFAULT_TEMPLATE, format_name
+from fabricx.callbacks.checkpoint_name import format_name
 from fabricx.callbacks.metric_timing import has_validation, reads_at_epoch_end
 from fabricx.callbacks.time_interval import TimeInterval
 from fabricx.checkpoint import sweep
@@ -37,6 +39,11 @@ if TYPE_CHECKING:
     from fabricx.core.trainer import TrainerProtocol
 
 Mode = Literal["min", "max"]
+# Parts of names, which a user may set on the class.
+_PARTS: Final = {
+    "CHECKPOINT_NAME_LAST": "last", "CHECKPOINT_JOIN_CHAR": "-", "CHECKPOINT_EQUALS_CHAR": "=",
+    "FILE_EXTENSION": ".ckpt", "STARTING_VERSION": 1,
+}  # fmt: skip
 
 
 def goodness(score: float, mode: Mode) -> float:
@@ -78,7 +85,6 @@ def admit(kept: Mapping[str, float], score: float, k: int, mode: Mode) -> tuple[
     return False, None
 
 
-@final
 class ModelCheckpoint(Callback):
     """Save checkpoints by epochs, steps or time; keep the best by a metric, or the newest.
 
@@ -102,12 +108,12 @@ class ModelCheckpoint(Callback):
         dirpath: folder for checkpoints; default: `checkpoints` in the run's folder. URLs that fsspec supports
             ("s3://bucket/run") are accepted.
         filename: template of the names, such as "{epoch}-{val_loss:.2f}"; default: "{epoch}-{step}".
-        monitor: logged metric that ranks checkpoints; None keeps the newest checkpoints.
+        monitor: logged metric that ranks checkpoints, or "step" or "epoch"; None keeps the newest checkpoints.
         mode: "min" if smaller is better, "max" if larger is better.
         save_top_k: number of best (without a monitor: newest) checkpoints to keep; -1 keeps all, 0 none.
         keep_every_n_steps: never delete a checkpoint of a step that is a multiple of this number; 0 disables this.
         save_last: also keep the newest checkpoint, with a link "last.ckpt" to it (URLs have no links: the checkpoint
-            has a regular name).
+            has a regular name). "link" is the same as True.
         every_n_train_steps: weight updates between two saves.
         every_n_epochs: epochs between two saves; default: 1 if neither steps nor time are set.
         train_time_interval: time between two saves: a `timedelta` or text such as "10m".
@@ -118,6 +124,7 @@ class ModelCheckpoint(Callback):
         asynchronous: continue training while a checkpoint is written. A full disk then causes a warning, and the
             earlier checkpoints are kept.
         auto_insert_metric_name: format "{epoch}" as "epoch=3" rather than "3".
+        enable_version_counter: append "-v1", "-v2", ... to a name that exists; False overwrites that checkpoint.
         verbose: print the path of each checkpoint.
 
     Raises:
@@ -127,8 +134,12 @@ class ModelCheckpoint(Callback):
     trainer_role: ClassVar = "checkpoint"
     watches_metrics: ClassVar[bool] = True
     needs_all_ranks: ClassVar[bool] = True
-    CHECKPOINT_NAME_LAST: ClassVar[str] = "last"
-    FILE_EXTENSION: ClassVar[str] = ".ckpt"
+    # Set these on the class or on an object, before the run.
+    CHECKPOINT_NAME_LAST: str = "last"  # template of the link's name, such as "{epoch}-last"
+    CHECKPOINT_JOIN_CHAR: str = "-"  # between the parts of the default name
+    CHECKPOINT_EQUALS_CHAR: str = "="  # between the name and the value of a metric
+    FILE_EXTENSION: str = ".ckpt"
+    STARTING_VERSION: int = 1  # of the first name that exists already
 
     def __init__(
         self,
@@ -137,7 +148,7 @@ class ModelCheckpoint(Callback):
         monitor: str | None = None,
         mode: Mode = "min",
         save_top_k: int = 1,
-        save_last: bool = False,
+        save_last: bool | Literal["link"] | None = False,
         keep_every_n_steps: int = 0,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
@@ -148,6 +159,7 @@ class ModelCheckpoint(Callback):
         asynchronous: bool = True,
         auto_insert_metric_name: bool = True,
         verbose: bool = False,
+        enable_version_counter: bool = True,
     ) -> None:
         self._chosen_dirpath = None if dirpath is None else str(as_path(dirpath).expanduser().absolute())
         self.dirpath: str | None = self._chosen_dirpath
@@ -168,6 +180,7 @@ class ModelCheckpoint(Callback):
         self.asynchronous = asynchronous
         self.auto_insert_metric_name = auto_insert_metric_name
         self.verbose = verbose
+        self.enable_version_counter = enable_version_counter
         self._check_arguments()
 
         self.best_model_path = ""
@@ -188,6 +201,11 @@ class ModelCheckpoint(Callback):
         self._from_validation = False  # validation logs the monitored metric
         self._before_validation: tuple[Tensor | None] | None = None  # value of the metric at the start of validation
         self._pending: dict[str, Any] | None = None  # newest checkpoint, and the former state, until it is complete
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker imports the class without the assignments to its attributes.
+        parts = {name: getattr(self, name) for name, default in _PARTS.items() if getattr(self, name) != default}
+        return parts | self.__dict__
 
     def _check_arguments(self) -> None:
         if self.mode not in ("min", "max"):
@@ -319,7 +337,7 @@ class ModelCheckpoint(Callback):
             self._waiting = False
             return
         logged = trainer.callback_metrics if self.monitor is not None else {}
-        missing = self.monitor is not None and self.monitor not in logged
+        missing = self.monitor is not None and self.monitor not in logged and self.monitor not in ("step", "epoch")
         if missing and complain:
             raise ValueError(
                 f"ModelCheckpoint(monitor={self.monitor!r}): no metric of that name was logged."
@@ -358,7 +376,7 @@ class ModelCheckpoint(Callback):
             if self.save_last:
                 self._save_last_alone(trainer)
             return
-        name = format_name(self._template, metrics, self.auto_insert_metric_name)
+        name = self._format(self._template, metrics)
         path = self._free_path(trainer, name, displaced)
         before = self._kept()
         # The checkpoint contains this callback's state, which must already list the new checkpoint.
@@ -370,14 +388,16 @@ class ModelCheckpoint(Callback):
         if trainer.global_step == self._step_saved:
             return
         self._finish(trainer)
-        name = format_name(self._template, self._metrics(trainer), self.auto_insert_metric_name)
+        name = self._format(self._template, self._metrics(trainer))
         self._write(trainer, self._free_path(trainer, name), self._kept())
 
     def _save_aside(self, trainer: TrainerProtocol, reason: str) -> str:
         """Save an unranked checkpoint, with the reason in its name, and wait until it is complete."""
         self._finish(trainer)
-        name = format_name(DEFAULT_TEMPLATE, self._metrics(trainer))
-        path = self._write(trainer, self._free_path(trainer, f"{reason}-{name}"), self._kept())
+        name = format_name(self._default, self._metrics(trainer), equals=self.CHECKPOINT_EQUALS_CHAR)
+        path = self._write(
+            trainer, self._free_path(trainer, f"{reason}{self.CHECKPOINT_JOIN_CHAR}{name}"), self._kept()
+        )
         trainer.finish_checkpoint()
         return path
 
@@ -385,12 +405,13 @@ class ModelCheckpoint(Callback):
         """Save; after completion, update the link and delete superseded checkpoints. On failure, restore `before`."""
         saved = self._step_saved
         superseded = {displaced} if displaced else set()
+        old_link = ""
         self._step_saved = trainer.global_step
         if self.save_last:
             if self._last_target and self._last_target not in self.best_k_models:
                 superseded.add(self._last_target)
+            old_link, self._last_target = self.last_model_path, path
             self.last_model_path = self._link_path(trainer) if is_local(self._folder) else path
-            self._last_target = path
         if self.keep_every_n_steps and trainer.global_step % self.keep_every_n_steps == 0:
             self._permanent.add(path)
         superseded -= {*self._permanent, path}
@@ -398,9 +419,10 @@ class ModelCheckpoint(Callback):
             "path": path,
             "step": trainer.global_step,
             "superseded": sorted(superseded),
+            "old_link": old_link,
             "before": before,
         }
-        after = functools.partial(self._supersede, path, pending["superseded"])
+        after = functools.partial(self._supersede, path, pending["superseded"], old_link)
         self._pending = pending
         try:
             trainer.save_checkpoint(
@@ -414,10 +436,12 @@ class ModelCheckpoint(Callback):
             trainer.print(f"saved {path}")
         return path
 
-    def _supersede(self, path: str, superseded: Sequence[str]) -> None:
+    def _supersede(self, path: str, superseded: Sequence[str], old_link: str) -> None:
         """Point the link to a complete checkpoint, and delete the checkpoints that it supersedes (main rank)."""
         if self._last_target == path and is_local(self._folder):
             link_to(Path(self.last_model_path), Path(path))
+            if old_link != self.last_model_path:
+                remove_link(self.dirpath, old_link)
         for old in superseded:
             remove_own(self.dirpath, old)
 
@@ -442,6 +466,7 @@ class ModelCheckpoint(Callback):
         if self._pending is None:
             return False
         path, step, superseded = (self._pending[name] for name in ("path", "step", "superseded"))
+        old_link = self._pending.get("old_link", "")
         if not trainer.world.broadcast_object(step_of(path) == step):
             trainer.session.metrics.loggers.event(
                 "checkpoint", f"{path} was lost: a worker died while it was written", step
@@ -450,7 +475,7 @@ class ModelCheckpoint(Callback):
             return True
         self._pending = None
         if trainer.is_global_zero:  # repeat this: the rank that began it may have died halfway
-            self._supersede(path, [old for old in superseded if as_path(old).exists()])
+            self._supersede(path, [old for old in superseded if as_path(old).exists()], old_link)
         return False
 
     def _keep(self, models: dict[str, Tensor]) -> None:
@@ -472,7 +497,14 @@ class ModelCheckpoint(Callback):
 
     @property
     def _template(self) -> str:
-        return self.filename or DEFAULT_TEMPLATE
+        return self.filename or self._default
+
+    @property
+    def _default(self) -> str:
+        return f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
+
+    def _format(self, template: str, metrics: Mapping[str, float]) -> str:
+        return format_name(template, metrics, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR)
 
     def _metrics(self, trainer: TrainerProtocol) -> dict[str, float]:
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -489,17 +521,22 @@ class ModelCheckpoint(Callback):
         kept = {path for other in others for path in (*other.best_k_models, *other._permanent, other._last_target)}
 
         def may_replace(path: Path) -> bool:
-            if str(path) in superseded:
+            if str(path) in superseded or not self.enable_version_counter:
                 return True
             unused = str(path) not in kept and not path.is_symlink()
             return unused and is_of_run(path, trainer.state.run, trainer.run_dir, trainer.global_step)
 
-        path = versioned(self._folder, name, self.FILE_EXTENSION, may_replace)
+        path = versioned(self._folder, name, self._suffixes, may_replace)
         return str(trainer.world.broadcast_object(path))
 
     def _link_path(self, trainer: TrainerProtocol) -> str:
-        path = versioned(self._folder, self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION, Path.is_symlink)
+        name = self._format(self.CHECKPOINT_NAME_LAST, self._metrics(trainer))
+        path = versioned(self._folder, name, self._suffixes, Path.is_symlink)
         return str(trainer.world.broadcast_object(path))
+
+    @property
+    def _suffixes(self) -> Suffixes:
+        return Suffixes(self.FILE_EXTENSION, f"{self.CHECKPOINT_JOIN_CHAR}v", self.STARTING_VERSION)
 
     @property
     def _folder(self) -> Path:

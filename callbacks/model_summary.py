@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -149,7 +149,6 @@ def _bytes(count: int) -> str:
     return f"{amount:,.1f} GB"
 
 
-@final
 class ModelSummary(Callback):
     """Print the module's submodules and parameter counts when training begins, on the main rank.
 
@@ -172,6 +171,22 @@ class ModelSummary(Callback):
             _print_table(summary)
         else:
             trainer.print(str(summary))
+
+
+@final
+class RichModelSummary(ModelSummary):
+    """The summary with the arguments of Lightning's `RichModelSummary`; it prints the same as `ModelSummary`.
+
+    Args:
+        max_depth: depth of the table: 1 shows direct children, 0 totals only, -1 all submodules.
+        **summarize_kwargs: without effect; styles of the table in Lightning.
+
+    Raises:
+        ValueError: `max_depth` is below -1.
+    """
+
+    def __init__(self, max_depth: int = 1, **summarize_kwargs: Any) -> None:
+        super().__init__(max_depth)
 
 
 def _print_table(summary: Summary) -> None:

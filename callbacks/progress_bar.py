@@ -28,7 +28,7 @@ class View:
     done: int
     total: float = math.inf
     batches_per_s: float = 0.0
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
     def numbers(self, *, remaining: bool = True) -> str:
         """Return the text without the label.
@@ -41,7 +41,7 @@ class View:
             parts.append(f"{self.batches_per_s:{'.3g' if self.batches_per_s < 100 else '.0f'}} it/s")
             if remaining and self.done < self.total < math.inf:
                 parts.append(f"{_clock((self.total - self.done) / self.batches_per_s)} left")
-        parts += [f"{name}={value:.4g}" for name, value in self.metrics.items()]
+        parts += [f"{name}={_shown(value)}" for name, value in self.metrics.items()]
         return "  ".join(parts)
 
     def text(self, *, remaining: bool = True) -> str:
@@ -54,6 +54,13 @@ class View:
         'epoch 1/3  32/64  8 it/s  0:04 left  loss=0.1235'
         """
         return f"{self.label}  {self.numbers(remaining=remaining)}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{float(value):.4g}"
+    except (TypeError, ValueError):  # text of a user's get_metrics
+        return str(value)
 
 
 def _clock(seconds: float) -> str:
@@ -203,12 +210,12 @@ def open_screen() -> Screen:
     return Lines()
 
 
-@final
 class ProgressBar(Callback):
     """Show epoch, batches, speed and the metrics logged with `prog_bar=True`, on the main rank.
 
     On a terminal this is a bar; in a log file, a line every few seconds and at the end of each epoch. Metrics are read
-    only for an update of the display, because reading them waits for the device.
+    only for an update of the display, because reading them waits for the device. A subclass may override `get_metrics`
+    to show other values.
 
     Args:
         refresh_rate: seconds between two updates; 0 disables the display. Default: 0.1 on a terminal, 5 in a file.
@@ -230,8 +237,27 @@ class ProgressBar(Callback):
         self._every_s = 0.0
         self._next = math.inf  # time of the next update on the monotonic clock; infinity on ranks without a display
 
+    def __init_subclass__(cls) -> None:
+        for name, value in vars(cls).items():
+            if name.startswith("init_") and name.endswith("_tqdm") and callable(value):
+                raise TypeError(
+                    f"{cls.__name__}.{name}: the bars of fabricx do not use tqdm, and would never call it; override "
+                    "get_metrics to show other values, or derive from fabricx.Callback and set "
+                    'trainer_role = "progress_bar"'
+                )
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_screen": None, "_stages": [], "_next": math.inf}
+
+    def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
+        """Return the values to show; called on the main rank when the display is updated.
+
+        Args:
+            trainer: of the run.
+            module: that is trained.
+        """
+        shown: dict[str, Any] = trainer.progress_bar_metrics
+        return shown
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print above the bar.
@@ -275,13 +301,13 @@ class ProgressBar(Callback):
         self._stages.append(Stage(label, total, now, Speed(done, now)))
         self._next = now if isinstance(self._screen, Terminal) else now + self._every_s
 
-    def _draw(self, done: int, metrics: Mapping[str, float]) -> None:
+    def _draw(self, done: int, metrics: Mapping[str, Any]) -> None:
         stage, now = self._stages[-1], time.monotonic()
         if self._screen is not None:
             self._screen.draw(View(stage.label, done, stage.total, stage.speed.update(done, now), metrics))
         self._next = time.monotonic() + self._every_s
 
-    def _end(self, done: int | None = None, metrics: Mapping[str, float] | None = None) -> None:
+    def _end(self, done: int | None = None, metrics: Mapping[str, Any] | None = None) -> None:
         """End a stage; if `done` is not None, write a permanent line."""
         if self._screen is None or not self._stages:
             return
@@ -309,11 +335,11 @@ class ProgressBar(Callback):
         self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if time.monotonic() >= self._next:
-            self._draw(batch_idx + 1, trainer.progress_bar_metrics)
+            self._draw(batch_idx + 1, self.get_metrics(trainer, module))
 
     def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
         if self._screen is not None:
-            self._end(trainer.state.batch, trainer.progress_bar_metrics)
+            self._end(trainer.state.batch, self.get_metrics(trainer, module))
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
@@ -380,6 +406,41 @@ class ProgressBar(Callback):
         total = sum(_lengths(trainer))
         alone = len(self._stages) == 1 and not trainer.sanity_checking
         self._end(int(total) if alone and total < math.inf else None)
+
+
+class TQDMProgressBar(ProgressBar):
+    """The progress bar with the arguments of Lightning's `TQDMProgressBar`; it shows the same as `ProgressBar`.
+
+    Args:
+        refresh_rate: 0 disables the display; the time between two updates does not depend on other values, which count
+            batches in Lightning.
+        process_position, leave: without effect; the lines of complete epochs always remain.
+
+    Raises:
+        ValueError: the rate is negative.
+    """
+
+    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        super().__init__(0 if refresh_rate == 0 else None if refresh_rate > 0 else refresh_rate)
+
+
+class RichProgressBar(ProgressBar):
+    """The progress bar with the arguments of Lightning's `RichProgressBar`; it shows the same as `ProgressBar`.
+
+    Args:
+        refresh_rate: 0 disables the display; the time between two updates does not depend on other values, which count
+            batches in Lightning.
+        leave, theme, console_kwargs: without effect; the lines of complete epochs always remain.
+
+    Raises:
+        ValueError: the rate is negative.
+    """
+
+    def __init__(
+        self, refresh_rate: int = 1, leave: bool = False, theme: Any = None,
+        console_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(0 if refresh_rate == 0 else None if refresh_rate > 0 else refresh_rate)
 
 
 def _lengths(trainer: TrainerProtocol) -> list[float]:

@@ -22,6 +22,7 @@ _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
         "parameter_server": "fabricx.strategies.parameter_server:ParameterServer",
     },
     "callbacks": {
+        "device_stats_monitor": "fabricx.callbacks.device_stats_monitor:DeviceStatsMonitor",
         "early_stopping": "fabricx.callbacks.early_stopping:EarlyStopping",
         "ema": "fabricx.callbacks.ema:EMA",
         "fault_recovery": "fabricx.callbacks.fault_recovery:FaultRecovery",

@@ -167,7 +167,9 @@ def definitions(kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> Iterator[tup
 
 def test_no_class_has_a_name_that_says_nothing():
     empty = re.compile(r"^_?Base|Base$|Manager|Helper|Connector|Mixin|Util")
-    assert [f"{short(path)}: {node.name}" for path, node in definitions(ast.ClassDef) if empty.search(node.name)] == []
+    given = {"BasePredictionWriter", "BaseFinetuning"}  # names of Lightning
+    named = [(short(path), node.name) for path, node in definitions(ast.ClassDef) if node.name not in given]
+    assert [f"{path}: {name}" for path, name in named if empty.search(name)] == []
 
 
 def test_files_are_small():

@@ -138,6 +138,14 @@ class Feed(ABC):
             epoch: that begins or resumes.
         """
 
+    def indices(self, micro: Microbatch) -> list[int] | None:
+        """Return the positions of a batch's samples in the data set; None if the source has no positions.
+
+        Args:
+            micro: newest batch of `epoch`.
+        """
+        return None
+
     def described(self) -> str:
         """Describe the properties that the feeds of all ranks have in common."""
         return "an iterable of batches"

@@ -84,6 +84,7 @@ class OrderedFeed(Feed):
         self._sampler, self._batch, self._drop_last = order_of(loader)
         self._seed = _seed_of(loader, self._sampler, seed)
         self._placed = False  # the sampler was restored since the newest order was drawn
+        self._newest: Any = ()  # order of the epoch that `epoch` reads
         # With a user's own batch sampler, the items of the order are whole batches.
         self._whole_batches = own_batches = self._sampler is loader.batch_sampler
         self._picked = _Picked()
@@ -259,6 +260,7 @@ class OrderedFeed(Feed):
         order = self._order(epoch)
         self._compare_order(order, position)
         self._check_order(order)
+        self._newest = order
         cut = self._cut(min(self._items(), len(order)), accumulate, epoch)
         self._picked.count = len(cut)
         sizes = self._sizes(order)
@@ -274,6 +276,14 @@ class OrderedFeed(Feed):
                 idle=share.idle if self._world.size > 1 else (),  # with an order per rank, no rank waits for this one
             )  # fmt: skip
             index += not share.part
+
+    def indices(self, micro: Microbatch) -> list[int] | None:
+        if not micro.size:
+            return []
+        if self._whole_batches:
+            return list(self._newest[micro.begin])
+        items = self._newest[micro.begin : micro.begin + micro.size]
+        return items.tolist() if isinstance(items, np.ndarray) else list(items)
 
     def leased(
         self, dealer: Dealer, section: Section, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0

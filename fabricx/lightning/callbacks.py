@@ -14,24 +14,17 @@ from fabricx.lightning.classes import Absent, adapted_class, form, is_lightning,
 
 _AS_IT_IS: Final = ("LambdaCallback",)  # callbacks of Lightning that use only hooks
 _CONTRACTS: Final = ("Callback", "Checkpoint", "ProgressBar")  # of Lightning; contracts without machinery
-_RENAMED: Final = {
-    "TQDMProgressBar": "ProgressBar",
-    "RichProgressBar": "ProgressBar",
-    "RichModelSummary": "ModelSummary",
-}
-_NEAREST: Final = {
-    "EMAWeightAveraging": "EMA",
-    "DeviceStatsMonitor": "Tracing",
-    "ThroughputMonitor": "Profiler",
-}  # counterparts with other arguments or another output
 # Arguments without an effect in fabricx, or with an effect that is always on.
 _DROPPED: Final[Mapping[str, tuple[str, ...]]] = {
     "EarlyStopping": ("log_rank_zero_only",),
-    "ModelCheckpoint": ("enable_version_counter",),
     "ModelSummary": ("summarize_kwargs",),
     "RichModelSummary": ("summarize_kwargs",),
     "RichProgressBar": ("leave", "theme", "console_kwargs", "refresh_rate"),
     "TQDMProgressBar": ("process_position", "leave", "refresh_rate"),
+}
+# Attributes with other names than the arguments of the constructor.
+_STORED: Final[Mapping[tuple[str, str], str]] = {
+    ("BasePredictionWriter", "write_interval"): "interval",
 }
 # Attributes with other values than the arguments of the constructor.
 _TRANSLATED: Final[Mapping[tuple[str, str], Callable[[Any], Any]]] = {
@@ -39,6 +32,7 @@ _TRANSLATED: Final[Mapping[tuple[str, str], Callable[[Any], Any]]] = {
     ("ModelCheckpoint", "every_n_epochs"): lambda n: n or None,
     ("ModelCheckpoint", "every_n_train_steps"): lambda n: n or None,
     ("ModelCheckpoint", "save_last"): bool,
+    ("BasePredictionWriter", "write_interval"): lambda interval: getattr(interval, "value", interval),
     ("Timer", "duration"): lambda seconds: None if seconds is None else timedelta(seconds=seconds),
     ("Timer", "interval"): lambda interval: getattr(interval, "value", interval),
 }
@@ -103,16 +97,12 @@ def _provided(cls: type) -> type | None:
 
 
 def _counterpart(provided: type) -> type:
-    name = _RENAMED.get(provided.__name__, provided.__name__)
+    name = provided.__name__
     try:
         found: type = plugins.find("callbacks", f"fabricx.callbacks.{name}")
-    except LookupError:
-        near = _NEAREST.get(provided.__name__)
-        remedy = f"fabricx.callbacks.{near} is nearest; its arguments differ" if near else "remove it"
-        raise ValueError(
-            f"{provided.__name__} of Lightning works inside of Lightning's Trainer only, and fabricx has no callback "
-            f"of that name: {remedy}, or write the same as a Callback of your own"
-        ) from None
+    except (LookupError, ImportError) as error:
+        remedy = f"{error}" if isinstance(error, ImportError) else "remove it, or write it as a Callback of your own"
+        raise ValueError(f"{name} of Lightning works inside of Lightning's Trainer only: {remedy}") from None
     return found
 
 
@@ -136,7 +126,8 @@ def _arguments(callback: Any, provided: type, counterpart: type) -> dict[str, An
     for name, parameter in list(inspect.signature(provided.__init__).parameters.items())[1:]:  # type: ignore[misc]
         if name in _DROPPED.get(name_of, ()) or parameter.kind is parameter.VAR_KEYWORD:
             continue
-        value = state.get(f"_{name}", state.get(name, parameter.default))
+        stored = _STORED.get((name_of, name), name)
+        value = state.get(f"_{stored}", state.get(stored, parameter.default))
         value = _TRANSLATED.get((name_of, name), lambda value: value)(value)
         if name in known:
             arguments[name] = value

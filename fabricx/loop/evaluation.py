@@ -193,6 +193,7 @@ def predict(session: Session, feeds: Sequence[Feed], *, keep: bool) -> list[Any]
                         continue
                     batch = session.to_device(micro.data, number)
                     session.batch.is_last = micro.last
+                    session.batch.indices = feed.indices(micro)
                     for hook in session.hooks.on_predict_batch_start:
                         hook(batch, micro.index, number)
                     outputs = step(batch, micro.index, *indices)

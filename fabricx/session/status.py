@@ -56,12 +56,14 @@ class BatchStatus:
         in_step: weights, random states or statistics are newer than the position in the data.
         asynchronous: this rank trains at its own pace at present.
         idle_ranks: number of ranks without a sample of this microbatch, which do not run its hooks.
+        indices: in a prediction, positions of the batch's samples in the data set; None if the data has no positions.
     """
 
     is_last: bool = False
     in_step: bool = False
     asynchronous: bool = False
     idle_ranks: int = 0
+    indices: list[int] | None = None
 
 
 @dataclass

@@ -12,32 +12,44 @@ import fabricx.callbacks as package
 from fabricx import checkpoint
 from fabricx.callbacks import (
     EMA,
+    BasePredictionWriter,
+    DeviceStatsMonitor,
     EarlyStopping,
     FaultRecovery,
     GradientAccumulation,
+    LambdaCallback,
     LearningRateMonitor,
     LoadBalancer,
     ModelCheckpoint,
     ModelSummary,
     Profiler,
     ProgressBar,
+    RichModelSummary,
+    RichProgressBar,
     Timer,
+    TQDMProgressBar,
     Tracing,
 )
 from fabricx.core.callback import Callback
 from fabricx.core.hooks import check_hooks
 
 CALLBACKS: dict[str, Callable[[], Callback]] = {
+    "BasePredictionWriter": BasePredictionWriter,
+    "DeviceStatsMonitor": DeviceStatsMonitor,
     "EMA": EMA,
     "EarlyStopping": lambda: EarlyStopping("val_loss"),
     "FaultRecovery": FaultRecovery,
     "LoadBalancer": LoadBalancer,
     "GradientAccumulation": lambda: GradientAccumulation({2: 4}),
+    "LambdaCallback": LambdaCallback,
     "LearningRateMonitor": LearningRateMonitor,
     "ModelCheckpoint": lambda: ModelCheckpoint(monitor="val_loss", save_last=True, train_time_interval="10m"),
     "ModelSummary": ModelSummary,
     "Profiler": Profiler,
     "ProgressBar": ProgressBar,
+    "RichModelSummary": RichModelSummary,
+    "RichProgressBar": RichProgressBar,
+    "TQDMProgressBar": TQDMProgressBar,
     "Timer": lambda: Timer("1h"),
     "Tracing": lambda: Tracing(operators=[2, 3]),
 }
@@ -94,3 +106,8 @@ def test_it_says_what_it_is_for(make: Callable[[], Callback]) -> None:
 def test_only_those_that_look_at_metrics_run_last() -> None:
     last = {name for name, make in CALLBACKS.items() if make().watches_metrics}
     assert last == {"EarlyStopping", "FaultRecovery", "LoadBalancer", "ModelCheckpoint"}
+
+
+def test_absent_names_of_lightning_name_the_alternative() -> None:
+    with pytest.raises(ImportError, match="EarlyStopping"):
+        from fabricx.callbacks import SpikeDetection  # noqa: F401

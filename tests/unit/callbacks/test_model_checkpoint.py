@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import math
+import pickle
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -367,3 +368,44 @@ def test_the_check_of_the_folder_leaves_nothing(trainer: Any, tmp_path: Path, mo
 
     monkeypatch.setattr(tempfile, "TemporaryFile", is_full)
     trainer(ModelCheckpoint(tmp_path)).start()  # space may be free later
+
+
+class Named(ModelCheckpoint):
+    CHECKPOINT_NAME_LAST = "{epoch}-newest"
+    CHECKPOINT_JOIN_CHAR = "_"
+    CHECKPOINT_EQUALS_CHAR = "-"
+
+
+def test_class_attributes_are_the_parts_of_names(trainer: Any, tmp_path: Path) -> None:
+    callback = Named(save_last="link")
+    run = trainer(callback).start()
+    run.epoch()
+    run.epoch()
+    links = [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_symlink()]
+    assert links == ["epoch-1-newest.ckpt"]  # the link of the epoch before is removed
+    assert Path(callback.last_model_path).resolve().name == "epoch-1_step-8.ckpt"
+
+
+def test_attributes_that_a_script_sets_on_the_class_reach_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelCheckpoint, "CHECKPOINT_NAME_LAST", "newest")
+    sent = pickle.dumps(ModelCheckpoint())
+    monkeypatch.undo()
+    assert pickle.loads(sent).CHECKPOINT_NAME_LAST == "newest"
+
+
+def test_without_a_counter_of_versions_a_name_is_overwritten(trainer: Any, tmp_path: Path) -> None:
+    run = trainer(ModelCheckpoint(filename="fixed", save_top_k=-1, enable_version_counter=False)).start()
+    run.epoch()
+    run.epoch()
+    assert names(tmp_path / "checkpoints") == ["fixed.ckpt"]
+    assert checkpoint.read_manifest(tmp_path / "checkpoints" / "fixed.ckpt")["step"] == 8
+
+
+@pytest.mark.parametrize("monitor", ["step", "epoch"])
+def test_the_newest_of_all_steps_can_be_the_best(trainer: Any, tmp_path: Path, monitor: str) -> None:
+    callback = ModelCheckpoint(monitor=monitor, mode="max", save_top_k=2)
+    run = trainer(callback).start()
+    for _ in range(3):
+        run.epoch()
+    assert names(tmp_path / "checkpoints") == ["epoch=1-step=8.ckpt", "epoch=2-step=12.ckpt"]
+    assert number(callback.best_model_score) == {"step": 12, "epoch": 2}[monitor]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fabricx.callbacks import ModelSummary
+from fabricx.callbacks import ModelSummary, RichModelSummary
 from fabricx.callbacks.model_summary import readable, summarize
 
 
@@ -66,3 +66,7 @@ def test_only_the_main_rank_prints(trainer: Any, main: bool) -> None:
 def test_a_wrong_depth_is_refused() -> None:
     with pytest.raises(ValueError, match="max_depth=-2"):
         ModelSummary(max_depth=-2)
+
+
+def test_the_rich_summary_of_lightning_is_a_name_of_the_same_summary() -> None:
+    assert RichModelSummary(max_depth=2, header_style="bold").max_depth == 2

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from fabricx.callbacks import ProgressBar, progress_bar
+import fabricx as fx
+from fabricx.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar, progress_bar
 from fabricx.callbacks.progress_bar import Lines, Speed, Terminal, View
+from fabricx.testing import TinyModule, tiny_loader
 
 
 class Metrics:
@@ -162,3 +164,23 @@ def test_without_a_terminal_there_are_lines() -> None:
 def test_a_negative_rate_is_refused() -> None:
     with pytest.raises(ValueError, match="refresh_rate"):
         ProgressBar(refresh_rate=-1)
+
+
+def test_the_bars_of_lightning_are_names_of_the_same_bar() -> None:
+    assert [bar.refresh_rate for bar in (TQDMProgressBar(20), RichProgressBar(0, theme=object()))] == [None, 0]
+    with pytest.raises(ValueError, match="refresh_rate=-1"):
+        TQDMProgressBar(refresh_rate=-1)
+    with pytest.raises(TypeError, match="override get_metrics"):
+        type("Mine", (TQDMProgressBar,), {"init_train_tqdm": print})
+
+
+def test_a_subclass_chooses_the_values(quiet: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    class Mine(ProgressBar):
+        def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
+            return {"steps": trainer.global_step, "kind": "mine"}
+
+    options = quiet | {"enable_progress_bar": True}
+    trainer = fx.Trainer(max_epochs=1, callbacks=Mine(), **options)
+    trainer.fit(TinyModule(), tiny_loader())
+    assert f"steps={trainer.global_step}  kind=mine" in capfd.readouterr().err
+    assert sum(callback.trainer_role == "progress_bar" for callback in trainer.callbacks) == 1

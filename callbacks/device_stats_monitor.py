@@ -1,0 +1,94 @@
+"""Log the memory of the device and the load of the machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from fabricx.core.callback import Callback
+
+if TYPE_CHECKING:
+    from fabricx.core.module import Module
+    from fabricx.core.trainer import TrainerProtocol
+
+
+@final
+class DeviceStatsMonitor(Callback):
+    """Log statistics of the main rank's device before and after a batch, every `log_every_n_steps` steps.
+
+    A GPU has the statistics of `torch.cuda.memory_stats`; a CPU the use of processors, memory and swap in percent. The
+    names begin with "DeviceStatsMonitor.on_train_batch_start/" or "...end/". The records of all ranks' memory and times
+    need no callback: see `fabricx report`.
+
+    Args:
+        cpu_stats: log the statistics of the CPU. The default is True if the device is a CPU.
+
+    Raises:
+        ValueError: the statistics of the CPU need psutil, or (when training starts) the run has no logger.
+    """
+
+    def __init__(self, cpu_stats: bool | None = None) -> None:
+        self.cpu_stats = cpu_stats
+        self._logged = (-1, "")
+
+    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+        if stage != "fit":
+            return
+        if not trainer.loggers and not trainer.fast_dev_run:
+            raise ValueError(
+                "DeviceStatsMonitor: the run has no logger (logger=False); enable a logger or remove the callback"
+            )
+        if self._of_cpu(trainer.world.device):
+            try:
+                import psutil  # noqa: F401
+            except ImportError:
+                raise ValueError(
+                    "DeviceStatsMonitor: statistics of the CPU need psutil: pip install psutil, or set cpu_stats=False"
+                ) from None
+
+    def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> None:
+        self._log(trainer, "on_train_batch_start", trainer.global_step + 1)
+
+    def on_train_batch_end(
+        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._log(trainer, "on_train_batch_end", trainer.global_step)
+
+    def _log(self, trainer: TrainerProtocol, hook: str, step: int) -> None:
+        due = trainer.log_every_n_steps and step % trainer.log_every_n_steps == 0
+        if not due or not trainer.is_global_zero or self._logged == (step, hook):
+            return
+        self._logged = (step, hook)
+        device = trainer.world.device
+        stats = device_stats(device)
+        if self._of_cpu(device):
+            stats |= cpu_stats()
+        row = {f"{type(self).__name__}.{hook}/{name}": value for name, value in stats.items()}
+        if row:
+            trainer.session.metrics.loggers.each(lambda logger: logger.log_metrics(row, step))
+
+    def _of_cpu(self, device: torch.device) -> bool:
+        return device.type == "cpu" if self.cpu_stats is None else self.cpu_stats
+
+
+def device_stats(device: torch.device) -> dict[str, float]:
+    """Return the statistics of the memory of a GPU; none of other devices.
+
+    Args:
+        device: of this rank.
+    """
+    if device.type != "cuda":
+        return {}
+    return {name: float(value) for name, value in torch.cuda.memory_stats(device).items()}
+
+
+def cpu_stats() -> dict[str, float]:
+    """Return the use of processors, memory and swap, in percent."""
+    import psutil
+
+    return {
+        "cpu_percent": float(psutil.cpu_percent()),
+        "cpu_vm_percent": float(psutil.virtual_memory().percent),
+        "cpu_swap_percent": float(psutil.swap_memory().percent),
+    }
