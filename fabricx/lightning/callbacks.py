@@ -19,8 +19,6 @@ _DROPPED: Final[Mapping[str, tuple[str, ...]]] = {
     "EarlyStopping": ("log_rank_zero_only",),
     "ModelSummary": ("summarize_kwargs",),
     "RichModelSummary": ("summarize_kwargs",),
-    "RichProgressBar": ("leave", "theme", "console_kwargs", "refresh_rate"),
-    "TQDMProgressBar": ("process_position", "leave", "refresh_rate"),
 }
 # Attributes with other names than the arguments of the constructor.
 _STORED: Final[Mapping[tuple[str, str], str]] = {
