@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from fabricx.core.callback import Callback, RecoveryPolicy
 from fabricx.core.strategy_parts import DealsData, HasServers, HidesGradients, as_part
-from fabricx.errors import CopiesLost, ServerLost, did_you_mean, is_lost_connection
+from fabricx.distributed.lost_peers import is_peer_lost
+from fabricx.errors import CopiesLost, did_you_mean
 
 if TYPE_CHECKING:
     from fabricx.checkpoint import Writer
@@ -187,8 +188,8 @@ class FaultRecovery(Callback):
 
     def restarts_after(self, error: Exception, step: int) -> bool:
         cause = error.__cause__
-        died = cause is None or isinstance(cause, (CopiesLost, ServerLost)) or "DataLoader worker" in str(cause)
-        died = died or is_lost_connection(str(cause)) or _lost_fork_server(cause)
+        died = cause is None or isinstance(cause, CopiesLost) or "DataLoader worker" in str(cause)
+        died = died or is_peer_lost(cause) or _lost_fork_server(cause)
         if not died and (step < 0 or (self.bad_gradients == "raise" and isinstance(cause, FloatingPointError))):
             return False
         if step > self._step_reached:

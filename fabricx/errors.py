@@ -87,6 +87,10 @@ class RanksApart(FabricxError):
     """A collective operation was called while ranks train asynchronously."""
 
 
+class PeerLost(FabricxError, RuntimeError):
+    """Another rank has died, or the connection to it was lost."""
+
+
 class ServerLost(FabricxError):
     """A parameter server died, and its state is lost."""
 
@@ -101,18 +105,6 @@ class CheckpointError(FabricxError):
 
 class NotPicklable(TypeError):
     """An object for the worker processes cannot be pickled; the message names the attribute."""
-
-
-_LOST_CONNECTION: Final = ("Connection closed by peer", "Connection reset by peer")
-
-
-def is_lost_connection(traceback: str) -> bool:
-    """Return whether an error reports a lost connection to a process.
-
-    Args:
-        traceback: text of the error.
-    """
-    return any(sign in traceback for sign in _LOST_CONNECTION)
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:

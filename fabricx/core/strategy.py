@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from fabricx.core.gradient_checks import SPARSE_CLIPPED
 from fabricx.core.optimizer_state import OTHER_STATE, by_name, by_number
+from fabricx.distributed.lost_peers import raise_peer_lost
 from fabricx.distributed.world import World
 from fabricx.errors import NamesChecked
 
@@ -194,8 +195,15 @@ class Strategy(NamesChecked, ABC):
             loss: of this rank, scaled by its share of the global batch, and by the number of ranks if
                 `traits.averages`; shape [].
             compute: called instead of `loss.backward`.
+
+        Raises:
+            PeerLost: torch communicates in this backward, and another rank has died.
         """
-        (compute or loss.backward)()
+        try:
+            (compute or loss.backward)()
+        except RuntimeError as error:
+            raise_peer_lost(error, f"rank {self.world.rank} of {self.world.size}, backward")
+            raise
 
     def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
         """Participate in the forward and backward of the other ranks, with a gradient of zero.

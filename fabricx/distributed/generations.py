@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
+from fabricx.errors import PeerLost
+
 SAVING: Final = "saving"  # store key: path and step of a user's checkpoint that is being written, as JSON
 
 
@@ -41,10 +43,6 @@ class Generation:
     whole: bool = False
     failures: tuple[str, ...] = ()
     settled: int = 0
-
-
-class PeerLost(RuntimeError):
-    """A worker of the process group has died."""
 
 
 def death_key(worker: int) -> str:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from fabricx.distributed import authentication, autograd_collectives, heartbeat, peers
 from fabricx.distributed.generations import death_key, membership
+from fabricx.distributed.lost_peers import raise_peer_lost
 from fabricx.errors import check_choice
 
 P = ParamSpec("P")
@@ -39,15 +40,16 @@ DEPARTURE_S: Final = 60.0  # all ranks have run the same collectives: they diffe
 
 
 def _counted(method: Callable[Concatenate[World, P], R]) -> Callable[Concatenate[World, P], R]:
-    """Add a collective's duration to `WAITED_S`; if the group was aborted, raise `PeerLost` in place of its error."""
+    """Add a collective's duration to `WAITED_S`; raise `PeerLost` if a peer was lost or the group was aborted."""
 
     @functools.wraps(method)
     def counted(world: World, /, *arguments: P.args, **options: P.kwargs) -> R:
         began = time.monotonic()
         try:
             output = method(world, *arguments, **options)
-        except Exception:
+        except Exception as error:
             world.settle()  # after an abort, both the data and the error are meaningless
+            raise_peer_lost(error, f"rank {world.rank} of {world.size}, {method.__name__}")
             raise
         else:
             world.settle()

@@ -21,8 +21,8 @@ from torch import Tensor
 from fabricx.checkpoint import tree
 from fabricx.core.state import Phase
 from fabricx.distributed.generations import Generation, membership
+from fabricx.distributed.lost_peers import may_be_cut
 from fabricx.distributed.world import World
-from fabricx.errors import ServerLost
 from fabricx.fault_tolerance import rank_record
 from fabricx.fault_tolerance.common_state import common_state, load_common_state
 from fabricx.fault_tolerance.progress import NO_SUMS, progress, record_of
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 NOTICE_S: Final = 1.0  # from an error to the supervisor's notice of a death
 ANSWER_S: Final = 5.0  # from a report of cut connections to the supervisor's answer
 NEWCOMER_S: Final = 600.0  # until the next generation begins
-SIGNS: Final = ("onnection closed", "onnection reset", "roken pipe", "ocket")  # in errors of cut connections
 
 
 Records = list[tuple[Any, dict[str, Any]]]  # per-rank state by progress
@@ -135,7 +134,7 @@ def _is_membership_change(generation: int, error: Exception, silent: bool) -> bo
         return False
     if group_member.becomes_outdated(generation, NOTICE_S):
         return True
-    if not isinstance(error, ServerLost) and not any(sign in str(error) for sign in SIGNS):
+    if not may_be_cut(error):
         return False
     group_member.send("cut", generation)
     return group_member.becomes_outdated(generation, ANSWER_S)

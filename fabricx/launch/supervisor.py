@@ -24,7 +24,7 @@ from fabricx.distributed.generations import SAVING, death_key
 from fabricx.distributed.heartbeat import Diagnosis
 from fabricx.distributed.stop_consensus import STOP_KEY
 from fabricx.distributed.store_server import StoreServer
-from fabricx.errors import WorkerFailed, is_lost_connection
+from fabricx.errors import WorkerFailed
 from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from fabricx.fault_tolerance.hang_report import explain, from_dump
@@ -352,7 +352,7 @@ class _Workers:
         if self._controller is not None:  # the reported failures may be consequences of a death
             self._failures += [self._deaths[rank] for rank in self._controller.missing if rank in self._deaths]
             self._controller.explain_cuts()
-        first = min(self._failures, key=lambda failure: (_is_secondary(failure), failure.at))
+        first = min(self._failures, key=lambda failure: (failure.secondary, failure.at))
         name = self._name(first.rank)
         others = sorted({self._name(failure.rank) for failure in self._failures} - {name})
         also = f"\n({', '.join(others)} failed after that)" if others else ""
@@ -467,11 +467,6 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
-
-
-def _is_secondary(failure: Failure) -> bool:
-    """Return whether a failure is a consequence: the rank reports only that its connection to a process was lost."""
-    return is_lost_connection(failure.traceback) or "ServerLost" in failure.traceback
 
 
 def _death(rank: int, code: int | None, reason: str | None) -> Failure:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fabricx.distributed import authentication, generations, heartbeat
+from fabricx.distributed.lost_peers import is_peer_lost
 from fabricx.errors import brief_traceback, is_full
 from fabricx.launch import signals
 from fabricx.launch.fork_server import fork_for_children
@@ -75,6 +76,7 @@ class Failure:
         kind: class of the exception; "killed" or "death" if the process died.
         traceback: text for users.
         error: the exception, if it can be pickled.
+        secondary: the process reports only that another process was lost.
     """
 
     rank: int
@@ -82,6 +84,7 @@ class Failure:
     kind: str
     traceback: str
     error: BaseException | None
+    secondary: bool = False
 
 
 def main(spec: WorkerSpec, control: Connection) -> None:
@@ -203,7 +206,7 @@ def _failure(rank: int, error: BaseException) -> Failure:
         picklable: BaseException | None = error
     except Exception:
         picklable = None
-    return Failure(rank, time.monotonic(), type(error).__name__, text, picklable)
+    return Failure(rank, time.monotonic(), type(error).__name__, text, picklable, is_peer_lost(error))
 
 
 def _receive_messages(control: Connection, pipe: _SupervisorPipe, folder: str) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from torch.distributed import distributed_c10d as c10d
 
-from fabricx.distributed.generations import Generation, Membership, PeerLost, enter, membership
+from fabricx.distributed.generations import Generation, Membership, enter, membership
 from fabricx.distributed.world import World
+from fabricx.errors import PeerLost
 
 
 class Group:
