@@ -31,8 +31,36 @@ _is_trained: Final = operator.attrgetter("requires_grad")
 Settings = tuple[list[bool], tuple[Any, ...], bool]
 
 
+class OwnSettings:
+    """Settings of a rank that no other rank waits for: nothing is compared."""
+
+    def before_forward(self, micro: Microbatch) -> None:
+        """Compare the settings before a forward, which may communicate; every rank calls it.
+
+        Args:
+            micro: the microbatch.
+        """
+
+    def before_backward(self, micro: Microbatch) -> None:
+        """Compare the settings before gradients are exchanged, since a step may have changed them; every rank calls it.
+
+        Args:
+            micro: the microbatch.
+        """
+
+    def check(self, *, skips: bool = False) -> None:
+        """Compare the settings, if any rank has changed them.
+
+        Args:
+            skips: `on_train_batch_start` has requested to skip the rest of the epoch.
+
+        Raises:
+            RanksDisagree: ranks have made different changes, or only some ranks have made changes.
+        """
+
+
 @final
-class SharedSettings:
+class SharedSettings(OwnSettings):
     """Compares settings that hooks have changed on a rank with those of all ranks, before gradients are exchanged.
 
     All ranks check at the same points. A rank with changed settings writes them to the run's store, and waits until
@@ -62,20 +90,10 @@ class SharedSettings:
         self._every = strategy.traits.sharded or not module.automatic_optimization
 
     def before_forward(self, micro: Microbatch) -> None:
-        """Compare the settings before a forward, which may communicate; every rank calls it.
-
-        Args:
-            micro: the microbatch.
-        """
         if self._every or micro.opens or micro.closes:
             self.check()
 
     def before_backward(self, micro: Microbatch) -> None:
-        """Compare the settings before gradients are exchanged, since a step may have changed them; every rank calls it.
-
-        Args:
-            micro: the microbatch.
-        """
         if micro.closes:
             self.check()
 
@@ -87,14 +105,6 @@ class SharedSettings:
         return list(map(_is_trained, self._parameters)), _limits_of(self._options), skips
 
     def check(self, *, skips: bool = False) -> None:
-        """Compare the settings, if any rank has changed them.
-
-        Args:
-            skips: `on_train_batch_start` has requested to skip the rest of the epoch.
-
-        Raises:
-            RanksDisagree: ranks have made different changes, or only some ranks have made changes.
-        """
         self._checks += 1
         now, topic = self._now(skips=skips), self._topic
         if now == self._known and (topic.reason is None or self._requested_ahead()):

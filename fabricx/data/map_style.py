@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -267,8 +268,8 @@ class OrderedFeed(Feed):
         data = self._data(epoch, lambda: _picks(cut.shares(position), order, self._alone, company=self._company))
         index = first
         for share in cut.shares(position):
-            size = sizes(share.begin, share.end)
-            whole = sizes(share.window_begin, share.window_end)
+            size = sizes(share.end, share.begin)
+            whole = sizes(share.window_end, share.window_begin)
             yield Microbatch(
                 next(data) if size or self._company else None, index, size, size / (whole * self._beside),
                 share.opens, share.closes, share.last, share.planned, empty=size == 0, position=share.window_end,
@@ -304,7 +305,7 @@ class OrderedFeed(Feed):
             while not deal.over:
                 fetches = functools.partial(self._fetches, deal, order)
                 for share, data in deal.taken(self._data(epoch, fetches)):
-                    size, whole = sizes(share.begin, share.end), sizes(share.window_begin, share.window_end)
+                    size, whole = sizes(share.end, share.begin), sizes(share.window_end, share.window_begin)
                     yield Microbatch(
                         data, share.begin // (batch * dealer.planned), size, size / whole,
                         share.opens, share.closes, False, share.planned, apart=True,
@@ -325,10 +326,10 @@ class OrderedFeed(Feed):
         return self._loader.batch_sampler is None or self._whole_batches
 
     def _sizes(self, order: Any) -> Callable[[int, int], int]:
-        """Return a function that counts the samples between two positions of the order."""
+        """Return a function of an end and a begin in the order that counts the samples between them."""
         if self._whole_batches:
-            return lambda a, b: sum(len(batch) for batch in order[a:b])
-        return lambda a, b: b - a
+            return lambda end, begin: sum(len(batch) for batch in order[begin:end])
+        return operator.sub
 
     def _data(self, epoch: int, picks: Callable[[], Iterator[tuple[int, Any]]]) -> Iterator[Any]:
         """Return an iterator over the loader's batches for the selected items."""
@@ -336,7 +337,7 @@ class OrderedFeed(Feed):
             seed = epoch_seed(self._seed, epoch)
             self._picked.source = lambda: ((epoch_seed(seed, begin), picked) for begin, picked in picks())
         else:
-            self._picked.source = lambda: (picked for _, picked in picks())
+            self._picked.source = lambda: map(operator.itemgetter(1), picks())
         if self._loader.generator is not None:  # seeds loader processes by rank and epoch, independent of earlier draws
             self._loader.generator.manual_seed(epoch_seed(self._seed + 7919 * (self._world.rank + 1), epoch) % 2**62)
         with block_sigterm_in_forks():

@@ -54,8 +54,7 @@ def advance(session: Session, micro: Microbatch) -> None:
 def end_batch(session: Session, micro: Microbatch) -> bool:
     """Log, validate and agree to stop after a batch, on all ranks; returns whether training stops."""
     call_last_hooks(session, micro.index, closes=micro.closes)
-    if session.checkpoints.writer is not None:
-        session.checkpoints.writer.poll()
+    session.checkpoints.poll()
     if session.state.validating if micro.closes else validation_due(session, micro):
         validate_in_fit(session)
     if not micro.closes:
@@ -88,8 +87,7 @@ def skip_rest(session: Session, micro: Microbatch) -> int:
     if micro.idle:
         publish_hooks_done(session, skip=True)
         session.batch.idle_ranks = 0
-    if session.settings is not None:
-        session.settings.check(skips=True)
+    session.settings.check(skips=True)
     session.sharding.discard_window()
     session.metrics.logbook.end_batch()
     return -1

@@ -149,8 +149,7 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
         return skip_rest(session, micro)
     if effects is not None:
         publish_hooks_done(session, effects.changes())
-    if session.settings is not None:
-        session.settings.before_forward(micro)
+    session.settings.before_forward(micro)
     session.batch.in_step = True
     if not session.module.automatic_optimization:
         outputs = train_manually(session, micro, batch)

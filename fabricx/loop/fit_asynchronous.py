@@ -121,8 +121,7 @@ def _end_lease(session: Session, micro: Microbatch) -> None:
         asked = session.agreement.reason is not None
         if asked or session.fault_tolerance.outdated:
             session.dealer.close_section()
-    if session.checkpoints.writer is not None:
-        session.checkpoints.writer.poll()
+    session.checkpoints.poll()
 
 
 def _meet(session: Session, micro: Microbatch) -> None:

@@ -81,8 +81,7 @@ def train_without_data(session: Session, micro: Microbatch, example: tuple[Any, 
     Raises:
         ValueError: this rank has not had a batch.
     """
-    if session.settings is not None:
-        session.settings.before_forward(micro)
+    session.settings.before_forward(micro)
     session.window.loss_factor = 0.0
     if not example:
         raise ValueError(

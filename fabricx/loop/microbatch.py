@@ -72,7 +72,6 @@ def _backward(
             hook(loss)
     if first:
         session.fault_tolerance.before_backward(micro)
-    if first and session.settings is not None:
         session.settings.before_backward(micro)
     session.backward(scaled)
     session.recorder.lap(Span.BACKWARD)
@@ -90,8 +89,7 @@ def _left_out(session: Session, micro: Microbatch, batch: Any, outputs: Any) -> 
     """Run the collectives of the backward for a batch of weight zero."""
     session.window.took_part(micro)
     session.fault_tolerance.before_backward(micro)
-    if session.settings is not None:
-        session.settings.before_backward(micro)
+    session.settings.before_backward(micro)
     if micro.closes or session.strategy.traits.sharded:
         with session.metrics.logbook.muted():
             session.strategy.backward_without_data((batch, micro.index))

@@ -20,8 +20,7 @@ def train_without_samples(session: Session, micro: Microbatch) -> int | None:
     """Run the collectives of a batch without samples; returns -1 if the rest of the epoch is skipped."""
     session.batch.idle_ranks = len(micro.idle)
     if micro.idle and follow_hooks(session):
-        if session.settings is not None:
-            session.settings.check(skips=True)
+        session.settings.check(skips=True)
         session.batch.idle_ranks = 0
         session.sharding.discard_window()
         return -1

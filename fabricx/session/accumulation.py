@@ -18,7 +18,7 @@ from fabricx.session.rank_state import LoggedMark
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from fabricx.consistency.shared_settings import SharedSettings
+    from fabricx.consistency.shared_settings import OwnSettings
     from fabricx.core.module import Module
     from fabricx.core.options import TrainerOptions
     from fabricx.core.state import RunState
@@ -118,15 +118,13 @@ class AccumulationWindow:
             self.taken += micro.portion
         self.loss = None if loss is None else loss.detach()
 
-    def sit_out(
-        self, micro: Microbatch, why: str, settings: SharedSettings | None, example: tuple[Any, ...] = ()
-    ) -> None:
+    def sit_out(self, micro: Microbatch, why: str, settings: OwnSettings, example: tuple[Any, ...] = ()) -> None:
         """Participate in a microbatch without a gradient, and publish the reason to the other ranks.
 
         Args:
             micro: share of this rank in the global batch.
             why: `NO_BATCH` or `NO_LOSS`.
-            settings: compared with the other ranks, before they compute; None without a comparison.
+            settings: compared with the other ranks, before they compute.
             example: see `Strategy.backward_without_data`.
 
         Raises:
@@ -141,10 +139,9 @@ class AccumulationWindow:
             )
         if micro.apart:  # a leased microbatch: the update without a gradient returns the lease
             return
-        if settings is not None:
-            if why == NO_BATCH:
-                settings.before_forward(micro)
-            settings.before_backward(micro)
+        if why == NO_BATCH:
+            settings.before_forward(micro)
+        settings.before_backward(micro)
         if world.size == 1:
             if why == NO_BATCH:  # an empty part of a global batch
                 self.taken += micro.portion

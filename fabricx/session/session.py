@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricx.consistency.hook_effects import HookChecks
-from fabricx.consistency.shared_settings import SharedSettings
+from fabricx.consistency.shared_settings import OwnSettings, SharedSettings
 from fabricx.core.hooks import Hooks
 from fabricx.core.module import batch_weight
 from fabricx.core.optimizers import OptimizerHandle, Schedule
@@ -76,7 +76,7 @@ class Session:
         batch: status of the present batch.
         checkpoints: status of the run's checkpoints.
         fault_tolerance: records for other ranks, and recovery.
-        settings: compares settings that hooks may only change equally on all ranks; None if no rank waits for others.
+        settings: compares settings that hooks may only change equally on all ranks.
         checks: compares what hooks have changed with the other ranks.
         recorder: records where this rank spends its time.
         running: the run has not ended.
@@ -109,7 +109,7 @@ class Session:
         self.batch = BatchStatus()
         self.checkpoints = CheckpointStatus()
         self.fault_tolerance = FaultTolerance(module, strategy, state, self.rank_state)
-        self.settings: SharedSettings | None = None
+        self.settings = OwnSettings()
         self.recorder = NoopRecorder()
         self.running = True
         self.checks = HookChecks(options, module, strategy, state, data, self.optimizers, self._forget_copies)
@@ -165,7 +165,9 @@ class Session:
         """Start to compare settings that hooks change, with the ranks of the present generation."""
         compares = self.world.size > 1 and self.strategy.traits.lockstep
         self.settings = (
-            SharedSettings(self.options, self.module, self.strategy, self.state, self.agreement) if compares else None
+            SharedSettings(self.options, self.module, self.strategy, self.state, self.agreement)
+            if compares
+            else OwnSettings()
         )
 
     @property

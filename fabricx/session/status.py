@@ -85,6 +85,15 @@ class CheckpointStatus:
     followed: tuple[int, int] = (0, -1)
     loaded: tuple[int, int, int] | None = None
 
+    def poll(self) -> None:
+        """Raise an error of the background write as soon as it is known; called after each batch.
+
+        Raises:
+            CheckpointError: the write has failed, and not because of a full disk.
+        """
+        if self.writer is not None:
+            self.writer.poll()
+
     def close(self) -> None:
         """Close the writer."""
         if self.writer is not None:

@@ -16,6 +16,7 @@ from torch import nn
 from fabricx.checkpoint import is_foreign, read_manifest
 from fabricx.checkpoint.storage import as_path
 from fabricx.consistency import comparison
+from fabricx.consistency.shared_settings import OwnSettings
 from fabricx.core.arguments import described
 from fabricx.core.datamodule import DataModule
 from fabricx.core.gradient_checks import SPARSE_CLIPPED, sparse_tables
@@ -475,7 +476,7 @@ def _close(session: Session, ending: Ending) -> None:
             attempt(session.strategy.teardown)
     finally:
         session.metrics.loggers, session.recorder = LoggerDispatcher(), NoopRecorder()
-        session.settings = None
+        session.settings = OwnSettings()
         session.running = False
         session.state.phase = Phase.IDLE
         session.metrics.collect(None)
