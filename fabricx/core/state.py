@@ -79,14 +79,25 @@ class RunState:
     again: int = 0
     run: str = ""
 
-    def jump(self, start: int) -> None:
-        """Count the samples that are skipped or repeated when a window does not begin at the end of the previous one.
+    def advance(self, batch: int, start: int | None, samples: int) -> None:
+        """Set the position in the data after a global batch; count skipped and repeated samples.
 
         Args:
-            start: first sample of the window in the global order.
+            batch: batches of the epoch that this rank has finished.
+            start: first sample of the accumulation window in the global order; None if unknown.
+            samples: end of the window in the global order.
         """
-        self.left_out += max(0, start - self.samples)
-        self.again += max(0, self.samples - start)
+        if start is not None and start != self.samples:
+            self.left_out += max(0, start - self.samples)
+            self.again += max(0, self.samples - start)
+        self.batch, self.samples = batch, samples
+        self.passed += 1
+
+    def next_epoch(self) -> None:
+        """Set the position to the first batch of the next epoch."""
+        self.epoch += 1
+        self.batch = self.samples = 0
+        self.drained = self.closing = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the record as plain data."""

@@ -271,8 +271,9 @@ class Cut:
         >>> [share.idle for share in Cut(items=8, batch=2, ranks=3, accumulate=2).shares()]
         [(), (2,)]
         """
-        for start in range(position, self.items, self.global_batch):
-            stop = min(start + self.global_batch, self.items)
+        global_batch = self.global_batch
+        for start in range(position, self.items, global_batch):
+            stop = min(start + global_batch, self.items)
             if (shares := self.balance.at(self.epoch, start, self.ranks)) is not None:
                 yield from self._unequal(shares, start, stop)
                 continue

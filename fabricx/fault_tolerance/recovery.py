@@ -222,9 +222,7 @@ def _let_go(session: Session) -> Writer | None:
     if writer is not None:
         writer.abandon()
     session.dealer.let_all_meet()  # other workers finish their section first
-    session.metrics.logbook = session.metrics.training
-    session.metrics.logbook.end_batch()
-    session.metrics.collect(session.metrics.logbook)
+    session.metrics.discard_batch()
     session.state.phase = Phase.TRAIN
     return writer
 
@@ -351,8 +349,7 @@ def _broadcast_weights(session: Session, point: RankState | None, holder: int) -
 def _connect(session: Session, ft: RankRecords, generation: Generation) -> None:
     """Connect all parts that communicate to the new process group."""
     world = session.world
-    session.metrics.training.metrics.world_changed(world.axis("data"))
-    session.metrics.training.metrics.counts_shared = world.main_rank
+    session.metrics.world_changed(world)
     session.renew_agreements()
     session.failures.errors = list(generation.failures)
     ft.resume_point = ft.epoch_end = None

@@ -35,17 +35,14 @@ def begin_batch(session: Session, micro: Microbatch) -> Any:
 def results_of(session: Session, outputs: Any, batch: Any) -> Any:
     """Return the outputs of a step without their graph, for the hooks that end a batch."""
     results = {"loss": outputs.detach()} if isinstance(outputs, Tensor) else detached(outputs)
-    session.window.outputs, session.window.batch = results, batch
+    session.window.keep(results, batch)
     return results
 
 
 def advance(session: Session, micro: Microbatch) -> None:
     """Set the position in the data after a batch: a checkpoint that is written from now on continues with the next."""
     state = session.state
-    if micro.start is not None and micro.start != state.samples:
-        state.jump(micro.start)
-    state.batch, state.samples = micro.index + 1, micro.position
-    state.passed += 1
+    state.advance(micro.index + 1, micro.start, micro.position)
     state.validating = validation_due(session, micro)
     session.batch.in_step = False
     session.fault_tolerance.after_batch()

@@ -35,40 +35,31 @@ def evaluate(session: Session, phase: Phase, feeds: Sequence[Feed]) -> list[dict
     """
     word = _WORDS[phase]
     before, session.state.phase = session.state.phase, phase
-    logbook, session.metrics.logbook = (
-        session.metrics.logbook,
-        session.metrics.new_logbook(training=False),
-    )
-    session.metrics.logbook.step = session.state.step
-    session.metrics.collect(session.metrics.logbook)
-    modes = _to_eval(session, word)
-    try:
-        _call(session, f"on_{word}_start")
-        _call(session, f"on_{word}_epoch_start")
-        for number, feed in enumerate(feeds):
-            session.metrics.logbook.loader = number if len(feeds) > 1 else None
-            _evaluate_batches(session, word, number, feed)
-        session.metrics.logbook.loader = None
-        session.strategy.synchronize()
-        _call(session, f"on_{word}_epoch_end")
-        if phase is Phase.VALIDATE:
-            session.fault_tolerance.after_validation_steps()
-        results = session.metrics.publish_evaluation(len(feeds))
-        session.state.validating = False
-        point = session.fault_tolerance.resume_point
-        if point is not None and not point.of_window:
-            point = session.fault_tolerance.resume_point = None
-        if phase is Phase.VALIDATE:
-            # Otherwise the accumulation window, and with it the validation, is repeated after a resume.
-            session.state.judging = point is None
-            _call(session, "validation_end_others")
-            judge(session)
-        else:
-            _call(session, f"on_{word}_end")
-    finally:
-        _restore_modes(session, word, modes)
-        session.metrics.logbook, session.state.phase = logbook, before
-        session.metrics.collect(logbook)
+    with session.metrics.evaluation() as logbook:
+        modes = _to_eval(session, word)
+        try:
+            _call(session, f"on_{word}_start")
+            _call(session, f"on_{word}_epoch_start")
+            for number, feed in enumerate(feeds):
+                logbook.loader = number if len(feeds) > 1 else None
+                _evaluate_batches(session, word, number, feed)
+            logbook.loader = None
+            session.strategy.synchronize()
+            _call(session, f"on_{word}_epoch_end")
+            if phase is Phase.VALIDATE:
+                session.fault_tolerance.after_validation_steps()
+            results = session.metrics.publish_evaluation(len(feeds))
+            session.state.validating = False
+            complete = session.fault_tolerance.end_evaluation()
+            if phase is Phase.VALIDATE:
+                session.state.judging = complete
+                _call(session, "validation_end_others")
+                judge(session)
+            else:
+                _call(session, f"on_{word}_end")
+        finally:
+            _restore_modes(session, word, modes)
+            session.state.phase = before
     return results
 
 
@@ -96,8 +87,7 @@ def validate_in_fit(session: Session) -> None:
         judge(session)
         return
     session.metrics.publish_step()
-    if session.fault_tolerance.resume_point is None:
-        session.fault_tolerance.resume_point = session.rank_state()
+    session.fault_tolerance.keep_point()
     with session.recorder.within(Span.VALIDATION):
         session.strategy.synchronize()
         if session.serving.weight_pulls is None:
@@ -118,7 +108,7 @@ def sanity_check(session: Session) -> None:
     with random_kept():
         session.state.phase = Phase.SANITY
         # Checkpoints of hooks must not contain the metrics of these batches.
-        session.fault_tolerance.resume_point = session.rank_state({})
+        session.fault_tolerance.keep_point({})
         _call(session, "on_sanity_check_start")
         evaluate(session, Phase.SANITY, session.data.sanity_feeds(session.world))
         _call(session, "on_sanity_check_end")

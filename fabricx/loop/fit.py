@@ -108,9 +108,7 @@ def train_epoch(session: Session, train_batches: Callable[[Session], bool]) -> N
     if not state.drained:
         return
     step_schedules(session, "epoch", state.epoch + 1)
-    state.epoch += 1
-    state.batch = state.samples = 0
-    state.drained = state.closing = False
+    state.next_epoch()
     ft.reach(Stage.BETWEEN)
     agree_at_boundary(session)
 

@@ -137,7 +137,7 @@ def _meet(session: Session, micro: Microbatch) -> None:
     session.metrics.training.metrics.share(session.dealer.logged())  # with the position, for a rank that joins later
     ft.meeting, session.batch.asynchronous = None, False
     advance(session, micro)
-    session.window.outputs = session.window.batch = None
+    session.window.keep(None, None)
 
 
 def _reach(session: Session, step: int) -> None:

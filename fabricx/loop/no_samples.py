@@ -27,7 +27,7 @@ def train_without_samples(session: Session, micro: Microbatch) -> int | None:
     session.batch.in_step = True
     _compute(session, micro)
     session.batch.in_step = False
-    session.window.outputs = session.window.batch = None
+    session.window.keep(None, None)
     for hook in session.hooks.train_batch_end_empty:
         hook(None, None, micro.index)
     if micro.idle:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from fabricx.core.options import TrainerOptions
     from fabricx.core.state import RunState
     from fabricx.core.strategy import Strategy
+    from fabricx.distributed.world import World
     from fabricx.telemetry.recorder import NoopRecorder
 
 
@@ -112,6 +114,33 @@ class RunMetrics:
             logbook: None where logging is an error.
         """
         self._module.__dict__["_log_to"] = logbook
+
+    @contextmanager
+    def evaluation(self) -> Iterator[Logbook]:
+        """Return a context of an evaluation, which has a collector of its own."""
+        before, self.logbook = self.logbook, self.new_logbook(training=False)
+        self.logbook.step = self._state.step
+        self.collect(self.logbook)
+        try:
+            yield self.logbook
+        finally:
+            self.logbook = before
+            self.collect(before)
+
+    def discard_batch(self) -> None:
+        """Return to the collector of the training epoch, without the values of an interrupted batch or evaluation."""
+        self.logbook = self.training
+        self.logbook.end_batch()
+        self.collect(self.logbook)
+
+    def world_changed(self, world: World) -> None:
+        """Reduce values over other ranks; the main rank has the sums of departed ranks.
+
+        Args:
+            world: the ranks.
+        """
+        self.training.metrics.world_changed(world.axis("data"))
+        self.training.metrics.counts_shared = world.main_rank
 
     def log_step(self, recorder: NoopRecorder, optimizers: Sequence[Optimizer], norm: Tensor | None) -> None:
         """Write the values of this weight update to the loggers, every `log_every_n_steps`; ranks are in lockstep.

@@ -90,6 +90,15 @@ class AccumulationWindow:
             self._number = 0
             self._absences.clear()
 
+    def keep(self, outputs: Any, batch: Any) -> None:
+        """Keep the newest batch for callbacks that watch metrics.
+
+        Args:
+            outputs: of the training step, without their graph; None without a sample.
+            batch: on the device; None without a sample.
+        """
+        self.outputs, self.batch = outputs, batch
+
     def weigh(self, micro: Microbatch) -> float:
         """Weight the newest batch by `Module.batch_weight`; the sum over ranks is computed at the end of the window.
 

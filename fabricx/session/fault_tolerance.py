@@ -79,6 +79,28 @@ class FaultTolerance:
     def forget_copies(self) -> None:
         """Make sure that no rank returns to an in-memory checkpoint; every rank calls it."""
 
+    # -- an evaluation ------------------------------------------------------------------------------------------
+
+    def keep_point(self, buffers: dict[str, Any] | None = None) -> None:
+        """Keep the present state as the point from which a checkpoint resumes, unless an earlier one is kept.
+
+        Args:
+            buffers: see `Session.rank_state`.
+        """
+        if self.resume_point is None:
+            self.resume_point = self._rank_state(buffers)
+
+    def end_evaluation(self) -> bool:
+        """Forget the point before an evaluation, unless it is that of an unfinished accumulation window.
+
+        Returns:
+            whether a resumed run continues after the evaluation; False if it repeats the window and the evaluation.
+        """
+        if self.resume_point is not None and self.resume_point.of_window:
+            return False
+        self.resume_point = None
+        return True
+
     # -- an epoch -----------------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> None:

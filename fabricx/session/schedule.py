@@ -65,9 +65,7 @@ def agree_at_boundary(session: Session) -> bool:
     if early and not interrupted:
         return False
     if (session.world.size > 1 or agreement.reason is not None) and agreement.at_boundary(session.stop.boundary):
-        session.stop.agreed = session.stop.requested = True
-        session.stop.terminated = agreement.reason == "terminated"
-        session.stop.interrupted = session.stop.terminated or agreement.reason == "interrupted"
+        session.stop.agree(agreement.reason)
     return session.stop.agreed
 
 

@@ -31,6 +31,16 @@ class StopStatus:
     terminated: bool = False
     boundary: int = 0
 
+    def agree(self, reason: str | None) -> None:
+        """Record that all ranks stop at this boundary.
+
+        Args:
+            reason: of this rank's request; None if another rank requested it.
+        """
+        self.agreed = self.requested = True
+        self.terminated = reason == "terminated"
+        self.interrupted = self.terminated or reason == "interrupted"
+
 
 @dataclass
 class FailureLog:

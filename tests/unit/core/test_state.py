@@ -21,12 +21,18 @@ def test_a_position_is_read_from_its_plain_data_also_where_a_newer_version_wrote
     assert older == RunState(phase=Phase.TRAIN, epoch=1)
 
 
+def test_the_next_epoch_begins_at_its_first_sample() -> None:
+    state = RunState(epoch=2, batch=5, samples=40, step=9, drained=True, closing=True)
+    state.next_epoch()
+    assert state == RunState(epoch=3, step=9)
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=20))
 def test_each_sample_that_is_not_trained_once_is_counted(windows: list[tuple[int, int]]) -> None:
     state = RunState()
-    for start, length in windows:
-        state.jump(start)
-        state.samples = start + length
+    for number, (start, length) in enumerate(windows, start=1):
+        state.advance(number, start, start + length)
+        assert (state.batch, state.passed) == (number, number)
     trained = sum(length for _, length in windows)
     assert trained + state.left_out - state.again == state.samples
     assert state.left_out >= 0
