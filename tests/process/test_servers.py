@@ -208,6 +208,39 @@ def test_statistics_are_joined_where_ranks_meet() -> None:
     assert float((module.norm.running_var - 1.0).abs().max()) < 0.8
 
 
+class Meetings(fx.Callback):
+    """Notes step and weights at each meeting, without a collective; rank 1 is late to receive the weights."""
+
+    watches_metrics = True
+    meeting_interval = 1
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        weights, self.met = trainer.strategy._exchange.weights, []
+        pull = weights.pull
+
+        def late(*arguments: Any, **options: Any) -> Any:
+            if trainer.global_rank == 1 and not options.get("to_train"):
+                time.sleep(0.2)
+            return pull(*arguments, **options)
+
+        weights.pull = late
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.met.append((trainer.global_step, float(module.body[0].up.weight.sum())))
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        del trainer.strategy._exchange.weights.pull
+        module.met = trainer.world.gather_objects(self.met)
+
+
+@pytest.mark.parametrize("strategy", [AsyncSGD(), AsyncSGD(every=2, outer="average")])
+def test_no_rank_trains_on_before_all_ranks_have_met(strategy: Any) -> None:
+    module, _ = train(strategy, 2, module=Recorded(), batch=6, max_epochs=1, callbacks=[Meetings()])
+    first, second = module.met
+    assert len(first) > 3
+    assert first == second
+
+
 class SkipsTheRest(Recorded):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
         return -1

@@ -196,6 +196,7 @@ class Asynchronous(WorkerProtocol[Client]):
         if not self.has_whole_weights:  # a callback may have replaced the module's weights meanwhile
             self.numbers.note(self.exchange.weights.pull(self.parameters))
             self.has_whole_weights = True
+        self.world.barrier()  # an earlier push of the next section would be in the weights and the step of some workers
 
     def pool_statistics(self) -> None:
         self.statistics.pool(self.world)

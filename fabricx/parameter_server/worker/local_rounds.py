@@ -141,12 +141,12 @@ class LocalRounds(Asynchronous):
     def meet(self) -> None:
         self.exchange.remote.counts()  # the reply follows all of this worker's pushes
         self.world.barrier()
-        if self.has_whole_weights:
-            return
-        if self._elastic and not self._stale and not self._local:
-            self._local = [parameter.detach().clone() for parameter in self.parameters]
-        self._pull(self.parameters, to_train=False)
-        self._stale = self.has_whole_weights = True
+        if not self.has_whole_weights:
+            if self._elastic and not self._stale and not self._local:
+                self._local = [parameter.detach().clone() for parameter in self.parameters]
+            self._pull(self.parameters, to_train=False)
+            self._stale = self.has_whole_weights = True
+        self.world.barrier()  # an earlier push of the next section would be in the weights of some workers
 
     @contextlib.contextmanager
     def whole_states(self) -> Iterator[None]:
