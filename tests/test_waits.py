@@ -36,10 +36,10 @@ def waits(name: str, receiver: ast.expr | None, call: ast.Call) -> bool:
         texts = isinstance(receiver, (ast.Constant, ast.JoinedStr)) or text.endswith(NOT_PROCESSES)
         seconds = not call.args or isinstance(call.args[0], (ast.Name, ast.Call, ast.Constant, ast.BinOp))
         return receiver is not None and not texts and seconds and "world" not in text
-    if name == "get":
+    if name == "get" and not ast.unparse(call.func).partition(".")[0].isupper():  # of a constant table
         return "store" in text or "queue" in text or "tasks" in text or text == "signed"
     if name == "poll":
-        return text != "select" and "writer" not in text
+        return text != "select" and "writer" not in text and text != "session.checkpoints"
     if name == "write":  # of a pipe, or of a file that may be one; what `open` gives is a file on a disk
         return text in ("os", "stdin", "sys.stdout")
     if name in ("run", "select"):
