@@ -62,17 +62,17 @@ class Reproducible(Strategy):
         check_dense(module, "deterministic='elastic'")
         self._check_ranks()
         for tensor in (*module.parameters(), *module.buffers()):
-            self.world.broadcast(tensor.data)
+            self.data_ranks.broadcast(tensor.data)
         self._threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the order of sums in a matrix product depends on the number of threads
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._sums = IntegerSums([p for p in module.parameters() if p.requires_grad], self.parts)
 
     def _check_ranks(self) -> None:
-        if self.world.size > self.parts:
+        if self.data_ranks.size > self.parts:
             raise ValueError(
-                f"{self.world.size} ranks need at least as many parts of a global batch, which has {self.parts}; set "
-                "a larger `parts`, or use fewer ranks"
+                f"{self.data_ranks.size} ranks need at least as many parts of a global batch, which has {self.parts}; "
+                "set a larger `parts`, or use fewer ranks"
             )
 
     def attach_optimizers(self, optimizers: list[Optimizer]) -> None:
@@ -101,12 +101,12 @@ class Reproducible(Strategy):
         assert self._sums is not None
         self._sums.add()
         if self.ends_window:
-            self._sums.join(self.world)
+            self._sums.join(self.data_ranks)
 
     def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
         assert self._sums is not None
         if self.ends_window:
-            self._sums.join(self.world)
+            self._sums.join(self.data_ranks)
         return True
 
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:

@@ -115,6 +115,11 @@ class Strategy(NamesChecked, ABC):
         else:
             module.to(device)
 
+    @property
+    def data_ranks(self) -> World:
+        """Return the ranks that train different shares of each global batch, over which gradients are reduced."""
+        return self.world.axis("data")
+
     # -- set up -------------------------------------------------------------------------------------------------
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
