@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fabricx.core.gradient_checks import check_dense, warn_of_lost_residuals
 from fabricx.core.strategy import Strategy, Traits
-from fabricx.core.strategy_parts import MeasuresWaiting
+from fabricx.core.strategy_parts import Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep
 from fabricx.distributed.codecs import CODECS, POWERSGD, SUMMED, SumCompression
 from fabricx.distributed.compressed_buckets import LowRankAverager, average_as, average_as_factors
 from fabricx.distributed.unused_parameters import UnusedParameters, reached, requiring_grad, with_sparse_gradients, zero
@@ -33,7 +33,7 @@ _BUFFERS_ARGUMENT = "forward_sync_buffers" if "forward_sync_buffers" in _SIGNATU
 
 
 @final
-class DDP(Strategy, MeasuresWaiting):
+class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
     """Every rank keeps the whole model; gradients are averaged while `backward` is running.
 
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.

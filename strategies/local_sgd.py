@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fabricx.checkpoint import tree
 from fabricx.core.gradient_checks import check_frozen
 from fabricx.core.strategy import Strategy, Traits
-from fabricx.core.strategy_parts import MeasuresWaiting
+from fabricx.core.strategy_parts import Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep
 from fabricx.distributed.world import World
 from fabricx.errors import check_choice
 
@@ -66,7 +66,7 @@ class _Fragment:
 
 
 @final
-class LocalSGD(Strategy, MeasuresWaiting):
+class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
     """Make local steps on each rank, and combine the weight differences of all ranks every `every` steps (a round).
 
     With a single step per round, plain gradient descent and averaging, results equal those of ddp. A validation within

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from fabricx.core.gradient_checks import check_dense, check_frozen
 from fabricx.core.strategy import Strategy, Traits
+from fabricx.core.strategy_parts import Elastic
 from fabricx.distributed.world import World
 
 HEADROOM: Final = 16  # powers of two by which a gradient may exceed all gradients of the previous update
@@ -18,7 +19,7 @@ BITS: Final = 62  # magnitude bits of a sum
 
 
 @final
-class Reproducible(Strategy):
+class Reproducible(Strategy, Elastic):
     """Split each global batch into the same parts on any number of ranks, and sum their gradients as integers.
 
     Thus the weights are bitwise equal for 1, 2 or 3 ranks, also if their number changes during a run, as long as the

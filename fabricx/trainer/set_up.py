@@ -166,7 +166,7 @@ def _build(trainer: TrainerInterface, job: Job, world: World) -> Session:
     """Build the parts of a run that exist before the first hook, in the order of `core/hooks.md`."""
     module, datamodule, strategy, state = job.module, job.datamodule, trainer.strategy, trainer.state
     world = dataclasses.replace(world, job=next_job())
-    strategy.enter(world)
+    strategy.enter(world, module)
     shares = world.axis("data").size
     state.ranks = (ranks_that_began(job) if job.began_with is None else job.began_with) or state.ranks or shares
     state.shared_by = shares
@@ -311,7 +311,7 @@ def _set_up_model(session: Session, job: Job) -> None:
     session.precision.convert(module)
     if session.options.sync_batchnorm and (session.world.size > 1 or session.world.newcomer):
         synchronise(module, session.world.device)
-    session.strategy.place(module)
+    _place(module, session.world.device)
     _compile(session)
     overridden: dict[str, Any] = {
         name: overrides(module, name, ModuleHooks)
@@ -414,6 +414,14 @@ def _check_samples_of_all_ranks(session: Session, job: Job) -> None:
             "SyncBatchNorm needs a sample on each rank in each batch, and at the end of an epoch some of "
             f"{session.world.size} ranks may have none: {remedy}"
         )
+
+
+def _place(module: nn.Module, device: torch.device) -> None:
+    """Move a module to the device of this rank; parameters on the meta device stay there."""
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    else:
+        module.to(device)
 
 
 def _compile(session: Session) -> None:
