@@ -14,6 +14,7 @@ from fabricx.core.rng import random_kept
 from fabricx.core.state import Phase
 from fabricx.core.transfer import cpu
 from fabricx.data import Feed, Microbatch
+from fabricx.distributed.collective_guard import ALL_JOIN, without_sample
 from fabricx.telemetry.recorder import Span
 
 if TYPE_CHECKING:
@@ -128,12 +129,24 @@ def _evaluate_batches(session: Session, word: str, number: int, feed: Feed) -> N
             batch = session.to_device(micro.data, number)
             session.batch.is_last = micro.last
             session.metrics.logbook.begin_batch(batch, micro.size, micro.index)
-            for hook in starts:
-                hook(batch, micro.index, number)
-            outputs = step(batch, micro.index, *indices)
-            for hook in ends:
-                hook(outputs, batch, micro.index, number)
+            in_step, in_hook = _guards(session, word, micro)
+            with in_hook:
+                for hook in starts:
+                    hook(batch, micro.index, number)
+            with in_step:
+                outputs = step(batch, micro.index, *indices)
+            with in_hook:
+                for hook in ends:
+                    hook(outputs, batch, micro.index, number)
             session.metrics.logbook.end_batch()
+
+
+def _guards(session: Session, word: str, micro: Microbatch) -> tuple[AbstractContextManager[Any], ...]:
+    """Return contexts for the step and for hooks of a batch, which refuse collectives that some rank does not join."""
+    if not micro.idle:
+        return ALL_JOIN, ALL_JOIN
+    guard = without_sample(micro.idle, f"{word}_step", f"on_{word}_epoch_end")
+    return ALL_JOIN if session.sharding.sharded_parameters() else guard, guard  # sharded weights: see `_along`
 
 
 def _batches(session: Session, feed: Feed) -> Iterator[Microbatch]:
@@ -184,11 +197,15 @@ def predict(session: Session, feeds: Sequence[Feed], *, keep: bool) -> list[Any]
                     batch = session.to_device(micro.data, number)
                     session.batch.is_last = micro.last
                     session.batch.indices = feed.indices(micro)
-                    for hook in session.hooks.on_predict_batch_start:
-                        hook(batch, micro.index, number)
-                    outputs = step(batch, micro.index, *indices)
-                    for hook in session.hooks.on_predict_batch_end:
-                        hook(outputs, batch, micro.index, number)
+                    in_step, in_hook = _guards(session, "predict", micro)
+                    with in_hook:
+                        for hook in session.hooks.on_predict_batch_start:
+                            hook(batch, micro.index, number)
+                    with in_step:
+                        outputs = step(batch, micro.index, *indices)
+                    with in_hook:
+                        for hook in session.hooks.on_predict_batch_end:
+                            hook(outputs, batch, micro.index, number)
                     if keep:
                         loader_outputs.append((micro.index, cpu(outputs)))
             results.append(loader_outputs)
