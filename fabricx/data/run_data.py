@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
 
+from fabricx.data.combined import CombinedLoader, combined, is_loader
 from fabricx.data.factory import make_feed
 from fabricx.data.feed import Feed
 from fabricx.data.order import Balance
@@ -101,7 +101,8 @@ class RunData:
         """
         options, fits = self._options, self._stage == "fit"
         if fits:
-            self.train_dataloader = self._given[0] if self._given[0] is not None else self._loader("train_dataloader")
+            given = self._given[0] if self._given[0] is not None else self._loader("train_dataloader")
+            self.train_dataloader = combined(given)
             self._make_train_feed(world)
         word = _SOURCES[self._stage]
         source = self._given[1] if self._given[1] is not None else self._loader(f"{word}_dataloader")
@@ -125,7 +126,7 @@ class RunData:
             world: the ranks.
         """
         if self._given[0] is None:
-            self.train_dataloader = self._loader("train_dataloader")
+            self.train_dataloader = combined(self._loader("train_dataloader"))
             self._make_train_feed(world)
             self.set_validation_interval()
 
@@ -256,10 +257,6 @@ class RunData:
                 f"a fraction of the batches ({limit}) needs a loader with a length, but {type(source).__name__} has "
                 "none: set a number of batches"
             )
-        if isinstance(source, (list, tuple)) and source and all(isinstance(item, DataLoader) for item in source):
-            raise ValueError(
-                "there are several training loaders: join them into a single loader that yields all batches"
-            )
         if not hasattr(source, "__iter__"):
             raise ValueError(f"{type(source).__name__} is not iterable: pass a DataLoader or an iterable of batches")
         world = world.axis("data")
@@ -288,13 +285,10 @@ def _several(source: Any) -> list[Any]:
     """Return a list of loaders; a list of batches counts as a single loader."""
     if source is None:
         return []
+    if isinstance(source, CombinedLoader) and source.mode == "sequential":
+        return source.flattened
     if isinstance(source, Mapping):
         return list(source.values())
-    if isinstance(source, (list, tuple)) and source and all(_is_loader(item) for item in source):
+    if isinstance(source, (list, tuple)) and source and all(map(is_loader, source)):
         return list(source)
     return [source]
-
-
-def _is_loader(value: Any) -> bool:
-    batch = isinstance(value, (torch.Tensor, Mapping, list, tuple, str))
-    return hasattr(value, "__iter__") and not batch

@@ -10,7 +10,7 @@ from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
 from fabricx.core.hooks import check_hooks
 from fabricx.core.module import Module
-from fabricx.data import make_feed
+from fabricx.data import combined, make_feed
 from fabricx.distributed.world import World
 from fabricx.errors import did_you_mean
 from fabricx.lightning import adapt_data, adapt_module
@@ -82,7 +82,9 @@ def check_job(trainer: TrainerInterface, job: Job) -> None:
     if stage == "fit" and checks:
         ranks = World(size=max(1, len(trainer.device_ids) * trainer.num_nodes))
         shard, has_loader = trainer.use_distributed_sampler, job.train is not None
-        feed = make_feed(job.train, ranks, seed=0, shard=shard, balance=trainer.balance) if has_loader else None
+        feed = (
+            make_feed(combined(job.train), ranks, seed=0, shard=shard, balance=trainer.balance) if has_loader else None
+        )
         for check in checks:
             check(trainer, module, None if feed is None else feed.global_batch)
     if (

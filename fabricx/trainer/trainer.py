@@ -27,7 +27,8 @@ class Trainer(TrainerInterface):
 
         Args:
             module: has the trained weights afterwards, also if worker processes trained it.
-            train_dataloaders: a `DataLoader` or any iterable of batches; or a `DataModule`.
+            train_dataloaders: a `DataLoader`, any iterable of batches, or a dict or list of loaders (see
+                `CombinedLoader`); or a `DataModule`.
             val_dataloaders: a `DataLoader`, an iterable of batches, or a list of them.
             datamodule: creates the loaders of both kinds.
             ckpt_path: checkpoint to resume from: its path, "last" (starts from the beginning without a checkpoint), or
