@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from fabricx.core.gradient_checks import SPARSE_CLIPPED
 from fabricx.core.optimizer_state import OTHER_STATE, by_name, by_number
+from fabricx.core.strategy_names import StrategyNames
 from fabricx.core.strategy_parts import check_parts
 from fabricx.distributed.lost_peers import raise_peer_lost
 from fabricx.distributed.world import World
@@ -72,7 +73,7 @@ class Traits:
         return [rank, *(peer for peer in range(rank % group, size, group) if peer != rank)]
 
 
-class Strategy(NamesChecked, ABC):
+class Strategy(StrategyNames, NamesChecked, ABC):
     """Trains a module on a `World` of ranks; the defaults are for a single rank.
 
     A strategy is a plain, picklable description until `setup`: it is created in the caller's process and set up in each

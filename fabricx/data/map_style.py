@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from fabricx.core.dealer import Dealer
-from fabricx.core.rng import random_kept, seed_everything
+from fabricx.core.rng import random_kept, seed_generators
 from fabricx.data.batch_seeding import BatchSeededDataset
 from fabricx.data.feed import Feed, Microbatch
 from fabricx.data.leasing import LeasedSection, Section
@@ -174,7 +174,7 @@ class OrderedFeed(Feed):
         self._placed = False
         before = sampler_values(sampler)
         with random_kept(), _seeded(getattr(sampler, "generator", None), seed):
-            seed_everything(seed % 2**32)  # a user's sampler may draw from python's or numpy's generator
+            seed_generators(seed % 2**32)  # a user's sampler may draw from python's or numpy's generator
             torch.manual_seed(seed)
             order = list(sampler)
         was, now = changes(before, sampler_values(sampler))

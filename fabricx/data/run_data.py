@@ -32,11 +32,19 @@ class BatchCounts:
 
     Attributes:
         training: batches per epoch of the rank with the most batches; infinity if unknown.
-        evaluation: batches of each evaluation loader.
+        evaluation: batches of each evaluation loader, by "val", "test" and "predict".
     """
 
     training: int | float = 0
-    evaluation: list[int | float] = field(default_factory=list)
+    evaluation: dict[str, list[int | float]] = field(default_factory=dict)
+
+    def of(self, word: str) -> list[int | float]:
+        """Return the batches of each loader of the newest evaluation of a kind.
+
+        Args:
+            word: "val", "test" or "predict".
+        """
+        return list(self.evaluation.get(word, []))
 
 
 class RunData:
@@ -54,6 +62,7 @@ class RunData:
         batches: receives the numbers of batches.
 
     Attributes:
+        stage: as in the arguments.
         train_dataloader: the training loader; None in an evaluation.
         val_dataloaders: the evaluation loader or loaders of the stage.
         val_feeds: reads each evaluation loader.
@@ -66,7 +75,7 @@ class RunData:
         self, stage: str, given: tuple[Any, Any], module: Module, datamodule: DataModule | None,
         options: TrainerOptions, strategy: Strategy, state: RunState, balance: Balance, batches: BatchCounts,
     ) -> None:  # fmt: skip
-        self._stage, self._given = stage, given
+        self.stage, self._given = stage, given
         self._module, self._datamodule = module, datamodule
         self._options, self._strategy, self._state, self._balance = options, strategy, state, balance
         self.batches = batches
@@ -82,7 +91,7 @@ class RunData:
     def train_feed(self) -> Feed:
         """Return the feed of the training loader; only a fit has it."""
         if self._train_feed is None:
-            raise RuntimeError(f"{self._stage} reads no training data")
+            raise RuntimeError(f"{self.stage} reads no training data")
         return self._train_feed
 
     @property
@@ -99,12 +108,12 @@ class RunData:
         Raises:
             ValueError: there is no batch to train on, or a limit does not fit a loader.
         """
-        options, fits = self._options, self._stage == "fit"
+        options, fits = self._options, self.stage == "fit"
         if fits:
             given = self._given[0] if self._given[0] is not None else self._loader("train_dataloader")
             self.train_dataloader = combined(given)
             self._make_train_feed(world)
-        word = _SOURCES[self._stage]
+        word = _SOURCES[self.stage]
         source = self._given[1] if self._given[1] is not None else self._loader(f"{word}_dataloader")
         if options.overfit_batches and fits and source is not None:
             source = self.train_dataloader
@@ -113,8 +122,8 @@ class RunData:
         loaders = _several(source) if has_step and limit != 0 else []
         self.val_dataloaders, self.several_loaders = source, len(loaders) > 1
         self.val_feeds = [self._evaluation_feed(world, loader, limit) for loader in loaders]
-        self.batches.evaluation = [feed.batches() for feed in self.val_feeds]
-        for loader, batches in zip(loaders, self.batches.evaluation, strict=True):
+        self.batches.evaluation[word] = [feed.batches() for feed in self.val_feeds]
+        for loader, batches in zip(loaders, self.batches.evaluation[word], strict=True):
             _check_part(f"limit_{word}_batches", limit, loader, batches)
         if fits:
             self.set_validation_interval()
@@ -246,7 +255,7 @@ class RunData:
         With `overfit_batches`, validation reads the training batches, sized for the initial number of ranks.
         """
         began_with = self._state.ranks if source is self.train_dataloader else 0
-        return self._feed(world, source, limit, began_with, fixed=self._stage == "predict")
+        return self._feed(world, source, limit, began_with, fixed=self.stage == "predict")
 
     def _feed(
         self, world: World, source: Any, limit: int | float, began_with: int = 0, parts: int = 0,

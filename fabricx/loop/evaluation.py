@@ -88,6 +88,8 @@ def validate_in_fit(session: Session) -> None:
         judge(session)
         return
     session.metrics.publish_step()
+    if session.fault_tolerance.resume_point is None:  # no accumulation window is incomplete
+        _call(session, "on_validation_model_zero_grad")
     session.fault_tolerance.keep_point()
     with session.recorder.within(Span.VALIDATION):
         session.strategy.synchronize()

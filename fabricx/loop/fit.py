@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fabricx.core.hooks import call
-from fabricx.core.rng import seed_everything
+from fabricx.core.rng import seed_generators
 from fabricx.core.state import Phase, Stage
 from fabricx.data import Microbatch
 from fabricx.data.order import epoch_seed
@@ -133,7 +133,7 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
     """Train a batch; returns -1 if the rest of the epoch is skipped."""
     hooks, index = session.hooks, micro.index
     if session.strategy.traits.batch_parts:  # a part of a global batch draws the same numbers on every rank
-        seed_everything(epoch_seed(epoch_seed(session.state.seed, session.state.epoch), micro.begin) % 2**32)
+        seed_generators(epoch_seed(epoch_seed(session.state.seed, session.state.epoch), micro.begin) % 2**32)
     batch = begin_batch(session, micro)
     session.batch.idle_ranks = len(micro.idle)
     effects = session.checks.effects() if micro.idle else None

@@ -64,12 +64,14 @@ def check_job(trainer: TrainerInterface, job: Job) -> None:
     module, stage = job.module, job.stage
     if not isinstance(module, Module):
         raise ValueError(f"trainer.{stage}({type(module).__name__}): pass an instance of a subclass of fabricx.Module")
-    check_hooks(module)
     data = job.datamodule
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
     if needed and not callable(getattr(module, needed, None)):
         near = did_you_mean(needed, [name for name in dir(type(module)) if not name.startswith("_")])
         raise ValueError(f"{type(module).__name__} has no {needed}, which trainer.{stage} calls.{near}")
+    for owner in (module, data):
+        if owner is not None:
+            check_hooks(owner)
     source = "train_dataloader" if stage == "fit" else f"{'val' if stage == 'validate' else stage}_dataloader"
     loaders = job.train if stage == "fit" else job.evaluate
     if loaders is None and not any(_has(owner, source) for owner in (data, module)):

@@ -20,13 +20,13 @@ from fabricx.consistency.shared_settings import OwnSettings
 from fabricx.core.arguments import described
 from fabricx.core.datamodule import DataModule
 from fabricx.core.gradient_checks import SPARSE_CLIPPED, sparse_tables
-from fabricx.core.hooks import check_hooks, overrides
+from fabricx.core.hooks import check_hooks, fitted, overrides
 from fabricx.core.hparams import plain
 from fabricx.core.logger import Ending
 from fabricx.core.module_hooks import ModuleHooks
 from fabricx.core.optimizers import OptimizerHandle, need_metrics_each_step, needs_closure, parse_optimizers
 from fabricx.core.precision import make_precision
-from fabricx.core.rng import seed_everything
+from fabricx.core.rng import seed_generators
 from fabricx.core.state import Phase
 from fabricx.core.strategy_parts import MeasuresWaiting, as_part
 from fabricx.core.transfer import to_device
@@ -95,7 +95,7 @@ def execute(trainer: TrainerInterface, job: Job, world: World) -> Outcome:
         results = _work(session, job)()
         _call(session.hooks.teardown, job.stage)
         if session.datamodule is not None:
-            session.datamodule.teardown(job.stage)
+            fitted(session.datamodule, "teardown", DataModule)(job.stage)
         ending = "interrupted" if session.stop.interrupted else "success"
         return Outcome(results)
     except BaseException as error:
@@ -203,7 +203,7 @@ def _set_up(trainer: TrainerInterface, session: Session, job: Job) -> None:
             owner.prepare_data()
     session.world.barrier()
     if session.datamodule is not None:
-        session.datamodule.setup(job.stage)
+        fitted(session.datamodule, "setup", DataModule)(job.stage)
     _call(session.hooks.setup, job.stage)
     with session.sharding.init_context() if job.stage == "fit" else contextlib.nullcontext():
         session.module.configure_model()
@@ -232,7 +232,7 @@ def _seed(state: RunState, world: World) -> None:
     """Share the seed of the data order with all ranks; seed other random generators by the share of the data."""
     state.seed, data = world.broadcast_object(state.seed), world.axis("data")
     if data.size > 1:
-        seed_everything((state.seed + data.rank) % 2**32)
+        seed_generators((state.seed + data.rank) % 2**32)
 
 
 def _backend_flags(options: TrainerOptions, *, on: bool = True) -> None:
@@ -377,7 +377,9 @@ def _set_up_model(session: Session, job: Job) -> None:
     session.strategy.attach_optimizers(session.optimizers)
     session.checks.guard_weights(session.hooks)
     step = functools.partial(step_optimizer, session)
-    session.optimizer_handles += [OptimizerHandle(optimizer, step) for optimizer in optimizers]
+    session.optimizer_handles += [
+        OptimizerHandle(optimizer, step, module.toggled_optimizer) for optimizer in optimizers
+    ]
     if not module.automatic_optimization:
         manual_optimization.watch_gradients(session)
     session.share_settings()
@@ -442,8 +444,7 @@ def _batch_transfer(session: Session) -> Callable[[Any, int], Any] | None:
         for owner in owners:
             contract = DataModule if isinstance(owner, DataModule) else ModuleHooks
             if overrides(owner, name, contract):
-                method: Callable[..., Any] = getattr(owner, name)
-                return method
+                return fitted(owner, name, contract)
         return None
 
     before, move, after = (
