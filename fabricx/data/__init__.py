@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fabricx.core.transfer import batch_size_of, to_device
-from fabricx.data.combined import CombinedLoader, combined
 from fabricx.data.factory import make_feed
 from fabricx.data.feed import Feed, Microbatch
 from fabricx.data.iterable import ListFeed
@@ -12,6 +11,6 @@ from fabricx.data.preprocess import Preprocess
 from fabricx.data.samplers import BucketSampler, GroupSampler
 
 __all__ = [
-    "Balance", "BucketSampler", "CombinedLoader", "Cut", "Feed", "GroupSampler", "ListFeed", "Microbatch", "Preprocess",
-    "Share", "batch_size_of", "combined", "epoch_order", "make_feed", "to_device",
+    "Balance", "BucketSampler", "Cut", "Feed", "GroupSampler", "ListFeed", "Microbatch", "Preprocess", "Share",
+    "batch_size_of", "epoch_order", "make_feed", "to_device",
 ]  # fmt: skip

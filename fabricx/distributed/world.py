@@ -81,8 +81,6 @@ class World:
         backend: backend of torch.distributed.
         newcomer: the other ranks train already and this rank is not in their group yet. Then `rank` is its worker
             number (counted over all workers of the run), `size` is 1, and `local_size` is that of the group to join.
-        group: process group of the ranks along an axis; None for all ranks of the run.
-        coordinate: position of this rank along the other axes; part of the keys in the store.
     """
 
     rank: int = 0
@@ -97,8 +95,6 @@ class World:
     device: torch.device = _CPU
     backend: str = "gloo"
     newcomer: bool = False
-    group: dist.ProcessGroup | None = None
-    coordinate: str = ""
 
     @property
     def main_rank(self) -> bool:
@@ -241,13 +237,13 @@ class World:
         Args:
             name: key within the run.
         """
-        return f"job{self.job}/{self.coordinate}{name}"
+        return f"job{self.job}/{name}"
 
     @_counted
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
-            dist.barrier(self.group)
+            dist.barrier()
 
     def await_departure(self, timeout_s: float = DEPARTURE_S) -> None:
         """Wait until all ranks have finished their last collective; each rank calls it after its own last collective.
@@ -283,7 +279,7 @@ class World:
         """
         if self.size > 1:
             kinds = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-            dist.all_reduce(tensor, kinds[op], self.group)
+            dist.all_reduce(tensor, kinds[op])
         return tensor
 
     def average_moments(self, optimizer: Optimizer) -> None:
@@ -331,8 +327,7 @@ class World:
         """
         if self.size > 1:
             raw = tensor.detach().contiguous()
-            sent = raw.view(torch.uint8) if raw.dtype is torch.bool else raw  # gloo has no bool
-            dist.broadcast(sent, group=self.group, group_src=src)
+            dist.broadcast(raw.view(torch.uint8) if raw.dtype is torch.bool else raw, src)  # gloo has no bool
             if raw.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(raw)
         return tensor
@@ -349,16 +344,13 @@ class World:
         room = torch.empty_like(received, device=self.device) if self.device.type != "cpu" else received
         operations = []
         if sent.numel():
-            operations.append(self._transfer(dist.isend, sent.to(self.device), by))
+            operations.append(dist.P2POp(dist.isend, sent.to(self.device), (self.rank + by) % self.size))
         if room.numel():
-            operations.append(self._transfer(dist.irecv, room, -by))
+            operations.append(dist.P2POp(dist.irecv, room, (self.rank - by) % self.size))
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         if room is not received:
             received.copy_(room)
-
-    def _transfer(self, operation: Any, tensor: Tensor, by: int) -> dist.P2POp:
-        return dist.P2POp(operation, tensor, group=self.group, group_peer=(self.rank + by) % self.size)
 
     @_counted
     def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
@@ -374,9 +366,9 @@ class World:
         if self.size == 1:
             return tensor.unsqueeze(0)
         if sync_grads:
-            return autograd_collectives.gather(tensor, self.group)
+            return autograd_collectives.gather(tensor)
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), self.group)
+        dist.all_gather(parts, tensor.contiguous())
         return torch.stack(parts)
 
     @_counted
@@ -396,12 +388,12 @@ class World:
             return [obj]
         message, _ = self._packed("gather", obj)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self._wire) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([message.numel()], device=self._wire), self.group)
+        dist.all_gather(sizes, torch.tensor([message.numel()], device=self._wire))
         lengths = [int(size) for size in sizes]
         room = torch.zeros(max(lengths), dtype=torch.uint8, device=self._wire)
         room[: message.numel()] = message
         parts = [torch.empty_like(room) for _ in lengths]
-        dist.all_gather(parts, room, self.group)
+        dist.all_gather(parts, room)
         return [
             self._unpacked("gather", rank, part[:length])
             for rank, (part, length) in enumerate(zip(parts, lengths, strict=True))
@@ -420,10 +412,10 @@ class World:
         sends = self.rank == src
         message, refused = self._packed("broadcast", obj) if sends else (None, "")
         size = torch.tensor([0 if message is None else message.numel()], device=self._wire)
-        dist.broadcast(size, group=self.group, group_src=src)
+        dist.broadcast(size, src)
         if message is None:
             message = torch.empty(int(size), dtype=torch.uint8, device=self._wire)
-        dist.broadcast(message, group=self.group, group_src=src)
+        dist.broadcast(message, src)
         if refused:
             raise TypeError(refused)
         return obj if sends else self._unpacked("broadcast", src, message)
