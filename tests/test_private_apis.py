@@ -1,0 +1,64 @@
+"""Every private name of torch and other libraries that the source uses is in `docs/private_apis.md`, with its reason."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "docs" / "private_apis.md"
+OWN = {"_adapted_from"}  # set on classes that fabricx makes
+FOREIGN_ROOTS = {"torch", "dist", "nn", "c10d", "_c10d", "np", "sys", "random", "multiprocessing"}
+
+
+def sources() -> dict[str, ast.Module]:
+    files = [path for folder in ("fabricx", "strategies", "callbacks") for path in (ROOT / folder).rglob("*.py")]
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in files if path.resolve() == path}
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that a file defines, also as attributes of its own objects."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                yield node.attr
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name):
+                    yield target.id
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith(("__", "_foreach"))
+
+
+def used(tree: ast.Module, own: set[str]) -> Iterator[str]:
+    """Yield the private names of other libraries that a file uses."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            root = ast.unparse(node).split(".")[0]
+            if root in FOREIGN_ROOTS or node.attr not in own:
+                yield node.attr
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(("fabricx", "tests")):
+            for name in [*(node.module or "").split("."), *(alias.name for alias in node.names)]:
+                if is_private(name) and node.module != "__future__":
+                    yield name
+
+
+def test_each_private_name_of_another_library_is_in_the_table_and_the_table_has_no_other() -> None:
+    trees = sources()
+    assert len(trees) > 200
+    own = OWN | {name for tree in trees.values() for name in defined(tree)}
+    found = {(file, name) for file, tree in trees.items() for name in used(tree, own)}
+    listed: set[tuple[str, str]] = set()
+    for row in re.findall(r"^\| `[^\n]*$", TABLE.read_text(), re.MULTILINE):
+        files, names, reason = (cell.strip() for cell in row.strip("|").split("|"))
+        assert len(reason) > 15, row
+        listed |= {(file, name) for file in re.findall(r"`(.*?)`", files) for name in re.findall(r"`(\w+)`", names)}
+    missing, gone = sorted(found - listed), sorted(listed - found)
+    assert not missing, f"use a public API, or give the reason in docs/private_apis.md: {missing}"
+    assert not gone, f"delete these from docs/private_apis.md: {gone}"
