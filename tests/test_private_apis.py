@@ -1,4 +1,4 @@
-"""Every private name of torch and other libraries that the source uses is in `docs/private_apis.md`, with its reason."""
+"""Every private name of torch and other libraries in the source is in `docs/private_apis.md`, with its reason."""
 
 from __future__ import annotations
 
