@@ -113,7 +113,7 @@ def wheel(tmp_path_factory) -> Path:
 def test_the_wheel_has_every_module_and_every_choice_of_the_configuration(wheel):
     expected = set()
     for name, folder in package_folders().items():
-        for kind in ("*.py", "*.j2"):
+        for kind in ("*.py", "*.j2", "*.js", "*-LICENSE.txt"):
             expected |= {f"{name.replace('.', '/')}/{path.name}" for path in folder.glob(kind)}
     expected |= {f"fabricx/{short(path)}" for path in files(ROOT / "conf", "*.yaml")}
     expected.add("fabricx/py.typed")

@@ -17,7 +17,10 @@ from fabricx.redaction import printable
 from fabricx.telemetry import report
 from fabricx.telemetry.diagnosis import SPAN_LABELS
 from fabricx.telemetry.events import FOLDER
+from fabricx.telemetry.pages.run_page import write_page
+from fabricx.telemetry.pages.sweep_page import write_comparison
 from fabricx.telemetry.report import LoadedRun
+from fabricx.telemetry.sweep import comparison
 
 
 def main(command: str, arguments: Sequence[str]) -> int:
@@ -69,7 +72,7 @@ def _report(console: Console, loaded: LoadedRun) -> None:
         console.print(_rows("metric", "last value", list(last.items())))
     for ranks, text, count in report.warnings_of(loaded.run)[:10]:
         _print(console, f"rank {ranks} ({count} time{'s' if count > 1 else ''}): {text}")
-    _print(console, f"\nthe page: {report.write_page(loaded)}")
+    _print(console, f"\nthe page: {write_page(loaded)}")
 
 
 def _status(console: Console, loaded: LoadedRun) -> None:
@@ -91,12 +94,12 @@ def _status(console: Console, loaded: LoadedRun) -> None:
 
 
 def _compare(console: Console, folder: Path, runs: list[LoadedRun]) -> None:
-    header, rows = report.comparison(runs)
+    header, rows = comparison(runs)
     table = Table(*map(printable, header))
     for row in rows:
         _add(table, *row)
     console.print(table)
-    _print(console, f"the page: {report.write_comparison(folder, runs)}")
+    _print(console, f"the page: {write_comparison(folder, runs)}")
 
 
 def _summary(console: Console, loaded: LoadedRun) -> None:

@@ -281,6 +281,7 @@ class Recorder(NoopRecorder):
         self._thread.join()
         self._logs.close()
         self._write()
+        self._write_rest()
         self._file.write("end", ending=ending, step=self._step)
         self._file.close()
 
@@ -297,15 +298,27 @@ class Recorder(NoopRecorder):
             rows: list[tuple[int, float, int, dict[str, float]]] = []
             raw: list[tuple[str | None, float, float]] = []
             for lap in self._new_laps():
+                if lap[0] is None:  # the sequence of laps was interrupted
+                    self._write_rows(rows)
+                    self._write_rest()
+                    rows = []
                 self._process_lap(lap, rows, raw)
             if raw:
                 self._file.write("laps", laps=raw)
                 if pushed := [self.waiting.pushes.popleft() for _ in range(len(self.waiting.pushes))]:
                     self._file.write("pushed", pushed=pushed, servers=list(range(self.waiting.servers)))
-            if rows:
-                self._write_rows(rows)
+            self._write_rows(rows)
+
+    def _write_rest(self) -> None:
+        """Write the laps that belong to no complete row: an interrupted step, or the time after the last step."""
+        if self._sums and self._last is not None:
+            us = {name: _us(seconds) for name, seconds in self._sums.items()}
+            self._file.write("rest", since=round(self._last[0], 6), us=us)
+            self._sums = {}
 
     def _write_rows(self, rows: list[tuple[int, float, int, dict[str, float]]]) -> None:
+        if not rows:
+            return
         steps, ends, samples, spans = zip(*rows, strict=True)
         columns = {name: [_us(row.get(name, 0.0)) for row in spans] for name in sorted(set().union(*spans))}
         self._file.write(

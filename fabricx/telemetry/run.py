@@ -8,6 +8,7 @@ from typing import Any, Final, final
 
 from fabricx.telemetry.reader import Record
 from fabricx.telemetry.recorder import Span
+from fabricx.telemetry.timeline import NoHistory
 
 WARM_UP: Final = 2  # first steps of each process, which are not representative and are ignored
 MAX_ROWS: Final = 2048  # most rows of a rank; beyond that, pairs of rows are merged
@@ -155,10 +156,14 @@ class Run:
         lost: number of records that were dropped because of a full disk.
         malformed: number of records with invalid fields.
         closed: how the launching process ended; "" if it has not.
+
+    Args:
+        history: receives the activity and the resources of each rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, history: NoHistory | None = None) -> None:
         self.id = ""
+        self._history = history or NoHistory()
         self.ranks: dict[int, Rank] = {}
         self.metrics: dict[str, dict[int, float]] = {}
         self.gauges: dict[str, dict[int, float]] = {}
@@ -176,6 +181,7 @@ class Run:
         self._starts: dict[str, Record] = {}  # by file: start record of its process
         self._handlers: Mapping[str, Any] = {
             "start": self._start, "became": self._start, "steps": self._steps, "now": self._now, "end": self._end,
+            "rest": self._rest,
             "metrics": self._metrics, "gauges": self._gauges, "rewind": self._rewind, "lost": self._lose,
             "event": self._event, "log": self._log,
             "serving": self._serving, "known": self._known, "launched": self._launched, "closed": self._close,
@@ -193,8 +199,8 @@ class Run:
             if record["kind"] == "start":
                 self._offsets[name] = record.get("clock_offset_s", 0.0)
             record["at"] = float(record.get("at", 0.0)) - self._offsets.get(name, 0.0)
+            self.began = min(self.began, record["at"]) if self._monos else record["at"]
             self._monos.setdefault(name, record["at"] - float(record.get("mono", 0.0)))
-            self.began = min(self.began or record["at"], record["at"])
             self.ended = max(self.ended, record["at"])
             if record.get("rank") is not None:
                 self._rank(record).heard = record["at"]
@@ -234,14 +240,17 @@ class Run:
     def _start(self, record: Record) -> None:
         _check_numbers(record, "loader_processes", "cores")
         self.closed = ""
-        start = self._starts[record["file"]] = {**self._starts.get(record["file"], {}), **record}
+        start = self._starts[record["file"]] = {"began": record["at"], **self._starts.get(record["file"], {}), **record}
         if record.get("rank") is None:  # a newcomer has no rank before it joins the group
             return
         self.size, rank = record.get("size", self.size), self._rank(record)
-        if rank.attributes.get("file") == record["file"]:  # the group changed, the process of this rank did not
-            rank.attributes |= record
-        else:
+        fresh = rank.attributes.get("file") != record["file"]
+        if fresh:
             rank.begin(start)
+        else:  # the group changed, the process of this rank did not
+            rank.attributes |= record
+        at = start["began"] if fresh else record["at"]
+        self._history.change(rank.rank, at, fresh=fresh, began=self.began)
 
     def _known(self, record: Record) -> None:
         if "rank" in record:
@@ -259,7 +268,15 @@ class Run:
             seconds = {name: us / 1e6 for name, us in zip(names, parts, strict=True) if us}
             at = self.wall(record, record["since"] + end / 1e6)
             rank.add(Row(int(step), at, stride, int(samples), seconds))
+            self._history.spend(rank.rank, rank.step, at, seconds)
         self.steps = max(self.steps, rank.step)
+
+    def _rest(self, record: Record) -> None:
+        """Account for the time after the last complete step."""
+        if "rank" in record:
+            rank = self._rank(record)
+            seconds = {name: us / 1e6 for name, us in record["us"].items()}
+            self._history.spend(rank.rank, rank.step, self.wall(record, record["since"]), seconds)
 
     def _now(self, record: Record) -> None:
         if "rank" in record:
@@ -267,10 +284,12 @@ class Run:
             rank = self._rank(record)
             rank.now = record
             rank.most_mib = max(rank.most_mib, record.get("memory_mib", 0.0))
+            self._history.measure(rank.rank, record["at"], record, self.began)
 
     def _end(self, record: Record) -> None:
         if "rank" in record:
             self._rank(record).ending = record["ending"]
+            self._history.end(record["rank"], record["at"])
 
     def _metrics(self, record: Record) -> None:
         for name, value in record["values"].items():
