@@ -445,7 +445,8 @@ class RichProgressBar(ProgressBar):
 
 def _lengths(trainer: TrainerProtocol) -> list[float]:
     """Return the number of batches of each loader of the running evaluation."""
-    lengths = [float(length) for length in trainer.num_val_batches]
+    of_stage = {"test": trainer.num_test_batches, "predict": trainer.num_predict_batches}
+    lengths = [float(length) for length in of_stage.get(trainer.state.phase, trainer.num_val_batches)]
     if trainer.sanity_checking and trainer.num_sanity_val_steps >= 0:
         return [min(length, trainer.num_sanity_val_steps) for length in lengths]
     return lengths

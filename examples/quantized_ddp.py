@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import fabricx as fx
+from fabricx.core.strategy_parts import KeepsLocalState
 
 
-class QuantizedDDP(fx.Strategy):
+class QuantizedDDP(fx.Strategy, KeepsLocalState):
     """Each rank keeps the whole model; ranks exchange gradients as int8, and keep the rounding error for the next step.
 
     Source of the error feedback: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014.
@@ -38,8 +39,8 @@ class QuantizedDDP(fx.Strategy):
                 scale = (exact.abs().max() / 127).clamp(min=1e-30)
                 rounded = (exact / scale).round()
                 self._errors[name] = exact - rounded * scale
-                scales = self.world.all_gather(scale).view(-1, *[1] * exact.dim())
-                parameter.grad = (self.world.all_gather(rounded.to(torch.int8)) * scales).sum(0)
+                scales = self.data_ranks.all_gather(scale).view(-1, *[1] * exact.dim())
+                parameter.grad = (self.data_ranks.all_gather(rounded.to(torch.int8)) * scales).sum(0)
         return True
 
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:

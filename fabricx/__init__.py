@@ -13,13 +13,26 @@ if TYPE_CHECKING:
     from fabricx.core.module import Module
     from fabricx.core.rng import seed_everything
     from fabricx.core.strategy import Strategy, Traits
+    from fabricx.data.combined import CombinedLoader
     from fabricx.trainer.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "DataModule", "Logger", "Module", "Strategy", "Trainer", "Traits", "main", "seed_everything"]
+__all__ = [
+    "Callback",
+    "CombinedLoader",
+    "DataModule",
+    "Logger",
+    "Module",
+    "Strategy",
+    "Trainer",
+    "Traits",
+    "main",
+    "seed_everything",
+]
 
 _MODULES = {
     "Callback": "fabricx.core.callback",
+    "CombinedLoader": "fabricx.data.combined",
     "DataModule": "fabricx.core.datamodule",
     "Logger": "fabricx.core.logger",
     "Module": "fabricx.core.module",

@@ -107,17 +107,18 @@ class NotPicklable(TypeError):
     """An object for the worker processes cannot be pickled; the message names the attribute."""
 
 
-def nearest(name: str, valid: Iterable[str]) -> str | None:
+def nearest(name: str, valid: Iterable[str], similarity: float = 0.55) -> str | None:
     """Return the valid name that is most similar to a misspelt name, or None.
 
     Args:
         name: the misspelt name.
         valid: valid names.
+        similarity: the least that counts, at most 1 for equal names.
 
     >>> nearest("fdsp", ["ddp", "fsdp", "single"])
     'fsdp'
     """
-    matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.55)
+    matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=similarity)
     return matches[0] if matches else None
 
 

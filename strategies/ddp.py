@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fabricx.core.gradient_checks import check_dense, warn_of_lost_residuals
 from fabricx.core.strategy import Strategy, Traits
-from fabricx.core.strategy_parts import MeasuresWaiting
+from fabricx.core.strategy_parts import Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep
 from fabricx.distributed.codecs import CODECS, POWERSGD, SUMMED, SumCompression
 from fabricx.distributed.compressed_buckets import LowRankAverager, average_as, average_as_factors
 from fabricx.distributed.unused_parameters import UnusedParameters, reached, requiring_grad, with_sparse_gradients, zero
@@ -33,7 +33,7 @@ _BUFFERS_ARGUMENT = "forward_sync_buffers" if "forward_sync_buffers" in _SIGNATU
 
 
 @final
-class DDP(Strategy, MeasuresWaiting):
+class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
     """Every rank keeps the whole model; gradients are averaged while `backward` is running.
 
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
@@ -95,7 +95,7 @@ class DDP(Strategy, MeasuresWaiting):
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         super().setup(module)
         self._several_backwards = several_backwards
-        if self.world.size == 1:
+        if self.data_ranks.size == 1:
             return  # nothing to average
         if several_backwards and self.static_graph:
             raise ValueError(
@@ -130,6 +130,7 @@ class DDP(Strategy, MeasuresWaiting):
         with requiring_grad(known):
             self._ddp = nn.parallel.DistributedDataParallel(
                 self._step,
+                process_group=self.data_ranks.group,
                 bucket_cap_mb=self.bucket_mib,
                 static_graph=self.static_graph,
                 # Several backwards reach different parameters; after a single backward `UnusedParameters` reduces.
@@ -138,16 +139,17 @@ class DDP(Strategy, MeasuresWaiting):
                 init_sync=init_sync,
                 **more,
             )
-        self._unused = UnusedParameters(self.world, known, with_sparse_gradients(self.module), self._unused)
+        self._unused = UnusedParameters(self.data_ranks, known, with_sparse_gradients(self.module), self._unused)
         if self.compression == POWERSGD:
             kept = {} if self._thin is None else self._thin.state()
             names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-            self._thin = LowRankAverager({names[id(parameter)]: parameter for parameter in known}, self.powersgd_rank)
+            named = {names[id(parameter)]: parameter for parameter in known}
+            self._thin = LowRankAverager(named, self.powersgd_rank, self.data_ranks.group)
             self._thin.load(kept)
             self._thin.active = self._laid_out
             self._ddp.register_comm_hook(self._thin, average_as_factors)
         elif self.compression:
-            self._ddp.register_comm_hook(CODECS[self.compression].sum_dtype, average_as)
+            self._ddp.register_comm_hook((CODECS[self.compression].sum_dtype, self.data_ranks.group), average_as)
 
     def _lay_out_buckets(self) -> None:
         """Make DDP finalise its bucket layout before the first step by a reduction of zeros; collective.
@@ -156,8 +158,8 @@ class DDP(Strategy, MeasuresWaiting):
         order in which gradients of three or more ranks are summed. Without this, the first step after a resume or a
         failure would round differently than the same step of an uninterrupted run.
         """
-        rebuilds = not self._several_backwards and not self.static_graph
-        if self._ddp is None or self._unused is None or self.module is None or self.world.size == 2 or not rebuilds:
+        rebuilds = not self._several_backwards and not self.static_graph and self.data_ranks.size > 2
+        if self._ddp is None or self._unused is None or self.module is None or not rebuilds:
             return
         parameters = self._unused.parameters
         with requiring_grad(parameters):
@@ -249,13 +251,12 @@ class DDP(Strategy, MeasuresWaiting):
             self._step.called[0] = False
 
     def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
-        compute = compute or loss.backward
         if self._step is not None:
             self._step.called[0] = False
         if self._frozen and self.ends_window and self._step is not None:
             self._take_in_unfrozen()
         if self._ddp is None or not self._ddp.require_backward_grad_sync:
-            compute()
+            super().backward(loss, compute)
             return
         if self._several_backwards:
             # Each backward performs a reduction of the parameters that this loss reaches.
@@ -265,7 +266,7 @@ class DDP(Strategy, MeasuresWaiting):
             # A callback queued at the start of backward runs when all gradients are computed, before waiting for peers.
             loss.register_hook(self._call_when_computed)
         try:
-            compute()
+            super().backward(loss, compute)
         except RuntimeError as error:
             if "static_graph" in str(error):
                 raise ValueError(_GRAPH_CHANGED) from error
@@ -309,7 +310,7 @@ class DDP(Strategy, MeasuresWaiting):
         state = super().state_dict(module, optimizers)
         if self.compression != "powersgd" or not optimizers:
             return state
-        return {**state, "thin": self.world.gather_objects({} if self._thin is None else self._thin.state())}
+        return {**state, "thin": self.data_ranks.gather_objects({} if self._thin is None else self._thin.state())}
 
     def local_state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         state = super().state_dict(module, optimizers)
@@ -331,12 +332,12 @@ class DDP(Strategy, MeasuresWaiting):
         kept = state.get("thin")
         if self._thin is None or kept is None:
             return
-        if len(kept) == self.world.size:
-            self._thin.load(kept[self.world.rank])
+        if len(kept) == self.data_ranks.size:
+            self._thin.load(kept[self.data_ranks.rank])
         elif self.world.main_rank:
             warnings.warn(
-                f"the checkpoint is of {len(kept)} ranks, and this run has {self.world.size}: the compression errors "
-                "of gradients are dropped; resume with the same number of ranks to keep them",
+                f"the checkpoint is of {len(kept)} ranks, and this run has {self.data_ranks.size}: the compression "
+                "errors of gradients are dropped; resume with the same number of ranks to keep them",
                 stacklevel=2,
             )
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fabricx.core.gradient_checks import check_dense
 from fabricx.core.strategy import Strategy, Traits
-from fabricx.core.strategy_parts import MeasuresWaiting, ShardsWeights
+from fabricx.core.strategy_parts import Elastic, MeasuresWaiting, ShardsWeights, WrapsStep
 from fabricx.distributed.collective_order import CollectiveOrder
 from fabricx.distributed.fsdp_internals import CollectiveTimer, DeviceWaits, UnshardedModule
 from fabricx.distributed.gathered import GatheredWeights
@@ -36,7 +36,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 @final
-class FSDP(Strategy, ShardsWeights, MeasuresWaiting):
+class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
     """Shard weights, gradients and optimizer states over the ranks; gather the weights of a block to compute it.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020 (stage

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fabricx.checkpoint import tree
 from fabricx.core.gradient_checks import check_frozen
 from fabricx.core.strategy import Strategy, Traits
-from fabricx.core.strategy_parts import MeasuresWaiting
+from fabricx.core.strategy_parts import Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep
 from fabricx.distributed.world import World
 from fabricx.errors import check_choice
 
@@ -66,7 +66,7 @@ class _Fragment:
 
 
 @final
-class LocalSGD(Strategy, MeasuresWaiting):
+class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
     """Make local steps on each rank, and combine the weight differences of all ranks every `every` steps (a round).
 
     With a single step per round, plain gradient descent and averaging, results equal those of ddp. A validation within
@@ -144,7 +144,7 @@ class LocalSGD(Strategy, MeasuresWaiting):
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         super().setup(module)
         for tensor in (*module.parameters(), *module.buffers()):
-            self.world.broadcast(tensor.data)
+            self.data_ranks.broadcast(tensor.data)
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if any(parameter.is_complex() for parameter in trained):
@@ -170,10 +170,10 @@ class LocalSGD(Strategy, MeasuresWaiting):
         return with_local_weights
 
     def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
-        if self.world.size > 1:
+        if self.data_ranks.size > 1:
             check_frozen(self.module, self._frozen, "local_sgd")
         super().backward(loss, compute)
-        if self.world.size > 1:
+        if self.data_ranks.size > 1:
             self._used = [
                 parameter for f in self._fragments for parameter in f.parameters if parameter.grad is not None
             ]
@@ -204,7 +204,7 @@ class LocalSGD(Strategy, MeasuresWaiting):
                 if fragment.begun is not None:
                     self._end(fragment, self.keep_local)
                 local = fragment.flat()
-                fragment.set(self.world.all_reduce(local.clone()) / self.world.size)
+                fragment.set(self.data_ranks.all_reduce(local.clone()) / self.data_ranks.size)
                 self._local.append((local, fragment.flat()))
         super().synchronize(copies, ends=ends)
 
@@ -239,7 +239,7 @@ class LocalSGD(Strategy, MeasuresWaiting):
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         self._end_round()
         for optimizer in optimizers:
-            self.world.average_moments(optimizer)
+            self.data_ranks.average_moments(optimizer)
         state = super().state_dict(module, optimizers)
         velocity = {str(fragment.number): fragment.velocity for fragment in self._fragments}
         return {**state, "outer": velocity} if optimizers and self.outer == "nesterov" else state
@@ -302,8 +302,8 @@ class LocalSGD(Strategy, MeasuresWaiting):
         fragment.begun = step
         moved = fragment.flat()
         fragment.moved = torch.sub(fragment.base, moved, out=moved)  # reuses the memory of the copy
-        if self.world.size > 1:
-            fragment.work = dist.all_reduce(fragment.moved, async_op=True)
+        if self.data_ranks.size > 1:
+            fragment.work = dist.all_reduce(fragment.moved, group=self.data_ranks.group, async_op=True)
 
     def _end(self, fragment: _Fragment, keep: float) -> None:
         """Wait for the weight differences, and step from the base along their mean (equation 1 of DiLoCo).
@@ -313,7 +313,7 @@ class LocalSGD(Strategy, MeasuresWaiting):
         began = time.perf_counter()
         fragment.wait()
         self.waited_s += time.perf_counter() - began
-        fragment.moved.div_(self.world.size)
+        fragment.moved.div_(self.data_ranks.size)
         self._step_from_base(fragment, keep)
 
     def _step_from_base(self, fragment: _Fragment, keep: float) -> None:

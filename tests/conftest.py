@@ -32,6 +32,7 @@ LIBRARIES_SET = {
     "KMP_INIT_AT_FORK",
     "KMP_DUPLICATE_LIB_OK",
     "TORCHINDUCTOR_CACHE_DIR",
+    "PL_GLOBAL_SEED",  # by seed_everything, as Lightning does
 }
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fabricx.checkpoint.foreign import is_foreign as is_foreign
     from fabricx.checkpoint.foreign import read_foreign as read_foreign
     from fabricx.checkpoint.reader import load as load
+    from fabricx.checkpoint.reader import load_data as load_data
     from fabricx.checkpoint.reader import load_module as load_module
     from fabricx.checkpoint.writer import Writer as Writer
     from fabricx.checkpoint.writer import save as save
@@ -27,13 +28,14 @@ if TYPE_CHECKING:
 _LATER = {
     "is_foreign": "foreign",
     "load": "reader",
+    "load_data": "reader",
     "load_module": "reader",
     "read_foreign": "foreign",
     "save": "writer",
     "Writer": "writer",
 }
 __all__ = ["MANIFEST", "MARKER", "is_committed", "list_committed", "read_manifest", "remove", "sweep", "verify"]
-__all__ += ["Writer", "is_foreign", "load", "load_module", "read_foreign", "save"]
+__all__ += ["Writer", "is_foreign", "load", "load_data", "load_module", "read_foreign", "save"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 import pickle
+import warnings
+import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +21,7 @@ from torch import Tensor
 
 from fabricx.checkpoint.files import MANIFEST, MARKER, SHARDS, member
 from fabricx.checkpoint.storage import Place, as_path, local_copy
+from fabricx.distributed.plain_data import check_sizes, reason
 from fabricx.errors import CheckpointError
 
 _SAFETENSORS: Final = ".safetensors"
@@ -140,19 +144,21 @@ def _from_safetensors(file: Path, map_location: Any) -> dict[str, Tensor]:
 
 def _torch_load(path: Path, map_location: Any) -> Any:
     try:
-        with local_copy(path) as local, torch.serialization.safe_globals(_PLAIN):
+        with local_copy(path) as local, torch.serialization.safe_globals(_PLAIN), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch describes files that it refuses
+            if zipfile.is_zipfile(local):
+                check_sizes(local, os.path.getsize(local))
             return torch.load(local, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
-        first = next((line for line in str(error).splitlines() if "GLOBAL" in line or "class" in line), str(error))
         raise CheckpointError(
-            f"{path} was refused, and nothing in it was executed: it has objects other than tensors and plain data "
-            f"({first.strip()[:200]})\n  if you trust its source, write its plain parts with the program that made it: "
-            'c = torch.load(path, weights_only=False); torch.save({"state_dict": c["state_dict"], "hyper_parameters": '
-            '{...}}, "plain.ckpt")'
+            f"{path} was refused, and nothing in it was executed: {reason(error)}\n  files of tensors and plain data "
+            "are read; the program that made it writes such a file with "
+            'torch.save({"state_dict": module.state_dict(), "hyper_parameters": {...}}, "plain.ckpt")'
         ) from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        detail = reason(error) if "weights_only" in str(error) else str(error)
         raise CheckpointError(
-            f"{path} is not a checkpoint of fabricx, Lightning, torch or safetensors, or is damaged: {error}"
+            f"{path} is not a checkpoint of fabricx, Lightning, torch or safetensors, or is damaged: {detail}"
         ) from None
 
 

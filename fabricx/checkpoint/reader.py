@@ -164,11 +164,64 @@ def load_module(
         CheckpointError: the weights do not match the module, or the checkpoint lacks a required argument of `cls`.
     """
     state = load(path, map_location or "cpu")
-    parameters = inspect.signature(cls.__init__).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     weights, kept = weights_of(state, path), state.get("hparams")
     known = load_hparams(hparams_file) if hparams_file is not None else kept if isinstance(kept, dict) else {}
-    if (argument := state.get("imported", {}).get("argument")) and argument in parameters and known:
+    arguments = _arguments(cls, known, override, state.get("imported", {}).get("argument"))
+    module: Any = cls(**arguments)
+    module.configure_model()
+    state["state_dict"] = weights
+    module.on_load_checkpoint(state)
+    load_weights(
+        module, state["state_dict"], path, strict=getattr(module, "strict_loading", True) if strict is None else strict
+    )
+    if map_location is not None:
+        module.to(map_location if not callable(map_location) else "cpu")
+    return module  # type: ignore[no-any-return]
+
+
+def load_data(
+    cls: type[T], path: Place, override: Mapping[str, Any], hparams_file: str | PathLike[str] | None = None
+) -> T:  # fmt: skip
+    """Create a data module with its hyperparameters of a checkpoint.
+
+    Args:
+        cls: class of the data module.
+        path: of the checkpoint, see `load`.
+        override: arguments of `cls` that replace those of the checkpoint.
+        hparams_file: YAML file whose arguments replace all arguments of the checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a required argument of `cls`.
+    """
+    argument = None
+    if hparams_file is not None:
+        known: Any = load_hparams(hparams_file)
+    elif is_foreign(path):
+        others = read_foreign(as_path(path)).others
+        known, argument = others.get("datamodule_hyper_parameters"), others.get("datamodule_hparams_name")
+    else:
+        known = read_manifest(as_path(path)).get("datamodule_hparams")
+    argument = None if argument == "kwargs" else argument
+    return cls(**_arguments(cls, dict(known) if isinstance(known, Mapping) else {}, override, argument))
+
+
+def _arguments(
+    cls: type, known: dict[str, Any], override: Mapping[str, Any], argument: str | None
+) -> dict[str, Any]:  # fmt: skip
+    """Return the arguments of a constructor: those of a checkpoint that it has, and those that replace them.
+
+    Args:
+        cls: the class.
+        known: hyperparameters of the checkpoint.
+        override: arguments that replace them.
+        argument: the constructor's argument for all of them as a dict; None or "" if each is an argument.
+
+    Raises:
+        CheckpointError: a required argument is missing.
+    """
+    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if argument and argument in parameters and known:
         known = {argument: {**known, **{name: value for name, value in override.items() if name not in parameters}}}
         override = {name: value for name, value in override.items() if name in parameters}
     hidden = {key.partition(".")[0] for key in masked_keys(known)} - override.keys()
@@ -188,15 +241,6 @@ def load_module(
         warnings.warn(
             f"{cls.__name__}: no secret is saved in a checkpoint, so {', '.join(sorted(hidden))} has its default; pass "
             "it to load_from_checkpoint",
-            stacklevel=4,
+            stacklevel=5,
         )
-    module: Any = cls(**arguments)
-    module.configure_model()
-    state["state_dict"] = weights
-    module.on_load_checkpoint(state)
-    load_weights(
-        module, state["state_dict"], path, strict=getattr(module, "strict_loading", True) if strict is None else strict
-    )
-    if map_location is not None:
-        module.to(map_location if not callable(map_location) else "cpu")
-    return module  # type: ignore[no-any-return]
+    return arguments

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
-from fabricx.core.hparams import HyperParameters
+from fabricx.core.hparams import HyperParameters, refuse_execution
 
 if TYPE_CHECKING:
+    from os import PathLike
+
     from fabricx.core.trainer import TrainerProtocol
 
 
@@ -20,6 +26,68 @@ class DataModule(HyperParameters):
     """
 
     trainer: TrainerProtocol | None = None
+    prepare_data_per_node: bool = True  # False runs `prepare_data` on the main rank only
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **arguments: Any,
+    ) -> Self:
+        """Create a data module from data sets.
+
+        Args:
+            train_dataset: read in random order; a mapping or list for several loaders.
+            val_dataset, test_dataset, predict_dataset: a data set, or a mapping or list of them.
+            batch_size: samples of a batch of a rank.
+            num_workers: processes of each loader.
+            arguments: of the constructor, which also gets `batch_size` and `num_workers` if it has them.
+        """
+        sizes = {"batch_size": batch_size, "num_workers": num_workers}
+        known = inspect.signature(cls.__init__).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+        data = cls(**arguments, **{name: value for name, value in sizes.items() if takes_all or name in known})
+        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        for word, dataset in given.items():
+            if dataset is not None:
+                loader = functools.partial(_loader, dataset, shuffle=word == "train", **sizes)
+                setattr(data, f"{word}_dataloader", loader)
+        return data
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | PathLike[str],
+        map_location: Any = None,
+        hparams_file: str | PathLike[str] | None = None,
+        weights_only: bool | None = None,
+        **override: Any,
+    ) -> Self:
+        """Create a data module with the hyperparameters of a checkpoint.
+
+        Args:
+            checkpoint_path: folder of the checkpoint; or a file of Lightning.
+            map_location: without an effect; hyperparameters are plain data.
+            hparams_file: YAML file with arguments, in the place of the saved hyperparameters.
+            weights_only: True or None; a checkpoint is never executed.
+            override: arguments that replace or complete the saved hyperparameters.
+
+        Raises:
+            CheckpointError: the checkpoint does not exist, is incomplete, or lacks arguments of the constructor.
+            ValueError: weights_only=False, which would execute code of the file.
+        """
+        from fabricx.checkpoint import load_data
+
+        refuse_execution(weights_only, "load_from_checkpoint")
+        return load_data(cls, checkpoint_path, override, hparams_file)
 
     def prepare_data(self) -> None:
         """Download or write files; runs on a single rank per node, so do not set attributes."""
@@ -71,7 +139,9 @@ class DataModule(HyperParameters):
             device: device of this rank.
             dataloader_idx: index of the loader.
         """
-        raise NotImplementedError  # called only if overridden; otherwise fabricx.data.to_device moves the batch
+        from fabricx.core.transfer import to_device
+
+        return to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Return a batch, changed on the device.
@@ -102,3 +172,12 @@ class DataModule(HyperParameters):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "trainer"}
+
+
+def _loader(dataset: Any, *, shuffle: bool, **sizes: Any) -> Any:
+    """Return the loader of a data set; a mapping or a list of loaders for one of data sets."""
+    if isinstance(dataset, Mapping):
+        return {name: _loader(part, shuffle=shuffle, **sizes) for name, part in dataset.items()}
+    if isinstance(dataset, (list, tuple)):
+        return [_loader(part, shuffle=shuffle, **sizes) for part in dataset]
+    return DataLoader(dataset, shuffle=shuffle and not isinstance(dataset, IterableDataset), **sizes)

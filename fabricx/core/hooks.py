@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from fabricx.core.callback import Callback
+from fabricx.core.datamodule import DataModule
+from fabricx.core.former_names import (
+    FORMER_DATA_HOOKS,
+    FORMER_HOOKS,
+    FORMER_PARAMETERS,
+    former_parameter,
+    meant_name,
+)
 from fabricx.core.module_hooks import ModuleHooks
+from fabricx.core.signatures import fitting, parameter_names, unknown_parameters
 from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -25,6 +35,9 @@ def _hooks_of(contract: type) -> frozenset[str]:
 CALLBACK_HOOKS: Final = _hooks_of(Callback) | {"setup", "teardown"}
 _LIGHTNING: Final = ("lightning", "pytorch_lightning")
 MODULE_HOOKS: Final = _hooks_of(ModuleHooks) | {"setup", "teardown"}
+DATA_HOOKS: Final = _hooks_of(DataModule)
+_STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
+_FRAMEWORK: Final = ("fabricx", "torch")  # whose classes are not checked for parameters and similar names
 
 
 class Hooks:
@@ -50,7 +63,7 @@ class Hooks:
         for name in CALLBACK_HOOKS | MODULE_HOOKS:
             before = _bound(name, first, trainer, module)
             overridden = name in MODULE_HOOKS and overrides(module, name, ModuleHooks)
-            of_module = (getattr(module, name),) if overridden else ()
+            of_module = (fitted(module, name, ModuleHooks),) if overridden else ()
             setattr(self, name, (*before, *of_module, *_bound(name, watching, trainer, module)))
         self.train_batch_end_watching: Hook = _bound("on_train_batch_end", watching, trainer, module)
         self.train_batch_end_others = _without(self.on_train_batch_end, self.train_batch_end_watching)
@@ -70,7 +83,7 @@ def _bound(name: str, callbacks: Iterable[Callback], trainer: TrainerProtocol, m
     if name not in CALLBACK_HOOKS:
         return ()
     return tuple(
-        functools.partial(getattr(callback, name), trainer, module)
+        functools.partial(fitted(callback, name, Callback), trainer, module)
         for callback in callbacks
         if overrides(callback, name, Callback)
     )
@@ -95,40 +108,119 @@ def overrides(obj: object, name: str, contract: type) -> bool:
 
 
 def check_hooks(obj: object) -> None:
-    """Refuse an object with an `on_...` method that is not a hook.
+    """Refuse an object with a method that looks like a hook and would never be called, or not with its parameters.
+
+    A method with a name similar to one that is called is a warning, if the object lacks that one.
 
     Args:
-        obj: module or callback.
+        obj: module, data module or callback.
 
     Raises:
-        ValueError: names the method and the nearest hook.
+        ValueError: names the method, and the nearest hook or the successor of a hook of Lightning 1.
     """
-    known = CALLBACK_HOOKS if isinstance(obj, Callback) else MODULE_HOOKS
+    contract, known, former = _contract_of(obj)
     for cls in type(obj).__mro__:
-        if cls.__module__.partition(".")[0] in _LIGHTNING:  # has hooks that fabricx replaces
+        if cls.__module__.partition(".")[0] in _LIGHTNING or cls is contract:  # has hooks that fabricx replaces
             continue
         for name, value in vars(cls).items():
-            if name.startswith("on_") and inspect.isfunction(value) and name not in known:
+            if not inspect.isfunction(value) or name.startswith("_"):
+                continue
+            if name in former and name not in known:
+                raise ValueError(f"{cls.__name__}.{name} would never be called. Its successor is {former[name]}")
+            if name.startswith("on_") and name not in known:
                 raise ValueError(
                     f"{cls.__name__}.{name} would never be called: there is no hook of that name."
                     f"{did_you_mean(name, known)}\n  names that begin with 'on_' are for hooks; rename other methods"
                 )
+            if cls.__module__.partition(".")[0] in _FRAMEWORK:
+                continue
+            if hasattr(contract, name) or name in _STEPS:
+                check_signature(obj, name)
+            elif contract is not Callback:
+                _warn_of_near_name(obj, cls, name, contract)
 
 
-def accepts(function: Callable[..., Any], most: int) -> int:
-    """Return how many of `most` positional arguments a step accepts, so that steps may have fewer parameters.
+def _contract_of(obj: object) -> tuple[type, Collection[str], Mapping[str, str]]:
+    """Return the class with the defaults of an object's hooks, the names of its hooks, and those of former hooks."""
+    if isinstance(obj, Callback):
+        return Callback, CALLBACK_HOOKS, FORMER_HOOKS
+    if isinstance(obj, DataModule):
+        return DataModule, DATA_HOOKS, FORMER_DATA_HOOKS
+    return ModuleHooks, MODULE_HOOKS, FORMER_HOOKS
+
+
+def check_signature(obj: object, name: str) -> None:
+    """Refuse a hook or step with parameters that the loop has no argument for.
 
     Args:
-        function: the step.
-        most: number of arguments that the loop can pass.
+        obj: module, data module or callback.
+        name: of the method.
 
-    >>> accepts(lambda batch: None, 3), accepts(lambda batch, *rest: None, 3)
-    (1, 3)
+    Raises:
+        ValueError: names the parameter; or the successor of a parameter of Lightning 1.
     """
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return most
-    return min(most, sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters))
+    method = getattr(obj, name)
+    if not callable(method):
+        return
+    passed = arguments_of(_contract_of(obj)[0], name)
+    unknown = unknown_parameters(method, passed)
+    former = former_parameter(parameter for parameter in parameter_names(method) if parameter not in passed)
+    if former is not None and (unknown or former == "optimizer_idx"):
+        raise ValueError(
+            f"{type(obj).__name__}.{name} has the parameter {former!r}, which is of Lightning 1: "
+            f"{FORMER_PARAMETERS[former]}"
+        )
+    if unknown:
+        raise ValueError(
+            f"{type(obj).__name__}.{name} requires {unknown[0]!r}, and its arguments are ({', '.join(passed)}): remove "
+            "the parameter, or give it a default"
+        )
+
+
+def _warn_of_near_name(obj: object, cls: type, name: str, contract: type) -> None:
+    """Warn of a method that is never called, if it is similar to a method of the contract that the object lacks."""
+    lacking = [
+        method
+        for method in (*_STEPS, *vars(contract))
+        if not method.startswith("_") and (method in _STEPS or method in vars(contract))
+        and not overrides(obj, method, contract)
+    ]  # fmt: skip
+    meant = meant_name(name, lacking)
+    if meant is not None:
+        warnings.warn(
+            f"{cls.__name__}.{name} is not called by the Trainer: rename it to {meant} if it was meant to be",
+            stacklevel=5,
+        )
+
+
+@functools.cache
+def arguments_of(contract: type, name: str) -> tuple[str, ...]:
+    """Return the names of the arguments that the loop passes to a hook or step.
+
+    Args:
+        contract: class with the default of the method.
+        name: of the method.
+
+    >>> arguments_of(ModuleHooks, "on_validation_batch_start")
+    ('batch', 'batch_idx', 'dataloader_idx')
+    """
+    if name in _STEPS:
+        return ("batch", "batch_idx") if name == "training_step" else ("batch", "batch_idx", "dataloader_idx")
+    parameters = inspect.signature(getattr(contract, name)).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):  # the caller passes any number
+        return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
+    return tuple(parameter.name for parameter in parameters)[1:]
+
+
+def fitted(obj: object, name: str, contract: type) -> Callable[..., Any]:
+    """Return a method that takes all arguments of its hook; the user's method may have fewer parameters.
+
+    Args:
+        obj: module, data module or callback.
+        name: of the method.
+        contract: class with the default of the method.
+    """
+    return fitting(getattr(obj, name), arguments_of(contract, name))
 
 
 def call(hook: Hook, *args: Any) -> None:

@@ -132,3 +132,20 @@ def plain(value: Any, otherwise: Callable[[Any], Any] = str) -> Any:
     if isinstance(value, (list, tuple, set)):
         return [plain(item, otherwise) for item in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else otherwise(value)
+
+
+def refuse_execution(weights_only: bool | None, call: str) -> None:
+    """Refuse to execute code of a checkpoint's file.
+
+    Args:
+        weights_only: argument of the call; None and True load tensors and plain data only.
+        call: name of the call, for the message.
+
+    Raises:
+        ValueError: weights_only=False.
+    """
+    if weights_only is False:
+        raise ValueError(
+            f"{call}(weights_only=False): fabricx loads tensors and plain data only, and executes nothing of a "
+            "checkpoint; remove the argument"
+        )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricx.core.hparams import HyperParameters
+from fabricx.core.hparams import HyperParameters, refuse_execution
 from fabricx.core.module_hooks import ModuleHooks
 from fabricx.core.reductions import Reduction
 
@@ -28,11 +29,23 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
     Attributes:
         automatic_optimization: set it to False in `__init__` if `training_step` calls `manual_backward` and steps the
             optimizers.
-        example_input_array: an input of `forward`, for the summary and the graph.
+        example_input_array: an input of `forward`, for the summary, the graph and exports.
+        strict_loading: False ignores weights that a checkpoint lacks, or has in addition.
+        prepare_data_per_node: False runs `prepare_data` on the main rank only, instead of on a rank of each machine.
     """
 
     automatic_optimization: bool = True
     example_input_array: Any = None
+    strict_loading: bool = True
+    prepare_data_per_node: bool = True
+    __jit_unused_properties__: ClassVar[list[str]] = [  # a script module has neither a trainer nor hyperparameters
+        "current_epoch", "device", "dtype", "global_rank", "global_step", "hparams", "hparams_initial", "local_rank",
+        "logger", "loggers", "on_gpu", "trainer",
+    ]  # fmt: skip
+    __jit_ignored_attributes__: ClassVar[list[str]] = [
+        "automatic_optimization", "example_input_array", "strict_loading", "prepare_data_per_node", "_trainer",
+        "_log_to",
+    ]  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,16 +58,18 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         self,
         name: str,
         value: Any,
-        *,
         prog_bar: bool = False,
-        logger: bool = True,
+        logger: bool | None = True,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
-        reduce_fx: Reduction = "mean",
-        batch_size: int | None = None,
-        add_dataloader_idx: bool = True,
-        rank_zero_only: bool = False,
+        reduce_fx: Reduction | Callable[..., Any] = "mean",
+        enable_graph: bool = False,
         sync_dist: bool = True,
+        sync_dist_group: None = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
     ) -> None:
         """Log a number under a name, reduced over all ranks.
 
@@ -68,19 +83,26 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
             logger: pass it to the loggers.
             on_step: log the value of the latest step, reduced over ranks.
             on_epoch: log the value over the whole epoch and all ranks.
-            reduce_fx: "mean", "sum", "max" or "min".
-            batch_size: number of samples of the value; by default that of the batch.
-            add_dataloader_idx: with several loaders, append `/dataloader_idx_0` to the name.
-            rank_zero_only: only the main rank logs the value; implies `sync_dist=False`.
+            reduce_fx: "mean" (or "avg"), "sum", "max" or "min"; or a function of such a name, such as `torch.mean`.
+            enable_graph: without an effect: values are logged without their graph.
             sync_dist: False logs the main rank's value instead of the reduction over ranks.
+            sync_dist_group: None: values are reduced over the ranks that train.
+            add_dataloader_idx: with several loaders, append `/dataloader_idx_0` to the name.
+            batch_size: number of samples of the value; by default that of the batch.
+            metric_attribute: without an effect: a metric object is found by its identity.
+            rank_zero_only: only the main rank logs the value; implies `sync_dist=False`.
 
         Raises:
-            ValueError: the value isn't a single number, or the reduction is unknown.
+            ValueError: the value isn't a single number, the reduction is unknown, or there is a group.
             RuntimeError: the module is not being trained or evaluated, or the hook does not support logging.
         """
         log_to = self.__dict__.get("_log_to")
         if log_to is None:
             log_to = self._log_of_run(name)
+        if sync_dist_group is not None:
+            raise ValueError(
+                f"self.log({name!r}, ..., sync_dist_group=...): values are reduced over the ranks that train; remove it"
+            )
         if type(value) is Tensor and value.dim() == 0:
             value = value.detach()
         log_to.log(
@@ -98,21 +120,21 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         log_to = trainer.module.__dict__.get("_log_to")
         if log_to is None:
             raise RuntimeError(
-                f"self.log({name!r}, ...) was called where metrics can't be logged, such as in predict_step, "
-                "on_fit_start, on_validation_end or on_train_end; call it in a training or evaluation step, or in a "
-                "hook between on_train_start and on_train_epoch_end, or on_validation_start and on_validation_epoch_end"
+                f"self.log({name!r}, ...) was called where metrics can't be logged, such as in predict_step; call it "
+                "in a training or evaluation step, or in a hook of these"
             )
         return log_to
 
-    def log_dict(self, metrics: Mapping[str, Any], **options: Any) -> None:
-        """Log each entry of a dict.
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
+        """Log each entry of a dict, also of a `torchmetrics.MetricCollection`.
 
         Args:
-            metrics: values by name.
+            dictionary: values by name.
+            args: of `log`, after the value.
             options: of `log`.
         """
-        for name, value in metrics.items():
-            self.log(name, value, **options)
+        for name, value in dictionary.items():
+            self.log(name, value, *args, **options)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main rank only, above the progress bar.
@@ -178,10 +200,12 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
 
         Args:
             optimizer: of the parameters.
-            gradient_clip_val: limit of the norm or of each element; None or 0 clips nothing.
-            gradient_clip_algorithm: "norm" (default) or "value".
+            gradient_clip_val: limit of the norm or of each element; None for that of the Trainer; 0 clips nothing.
+            gradient_clip_algorithm: "norm" or "value"; None for that of the Trainer.
         """
-        self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        limit = self.trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
+        algorithm = gradient_clip_algorithm or self.trainer.gradient_clip_algorithm
+        self.trainer.clip_gradients(optimizer, limit, algorithm)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Disable gradients of the parameters of all other optimizers, until `untoggle_optimizer`.
@@ -206,15 +230,68 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         for parameter, required in self.__dict__.pop("_requires_grad", {}).items():
             parameter.requires_grad_(required)
 
-    def freeze(self) -> None:
-        """Disable all gradients, and switch to evaluation mode."""
-        self.requires_grad_(False)
-        self.eval()
+    @contextlib.contextmanager
+    def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
+        """Context between `toggle_optimizer` and `untoggle_optimizer`.
 
-    def unfreeze(self) -> None:
-        """Enable all gradients, and switch to training mode."""
+        Args:
+            optimizer: to train.
+        """
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
+    def freeze(self) -> Self:
+        """Disable all gradients, and switch to evaluation mode; returns the module."""
+        self.requires_grad_(False)
+        return self.eval()
+
+    def unfreeze(self) -> Self:
+        """Enable all gradients, and switch to training mode; returns the module."""
         self.requires_grad_(True)
-        self.train()
+        return self.train()
+
+    def to_onnx(self, file_path: Any = None, input_sample: Any = None, **options: Any) -> Any:
+        """Export the module to ONNX by `torch.onnx.export`.
+
+        Args:
+            file_path: file to write; None writes nothing.
+            input_sample: input of `forward`; a tuple or a dict for several. By default `example_input_array`.
+            options: of `torch.onnx.export`.
+
+        Returns:
+            the result of `torch.onnx.export`.
+
+        Raises:
+            ModuleNotFoundError: onnx is not installed; the message has the command.
+            ValueError: there is no input.
+        """
+        from fabricx.core.export import to_onnx
+
+        return to_onnx(self, file_path, input_sample, **options)
+
+    def to_torchscript(
+        self, file_path: Any = None, method: str = "script", example_inputs: Any = None, **options: Any
+    ) -> Any:
+        """Export the module in evaluation mode to TorchScript; torch recommends `torch.export.export` instead.
+
+        Args:
+            file_path: file to write; None writes nothing.
+            method: "script" compiles the source of `forward`, "trace" records its operations.
+            example_inputs: input of `forward` to trace; by default `example_input_array`.
+            options: of `torch.jit.script` or `torch.jit.trace`.
+
+        Returns:
+            the script module.
+
+        Raises:
+            ValueError: the method is unknown, or there is no input to trace.
+        """
+        from fabricx.core.export import to_torchscript
+
+        return to_torchscript(self, file_path, method, example_inputs, **options)
 
     @classmethod
     def load_from_checkpoint(
@@ -245,11 +322,7 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         """
         from fabricx.checkpoint import load_module
 
-        if weights_only is False:
-            raise ValueError(
-                "load_from_checkpoint(weights_only=False): fabricx loads tensors and plain data only, and executes "
-                "nothing of a checkpoint; remove the argument"
-            )
+        refuse_execution(weights_only, "load_from_checkpoint")
         return load_module(cls, checkpoint_path, map_location, strict, override, hparams_file)
 
     # -- what users read ----------------------------------------------------------------------------------------
@@ -272,13 +345,15 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
 
     @property
     def logger(self) -> Any:
-        """Return the first logger, or None."""
-        return self.trainer.logger
+        """Return the first logger; None without a logger or a trainer."""
+        trainer: TrainerProtocol | None = self.__dict__.get("_trainer")
+        return trainer.logger if trainer else None
 
     @property
     def loggers(self) -> list[Any]:
-        """Return all loggers."""
-        return self.trainer.loggers
+        """Return all loggers; none without a trainer."""
+        trainer: TrainerProtocol | None = self.__dict__.get("_trainer")
+        return trainer.loggers if trainer else []
 
     @property
     def current_epoch(self) -> int:
@@ -303,6 +378,11 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         """Return the rank of this process on its machine."""
         trainer: TrainerProtocol | None = self.__dict__.get("_trainer")
         return trainer.local_rank if trainer else 0
+
+    @property
+    def on_gpu(self) -> bool:
+        """Return whether the weights are on a CUDA device."""
+        return self.device.type == "cuda"
 
     @property
     def device(self) -> torch.device:

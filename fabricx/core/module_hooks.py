@@ -178,11 +178,17 @@ class ModuleHooks:
     def on_exception(self, exception: BaseException) -> None:
         """An exception was raised in this rank's process."""
 
+    def on_validation_model_zero_grad(self) -> None:
+        """Release the gradients before a validation within training; by default they are kept."""
+        self.zero_grad()  # type: ignore[attr-defined]
+
     def on_validation_model_eval(self) -> None:
         """Set every submodule to evaluation mode, before validation."""
+        self.eval()  # type: ignore[attr-defined]
 
     def on_validation_model_train(self) -> None:
-        """Restore the mode of every submodule, after validation."""
+        """Set the mode of every submodule, after validation; by default each gets its mode of before."""
+        self.train()  # type: ignore[attr-defined]
 
     def on_validation_start(self) -> None:
         """Before validation begins."""
@@ -204,9 +210,11 @@ class ModuleHooks:
 
     def on_test_model_eval(self) -> None:
         """Set every submodule to evaluation mode, before the test."""
+        self.eval()  # type: ignore[attr-defined]
 
     def on_test_model_train(self) -> None:
-        """Restore the mode of every submodule, after the test."""
+        """Set the mode of every submodule, after the test; by default each gets its mode of before."""
+        self.train()  # type: ignore[attr-defined]
 
     def on_test_start(self) -> None:
         """Before the test begins."""
@@ -228,9 +236,11 @@ class ModuleHooks:
 
     def on_predict_model_eval(self) -> None:
         """Set every submodule to evaluation mode, before prediction."""
+        self.eval()  # type: ignore[attr-defined]
 
     def on_predict_model_train(self) -> None:
-        """Restore the mode of every submodule, after prediction."""
+        """Set the mode of every submodule, after prediction; by default each gets its mode of before."""
+        self.train()  # type: ignore[attr-defined]
 
     def on_predict_start(self) -> None:
         """Before prediction begins."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, final
 
@@ -179,23 +180,52 @@ class OptimizerHandle:
 
     Args:
         optimizer: of the module.
-        step: updates the weights of an optimizer, which it receives with the closure or None.
+        step: updates the weights of an optimizer, which it receives with the closure or None, and further arguments.
+        toggled: context in which only the parameters of an optimizer get gradients.
     """
 
-    def __init__(self, optimizer: Optimizer, step: Callable[[Optimizer, Callable[[], Any] | None], Any]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        step: Callable[..., None],
+        toggled: Callable[[Optimizer], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self.__dict__["optimizer"] = optimizer
         self.__dict__["_step"] = step
+        self.__dict__["_toggled"] = toggled
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """Return the class of the optimizer, so that `isinstance` holds for it."""
+        return type(self.__dict__["optimizer"])
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Update the weights through the strategy and the precision, and count the update.
 
         Args:
-            closure: computes the loss and the gradients; None without.
+            closure: recomputes the loss; None without.
+            options: further arguments of the optimizer's `step`.
 
         Returns:
-            the loss of the first call of the closure in manual optimization; otherwise None.
+            the loss that the closure returned last; None without.
         """
-        return self.__dict__["_step"](self.optimizer, closure)
+        results: list[Any] = [None]
+
+        def recorded() -> Any:
+            assert closure is not None
+            results[0] = closure()
+            return results[0]
+
+        self.__dict__["_step"](self.optimizer, None if closure is None else recorded, **options)
+        return results[0]
+
+    def toggle_model(self, sync_grad: bool = True) -> AbstractContextManager[None]:
+        """Return the context `Module.toggled_optimizer` of this optimizer.
+
+        Args:
+            sync_grad: without an effect: gradients are averaged over ranks by each `manual_backward`.
+        """
+        return self.__dict__["_toggled"](self.optimizer)  # type: ignore[no-any-return]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients.

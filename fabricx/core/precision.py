@@ -24,6 +24,8 @@ class Precision:
         name: full name, as in `KNOWN`.
     """
 
+    scaler: torch.amp.GradScaler | None = None  # of the loss, with 16-bit floats
+
     def __init__(self, name: str = "32-true") -> None:
         self.name = name
 
@@ -137,7 +139,7 @@ class MixedPrecision(Precision):
         super().__init__(name)
         self.dtype = torch.float16 if name == "16-mixed" else torch.bfloat16
         self._device_type = device_type
-        self._scaler = torch.amp.GradScaler(device_type) if name == "16-mixed" else None
+        self.scaler = torch.amp.GradScaler(device_type) if name == "16-mixed" else None
         self._unscaled: set[int] = set()
 
     def wrap_step(self, step: Callable[..., Any], *, updates_weights: bool = False) -> Callable[..., Any]:
@@ -150,18 +152,16 @@ class MixedPrecision(Precision):
         return under_autocast
 
     def scale(self, loss: Tensor) -> Tensor:
-        return loss if self._scaler is None else self._scaler.scale(loss)
+        return loss if self.scaler is None else self.scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        if self._scaler is not None and id(optimizer) not in self._unscaled:
-            self._scaler.unscale_(optimizer)
+        if self.scaler is not None and id(optimizer) not in self._unscaled:
+            self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None = None) -> bool:
-        if self._scaler is None:
+        if self.scaler is None:
             return super().step(optimizer, step, closure)
-        if closure is not None:  # the scaler has to see the gradients before the optimizer
-            closure()
         self.unscale(optimizer)
         done: list[bool] = []
 
@@ -173,23 +173,23 @@ class MixedPrecision(Precision):
                 done.append(True)
 
         stepper = Stepper()
-        states = self._scaler._per_optimizer_states  # keyed by the optimizer's id
+        states = self.scaler._per_optimizer_states  # keyed by the optimizer's id
         states[id(stepper)] = states[id(optimizer)]
-        self._scaler.step(stepper)  # type: ignore[arg-type]
+        self.scaler.step(stepper)  # type: ignore[arg-type]
         states.pop(id(stepper), None)
         return bool(done)
 
     def updated(self) -> None:
-        if self._scaler is not None:
-            self._scaler.update()
+        if self.scaler is not None:
+            self.scaler.update()
             self._unscaled.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._scaler is None else self._scaler.state_dict()
+        return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._scaler is not None and state:
-            self._scaler.load_state_dict(state)
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(state)
 
 
 def check_precision(precision: str | int) -> str:
@@ -207,6 +207,15 @@ def check_precision(precision: str | int) -> str:
             f"precision={precision!r} isn't known.{did_you_mean(name, KNOWN)}\n  known: {', '.join(KNOWN)}"
         )
     return name
+
+
+def stored_dtype(name: str) -> torch.dtype:
+    """Return the dtype of floating-point weights.
+
+    Args:
+        name: full name of a precision.
+    """
+    return _KEPT.get(name, torch.float32)
 
 
 def make_precision(name: str, device: torch.device) -> Precision:

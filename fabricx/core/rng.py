@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
+import os
 import random
 import struct
 import sys
@@ -12,19 +14,46 @@ from typing import Any, Final, final
 
 import torch
 
+_LOG: Final = logging.getLogger(__name__)
 
-def seed_everything(seed: int, workers: bool = False) -> int:
+GLOBAL_SEED: Final = "PL_GLOBAL_SEED"  # environment variable of Lightning with the seed of `seed_everything`
+
+
+def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
     """Seed python, numpy and torch, on all devices.
 
     When a run starts, each rank except rank 0 derives its own stream from the seed; the data order is the same on all
     ranks.
 
     Args:
-        seed: an integer from 0 to 2**32 - 1.
+        seed: an integer from 0 to 2**32 - 1; None for that of the environment variable PL_GLOBAL_SEED, else 0.
         workers: ignored; accepted for compatibility with Lightning. DataLoader worker processes are always seeded.
+        verbose: log the seed, at level INFO.
 
     Returns:
         the seed.
+
+    Raises:
+        ValueError: the seed is not an integer, or out of range.
+    """
+    given = os.environ.get(GLOBAL_SEED, "0") if seed is None else seed
+    try:
+        chosen = int(given)
+    except (TypeError, ValueError):
+        source = f"the environment variable {GLOBAL_SEED}" if seed is None else "seed"
+        raise ValueError(f"{source}={given!r}: must be an integer from 0 to {2**32 - 1}") from None
+    seed_generators(chosen)
+    os.environ[GLOBAL_SEED] = str(chosen)
+    if verbose:
+        _LOG.info("Seed set to %d", chosen)
+    return chosen
+
+
+def seed_generators(seed: int) -> None:
+    """Seed python, numpy and torch, without a record of the seed.
+
+    Args:
+        seed: an integer from 0 to 2**32 - 1.
 
     Raises:
         ValueError: the seed is out of range.
@@ -35,7 +64,12 @@ def seed_everything(seed: int, workers: bool = False) -> int:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     torch.manual_seed(seed)
-    return seed
+
+
+def reset_seed() -> None:
+    """Seed again with the seed of the newest `seed_everything`; does nothing without one."""
+    if GLOBAL_SEED in os.environ:
+        seed_everything(verbose=False)
 
 
 @final

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import Any
+from typing import Any, Final
 
 
 class Phase(StrEnum):
@@ -17,6 +17,53 @@ class Phase(StrEnum):
     VALIDATE = "validate"
     TEST = "test"
     PREDICT = "predict"
+
+
+class TrainerFn(StrEnum):
+    """Newest call of the Trainer."""
+
+    FITTING = "fit"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+class TrainerStatus(StrEnum):
+    """Progress of the newest call of the Trainer."""
+
+    INITIALIZING = "initializing"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether the call has ended."""
+        return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
+
+
+class RunningStage(StrEnum):
+    """Present activity of the Trainer, as Lightning names it."""
+
+    TRAINING = "train"
+    SANITY_CHECKING = "sanity_check"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Return whether a validation, also before training, or a test is running."""
+        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
+
+    @property
+    def dataloader_prefix(self) -> str:
+        """Return the first word of the names of the loaders."""
+        return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else self.value
+
+
+_STAGES: Final = {Phase.SANITY: RunningStage.SANITY_CHECKING}
+_OF_CALL: Final = ("fn", "status")  # fields that a checkpoint does not contain
 
 
 class Stage(IntEnum):
@@ -54,9 +101,10 @@ class RunState:
         left_out: samples of the global order that were skipped between two consecutive windows.
         again: samples of the global order in windows that begin before the end of the previous window.
         validating: a validation of the present weights is due or has begun, and is not complete.
-        evaluated: validation batches of the run, for the values of single batches in the loggers.
         judging: the validation is complete, but callbacks that watch metrics have not processed it.
         run: random name of the run, which restarts and resumes keep.
+        fn: newest call of the Trainer.
+        status: of this call.
     """
 
     phase: Phase = Phase.IDLE
@@ -74,12 +122,30 @@ class RunState:
     closing: bool = False
     validating: bool = False
     judging: bool = False
-    evaluated: int = 0
     passed: int = 0
     trained: int = 0
     left_out: int = 0
     again: int = 0
     run: str = ""
+    fn: TrainerFn | None = None
+    status: TrainerStatus = TrainerStatus.INITIALIZING
+
+    @property
+    def stage(self) -> RunningStage | None:
+        """Return the present activity; None outside of a run."""
+        if self.phase is Phase.IDLE:
+            return None
+        return _STAGES.get(self.phase) or RunningStage(self.phase.value)
+
+    @property
+    def finished(self) -> bool:
+        """Return whether the newest call has ended without an error."""
+        return self.status is TrainerStatus.FINISHED
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether the newest call has ended."""
+        return self.status.stopped
 
     def advance(self, batch: int, start: int | None, samples: int) -> None:
         """Set the position in the data after a global batch; count skipped and repeated samples.
@@ -103,7 +169,8 @@ class RunState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the record as plain data."""
-        return {**dataclasses.asdict(self), "phase": str(self.phase)}
+        saved = {name: value for name, value in dataclasses.asdict(self).items() if name not in _OF_CALL}
+        return {**saved, "phase": str(self.phase)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a record; unknown keys are ignored, so that older versions can read newer records.
@@ -112,6 +179,6 @@ class RunState:
             state: result of `state_dict`.
         """
         for field in dataclasses.fields(self):
-            if field.name in state:
+            if field.name in state and field.name not in _OF_CALL:
                 setattr(self, field.name, state[field.name])
         self.phase = Phase(self.phase)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fabricx.core.hooks import accepts
+from fabricx.core.signatures import accepts, requires
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -30,7 +30,11 @@ def wrap_steps(module: Module, precision: Precision, *, several_loaders: bool) -
     for word, name in names.items():
         step = getattr(module, name, None)
         if callable(step):
-            steps[word] = _fitting(precision.wrap_step(step), accepts(step, 3), 3 if several_loaders else 2)
+            wrapped = precision.wrap_step(step)
+            if requires(step) > 2 and not several_loaders:
+                steps[word] = _of_first_loader(wrapped)
+            else:
+                steps[word] = _fitting(wrapped, accepts(step, 3), 3 if several_loaders else 2)
     step = getattr(module, "training_step", None)
     if callable(step):
         wrapped = precision.wrap_step(step, updates_weights=not module.automatic_optimization)
@@ -42,6 +46,10 @@ def _fitting(step: Callable[..., Any], accepted: int, passed: int) -> Callable[.
     if accepted >= passed:
         return step
     return lambda *args: step(*args[:accepted])
+
+
+def _of_first_loader(step: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: step(*args, 0)
 
 
 def checked_loss(loss: Any) -> Tensor:

@@ -7,7 +7,7 @@ These methods are for every strategy. Parts that few strategies implement are in
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 
 from fabricx.core.gradient_checks import SPARSE_CLIPPED
 from fabricx.core.optimizer_state import OTHER_STATE, by_name, by_number
+from fabricx.core.strategy_names import StrategyNames
+from fabricx.core.strategy_parts import check_parts
 from fabricx.distributed.lost_peers import raise_peer_lost
 from fabricx.distributed.world import World
 from fabricx.errors import NamesChecked
@@ -35,7 +37,7 @@ class Traits:
         averages: gradients are averaged over ranks, not summed; losses are multiplied by the number of ranks then.
         sharded: a rank stores only a part of the weights or of the optimizer state (`ShardsWeights`).
         unreplicated: some state differs per rank, or is stored by servers, and not on all ranks.
-        elastic: the number of ranks may change during a run (`world_changed`).
+        elastic: the number of ranks may change during a run (`Elastic`).
         checkpoint_averages: a checkpoint averages the ranks' states, which changes the training that follows.
         max_ranks: largest number of ranks; None for any number.
         replicas: number of groups of ranks with the same state, if `sharded`.
@@ -71,7 +73,7 @@ class Traits:
         return [rank, *(peer for peer in range(rank % group, size, group) if peer != rank)]
 
 
-class Strategy(NamesChecked, ABC):
+class Strategy(StrategyNames, NamesChecked, ABC):
     """Trains a module on a `World` of ranks; the defaults are for a single rank.
 
     A strategy is a plain, picklable description until `setup`: it is created in the caller's process and set up in each
@@ -82,7 +84,7 @@ class Strategy(NamesChecked, ABC):
     Attributes:
         traits: properties, of the class or of this strategy.
         batch_weight_refused: reason why `Module.batch_weight` is not supported; "" if it is.
-        world: the ranks; set before all methods.
+        world: the ranks; set before all methods below.
         module: the user's module, on its device; None outside of a run.
         ends_window: whether the next backward is the last of an accumulation window, before an update.
     """
@@ -91,29 +93,27 @@ class Strategy(NamesChecked, ABC):
     batch_weight_refused = ""
     ends_window = True
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        check_parts(cls)
+
     def __init__(self) -> None:
         self.world = World()
         self.module: nn.Module | None = None
 
-    def enter(self, world: World) -> None:
-        """Join a world; called for every stage, also for evaluation. Not to be overridden.
+    def enter(self, world: World, module: nn.Module) -> None:
+        """Begin a stage of a run, also an evaluation; called before `setup`, by the run only.
 
         Args:
             world: ranks of the run.
+            module: the user's module.
         """
-        self.world = world
+        self.world, self.module = world, module
 
-    def place(self, module: nn.Module) -> None:
-        """Move a module to this rank's device; called for every stage, before `setup`. Not to be overridden.
-
-        Args:
-            module: the user's module; parameters on the meta device stay there.
-        """
-        self.module, device = module, self.world.device
-        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-        else:
-            module.to(device)
+    @property
+    def data_ranks(self) -> World:
+        """Return the ranks that train different shares of each global batch, over which gradients are reduced."""
+        return self.world.axis("data")
 
     # -- set up -------------------------------------------------------------------------------------------------
 
@@ -133,25 +133,6 @@ class Strategy(NamesChecked, ABC):
         Args:
             optimizers: of the module.
         """
-
-    def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the callable that the loop calls instead of the module's training step.
-
-        Args:
-            step: training step of the module.
-        """
-        return step
-
-    def world_changed(self, world: World) -> None:
-        """Continue with another set of ranks; called only with `traits.elastic`.
-
-        Args:
-            world: the new ranks.
-
-        Raises:
-            NotImplementedError: the strategy is not elastic.
-        """
-        raise NotImplementedError(f"{type(self).__name__} can't continue with another number of ranks")
 
     def teardown(self) -> None:
         """Release the resources of `setup`; the module stays usable."""
@@ -177,7 +158,7 @@ class Strategy(NamesChecked, ABC):
         `backward` for each part, and scales the losses of the parts to those of the whole microbatch.
 
         Args:
-            step: training step of the module, as wrapped by `wrap_step`; called with a batch and its index.
+            step: training step of the module; called with a batch and its index.
             backward: called with the outputs of `step`; runs the hooks, and calls `Strategy.backward` with the scaled
                 loss. Returns the outputs for hooks; None without a loss.
             batch: of the data loader, on the device.
@@ -324,25 +305,3 @@ class Strategy(NamesChecked, ABC):
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(by_number(optimizer, names, saved))
-
-    def local_state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
-        """Return the state of this rank for `load_local_states`, without communication; for in-memory checkpoints.
-
-        Args:
-            module: the user's module.
-            optimizers: of the module.
-        """
-        return self.state_dict(module, optimizers)
-
-    def load_local_states(
-        self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer], *, own: bool
-    ) -> None:  # fmt: skip
-        """Load local states.
-
-        Args:
-            states: results of `local_state_dict`: this rank's (`own`), or those of all former ranks.
-            module: the user's module.
-            optimizers: of the module.
-            own: whether the state is this rank's; False after a change of the number of ranks.
-        """
-        self.load_state_dict(states[0], module, optimizers)

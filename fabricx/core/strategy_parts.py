@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from fabricx.core.averaging import AverageRule
 from fabricx.core.dealer import Dealer
+from fabricx.distributed.world import World
 
 Part = TypeVar("Part")
 
@@ -31,6 +32,80 @@ def as_part(strategy: object, part: type[Part]) -> Part:
         the strategy; or an object with the part's defaults, if the strategy does not implement the part.
     """
     return strategy if isinstance(strategy, part) else part()
+
+
+def check_parts(strategy: type) -> None:
+    """Check that a class which defines a method of a part inherits that part: the run would not call it.
+
+    Args:
+        strategy: class of a strategy.
+
+    Raises:
+        TypeError: it names the part.
+    """
+    for part in (
+        DealsData, Elastic, HasServers, HidesGradients, KeepsLocalState, MeasuresWaiting, ShardsWeights, WrapsStep,
+    ):  # fmt: skip
+        methods = [name for name, member in vars(part).items() if callable(member) or isinstance(member, property)]
+        names = [name for name in methods if not name.startswith("_") and name in vars(strategy)]
+        if names and not issubclass(strategy, part):
+            raise TypeError(
+                f"{strategy.__name__}.{names[0]} is never called: inherit {part.__name__}, too, as in "
+                f"class {strategy.__name__}(fabricx.Strategy, fabricx.core.strategy_parts.{part.__name__})"
+            )
+
+
+class Elastic:
+    """A strategy that continues with other ranks when workers die or join (`traits.elastic`)."""
+
+    def world_changed(self, world: World) -> None:
+        """Continue with other ranks: set `self.world`, build process groups and buffers again.
+
+        Args:
+            world: the new ranks; this rank has joined their process group.
+
+        Raises:
+            NotImplementedError: the strategy does not implement this part.
+        """
+        raise NotImplementedError("a strategy with traits.elastic inherits Elastic and implements world_changed")
+
+
+class KeepsLocalState:
+    """A strategy whose in-memory checkpoints differ from `state_dict`: that is collective, or state differs by rank."""
+
+    def local_state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+        """Return the state of this rank for `load_local_states`, without communication.
+
+        Args:
+            module: the user's module.
+            optimizers: of the module.
+        """
+        raise NotImplementedError
+
+    def load_local_states(
+        self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer], *, own: bool
+    ) -> None:  # fmt: skip
+        """Load local states.
+
+        Args:
+            states: results of `local_state_dict`: this rank's (`own`), or those of all former ranks.
+            module: the user's module.
+            optimizers: of the module.
+            own: whether the state is this rank's; False after a change of the number of ranks.
+        """
+        raise NotImplementedError
+
+
+class WrapsStep:
+    """A strategy that calls the training step, also that of a manually optimised module, through a function."""
+
+    def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the callable that the loop calls instead of the module's training step.
+
+        Args:
+            step: training step of the module.
+        """
+        return step
 
 
 class DealsData:

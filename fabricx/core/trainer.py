@@ -38,6 +38,8 @@ class TrainerProtocol(Protocol):
     num_sanity_val_steps: int
     log_every_n_steps: int
     sync_batchnorm: bool
+    gradient_clip_val: float | None
+    gradient_clip_algorithm: str
     enable_telemetry: bool
 
     @property
@@ -130,7 +132,17 @@ class TrainerProtocol(Protocol):
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Return the number of batches of each evaluation loader."""
+        """Return the number of batches of each validation loader."""
+        ...
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        """Return the number of batches of each loader of a test."""
+        ...
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        """Return the number of batches of each loader of a prediction."""
         ...
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fabricx.core.transfer import batch_size_of, to_device
+from fabricx.data.combined import CombinedLoader, combined
 from fabricx.data.factory import make_feed
 from fabricx.data.feed import Feed, Microbatch
 from fabricx.data.iterable import ListFeed
@@ -11,6 +12,6 @@ from fabricx.data.preprocess import Preprocess
 from fabricx.data.samplers import BucketSampler, GroupSampler
 
 __all__ = [
-    "Balance", "BucketSampler", "Cut", "Feed", "GroupSampler", "ListFeed", "Microbatch", "Preprocess", "Share",
-    "batch_size_of", "epoch_order", "make_feed", "to_device",
+    "Balance", "BucketSampler", "CombinedLoader", "Cut", "Feed", "GroupSampler", "ListFeed", "Microbatch", "Preprocess",
+    "Share", "batch_size_of", "combined", "epoch_order", "make_feed", "to_device",
 ]  # fmt: skip

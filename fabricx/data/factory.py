@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from fabricx.data.combined import CombinedLoader, joined
 from fabricx.data.feed import Feed
 from fabricx.data.iterable import ListFeed
-from fabricx.data.map_style import OrderedFeed, order_of
+from fabricx.data.map_style import OrderedFeed, distributed_sampler, is_ordered
 from fabricx.data.order import Balance
 from fabricx.distributed.world import World
 
@@ -32,7 +32,7 @@ def make_feed(
     """Build the feed for a user's data: a map-style DataLoader is read in the global order, any other source as it is.
 
     Args:
-        source: a DataLoader or any iterable of batches.
+        source: a DataLoader, a CombinedLoader, or any iterable of batches.
         world: the ranks.
         seed: seed of the data order.
         limit: maximum batches per epoch (int), or fraction of the batches (float).
@@ -50,17 +50,12 @@ def make_feed(
     Raises:
         ValueError: `parts` for a source other than a map-style DataLoader, or a DistributedSampler of another rank.
     """
-    divided = _distributed_sampler(source)
-    if divided is not None and not world.newcomer:
-        _check_division(divided, world)
-    ordered = (
-        isinstance(source, DataLoader)
-        and not isinstance(source.dataset, IterableDataset)
-        and type(source).__iter__ is DataLoader.__iter__
-        and divided is None
-        and not hasattr(source, "state_dict")
-        and hasattr(order_of(source)[0], "__len__")
-    )
+    for part in source.flattened if isinstance(source, CombinedLoader) else [source]:
+        if (divided := distributed_sampler(part)) is not None and not world.newcomer:
+            _check_division(divided, world)
+    if isinstance(source, CombinedLoader):
+        source = joined(source, world.size if shard else 1)
+    ordered = is_ordered(source)
     if ordered and (shard or world.size == 1):
         return OrderedFeed(
             source, world, seed, limit, began_with, company=company, parts=parts, dealt=dealt, balance=balance,
@@ -74,16 +69,6 @@ def make_feed(
     if ordered:
         return OrderedFeed(source, World(device=world.device), seed + world.rank, limit, fixed=fixed, beside=world.size)
     return ListFeed(source, world, limit, fixed=fixed, company=company)
-
-
-def _distributed_sampler(source: Any) -> DistributedSampler[Any] | None:
-    """Return the loader's `DistributedSampler`, if it orders the loader's samples or batches."""
-    if not isinstance(source, DataLoader):
-        return None
-    for sampler in (source.sampler, source.batch_sampler, getattr(source.batch_sampler, "sampler", None)):
-        if isinstance(sampler, DistributedSampler):
-            return sampler
-    return None
 
 
 def _check_division(sampler: DistributedSampler[Any], world: World) -> None:

@@ -13,10 +13,11 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from fabricx.core.dealer import Dealer
-from fabricx.core.rng import random_kept, seed_everything
+from fabricx.core.rng import random_kept, seed_generators
 from fabricx.data.batch_seeding import BatchSeededDataset
 from fabricx.data.feed import Feed, Microbatch
 from fabricx.data.leasing import LeasedSection, Section
@@ -173,7 +174,7 @@ class OrderedFeed(Feed):
         self._placed = False
         before = sampler_values(sampler)
         with random_kept(), _seeded(getattr(sampler, "generator", None), seed):
-            seed_everything(seed % 2**32)  # a user's sampler may draw from python's or numpy's generator
+            seed_generators(seed % 2**32)  # a user's sampler may draw from python's or numpy's generator
             torch.manual_seed(seed)
             order = list(sampler)
         was, now = changes(before, sampler_values(sampler))
@@ -385,6 +386,36 @@ def _picks(shares: Iterable[Any], order: Any, alone: bool, *, company: bool) -> 
 def _shuffles(sampler: Any) -> bool:
     """Return whether a sampler is the one that `shuffle=True` creates."""
     return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+
+
+def is_ordered(source: Any) -> bool:
+    """Return whether a loader's samples can be read in an order that is divided over ranks.
+
+    Args:
+        source: data of the user.
+    """
+    return (
+        isinstance(source, DataLoader)
+        and not isinstance(source.dataset, IterableDataset)
+        and type(source).__iter__ is DataLoader.__iter__
+        and distributed_sampler(source) is None
+        and not hasattr(source, "state_dict")
+        and hasattr(order_of(source)[0], "__len__")
+    )
+
+
+def distributed_sampler(source: Any) -> DistributedSampler[Any] | None:
+    """Return the loader's `DistributedSampler`, if it orders the loader's samples or batches.
+
+    Args:
+        source: data of the user.
+    """
+    if not isinstance(source, DataLoader):
+        return None
+    for sampler in (source.sampler, source.batch_sampler, getattr(source.batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler):
+            return sampler
+    return None
 
 
 def order_of(loader: DataLoader[Any]) -> tuple[Any, int, bool]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
 
+from fabricx.data.combined import CombinedLoader, combined, is_loader
 from fabricx.data.factory import make_feed
 from fabricx.data.feed import Feed
 from fabricx.data.order import Balance
@@ -32,11 +32,19 @@ class BatchCounts:
 
     Attributes:
         training: batches per epoch of the rank with the most batches; infinity if unknown.
-        evaluation: batches of each evaluation loader.
+        evaluation: batches of each evaluation loader, by "val", "test" and "predict".
     """
 
     training: int | float = 0
-    evaluation: list[int | float] = field(default_factory=list)
+    evaluation: dict[str, list[int | float]] = field(default_factory=dict)
+
+    def of(self, word: str) -> list[int | float]:
+        """Return the batches of each loader of the newest evaluation of a kind.
+
+        Args:
+            word: "val", "test" or "predict".
+        """
+        return list(self.evaluation.get(word, []))
 
 
 class RunData:
@@ -54,6 +62,7 @@ class RunData:
         batches: receives the numbers of batches.
 
     Attributes:
+        stage: as in the arguments.
         train_dataloader: the training loader; None in an evaluation.
         val_dataloaders: the evaluation loader or loaders of the stage.
         val_feeds: reads each evaluation loader.
@@ -66,7 +75,7 @@ class RunData:
         self, stage: str, given: tuple[Any, Any], module: Module, datamodule: DataModule | None,
         options: TrainerOptions, strategy: Strategy, state: RunState, balance: Balance, batches: BatchCounts,
     ) -> None:  # fmt: skip
-        self._stage, self._given = stage, given
+        self.stage, self._given = stage, given
         self._module, self._datamodule = module, datamodule
         self._options, self._strategy, self._state, self._balance = options, strategy, state, balance
         self.batches = batches
@@ -77,13 +86,12 @@ class RunData:
         self.several_loaders = False
         self.val_every = float("inf")
         self.own_generators: dict[str, Any] = {}
-        self._evaluation_since = 0  # epoch in which the validation loaders were created
 
     @property
     def train_feed(self) -> Feed:
         """Return the feed of the training loader; only a fit has it."""
         if self._train_feed is None:
-            raise RuntimeError(f"{self._stage} reads no training data")
+            raise RuntimeError(f"{self.stage} reads no training data")
         return self._train_feed
 
     @property
@@ -100,18 +108,12 @@ class RunData:
         Raises:
             ValueError: there is no batch to train on, or a limit does not fit a loader.
         """
-        fits = self._stage == "fit"
+        options, fits = self._options, self.stage == "fit"
         if fits:
-            self.train_dataloader = self._given[0] if self._given[0] is not None else self._loader("train_dataloader")
+            given = self._given[0] if self._given[0] is not None else self._loader("train_dataloader")
+            self.train_dataloader = combined(given)
             self._make_train_feed(world)
-        self._load_evaluation(world)
-        if fits:
-            self.set_validation_interval()
-
-    def _load_evaluation(self, world: World) -> None:
-        """Build the feeds of the evaluation loaders."""
-        options, fits, word = self._options, self._stage == "fit", _SOURCES[self._stage]
-        self._evaluation_since = self._state.epoch
+        word = _SOURCES[self.stage]
         source = self._given[1] if self._given[1] is not None else self._loader(f"{word}_dataloader")
         if options.overfit_batches and fits and source is not None:
             source = self.train_dataloader
@@ -120,20 +122,10 @@ class RunData:
         loaders = _several(source) if has_step and limit != 0 else []
         self.val_dataloaders, self.several_loaders = source, len(loaders) > 1
         self.val_feeds = [self._evaluation_feed(world, loader, limit) for loader in loaders]
-        self.batches.evaluation = [feed.batches() for feed in self.val_feeds]
-        for loader, batches in zip(loaders, self.batches.evaluation, strict=True):
+        self.batches.evaluation[word] = [feed.batches() for feed in self.val_feeds]
+        for loader, batches in zip(loaders, self.batches.evaluation[word], strict=True):
             _check_part(f"limit_{word}_batches", limit, loader, batches)
-
-    def reload_validation(self, world: World) -> None:
-        """Create the validation loaders again before a validation, if `reload_dataloaders_every_n_epochs` is due.
-
-        Args:
-            world: the ranks.
-        """
-        every = self._options.reload_dataloaders_every_n_epochs
-        due = every and self._state.epoch - self._evaluation_since >= every
-        if due and self._given[1] is None and not self._options.overfit_batches:
-            self._load_evaluation(world)
+        if fits:
             self.set_validation_interval()
 
     def reload(self, world: World) -> None:
@@ -143,7 +135,7 @@ class RunData:
             world: the ranks.
         """
         if self._given[0] is None:
-            self.train_dataloader = self._loader("train_dataloader")
+            self.train_dataloader = combined(self._loader("train_dataloader"))
             self._make_train_feed(world)
             self.set_validation_interval()
 
@@ -154,7 +146,6 @@ class RunData:
             world: the ranks.
         """
         self._make_train_feed(world)
-        self._evaluation_since = self._state.epoch
         if self.val_feeds:
             limit, loaders = self._options.limit_val_batches, _several(self.val_dataloaders)
             self.val_feeds = [self._evaluation_feed(world, loader, limit) for loader in loaders]
@@ -264,7 +255,7 @@ class RunData:
         With `overfit_batches`, validation reads the training batches, sized for the initial number of ranks.
         """
         began_with = self._state.ranks if source is self.train_dataloader else 0
-        return self._feed(world, source, limit, began_with, fixed=self._stage == "predict")
+        return self._feed(world, source, limit, began_with, fixed=self.stage == "predict")
 
     def _feed(
         self, world: World, source: Any, limit: int | float, began_with: int = 0, parts: int = 0,
@@ -274,10 +265,6 @@ class RunData:
             raise ValueError(
                 f"a fraction of the batches ({limit}) needs a loader with a length, but {type(source).__name__} has "
                 "none: set a number of batches"
-            )
-        if isinstance(source, (list, tuple)) and source and all(isinstance(item, DataLoader) for item in source):
-            raise ValueError(
-                "there are several training loaders: join them into a single loader that yields all batches"
             )
         if not hasattr(source, "__iter__"):
             raise ValueError(f"{type(source).__name__} is not iterable: pass a DataLoader or an iterable of batches")
@@ -307,13 +294,10 @@ def _several(source: Any) -> list[Any]:
     """Return a list of loaders; a list of batches counts as a single loader."""
     if source is None:
         return []
+    if isinstance(source, CombinedLoader) and source.mode == "sequential":
+        return source.flattened
     if isinstance(source, Mapping):
         return list(source.values())
-    if isinstance(source, (list, tuple)) and source and all(_is_loader(item) for item in source):
+    if isinstance(source, (list, tuple)) and source and all(map(is_loader, source)):
         return list(source)
     return [source]
-
-
-def _is_loader(value: Any) -> bool:
-    batch = isinstance(value, (torch.Tensor, Mapping, list, tuple, str))
-    return hasattr(value, "__iter__") and not batch

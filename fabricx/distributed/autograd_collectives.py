@@ -28,16 +28,17 @@ class _Sum(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, tensor.contiguous())
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tensor.contiguous(), group)
         return torch.stack(parts)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Tensor:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
         total: Tensor = gradients[0].clone()
-        dist.all_reduce(total)
-        return total[dist.get_rank()]
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
 
 
 def sum_of_all(tensor: Tensor) -> Tensor:
@@ -50,14 +51,15 @@ def sum_of_all(tensor: Tensor) -> Tensor:
     return total
 
 
-def gather(tensor: Tensor) -> Tensor:
+def gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Gather the tensors of all ranks; the backward sums the gradients of all ranks for this rank's tensor.
 
     Args:
         tensor: same shape on all ranks.
+        group: of the ranks; None for all ranks.
 
     Returns:
         Tensor of shape [ranks, ...].
     """
-    gathered: Tensor = _Gather.apply(tensor)  # type: ignore[no-untyped-call]
+    gathered: Tensor = _Gather.apply(tensor, group)  # type: ignore[no-untyped-call]
     return gathered

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final, final
 
+import torch
 from torch.distributed import ProcessGroup, _functional_collectives, distributed_c10d
 
 from fabricx.errors import RanksApart
@@ -23,12 +25,81 @@ _RESOLVER: Final = "_resolve_group" if hasattr(_funcol, "_resolve_group") else "
 _resolve: Final = getattr(_funcol, _RESOLVER)
 
 
-def _install(group: Any, is_outside: Any, resolve: Any) -> tuple[Any, Any, Any]:
-    """Set torch's default group and the functions in which collectives look at their group; returns those before."""
-    before = _members.WORLD, _c10d._rank_not_in_group, getattr(_funcol, _RESOLVER)
-    _members.WORLD, _c10d._rank_not_in_group = group, is_outside
-    setattr(_funcol, _RESOLVER, resolve)
+# Collectives that bypass `torch.distributed`: methods of a group, and operators that take a group or its name.
+_COLLECTIVES: Final = (
+    "all", "reduce", "broadcast", "gather", "scatter", "barrier", "monitored_barrier", "send", "recv",
+)  # fmt: skip
+_NAMESPACES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
+_ops: Final[dict[str, Any]] = vars(torch.ops)
+
+_refusal: RefuseCollectives | None = None  # the innermost that applies
+
+
+def _install(refusal: RefuseCollectives | None) -> RefuseCollectives | None:
+    """Refuse collectives in all places where torch begins them, or in none; returns the refusal before."""
+    global _refusal
+    before, _refusal = _refusal, refusal
+    if (group := _real(_members.WORLD)) is not None:
+        _members.WORLD = group if refusal is None else _NoGroup(group, refusal.reason)
+    original, guarded = _operators()
+    _c10d._rank_not_in_group = _is_outside if refusal is None else refusal.check
+    setattr(_funcol, _RESOLVER, _resolve if refusal is None else refusal.resolve)
+    _ops.update(original if refusal is None else guarded)
     return before
+
+
+@functools.cache
+def _operators() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the namespaces of operators, and their replacements.
+
+    The methods of groups are replaced at the first call, and remain so: to replace them at each batch would cost 25 us.
+    """
+    for name, method in list(vars(ProcessGroup).items()):
+        if name.strip("_").startswith(_COLLECTIVES):
+            setattr(ProcessGroup, name, _guarded(method))
+    namespaces = {name: getattr(torch.ops, name) for name in _NAMESPACES}
+    return namespaces, {name: _GuardedOperators(namespace) for name, namespace in namespaces.items()}
+
+
+def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def guarded(group: Any, *args: Any, **options: Any) -> Any:
+        if _refusal is not None:
+            _refusal.refuse(group)
+        return method(group, *args, **options)
+
+    return guarded
+
+
+@final
+class _GuardedOperators:
+    """Replacement for a namespace of `torch.ops`, or for an operator in it, that refuses calls with a group."""
+
+    def __init__(self, operators: Any) -> None:
+        self._operators = operators
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._operators, name)
+        return _GuardedOperators(found) if callable(found) else found
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        for value in (*args, *options.values()):
+            if _refusal is not None and (group := _group_of(value)) is not None:
+                _refusal.refuse(group)
+        return self._operators(*args, **options)
+
+
+def _group_of(value: Any) -> ProcessGroup | None:
+    """Return the group that an argument of an operator is, or names; None if it is neither."""
+    if isinstance(value, torch.ScriptObject):
+        with contextlib.suppress(RuntimeError):  # an object of another class
+            unboxed: ProcessGroup = ProcessGroup.unbox(value)
+            return unboxed
+    elif isinstance(value, str):
+        with contextlib.suppress(RuntimeError):  # another text, such as the kind of a reduction
+            named: ProcessGroup = _c10d._resolve_process_group(value)
+            return named
+    return value if isinstance(value, ProcessGroup) else None
 
 
 @final
@@ -63,10 +134,10 @@ def _real(group: Any) -> Any:
 class RefuseCollectives:
     """Reentrant context in which a collective with ranks that would not join it raises `RanksApart`.
 
-    It applies to the default group and to groups of `torch.distributed.new_group`: each collective of
-    `torch.distributed` first looks whether this rank is outside of its group, and each functional collective
-    (`torch.distributed._functional_collectives`) resolves its group. Methods of a group and operators of `torch.ops`
-    are not refused.
+    It applies to the default group and to groups of `torch.distributed.new_group`, in each place where Python code
+    begins a collective: a function of `torch.distributed` first looks whether this rank is outside of its group, a
+    functional collective resolves its group, methods of groups and operators of `torch.ops` are replaced. Operators
+    that the program has looked up before, compiled code and backends of a group are not refused.
 
     Args:
         reason: message of the error.
@@ -74,18 +145,16 @@ class RefuseCollectives:
     """
 
     def __init__(self, reason: str, absent: Collection[int] | None = None) -> None:
-        self._reason, self._absent = reason, absent
-        self._before: list[Any] = []
+        self.reason, self._absent = reason, absent
+        self._before: list[RefuseCollectives | None] = []
 
     def __enter__(self) -> None:
-        group = _members.WORLD
-        refusing = group if group is None else _NoGroup(_real(group), self._reason)
-        self._before.append(_install(refusing, self._check, self._resolve))
+        self._before.append(_install(self))
 
     def __exit__(self, *_: object) -> None:
-        _install(*self._before.pop())
+        _install(self._before.pop())
 
-    def _check(self, group: Any) -> bool:
+    def check(self, group: Any) -> bool:
         """Return whether this rank is outside of a group, as torch's function does.
 
         Raises:
@@ -95,28 +164,33 @@ class RefuseCollectives:
         if group is None or outside or isinstance(group, _NoGroup):
             return outside
         if sys._getframe(1).f_code.co_name not in _QUERIES:
-            self._refuse(group)
+            self.refuse(group)
         return outside
 
-    def _resolve(self, group: Any, *tag: Any, **named: Any) -> Any:
+    def resolve(self, group: Any, *tag: Any, **named: Any) -> Any:
         """Return the group of a functional collective, as torch's function does.
 
         Raises:
             RanksApart: a rank of the group would not join.
         """
         if isinstance(group, _NoGroup):
-            raise RanksApart(self._reason)
+            raise RanksApart(self.reason)
         resolved = _resolve(group, *tag, **named)
         found = _c10d._resolve_process_group(resolved) if isinstance(resolved, str) else resolved
         if isinstance(found, ProcessGroup):
-            self._refuse(found)
+            self.refuse(found)
         return resolved
 
-    def _refuse(self, group: Any) -> None:
+    def refuse(self, group: Any) -> None:
+        """Refuse a collective of a group.
+
+        Raises:
+            RanksApart: a rank of the group would not join.
+        """
         if group.size() == 1:
             return
         if self._absent is None or not set(self._absent).isdisjoint(_c10d.get_process_group_ranks(group)):
-            raise RanksApart(self._reason)
+            raise RanksApart(self.reason)
 
 
 ALL_JOIN: Final = threading.RLock()  # context that allows collectives; entered without a Python call
@@ -127,16 +201,20 @@ OWN_PACE: Final = RefuseCollectives(
 )
 
 
-def without_sample(ranks: Collection[int]) -> RefuseCollectives:
-    """Return a context for `training_step` and hooks of a batch that some ranks do not call.
+def without_sample(
+    ranks: Collection[int], step: str = "training_step", hooks: str = "on_before_optimizer_step or on_train_epoch_end"
+) -> RefuseCollectives:
+    """Return a context for a step and hooks of a batch that some ranks do not call.
 
     Args:
         ranks: ranks without a sample of the batch; collectives of groups without these ranks are allowed.
+        step: name of the step.
+        hooks: names of hooks that all ranks call.
     """
     return RefuseCollectives(
         "a collective at a batch of which some ranks have no sample: ranks "
-        f"{', '.join(map(str, ranks))} don't call training_step and the hooks of this batch, so they would not join "
-        "it. Call it in on_before_optimizer_step or on_train_epoch_end, which all ranks call, or let each global "
+        f"{', '.join(map(str, ranks))} don't call {step} and the hooks of this batch, so they would not join "
+        f"it. Call it in {hooks}, which all ranks call, or let each global "
         "batch be whole (drop_last=True). self.log needs no collective",
         ranks,
     )
@@ -145,8 +223,8 @@ def without_sample(ranks: Collection[int]) -> RefuseCollectives:
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """Allow collectives over all ranks inside `RefuseCollectives`; only for code that all ranks run."""
-    before = _install(_real(_members.WORLD), _is_outside, _resolve)
+    before = _install(None)
     try:
         yield
     finally:
-        _install(*before)
+        _install(before)

@@ -24,12 +24,16 @@ class LowRankAverager:
     Args:
         parameters: trainable parameters by name.
         rank: rank of the low-rank factors.
+        group: process group of DDP; None for all ranks.
 
     Attributes:
         active: compress; if False, buckets are averaged without compression.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], rank: int) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], rank: int, group: dist.ProcessGroup | None = None
+    ) -> None:  # fmt: skip
+        self._group = group
         self.active = False
         self._names = {id(p): name for name, p in parameters.items() if is_compressible(p, rank)}
         self._matrices = {name: LowRankMatrix(parameters[name], rank) for name in self._names.values()}
@@ -44,24 +48,26 @@ class LowRankAverager:
         Returns:
             A complete future of the bucket's buffer.
         """
-        buffer, size = bucket.buffer(), dist.get_world_size()
+        buffer, size = bucket.buffer(), dist.get_world_size(self._group)
         pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True)) if self.active else []
         gradients = {self._names[id(p)]: gradient for p, gradient in pairs if id(p) in self._names}
         if not gradients:
-            dist.all_reduce(buffer.div_(size))
+            dist.all_reduce(buffer.div_(size), group=self._group)
             return _done(buffer)
         others = [gradient for p, gradient in pairs if id(p) not in self._names]
         if others:
             flat = torch.cat([other.reshape(-1) for other in others]).div_(size)
-            dist.all_reduce(flat)
+            dist.all_reduce(flat, group=self._group)
             for other, mean in zip(others, flat.split([other.numel() for other in others]), strict=True):
                 other.copy_(mean.view(other.shape))
         matrices = [self._matrices[name] for name in gradients]
         self._before |= {name: (m.lost, m.basis) for name, m in zip(gradients, matrices, strict=True)}
-        lefts = _summed([m.project(gradient) for m, gradient in zip(matrices, gradients.values(), strict=True)])
+        lefts = _summed(
+            [m.project(gradient) for m, gradient in zip(matrices, gradients.values(), strict=True)], self._group
+        )
         for matrix, left in zip(matrices, lefts, strict=True):
             matrix.orthogonalise(left)
-        rights = _summed([matrix.project_back() for matrix in matrices])
+        rights = _summed([matrix.project_back() for matrix in matrices], self._group)
         for matrix, gradient, right in zip(matrices, gradients.values(), rights, strict=True):
             gradient.copy_(matrix.restore(right).div_(size).view(gradient.shape))
         return _done(buffer)
@@ -94,21 +100,23 @@ class LowRankAverager:
                 matrix.basis = saved["basis"].to(matrix.basis, copy=True)
 
 
-def average_as(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def average_as(
+    encoding: tuple[torch.dtype, dist.ProcessGroup | None], bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:  # fmt: skip
     """Average the gradients of a bucket over all ranks, in place, in a dtype with fewer bytes.
 
     torch has such hooks, too; its hook for bfloat16 requires NCCL, although gloo can sum bfloat16.
 
     Args:
-        dtype: of the sums.
+        encoding: dtype of the sums, and process group of DDP; None for all ranks.
         bucket: of torch's DDP communication hook.
 
     Returns:
         A future of the bucket's buffer.
     """
-    buffer = bucket.buffer()
-    encoded = buffer.to(dtype).div_(dist.get_world_size())
-    work = dist.all_reduce(encoded, async_op=True)
+    (dtype, group), buffer = encoding, bucket.buffer()
+    encoded = buffer.to(dtype).div_(dist.get_world_size(group))
+    work = dist.all_reduce(encoded, group=group, async_op=True)
     assert work is not None
     averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
     return averaged
@@ -132,13 +140,13 @@ for _hook in (average_as, average_as_factors):
     _hook.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]})
 
 
-def _summed(parts: list[Tensor]) -> list[Tensor]:
+def _summed(parts: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
     """Sum matrices over the ranks into new tensors.
 
     Each sum is a separate allocation: the alignment of a matrix in memory affects how a product with it is rounded.
     """
     flat = torch.cat([part.reshape(-1) for part in parts])
-    dist.all_reduce(flat)
+    dist.all_reduce(flat, group=group)
     sums = flat.split([part.numel() for part in parts])
     return [total.clone().view(part.shape) for total, part in zip(sums, parts, strict=True)]
 

@@ -25,7 +25,7 @@ def dumps(obj: Any) -> bytes:
         torch.save(obj, stream)
         _read(stream.getvalue())
     except Exception as error:
-        raise TypeError(_reason(error)) from None
+        raise TypeError(reason(error)) from None
     return stream.getvalue()
 
 
@@ -39,12 +39,26 @@ def loads(data: bytes) -> Any:
         ValueError: the data contain more than plain data and tensors; the message names the type.
     """
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            if sum(entry.file_size for entry in archive.infolist()) > len(data):
-                raise ValueError("an entry of the archive states more bytes than the file has")
+        check_sizes(io.BytesIO(data), len(data))
         return _read(data)
     except Exception as error:  # torch's message suggests to disable the protection
-        raise ValueError(_reason(error)) from None
+        raise ValueError(reason(error)) from None
+
+
+def check_sizes(file: Any, size: int) -> None:
+    """Refuse an archive whose entries would be larger than the archive, which torch writes without compression.
+
+    Args:
+        file: path, or open file.
+        size: bytes of the file.
+
+    Raises:
+        ValueError: an entry is compressed, or states a wrong size.
+        zipfile.BadZipFile: the file is no archive.
+    """
+    with zipfile.ZipFile(file) as archive:
+        if sum(entry.file_size for entry in archive.infolist()) > size:
+            raise ValueError("an entry of the archive states more bytes than the file has")
 
 
 def _read(data: bytes) -> Any:
@@ -53,8 +67,12 @@ def _read(data: bytes) -> Any:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def _reason(error: Exception) -> str:
-    """Describe the type that torch has refused, without torch's suggestion to allow it."""
+def reason(error: Exception) -> str:
+    """Describe why torch has refused a file, without its advice to disable the protection.
+
+    Args:
+        error: of `torch.load`.
+    """
     text = str(error)
     refused = re.search(r"GLOBAL (\S+)|class (\S+?)[ .,]", text)
     if refused is not None:

@@ -81,6 +81,8 @@ class World:
         backend: backend of torch.distributed.
         newcomer: the other ranks train already and this rank is not in their group yet. Then `rank` is its worker
             number (counted over all workers of the run), `size` is 1, and `local_size` is that of the group to join.
+        group: process group of the ranks along an axis; None for all ranks of the run.
+        coordinate: position of this rank along the other axes; part of the keys in the store.
     """
 
     rank: int = 0
@@ -95,6 +97,8 @@ class World:
     device: torch.device = _CPU
     backend: str = "gloo"
     newcomer: bool = False
+    group: dist.ProcessGroup | None = None
+    coordinate: str = ""
 
     @property
     def main_rank(self) -> bool:
@@ -237,13 +241,13 @@ class World:
         Args:
             name: key within the run.
         """
-        return f"job{self.job}/{name}"
+        return f"job{self.job}/{self.coordinate}{name}"
 
     @_counted
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(self.group)
 
     def await_departure(self, timeout_s: float = DEPARTURE_S) -> None:
         """Wait until all ranks have finished their last collective; each rank calls it after its own last collective.
@@ -279,7 +283,7 @@ class World:
         """
         if self.size > 1:
             kinds = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-            dist.all_reduce(tensor, kinds[op])
+            dist.all_reduce(tensor, kinds[op], self.group)
         return tensor
 
     def average_moments(self, optimizer: Optimizer) -> None:
@@ -327,7 +331,8 @@ class World:
         """
         if self.size > 1:
             raw = tensor.detach().contiguous()
-            dist.broadcast(raw.view(torch.uint8) if raw.dtype is torch.bool else raw, src)  # gloo has no bool
+            sent = raw.view(torch.uint8) if raw.dtype is torch.bool else raw  # gloo has no bool
+            dist.broadcast(sent, group=self.group, group_src=src)
             if raw.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(raw)
         return tensor
@@ -344,13 +349,16 @@ class World:
         room = torch.empty_like(received, device=self.device) if self.device.type != "cpu" else received
         operations = []
         if sent.numel():
-            operations.append(dist.P2POp(dist.isend, sent.to(self.device), (self.rank + by) % self.size))
+            operations.append(self._transfer(dist.isend, sent.to(self.device), by))
         if room.numel():
-            operations.append(dist.P2POp(dist.irecv, room, (self.rank - by) % self.size))
+            operations.append(self._transfer(dist.irecv, room, -by))
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         if room is not received:
             received.copy_(room)
+
+    def _transfer(self, operation: Any, tensor: Tensor, by: int) -> dist.P2POp:
+        return dist.P2POp(operation, tensor, group=self.group, group_peer=(self.rank + by) % self.size)
 
     @_counted
     def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
@@ -366,9 +374,9 @@ class World:
         if self.size == 1:
             return tensor.unsqueeze(0)
         if sync_grads:
-            return autograd_collectives.gather(tensor)
+            return autograd_collectives.gather(tensor, self.group)
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous())
+        dist.all_gather(parts, tensor.contiguous(), self.group)
         return torch.stack(parts)
 
     @_counted
@@ -388,12 +396,12 @@ class World:
             return [obj]
         message, _ = self._packed("gather", obj)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self._wire) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([message.numel()], device=self._wire))
+        dist.all_gather(sizes, torch.tensor([message.numel()], device=self._wire), self.group)
         lengths = [int(size) for size in sizes]
         room = torch.zeros(max(lengths), dtype=torch.uint8, device=self._wire)
         room[: message.numel()] = message
         parts = [torch.empty_like(room) for _ in lengths]
-        dist.all_gather(parts, room)
+        dist.all_gather(parts, room, self.group)
         return [
             self._unpacked("gather", rank, part[:length])
             for rank, (part, length) in enumerate(zip(parts, lengths, strict=True))
@@ -412,10 +420,10 @@ class World:
         sends = self.rank == src
         message, refused = self._packed("broadcast", obj) if sends else (None, "")
         size = torch.tensor([0 if message is None else message.numel()], device=self._wire)
-        dist.broadcast(size, src)
+        dist.broadcast(size, group=self.group, group_src=src)
         if message is None:
             message = torch.empty(int(size), dtype=torch.uint8, device=self._wire)
-        dist.broadcast(message, src)
+        dist.broadcast(message, group=self.group, group_src=src)
         if refused:
             raise TypeError(refused)
         return obj if sends else self._unpacked("broadcast", src, message)

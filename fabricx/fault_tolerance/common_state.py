@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fabricx.core.rng import seed_everything
+from fabricx.core.rng import seed_generators
 from fabricx.distributed import heartbeat
 from fabricx.distributed.generations import membership
 from fabricx.session.checkpoint import restore_run, run_state
@@ -49,7 +49,7 @@ def load_common_state(
     dealer, ft = session.dealer, session.fault_tolerance
     if newcomer:
         # A replacement loads the random state of its predecessor below; a newcomer keeps this seed.
-        seed_everything((state["state"]["seed"] + membership().worker) % 2**32)
+        seed_generators((state["state"]["seed"] + membership().worker) % 2**32)
     restore_run(session, state, rank=source)
     heartbeat.set_reached(state["reached"])
     session.metrics.training.metrics.shared = state["shared"]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 
+from fabricx.core.strategy_parts import KeepsLocalState
 from fabricx.distributed.authentication import TAG_BYTES, sign, tag, verify
 from fabricx.distributed.generations import membership
 from fabricx.distributed.world import World
@@ -215,7 +216,9 @@ def _tensors(session: Session) -> dict[str, Any]:
     """Return this rank's part of the state; empty if another rank of its machine has the same."""
     if session.strategy.traits.replicated and session.world.local_rank:
         return {}
-    return {"strategy": session.strategy.local_state_dict(session.module, session.optimizers)}
+    strategy = session.strategy
+    local = strategy.local_state_dict if isinstance(strategy, KeepsLocalState) else strategy.state_dict
+    return {"strategy": local(session.module, session.optimizers)}
 
 
 @final

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricx.checkpoint import read_manifest, tree
+from fabricx.core.strategy_parts import KeepsLocalState
 from fabricx.distributed.generations import membership
 from fabricx.distributed.world import World
 from fabricx.errors import CopiesLost
@@ -152,9 +153,11 @@ def _take(session: Session, ft: RankRecords, source: _Source, *, newcomer: bool)
     )
     words = {part: copy.rest["word"] for part, copy in source.here.items() if world.rank in source.words[part]}
     words = {part: word for by_part in world.gather_objects(words) for part, word in by_part.items()}
-    session.strategy.load_local_states(
-        [state["strategy"] for state in states], session.module, session.optimizers, own=part_index is not None
-    )
+    strategy, local_states = session.strategy, [state["strategy"] for state in states]
+    if isinstance(strategy, KeepsLocalState):
+        strategy.load_local_states(local_states, session.module, session.optimizers, own=part_index is not None)
+    else:
+        strategy.load_state_dict(local_states[0], session.module, session.optimizers)
     state = states[0]
     state["ranks"] = [from_record(pickle.loads(words[part])) for part in range(size)]
     ft.torn = False

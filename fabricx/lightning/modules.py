@@ -51,7 +51,7 @@ def _add_loading(cls: type) -> None:
     """Let `load_from_checkpoint` of a user's class also load checkpoints of fabricx, which are folders."""
     base: Any = lightning_base(cls, "LightningModule")
     original = vars(base)["load_from_checkpoint"]
-    if inspect.getattr_static(cls, "load_from_checkpoint") is original:
+    if not is_lightning(cls) and inspect.getattr_static(cls, "load_from_checkpoint") is original:
         cls.load_from_checkpoint = classmethod(_load_from_checkpoint)  # type: ignore[attr-defined]
 
 
@@ -88,6 +88,7 @@ def module_class(cls: type) -> type:
 @functools.cache
 def _bridge(base: type) -> type:
     kept = {name: inspect.getattr_static(base, name) for name in _KEPT}
+    kept["__jit_unused_properties__"] = [*base.__jit_unused_properties__, *Module.__jit_unused_properties__]  # type: ignore[attr-defined]
     return type("FabricxModule", (Module, base), {**kept, **{name: Absent() for name in _EMPTY}})
 
 

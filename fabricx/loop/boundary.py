@@ -52,8 +52,7 @@ def end_batch(session: Session, micro: Microbatch) -> bool:
     """Log, validate and agree to stop after a batch, on all ranks; returns whether training stops."""
     call_last_hooks(session, micro.index, closes=micro.closes)
     session.checkpoints.poll()
-    session.batch.validated = session.state.validating if micro.closes else validation_due(session, micro)
-    if session.batch.validated:
+    if session.state.validating if micro.closes else validation_due(session, micro):
         validate_in_fit(session)
     if not micro.closes:
         return False
@@ -88,5 +87,4 @@ def skip_rest(session: Session, micro: Microbatch) -> int:
     session.settings.check(skips=True)
     session.sharding.discard_window()
     session.metrics.logbook.end_batch()
-    session.batch.is_last = True
     return -1

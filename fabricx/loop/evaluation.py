@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fabricx.core.hooks import Hook, call
+from fabricx.core.hooks import Hook
 from fabricx.core.rng import random_kept
 from fabricx.core.state import Phase
 from fabricx.core.transfer import cpu
 from fabricx.data import Feed, Microbatch
+from fabricx.distributed.collective_guard import ALL_JOIN, without_sample
 from fabricx.telemetry.recorder import Span
 
 if TYPE_CHECKING:
@@ -49,9 +50,7 @@ def evaluate(session: Session, phase: Phase, feeds: Sequence[Feed]) -> list[dict
             if phase is Phase.VALIDATE:
                 session.fault_tolerance.after_validation_steps()
             results = session.metrics.publish_evaluation(len(feeds))
-            session.metrics.collect(None)
             session.state.validating = False
-            session.state.evaluated += logbook.batches if phase is Phase.VALIDATE else 0
             complete = session.fault_tolerance.end_evaluation()
             if phase is Phase.VALIDATE:
                 session.state.judging = complete
@@ -88,11 +87,9 @@ def validate_in_fit(session: Session) -> None:
     if session.state.judging and not session.state.validating:
         judge(session)
         return
-    several = session.data.several_loaders
-    session.data.reload_validation(session.world)
-    if several != session.data.several_loaders:  # steps receive the index of the loader
-        session.wrap_steps(fits=True)
     session.metrics.publish_step()
+    if session.fault_tolerance.resume_point is None:  # no accumulation window is incomplete
+        _call(session, "on_validation_model_zero_grad")
     session.fault_tolerance.keep_point()
     with session.recorder.within(Span.VALIDATION):
         session.strategy.synchronize()
@@ -115,9 +112,9 @@ def sanity_check(session: Session) -> None:
         session.state.phase = Phase.SANITY
         # Checkpoints of hooks must not contain the metrics of these batches.
         session.fault_tolerance.keep_point({})
-        call(session.hooks.on_sanity_check_start)
+        _call(session, "on_sanity_check_start")
         evaluate(session, Phase.SANITY, session.data.sanity_feeds(session.world))
-        call(session.hooks.on_sanity_check_end)
+        _call(session, "on_sanity_check_end")
     session.fault_tolerance.resume_point = None
     session.metrics.published.clear()
 
@@ -126,7 +123,6 @@ def _evaluate_batches(session: Session, word: str, number: int, feed: Feed) -> N
     step = session.steps[word]
     starts, ends = getattr(session.hooks, f"on_{word}_batch_start"), getattr(session.hooks, f"on_{word}_batch_end")
     indices = (number,) if session.data.several_loaders else ()
-    logbook = session.metrics.logbook
     with _no_gradients(session):
         for micro in _batches(session, feed):
             if micro.empty:
@@ -134,15 +130,25 @@ def _evaluate_batches(session: Session, word: str, number: int, feed: Feed) -> N
                 continue
             batch = session.to_device(micro.data, number)
             session.batch.is_last = micro.last
-            logbook.begin_batch(batch, micro.size, logbook.batches)
-            for hook in starts:
-                hook(batch, micro.index, number)
-            outputs = step(batch, micro.index, *indices)
-            for hook in ends:
-                hook(outputs, batch, micro.index, number)
-            if logbook.logs_batches:
-                session.metrics.log_evaluation_batch()
-            logbook.end_batch()
+            session.metrics.logbook.begin_batch(batch, micro.size, micro.index)
+            in_step, in_hook = _guards(session, word, micro)
+            with in_hook:
+                for hook in starts:
+                    hook(batch, micro.index, number)
+            with in_step:
+                outputs = step(batch, micro.index, *indices)
+            with in_hook:
+                for hook in ends:
+                    hook(outputs, batch, micro.index, number)
+            session.metrics.logbook.end_batch()
+
+
+def _guards(session: Session, word: str, micro: Microbatch) -> tuple[AbstractContextManager[Any], ...]:
+    """Return contexts for the step and for hooks of a batch, which refuse collectives that some rank does not join."""
+    if not micro.idle:
+        return ALL_JOIN, ALL_JOIN
+    guard = without_sample(micro.idle, f"{word}_step", f"on_{word}_epoch_end")
+    return ALL_JOIN if session.sharding.sharded_parameters() else guard, guard  # sharded weights: see `_along`
 
 
 def _batches(session: Session, feed: Feed) -> Iterator[Microbatch]:
@@ -193,11 +199,15 @@ def predict(session: Session, feeds: Sequence[Feed], *, keep: bool) -> list[Any]
                     batch = session.to_device(micro.data, number)
                     session.batch.is_last = micro.last
                     session.batch.indices = feed.indices(micro)
-                    for hook in session.hooks.on_predict_batch_start:
-                        hook(batch, micro.index, number)
-                    outputs = step(batch, micro.index, *indices)
-                    for hook in session.hooks.on_predict_batch_end:
-                        hook(outputs, batch, micro.index, number)
+                    in_step, in_hook = _guards(session, "predict", micro)
+                    with in_hook:
+                        for hook in session.hooks.on_predict_batch_start:
+                            hook(batch, micro.index, number)
+                    with in_step:
+                        outputs = step(batch, micro.index, *indices)
+                    with in_hook:
+                        for hook in session.hooks.on_predict_batch_end:
+                            hook(outputs, batch, micro.index, number)
                     if keep:
                         loader_outputs.append((micro.index, cpu(outputs)))
             results.append(loader_outputs)
@@ -223,13 +233,10 @@ def in_dataset_order(by_rank: Sequence[list[tuple[int, Any]]]) -> list[Any]:
     return [output for _, _, output in sorted(placed, key=lambda item: item[:2])]
 
 
-def _call(session: Session, name: str) -> bool:
-    """Call a hook of an evaluation, without gradients; returns whether it is overridden."""
+def _call(session: Session, name: str) -> None:
     hook: Hook = getattr(session.hooks, name)
-    if hook:
-        with _no_gradients(session):
-            call(hook)
-    return bool(hook)
+    for function in hook:
+        function()
 
 
 def _no_gradients(session: Session) -> AbstractContextManager[Any]:
@@ -243,12 +250,18 @@ def _no_gradients(session: Session) -> AbstractContextManager[Any]:
 
 def _to_eval(session: Session, word: str) -> list[tuple[nn.Module, bool]]:
     modes = [(module, module.training) for module in session.module.modules()]
-    if not _call(session, f"on_{word}_model_eval"):
+    hook: Hook = getattr(session.hooks, f"on_{word}_model_eval")
+    for function in hook:
+        function()
+    if not hook:
         session.module.eval()
     return modes
 
 
 def _restore_modes(session: Session, word: str, modes: list[tuple[nn.Module, bool]]) -> None:
-    if not _call(session, f"on_{word}_model_train"):
+    hook: Hook = getattr(session.hooks, f"on_{word}_model_train")
+    for function in hook:
+        function()
+    if not hook:
         for module, training in modes:
             module.training = training

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fabricx.core.hooks import call
-from fabricx.core.rng import seed_everything
+from fabricx.core.rng import seed_generators
 from fabricx.core.state import Phase, Stage
 from fabricx.data import Microbatch
 from fabricx.data.order import epoch_seed
@@ -53,8 +52,7 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
     if not resumed and not newcomer:
         sanity_check(session)
     state.phase = Phase.TRAIN
-    _report_eval_modes(session)
-    session.metrics.collect(session.metrics.training)
+    session.module.train()
     with repeated_hooks(resumed or newcomer):
         call(session.hooks.on_train_start)
     if resumed and not newcomer:  # a callback of an earlier run may have requested the stop
@@ -72,27 +70,12 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
             if first_step == state.step > 0 and not session.stop.interrupted:
                 session.print(finished(session))
             session.strategy.synchronize(ends=True)  # hooks and users now see the weights of all ranks
-            session.metrics.collect(None)
             call(session.hooks.on_train_end)
             finish_checkpoint(session)
             ft.wait_for_all()
             complete = True
     ft.leave()
     call(session.hooks.on_fit_end)
-
-
-def _report_eval_modes(session: Session) -> None:
-    """Warn of submodules in evaluation mode, which training keeps: dropout and batch statistics are off in these."""
-    if not session.world.main_rank:
-        return
-    root = type(session.module).__name__
-    if names := [name or root for name, part in session.module.named_modules() if not part.training]:
-        listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        warnings.warn(
-            f"training begins with {len(names)} module(s) in evaluation mode, which is kept: {listed}. Frozen batch "
-            "normalisation needs this; otherwise call train() on the module before fit or in on_fit_start",
-            stacklevel=2,
-        )
 
 
 def _unfinished(session: Session) -> bool:
@@ -150,7 +133,7 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
     """Train a batch; returns -1 if the rest of the epoch is skipped."""
     hooks, index = session.hooks, micro.index
     if session.strategy.traits.batch_parts:  # a part of a global batch draws the same numbers on every rank
-        seed_everything(epoch_seed(epoch_seed(session.state.seed, session.state.epoch), micro.begin) % 2**32)
+        seed_generators(epoch_seed(epoch_seed(session.state.seed, session.state.epoch), micro.begin) % 2**32)
     batch = begin_batch(session, micro)
     session.batch.idle_ranks = len(micro.idle)
     effects = session.checks.effects() if micro.idle else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,23 +55,49 @@ def update(session: Session, micro: Microbatch, batch: Any) -> None:
     session.recorder.lap(Span.OPTIMIZER)
 
 
-def step_optimizer(session: Session, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+def step_optimizer(
+    session: Session, optimizer: Optimizer, closure: Callable[[], Any] | None, **options: Any
+) -> None:  # fmt: skip
     """Step an optimizer for the module: in manual optimization, or in its `optimizer_step`.
 
     Args:
         session: of this rank.
         optimizer: of the module.
         closure: computes the loss and the gradients; None without.
+        options: further arguments of the optimizer's `step`.
 
-    Returns:
-        the loss of the first call of the closure in manual optimization; otherwise None.
+    Raises:
+        ValueError: servers step the optimizer, which have no further arguments.
     """
+    if options:
+        if session.serving.servers:
+            raise ValueError(
+                f"step({', '.join(f'{name}=...' for name in options)}): servers step {type(optimizer).__name__}, and "
+                "have no further arguments of a worker; set them in the constructor of the optimizer"
+            )
+        with _step_with(optimizer, options):
+            step_optimizer(session, optimizer, closure)
+        return
     session.fault_tolerance.begin_update()
     if session.module.automatic_optimization:
         used = closure if id(optimizer) in session.overridden.closures else None
         session.precision.step(optimizer, session.strategy.optimizer_step, used)
-        return None
-    return manual_optimization.step(session, optimizer, closure)
+        return
+    manual_optimization.step(session, optimizer, closure)
+
+
+@contextlib.contextmanager
+def _step_with(optimizer: Optimizer, options: Mapping[str, Any]) -> Iterator[None]:
+    """Context in which each call of an optimizer's `step` has further arguments."""
+    own, step = vars(optimizer).get("step"), optimizer.step  # a scheduler has its own wrapper in the object
+    vars(optimizer)["step"] = functools.partial(step, **options)
+    try:
+        yield
+    finally:
+        if own is None:
+            del vars(optimizer)["step"]
+        else:
+            vars(optimizer)["step"] = own
 
 
 def _count_update(session: Session) -> None:

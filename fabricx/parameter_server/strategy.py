@@ -15,7 +15,15 @@ from fabricx.core.averaging import AverageRule
 from fabricx.core.dealer import Dealer
 from fabricx.core.gradient_checks import warn_of_lost_residuals
 from fabricx.core.strategy import Strategy, Traits
-from fabricx.core.strategy_parts import DealsData, HasServers, HidesGradients, MeasuresWaiting
+from fabricx.core.strategy_parts import (
+    DealsData,
+    Elastic,
+    HasServers,
+    HidesGradients,
+    KeepsLocalState,
+    MeasuresWaiting,
+    WrapsStep,
+)
 from fabricx.distributed.sync_batchnorm import synchronised
 from fabricx.distributed.world import World
 from fabricx.parameter_server.connection import Connection, Design, Trained, connect, parameters_of
@@ -28,7 +36,9 @@ from fabricx.parameter_server.worker.asynchronous import Asynchronous
 from fabricx.parameter_server.worker.dealer import LeaseDealer
 
 
-class ServedStrategy(ServerOptions, Strategy, DealsData, HasServers, HidesGradients, MeasuresWaiting):
+class ServedStrategy(
+    ServerOptions, Strategy, DealsData, Elastic, HasServers, HidesGradients, KeepsLocalState, MeasuresWaiting, WrapsStep
+):  # fmt: skip
     """Workers push gradients to servers, and pull weights or sums of gradients.
 
     A strategy is a dataclass: its options are fields, and its `__post_init__` ends with `_design_with`. The strategy

@@ -105,6 +105,8 @@ def _begin_checkpoint(
         "hparams": masked(plain(session.module.hparams)),
         "configuration": masked(session.trainer.configuration),
     }
+    if session.datamodule is not None:
+        manifest["datamodule_hparams"] = masked(plain(session.datamodule.hparams))
 
     def full() -> None:
         session.metrics.loggers.event("checkpoint", f"{path} could not be written: the disk is full", manifest["step"])

@@ -17,7 +17,15 @@ from fabricx.core.module import batch_weight
 from fabricx.core.optimizers import OptimizerHandle, Schedule
 from fabricx.core.precision import Precision
 from fabricx.core.steps import wrap_steps
-from fabricx.core.strategy_parts import DealsData, HasServers, HidesGradients, ShardsWeights, as_part
+from fabricx.core.strategy_parts import (
+    DealsData,
+    Elastic,
+    HasServers,
+    HidesGradients,
+    ShardsWeights,
+    WrapsStep,
+    as_part,
+)  # fmt: skip
 from fabricx.distributed import heartbeat
 from fabricx.distributed.stop_consensus import Agreement
 from fabricx.session.accumulation import AccumulationWindow
@@ -133,7 +141,7 @@ class Session:
         """
         self.steps = wrap_steps(self.module, self.precision, several_loaders=self.data.several_loaders)
         if fits:
-            self.training_step = self.strategy.wrap_step(self.steps["training"])
+            self.training_step = as_part(self.strategy, WrapsStep).wrap_step(self.steps["training"])
 
     def change_world(self, world: World) -> None:
         """Continue with other ranks.
@@ -143,7 +151,7 @@ class Session:
         """
         self.world = world
         self.gradient_factor = self._gradient_factor()
-        self.strategy.world_changed(world)
+        as_part(self.strategy, Elastic).world_changed(world)
         self.wrap_steps(fits=True)
 
     def _gradient_factor(self) -> float:

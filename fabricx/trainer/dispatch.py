@@ -13,6 +13,7 @@ import torch
 
 from fabricx.checkpoint.storage import as_path
 from fabricx.core.callback import recovery_policy_of
+from fabricx.core.state import TrainerFn, TrainerStatus
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.distributed import world as worlds
 from fabricx.distributed.grad_hooks import check_before_pickling
@@ -55,7 +56,13 @@ def dispatch(trainer: TrainerInterface, job: Job) -> Any:
             immediately in an evaluation.
         KeyboardInterrupt: Ctrl-C in an evaluation.
     """
-    results = _run(trainer, job)
+    trainer.state.fn, trainer.state.status = TrainerFn(job.stage), TrainerStatus.RUNNING
+    try:
+        results = _run(trainer, job)
+    except BaseException:
+        trainer.state.status = TrainerStatus.INTERRUPTED
+        raise
+    trainer.state.status = TrainerStatus.FINISHED
     if trainer.terminated:
         raise SystemExit(TERMINATED)
     return results
@@ -100,7 +107,6 @@ def _run(trainer: TrainerInterface, job: Job) -> Any:
 def _begin(trainer: TrainerInterface, *, fits: bool) -> None:
     """Reset the records of the previous run."""
     trainer.stop.interrupted = trainer.stop.terminated = False
-    trainer.published.clear()
     if fits:
         trainer.stop.requested = trainer.stop.agreed = False
         trainer.stop.boundary = 0
@@ -161,6 +167,7 @@ def _prepare_run_dir(
         lock(earlier)
     resolved = decided_by_main_rank(here, resolve)
     job.ckpt_path = None if resolved is None else as_path(resolved)
+    trainer.note_ckpt_path(job.ckpt_path)
     if earlier is None:
         root = Path(trainer.default_root_dir)
         trainer.run_dir = as_path(decided_by_main_rank(here, lambda: str(new_run_dir(root))))

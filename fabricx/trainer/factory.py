@@ -10,6 +10,7 @@ from fabricx.core.callback import Callback
 from fabricx.core.hooks import check_hooks
 from fabricx.core.logger import Adapted, FourMethods, Logger
 from fabricx.core.strategy import Strategy
+from fabricx.core.strategy_parts import Elastic
 from fabricx.launch.cluster import detect
 from fabricx.lightning import adapt_callback, adapt_logger
 
@@ -42,6 +43,11 @@ def choose_strategy(
         raise ValueError(
             "deterministic='elastic' selects the strategy 'reproducible' instead of ddp: set strategy to 'auto' or "
             f"'ddp', instead of {type(chosen).__name__}"
+        )
+    if chosen.traits.elastic and not isinstance(chosen, Elastic):
+        raise ValueError(
+            f"{type(chosen).__name__} declares traits.elastic, and can't continue with other ranks: inherit "
+            "fabricx.core.strategy_parts.Elastic and implement world_changed, or set elastic=False"
         )
     most = chosen.traits.max_ranks
     if most is not None and ranks > most:

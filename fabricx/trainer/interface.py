@@ -25,6 +25,7 @@ from fabricx.session.checkpoint import finish_checkpoint, save_checkpoint
 from fabricx.session.session import Session
 from fabricx.session.status import FailureLog, StopStatus
 from fabricx.trainer.factory import choose_callbacks, choose_loggers, choose_strategy, several_ranks
+from fabricx.trainer.names import TrainerNames
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from fabricx.telemetry.logs import LogSettings
 
 
-class TrainerInterface(TrainerOptions, NamesChecked):
+class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
     """The Trainer without the calls that start runs: what hooks and the library use.
 
     Attributes:
@@ -206,16 +207,12 @@ class TrainerInterface(TrainerOptions, NamesChecked):
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """Return the newest value of each logged metric, without communication."""
-        return dict(self._published.metrics)
+        return dict(self.published.metrics) if self._session is None else self._session.metrics.newest()
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """Return the newest values logged with `logger=True`, by their names in the loggers, without communication."""
-        return dict(self._published.logged)
-
-    @property
-    def _published(self) -> Published:
-        return self.published if self._session is None else self._session.metrics.newest()
+        """Return the metrics that the loggers received last."""
+        return dict(self.published.logged)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -245,19 +242,9 @@ class TrainerInterface(TrainerOptions, NamesChecked):
         return None if self._session is None else self._session.data.train_dataloader
 
     @property
-    def val_dataloaders(self) -> Any:
-        """Return the evaluation loader or loaders of the newest run in this process."""
-        return None if self._session is None else self._session.data.val_dataloaders
-
-    @property
     def num_training_batches(self) -> int | float:
         """Return the number of batches per epoch of the rank with the most batches; infinity if unknown."""
         return self.batches.training
-
-    @property
-    def num_val_batches(self) -> list[int | float]:
-        """Return the number of batches of each evaluation loader."""
-        return self.batches.evaluation
 
     @property
     def is_last_batch(self) -> bool:
@@ -298,12 +285,12 @@ class TrainerInterface(TrainerOptions, NamesChecked):
     @property
     def checkpoint_callback(self) -> Any:
         """Return the first callback that writes checkpoints, or None."""
-        return next((c for c in self.callbacks if c.trainer_role == "checkpoint"), None)
+        return next(iter(self.checkpoint_callbacks), None)
 
     @property
     def early_stopping_callback(self) -> Any:
         """Return the first callback for early stopping, or None."""
-        return next((c for c in self.callbacks if c.trainer_role == "early_stopping"), None)
+        return next(iter(self.early_stopping_callbacks), None)
 
     @property
     def sanity_checking(self) -> bool:
@@ -419,7 +406,7 @@ class TrainerInterface(TrainerOptions, NamesChecked):
             args, kwargs: of `print`.
         """
         if self.is_global_zero:
-            bar: Any = next((callback for callback in self.callbacks if callback.trainer_role == "progress_bar"), None)
+            bar: Any = self.progress_bar_callback
             (bar.print if bar is not None else print)(*args, **kwargs)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:

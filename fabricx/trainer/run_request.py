@@ -10,7 +10,7 @@ from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
 from fabricx.core.hooks import check_hooks
 from fabricx.core.module import Module
-from fabricx.data import make_feed
+from fabricx.data import combined, make_feed
 from fabricx.distributed.world import World
 from fabricx.errors import did_you_mean
 from fabricx.lightning import adapt_data, adapt_module
@@ -64,12 +64,14 @@ def check_job(trainer: TrainerInterface, job: Job) -> None:
     module, stage = job.module, job.stage
     if not isinstance(module, Module):
         raise ValueError(f"trainer.{stage}({type(module).__name__}): pass an instance of a subclass of fabricx.Module")
-    check_hooks(module)
     data = job.datamodule
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
     if needed and not callable(getattr(module, needed, None)):
         near = did_you_mean(needed, [name for name in dir(type(module)) if not name.startswith("_")])
         raise ValueError(f"{type(module).__name__} has no {needed}, which trainer.{stage} calls.{near}")
+    for owner in (module, data):
+        if owner is not None:
+            check_hooks(owner)
     source = "train_dataloader" if stage == "fit" else f"{'val' if stage == 'validate' else stage}_dataloader"
     loaders = job.train if stage == "fit" else job.evaluate
     if loaders is None and not any(_has(owner, source) for owner in (data, module)):
@@ -82,7 +84,9 @@ def check_job(trainer: TrainerInterface, job: Job) -> None:
     if stage == "fit" and checks:
         ranks = World(size=max(1, len(trainer.device_ids) * trainer.num_nodes))
         shard, has_loader = trainer.use_distributed_sampler, job.train is not None
-        feed = make_feed(job.train, ranks, seed=0, shard=shard, balance=trainer.balance) if has_loader else None
+        feed = (
+            make_feed(combined(job.train), ranks, seed=0, shard=shard, balance=trainer.balance) if has_loader else None
+        )
         for check in checks:
             check(trainer, module, None if feed is None else feed.global_batch)
     if (

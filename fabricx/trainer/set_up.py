@@ -20,13 +20,13 @@ from fabricx.consistency.shared_settings import OwnSettings
 from fabricx.core.arguments import described
 from fabricx.core.datamodule import DataModule
 from fabricx.core.gradient_checks import SPARSE_CLIPPED, sparse_tables
-from fabricx.core.hooks import check_hooks, overrides
+from fabricx.core.hooks import check_hooks, fitted, overrides
 from fabricx.core.hparams import plain
 from fabricx.core.logger import Ending
 from fabricx.core.module_hooks import ModuleHooks
 from fabricx.core.optimizers import OptimizerHandle, need_metrics_each_step, needs_closure, parse_optimizers
 from fabricx.core.precision import make_precision
-from fabricx.core.rng import seed_everything
+from fabricx.core.rng import seed_generators
 from fabricx.core.state import Phase
 from fabricx.core.strategy_parts import MeasuresWaiting, as_part
 from fabricx.core.transfer import to_device
@@ -95,7 +95,7 @@ def execute(trainer: TrainerInterface, job: Job, world: World) -> Outcome:
         results = _work(session, job)()
         _call(session.hooks.teardown, job.stage)
         if session.datamodule is not None:
-            session.datamodule.teardown(job.stage)
+            fitted(session.datamodule, "teardown", DataModule)(job.stage)
         ending = "interrupted" if session.stop.interrupted else "success"
         return Outcome(results)
     except BaseException as error:
@@ -166,7 +166,7 @@ def _build(trainer: TrainerInterface, job: Job, world: World) -> Session:
     """Build the parts of a run that exist before the first hook, in the order of `core/hooks.md`."""
     module, datamodule, strategy, state = job.module, job.datamodule, trainer.strategy, trainer.state
     world = dataclasses.replace(world, job=next_job())
-    strategy.enter(world)
+    strategy.enter(world, module)
     shares = world.axis("data").size
     state.ranks = (ranks_that_began(job) if job.began_with is None else job.began_with) or state.ranks or shares
     state.shared_by = shares
@@ -203,7 +203,7 @@ def _set_up(trainer: TrainerInterface, session: Session, job: Job) -> None:
             owner.prepare_data()
     session.world.barrier()
     if session.datamodule is not None:
-        session.datamodule.setup(job.stage)
+        fitted(session.datamodule, "setup", DataModule)(job.stage)
     _call(session.hooks.setup, job.stage)
     with session.sharding.init_context() if job.stage == "fit" else contextlib.nullcontext():
         session.module.configure_model()
@@ -232,7 +232,7 @@ def _seed(state: RunState, world: World) -> None:
     """Share the seed of the data order with all ranks; seed other random generators by the share of the data."""
     state.seed, data = world.broadcast_object(state.seed), world.axis("data")
     if data.size > 1:
-        seed_everything((state.seed + data.rank) % 2**32)
+        seed_generators((state.seed + data.rank) % 2**32)
 
 
 def _backend_flags(options: TrainerOptions, *, on: bool = True) -> None:
@@ -311,7 +311,7 @@ def _set_up_model(session: Session, job: Job) -> None:
     session.precision.convert(module)
     if session.options.sync_batchnorm and (session.world.size > 1 or session.world.newcomer):
         synchronise(module, session.world.device)
-    session.strategy.place(module)
+    _place(module, session.world.device)
     _compile(session)
     overridden: dict[str, Any] = {
         name: overrides(module, name, ModuleHooks)
@@ -356,7 +356,7 @@ def _set_up_model(session: Session, job: Job) -> None:
             "optimizers and schedules; set ckpt_path='last' to continue with those of the newest checkpoint"
         )
     session.metrics.begin(session.weigh)
-    session.metrics.collect(None)
+    session.metrics.collect(session.metrics.training)
     optimizers, schedules = parse_optimizers(module.configure_optimizers())
     session.optimizers += optimizers
     session.lr_schedulers += schedules
@@ -377,7 +377,9 @@ def _set_up_model(session: Session, job: Job) -> None:
     session.strategy.attach_optimizers(session.optimizers)
     session.checks.guard_weights(session.hooks)
     step = functools.partial(step_optimizer, session)
-    session.optimizer_handles += [OptimizerHandle(optimizer, step) for optimizer in optimizers]
+    session.optimizer_handles += [
+        OptimizerHandle(optimizer, step, module.toggled_optimizer) for optimizer in optimizers
+    ]
     if not module.automatic_optimization:
         manual_optimization.watch_gradients(session)
     session.share_settings()
@@ -416,6 +418,14 @@ def _check_samples_of_all_ranks(session: Session, job: Job) -> None:
         )
 
 
+def _place(module: nn.Module, device: torch.device) -> None:
+    """Move a module to the device of this rank; parameters on the meta device stay there."""
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    else:
+        module.to(device)
+
+
 def _compile(session: Session) -> None:
     if not session.options.compile:
         return
@@ -434,8 +444,7 @@ def _batch_transfer(session: Session) -> Callable[[Any, int], Any] | None:
         for owner in owners:
             contract = DataModule if isinstance(owner, DataModule) else ModuleHooks
             if overrides(owner, name, contract):
-                method: Callable[..., Any] = getattr(owner, name)
-                return method
+                return fitted(owner, name, contract)
         return None
 
     before, move, after = (

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fabricx.core.datamodule import DataModule
+from fabricx.core.hparams import refuse_execution
 from fabricx.core.module import Module
 from fabricx.trainer.dispatch import dispatch
 from fabricx.trainer.interface import TrainerInterface
@@ -17,45 +18,61 @@ class Trainer(TrainerInterface):
 
     def fit(
         self,
-        module: Module,
+        model: Module | None = None,
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+        *,
+        module: Module | None = None,
     ) -> None:
         """Train a module.
 
         Args:
-            module: has the trained weights afterwards, also if worker processes trained it.
-            train_dataloaders: a `DataLoader` or any iterable of batches; or a `DataModule`.
+            model, module: the module, under either name; it has the trained weights afterwards, also if worker
+                processes trained it.
+            train_dataloaders: a `DataLoader`, any iterable of batches, or a dict or list of loaders (see
+                `CombinedLoader`); or a `DataModule`.
             val_dataloaders: a `DataLoader`, an iterable of batches, or a list of them.
             datamodule: creates the loaders of both kinds.
             ckpt_path: checkpoint to resume from: its path, "last" (starts from the beginning without a checkpoint), or
                 "best".
+            weights_only: True or None; a checkpoint is never executed.
 
         Raises:
             ValueError: an argument or a method of the module is invalid; raised before any process starts if possible.
             WorkerFailed: a worker process failed; the message contains its traceback.
             SystemExit: with code 143, after SIGTERM or the notice of a scheduler, when the run is stopped and saved.
         """
-        dispatch(self, Job("fit", module, train_dataloaders, val_dataloaders, datamodule, ckpt_path))
+        refuse_execution(weights_only, "trainer.fit")
+        chosen = _one_of(model, module, "fit")
+        if chosen is None:
+            raise ValueError("trainer.fit() has no module: pass an instance of a subclass of fabricx.Module")
+        path = self._chosen_ckpt_path if ckpt_path is None else ckpt_path
+        dispatch(self, Job("fit", chosen, train_dataloaders, val_dataloaders, datamodule, path))
 
     def validate(
         self,
-        module: Module | None = None,
+        model: Module | None = None,
         dataloaders: Any = None,
-        datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
+        datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
+        *,
+        module: Module | None = None,
     ) -> list[dict[str, float]]:
         """Validate a module.
 
         Args:
-            module: None for that of the previous call, with the best checkpoint of its run, if any.
+            model, module: the module, under either name; None for that of the previous call, with the best checkpoint
+                of its run, if any.
             dataloaders: a `DataLoader`, an iterable of batches, or a list of them; or a `DataModule`.
-            datamodule: creates the loaders.
             ckpt_path: checkpoint whose weights are loaded: its path, "last" or "best".
             verbose: print the metrics.
+            datamodule: creates the loaders.
+            weights_only: True or None; a checkpoint is never executed.
 
         Returns:
             the metrics of each loader over the samples of all ranks, with each sample counted once.
@@ -64,43 +81,56 @@ class Trainer(TrainerInterface):
             ValueError: an argument is invalid.
             WorkerFailed: a worker process failed.
         """
-        return self._evaluate("validate", module, dataloaders, datamodule, ckpt_path, verbose)
+        refuse_execution(weights_only, "trainer.validate")
+        chosen = _one_of(model, module, "validate")
+        return self._evaluate("validate", chosen, dataloaders, datamodule, ckpt_path, verbose)
 
     def test(
         self,
-        module: Module | None = None,
+        model: Module | None = None,
         dataloaders: Any = None,
-        datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
+        datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
+        *,
+        module: Module | None = None,
     ) -> list[dict[str, float]]:
         """Test a module; see `validate` for the arguments, the result and the errors.
 
         Args:
-            module: None for that of the previous call.
+            model, module: the module, under either name; None for that of the previous call.
             dataloaders: a `DataLoader`, an iterable of batches, or a list of them; or a `DataModule`.
-            datamodule: creates the loaders.
             ckpt_path: checkpoint whose weights are loaded: its path, "last" or "best".
             verbose: print the metrics.
+            datamodule: creates the loaders.
+            weights_only: True or None; a checkpoint is never executed.
         """
-        return self._evaluate("test", module, dataloaders, datamodule, ckpt_path, verbose)
+        refuse_execution(weights_only, "trainer.test")
+        chosen = _one_of(model, module, "test")
+        return self._evaluate("test", chosen, dataloaders, datamodule, ckpt_path, verbose)
 
     def predict(
         self,
-        module: Module | None = None,
+        model: Module | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
-        return_predictions: bool = True,
+        return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+        *,
+        module: Module | None = None,
     ) -> list[Any]:
         """Run `predict_step` on all batches.
 
         Args:
-            module: None for that of the previous call, with the best checkpoint of its run, if any.
+            model, module: the module, under either name; None for that of the previous call, with the best checkpoint
+                of its run, if any.
             dataloaders: a `DataLoader`, an iterable of batches, or a list of them; or a `DataModule`.
             datamodule: creates the loaders.
             return_predictions: False discards the outputs.
             ckpt_path: checkpoint whose weights are loaded: its path, "last" or "best".
+            weights_only: True or None; a checkpoint is never executed.
 
         Returns:
             the outputs in the order of the data set; a list for each loader if there are several.
@@ -109,11 +139,18 @@ class Trainer(TrainerInterface):
             ValueError: an argument is invalid.
             WorkerFailed: a worker process failed.
         """
-        return self._evaluate("predict", module, dataloaders, datamodule, ckpt_path, return_predictions)
+        refuse_execution(weights_only, "trainer.predict")
+        chosen, keep = _one_of(model, module, "predict"), return_predictions is not False
+        return self._evaluate("predict", chosen, dataloaders, datamodule, ckpt_path, keep)
 
     def _evaluate(
         self, stage: str, module: Module | None, loaders: Any, data: DataModule | None, path: Any, flag: bool
     ) -> list[Any]:
+        if isinstance(path, DataModule):  # the third argument was the data module in the first versions
+            raise ValueError(
+                f"trainer.{stage}: the third argument is ckpt_path: pass datamodule={type(path).__name__}(...)"
+            )
+        path = self._chosen_ckpt_path if path is None else path
         if module is None:
             module = self.module
             if module is None:
@@ -124,3 +161,12 @@ class Trainer(TrainerInterface):
             data = data or self.datamodule
         results: list[Any] = dispatch(self, Job(stage, module, None, loaders, data, path, flag))
         return results
+
+
+def _one_of(model: Module | None, module: Module | None, call: str) -> Module | None:
+    """Return the module of a call, which has two names."""
+    if model is not None and module is not None:
+        raise ValueError(
+            f"trainer.{call}(model=..., module=...): these are two names of one argument; pass one of them"
+        )
+    return module if model is None else model

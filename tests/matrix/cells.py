@@ -92,7 +92,9 @@ FEATURES: dict[str, tuple[Any, ...]] = {
         "plain", "batchnorm", "sync-batchnorm", "dropout", "frozen", "tied", "shared", "sparse", "unused", "buffer",
         "late", "toggled", "scalar", "complex", "dtypes", "recomputed", "compiled",
     ),
-    "data": ("even", "uneven", "few", "shuffled", "iterable", "ending", "balanced", "weighted", "promised"),
+    "data": (
+        "even", "uneven", "few", "shuffled", "iterable", "ending", "balanced", "weighted", "promised", "combined",
+    ),
     "loop": (
         "plain", "limit", "max-steps", "val-interval", "overfit", "reload", "two-val", "skip-rest", "no-loss",
         "lr-callback", "stop-early", "evaluate", "one-val", "nan",

@@ -13,7 +13,7 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 import fabricx as fx
 from tests.matrix.cells import STREAMS, Cell
@@ -21,7 +21,7 @@ from tests.matrix.cells import STREAMS, Cell
 GLOBAL_BATCH = 12
 SAMPLES = {
     "even": 24, "uneven": 31, "few": 25, "shuffled": 31, "iterable": 24, "ending": 31, "balanced": 31, "weighted": 31,
-    "promised": 31,
+    "promised": 31, "combined": 36,
 }  # fmt: skip
 VALIDATION_SAMPLES = 5
 DTYPES = {"64": torch.float64, "32": torch.float32, "bf16-mixed": torch.float32}
@@ -372,6 +372,13 @@ def _weight(self: Any, batch: Any) -> Any:
     return batch[3].sum()
 
 
+def _side_by_side(self: Any, batch: Any, dataloader_idx: int) -> Any:
+    """Return the samples of both loaders as one batch."""
+    if not isinstance(batch, dict):
+        return batch
+    return [torch.cat(columns) for columns in zip(batch["long"], batch["short"], strict=True)]
+
+
 def _skip_rest(self: Any, batch: Any, batch_idx: int) -> int | None:
     return -1 if batch_idx == 1 and self.current_epoch == 0 else None
 
@@ -383,6 +390,8 @@ def make_module(cell: Cell) -> Net:
         more["optimizer_step"] = _own_step
     if cell.data == "weighted":
         more["batch_weight"] = _weight
+    if cell.data == "combined":
+        more["on_after_batch_transfer"] = _side_by_side
     if cell.loop == "skip-rest":
         more["on_train_batch_start"] = _skip_rest
     kind = OwnClipping if cell.clip == "module" else Net
@@ -405,6 +414,10 @@ def make_loaders(cell: Cell, began: int, ranks: int) -> tuple[Any, Any]:
     train: Any = (Promised if cell.data == "promised" else Stream)(samples, ends=cell.data != "iterable")
     if cell.data not in STREAMS:
         train = DataLoader(samples, GLOBAL_BATCH // began, shuffle=cell.data == "shuffled")
+    if cell.data == "combined":
+        each = GLOBAL_BATCH // 2 // began
+        long, short = Subset(samples, range(24)), Subset(samples, range(24, 36))  # the short one is read twice
+        train = {"long": DataLoader(long, each), "short": DataLoader(short, each)}
     validation: Any = DataLoader(
         Samples(1 if cell.loop == "one-val" else VALIDATION_SAMPLES, dtype, seed=2), 6 // ranks
     )

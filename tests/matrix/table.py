@@ -99,6 +99,25 @@ _MEANINGS: Final[dict[str, dict[Any, str]]] = {
 }  # fmt: skip
 
 
+LIMITS: Final = """
+## Limits: what is not detected
+
+- **Your own collectives** (`self.all_gather`, functions of `torch.distributed`, functional collectives, methods of a
+  group such as `group.allreduce`, operators of `torch.ops`) are an error where a rank would not join: at a batch of
+  which some rank has no sample, in training and evaluation, and between two meetings of asynchronous ranks. Not
+  detected are collectives that a program calls otherwise: by an operator that it looked up before (`f =
+  torch.ops._c10d_functional.all_reduce`), in compiled code, by the backend of a group, or in C++; and collectives in
+  the evaluation of streams without a length that end earlier on some ranks. The ranks then wait until the run's hang
+  report names the lines of all ranks.
+- **Under `fsdp` and manual optimization**, a rank without a sample of a batch calls `training_step` (under `fsdp`
+  also the steps of evaluations) with another sample, with weight zero. The gradients and `self.log` do not count it,
+  but your own collective in the step receives it. Use complete batches (`drop_last=True`) there.
+- **`fsdp`: parameters that are frozen and released within a step** through the optimizer (`optimizer.param_groups`)
+  have an effect if the forward of their submodule is between the two. A step that reads such a parameter without this
+  forward (a penalty on `self.layer.weight`) trains it. Freeze the module's own parameters
+  (`self.layer.requires_grad_(False)`), or use `ddp`."""
+
+
 def table() -> str:
     """Return the page."""
     notes: dict[str, int] = {}
@@ -120,7 +139,7 @@ def table() -> str:
     parts += ["", "## Features that work with all strategies", "", *supported]
     if defects:
         parts += ["", "## Known defects, also of several features together", "", *defects]
-    return "\n".join(parts) + "\n"
+    return "\n".join([*parts, LIMITS]) + "\n"
 
 
 def _entry(way: str, name: str, value: object, notes: dict[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""Ranks that are not along the data axis have the same share of the data; here all ranks train the whole of it."""
+"""Ranks that are not along the data axis have the same share of the data: all ranks, or two and two of four."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import fabricx as fx
+from fabricx.distributed import world as worlds
 from fabricx.distributed.world import World
-from fabricx.strategies import DDP, Single
+from fabricx.strategies import DDP, LocalSGD, Reproducible, Single
 from fabricx.testing import QUIET, LayeredModule, layered_data, run_ranks
 
 
@@ -49,3 +50,25 @@ def test_ranks_with_the_same_share_train_what_one_process_trains() -> None:
         assert first["weights"] == second["weights"] == alone["weights"]  # the mean of two equal gradients is exact
         assert first["metrics"] == alone["metrics"]
         assert first["predicted"] == alone["predicted"]
+
+
+def in_pairs(strategy: fx.Strategy) -> dict[str, Any]:
+    """Train on four ranks, of which 0 and 2, and 1 and 3, are along the data axis, and the others along another."""
+    everyone = worlds.current()
+    assert everyone is not None
+    group = everyone.new_subgroup([[0, 2], [1, 3]])
+
+    def axis(world: World, name: str) -> World:
+        return replace(world, rank=world.rank // 2, size=2, group=group, coordinate=f"pair {world.rank % 2}/")
+
+    World.axis = axis  # type: ignore[method-assign]
+    return train(strategy, 4, True)
+
+
+def test_strategies_reduce_over_the_ranks_along_the_data_axis_only() -> None:
+    for strategy in (DDP(compression="bf16"), DDP(compression="powersgd"), LocalSGD(every=3), Reproducible(parts=4)):
+        pair = run_ranks(train, 2, strategy, 2, True)
+        four = run_ranks(in_pairs, 4, strategy)
+        for rank in range(4):
+            assert four[rank]["weights"] == pair[0]["weights"], (type(strategy).__name__, rank)
+            assert four[rank]["metrics"] == pair[0]["metrics"]

@@ -288,6 +288,12 @@ class OfMembers(Gathers):
             elif self.way == "nn":
                 total = nn_functional.all_reduce(tensor, group=self.pair)
                 total.sum().backward()
+            elif self.way == "method":
+                total = tensor
+                self.pair.allreduce([total]).wait()
+            elif self.way == "operator":
+                ops: Any = torch.ops._c10d_functional
+                total = ops.wait_tensor(ops.all_reduce(tensor, "sum", self.pair.group_name))
             else:
                 total = tensor
                 dist.all_reduce(total, group=self.pair)
@@ -297,7 +303,7 @@ class OfMembers(Gathers):
         return DataLoader(data(8), 2)
 
 
-WAYS = ["plain", "functional", "nn"]
+WAYS = ["plain", "functional", "nn", "method", "operator"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -308,12 +314,76 @@ def test_no_way_to_call_a_collective_with_a_rank_without_a_sample_is_overlooked(
 
 def test_a_group_of_ranks_with_samples_may_call_a_collective() -> None:
     for found in run_ranks(fit_here, 3, [(DDP(), OfMembers([0, 1], way)) for way in WAYS]):
-        assert found == ["", "", ""]
+        assert found == [""] * len(WAYS)
 
 
-def test_a_functional_collective_of_ranks_at_their_own_pace_is_an_error() -> None:
+@pytest.mark.parametrize("way", ["functional", "method", "operator"])
+def test_no_way_to_call_a_collective_of_ranks_at_their_own_pace_is_overlooked(way: str) -> None:
     with pytest.raises(WorkerFailed, match="RanksApart: a collective in training_step, or in a hook of a batch: each"):
-        fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(OfMembers([0, 1], "functional"))
+        fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(OfMembers([0, 1], way))
+
+
+class GathersInEvaluation(Gathers):
+    """Calls a collective in a step or hook of an evaluation, at each batch."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return Changed.training_step(self, batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.gathers("validation_step")
+
+    def on_validation_batch_end(self, *given: Any) -> None:
+        self.gathers("on_validation_batch_end")
+
+    def on_validation_epoch_end(self) -> None:
+        self.gathers("on_validation_epoch_end")
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.gathers("predict_step")
+        return batch
+
+
+def evaluate_here(cases: list[tuple[Any, GathersInEvaluation, int]]) -> list[str]:
+    """Evaluate each module on the ranks that there are; returns its error, "" for none."""
+    world = worlds.current()
+    assert world is not None
+    found = []
+    for strategy, module, samples in cases:
+        trainer = fx.Trainer(devices=world.size, strategy=strategy, **options(""))
+        try:
+            if module.what == "predict_step":
+                trainer.predict(module, DataLoader(data(samples), 2))
+            else:
+                trainer.validate(module, DataLoader(data(samples), 2), verbose=False)
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            found.append("")
+    return found
+
+
+@pytest.mark.parametrize("where", ["validation_step", "on_validation_batch_end", "predict_step"])
+def test_a_collective_in_an_evaluation_that_a_rank_without_a_sample_would_not_join_is_an_error(where: str) -> None:
+    kind = where.removeprefix("on_").split("_")[0]
+    told = f"RanksApart: .* ranks 1 don't call {kind}_step and the hooks .* Call it in on_{kind}_epoch_end"
+    with pytest.raises(WorkerFailed, match=told):
+        run_ranks(evaluate_and_raise, 2, DDP(), GathersInEvaluation(where))
+
+
+def evaluate_and_raise(strategy: Any, module: GathersInEvaluation) -> None:
+    if error := evaluate_here([(strategy, module, 5)])[0]:
+        raise RuntimeError(error)
+
+
+def test_a_collective_in_an_evaluation_that_all_ranks_join_is_none() -> None:
+    cases = [
+        ("on_validation_epoch_end", 5),
+        ("validation_step", 8),
+        ("on_validation_batch_end", 8),
+        ("predict_step", 7),
+    ]
+    for found in run_ranks(evaluate_here, 2, [(DDP(), GathersInEvaluation(where), size) for where, size in cases]):
+        assert found == [""] * len(cases)
 
 
 def test_a_collective_that_all_ranks_join_is_none() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from fabricx import checkpoint
 from fabricx.core.callback import Callback
+from fabricx.core.state import RunState
 from fabricx.core.strategy import Strategy
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
 from fabricx.session.status import CheckpointStatus, FailureLog
@@ -37,6 +38,9 @@ class FakeTrainer:
     callbacks: list[Callback] = field(default_factory=list)
     num_training_batches: float = 4
     num_val_batches: list[float] = field(default_factory=lambda: [2])
+    num_test_batches: list[float] = field(default_factory=lambda: [2])
+    num_predict_batches: list[float] = field(default_factory=lambda: [2])
+    state: RunState = field(default_factory=RunState)
     val_check_interval: Any = 1.0
     check_val_every_n_epoch: int | None = 1
     num_sanity_val_steps: int = 2
@@ -73,7 +77,6 @@ class FakeTrainer:
 
     def __post_init__(self) -> None:
         self.default_root_dir = str(self.run_dir)
-        self.state = SimpleNamespace(batch=0, closing=False, attempt=0, run="")
 
     def print(self, *args: Any) -> None:
         self.printed.append(" ".join(map(str, args)))

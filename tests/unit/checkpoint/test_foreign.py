@@ -1,8 +1,13 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
+import pickle
+import tarfile
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +154,52 @@ def test_plain_data_that_is_saved_as_objects_is_read_and_other_objects_are_refus
         fx.Trainer(**QUIET).validate(Ours(2), data(), ckpt_path=tmp_path / "bad.ckpt")
     with pytest.raises(ValueError, match="weights_only=False"):
         Ours.load_from_checkpoint(tmp_path / "bad.ckpt", weights_only=False)
+
+
+class Exploit:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+def hostile(kind: str, folder: Path) -> Path:
+    """Write a file that would run code, or use much memory, if it was loaded without care."""
+    path, exploit = folder / "hostile.ckpt", Exploit(folder / "marker")
+    if kind == "raw":
+        path.write_bytes(pickle.dumps(exploit))
+    elif kind == "tar":  # torch's format before 0.1.10
+        with tarfile.open(path, "w") as archive:
+            for name in ("pickle", "storages", "tensors"):
+                data = pickle.dumps(exploit)
+                entry = tarfile.TarInfo(name)
+                entry.size = len(data)
+                archive.addfile(entry, io.BytesIO(data))
+    elif kind == "script":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("archive/data.pkl", pickle.dumps(exploit, 2))
+            archive.writestr("archive/version", "3")
+            archive.writestr("archive/constants.pkl", pickle.dumps((), 2))
+    elif kind == "bomb":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("archive/data.pkl", b"\x80\x02" + b"N0" * 10**6 + b"N.")
+            archive.writestr("archive/version", "3")
+    else:
+        content = {"state_dict": {}, "hyper_parameters": {"it": nn.functional.relu if kind == "function" else exploit}}
+        torch.save(content, path, _use_new_zipfile_serialization=kind != "legacy")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["object", "legacy", "raw", "tar", "script", "function", "bomb"])
+def test_a_hostile_file_is_refused_without_advice_to_trust_it(kind, tmp_path):
+    with pytest.raises(CheckpointError) as error:
+        read_foreign(hostile(kind, tmp_path))
+    assert not (tmp_path / "marker").exists()
+    for advice in ("weights_only", "safe_globals", "False"):  # torch's advice to disable the protection
+        assert advice not in str(error.value)
 
 
 def test_hyperparameters_that_are_one_argument(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import pytest
 import torch
 
 import fabricx as fx
@@ -83,3 +84,43 @@ def test_it_is_sent_to_workers_without_its_trainer() -> None:
     sent = pickle.loads(pickle.dumps(data))
     assert sent.trainer is None
     assert sent.hparams == {"samples": 12}
+
+
+class Numbers(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_from_data_sets_it_has_their_loaders() -> None:
+    data = fx.DataModule.from_datasets(Numbers(), [Numbers(), Numbers()], predict_dataset=Numbers(), batch_size=3)
+    assert sorted(int(number) for batch in data.train_dataloader() for number in batch) == list(range(6))
+    assert [batch.tolist() for batch in data.val_dataloader()[1]] == [[0, 1, 2], [3, 4, 5]]
+    assert [loader.batch_size for loader in data.val_dataloader()] == [3, 3]
+    assert data.test_dataloader() is None
+    assert type(data.train_dataloader().sampler).__name__ == "RandomSampler"
+    assert pickle.loads(pickle.dumps(data)).predict_dataloader().batch_size == 3
+
+
+def test_its_constructor_gets_the_sizes_that_it_has() -> None:
+    class Sized(fx.DataModule):
+        def __init__(self, name: str, batch_size: int) -> None:
+            self.save_hyperparameters()
+
+    assert Sized.from_datasets(train_dataset={"a": Numbers()}, batch_size=2, name="x").hparams == {
+        "name": "x", "batch_size": 2,
+    }  # fmt: skip
+
+
+def test_its_hyperparameters_are_loaded_from_a_checkpoint(quiet: dict[str, Any], tmp_path: Any) -> None:
+    trainer = fx.Trainer(max_epochs=1, **quiet)
+    trainer.fit(Sees(), datamodule=Data(samples=12))
+    path = trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert Data.load_from_checkpoint(path).hparams == {"samples": 12}
+    assert Data.load_from_checkpoint(path, samples=4).hparams == {"samples": 4}
+    torch.save({"state_dict": {}, "datamodule_hyper_parameters": {"samples": 20}}, tmp_path / "theirs.ckpt")
+    assert Data.load_from_checkpoint(tmp_path / "theirs.ckpt").hparams == {"samples": 20}
+    with pytest.raises(ValueError, match="weights_only=False"):
+        Data.load_from_checkpoint(path, weights_only=False)

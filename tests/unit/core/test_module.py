@@ -14,7 +14,7 @@ from torch import nn
 
 import fabricx as fx
 from fabricx.core.module import batch_weight
-from fabricx.testing import TinyModule
+from fabricx.testing import TinyModule, tiny_loader
 
 
 def test_outside_of_a_run_the_trainer_is_an_error_and_the_counters_are_zero() -> None:
@@ -91,3 +91,52 @@ def test_a_weight_that_is_no_number_of_terms_is_an_error(weight: float) -> None:
     assert batch_weight(Weighs(), torch.tensor(0)) == 0.0
     with pytest.raises(ValueError, match=r"Weighs\.batch_weight returned .*; return a finite number"):
         batch_weight(Weighs(), weight)
+
+
+def test_the_names_of_a_lightning_module(quiet: dict[str, Any]) -> None:
+    seen: dict[str, Any] = {}
+
+    class Mine(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.other = nn.Linear(1, 1)
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.layer, self.other)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            first, second = self.optimizers()
+            with self.toggled_optimizer(first):
+                seen["toggled"] = [self.layer.weight.requires_grad, self.other.weight.requires_grad]
+                loss = self.layer(batch[0]).square().mean()
+                first.zero_grad()
+                self.manual_backward(loss, retain_graph=True)
+                self.manual_backward(loss)
+                first.step()
+            with second.toggle_model(sync_grad=False):
+                seen["second"] = [self.layer.weight.requires_grad, self.other.weight.requires_grad]
+            seen["after"] = [self.layer.weight.requires_grad, self.other.weight.requires_grad]
+            self.log("loss", loss, True, False, True, False, "avg")
+            self.log_dict({"a": loss, "b": loss}, False, True, reduce_fx=torch.max, metric_attribute="x")
+            self.log("c", loss, enable_graph=True, sync_dist=True, rank_zero_only=False, add_dataloader_idx=True)
+
+    module = Mine()
+    assert (module.logger, module.loggers, module.on_gpu, module.strict_loading) == (None, [], False, True)
+    trainer = fx.Trainer(max_epochs=1, **quiet)
+    trainer.fit(module, tiny_loader())
+    assert seen == {"toggled": [True, False], "second": [False, True], "after": [True, True]}
+    assert set(trainer.progress_bar_metrics) == {"loss"}
+    assert {"a", "b", "c"} <= set(trainer.callback_metrics)
+    assert "loss" not in trainer.logged_metrics
+    assert not module.freeze().training
+    assert module.unfreeze().layer.weight.requires_grad
+
+
+def test_a_group_for_a_logged_value_is_refused(quiet: dict[str, Any]) -> None:
+    class Mine(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("loss", 1.0, sync_dist_group=object())  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match="values are reduced over the ranks that train"):
+        fx.Trainer(max_epochs=1, **quiet).fit(Mine(), tiny_loader())

@@ -99,13 +99,16 @@ def test_an_optimizer_that_calls_its_closure_several_times_needs_one() -> None:
 
 def test_a_handle_is_the_optimizer_except_for_its_step() -> None:
     steps: list[Any] = []
-    handle: Any = OptimizerHandle(ONE, lambda optimizer, closure: steps.append((optimizer, closure)))
+    handle: Any = OptimizerHandle(ONE, lambda optimizer, closure, **options: steps.append((closure, options)))
     assert handle.param_groups is ONE.param_groups
     handle.note = "kept"
     assert ONE.note == "kept"  # type: ignore[attr-defined]
-    handle.step()
-    handle.step(print)
-    assert steps == [(ONE, None), (ONE, print)]
+    assert isinstance(handle, torch.optim.SGD)
+    assert handle.step() is None
+    handle.step(lambda: 7.0, scale=2)
+    assert steps[0] == (None, {})
+    assert steps[1][0]() == 7.0
+    assert steps[1][1] == {"scale": 2}
     ONE.param_groups[0]["params"][0].grad = torch.ones(1)
     handle.zero_grad()
     assert ONE.param_groups[0]["params"][0].grad is None

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fabricx.core.rng import RandomState, random_kept, seed_everything
+from fabricx.core.rng import GLOBAL_SEED, RandomState, random_kept, reset_seed, seed_everything
 
 
 def drawn() -> list[Any]:
@@ -77,3 +77,22 @@ def test_a_seed_out_of_range_is_refused() -> None:
     for seed in (-1, 2**32):
         with pytest.raises(ValueError, match=f"seed={seed}: must be an integer from 0 to 4294967295"):
             seed_everything(seed)
+
+
+def test_without_a_seed_that_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(GLOBAL_SEED, raising=False)
+    before = random.getstate()
+    reset_seed()
+    assert random.getstate() == before
+    assert seed_everything() == 0
+    assert seed_everything("17", workers=True, verbose=False) == 17  # type: ignore[arg-type]
+    numbers = drawn()
+    assert seed_everything() == 17
+    assert drawn() == numbers
+    reset_seed()
+    assert drawn() == numbers
+    monkeypatch.setenv(GLOBAL_SEED, "many")
+    with pytest.raises(ValueError, match="environment variable PL_GLOBAL_SEED='many': must be an integer"):
+        seed_everything()
+    with pytest.raises(ValueError, match="seed='x': must be an integer"):
+        seed_everything("x")  # type: ignore[arg-type]

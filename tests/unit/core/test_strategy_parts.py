@@ -9,12 +9,15 @@ from torch import nn
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import (
     DealsData,
+    Elastic,
     HasServers,
     HidesGradients,
     MeasuresWaiting,
     ShardsWeights,
+    WrapsStep,
     as_part,
 )
+from fabricx.distributed.world import World
 from fabricx.strategies import DDP, FSDP, AsyncSGD, ParameterServer, Single
 
 
@@ -22,7 +25,7 @@ class Plain(Strategy):
     """A strategy with no part."""
 
 
-@pytest.mark.parametrize("part", [DealsData, HasServers, HidesGradients, MeasuresWaiting, ShardsWeights])
+@pytest.mark.parametrize("part", [DealsData, HasServers, HidesGradients, MeasuresWaiting, ShardsWeights, WrapsStep])
 def test_a_strategy_without_a_part_has_its_defaults(part: type) -> None:
     assert not isinstance(Plain(), part)
     assert type(as_part(Plain(), part)) is part
@@ -33,6 +36,14 @@ def test_a_strategy_with_a_part_is_that_part() -> None:
     assert as_part(sharded, ShardsWeights) is sharded
     assert as_part(served, HasServers) is served
     assert (as_part(served, HasServers).servers, as_part(DDP(), HasServers).servers) == (2, 0)
+
+
+def test_a_method_of_a_part_that_is_not_inherited_is_an_error_that_names_the_part() -> None:
+    with pytest.raises(TypeError, match=r"world_changed is never called: inherit Elastic, too, as in class Grows\("):
+        type("Grows", (Strategy,), {"world_changed": lambda self, world: None})
+    type("Grows", (Strategy, Elastic), {"world_changed": lambda self, world: None})
+    with pytest.raises(NotImplementedError, match="inherits Elastic and implements world_changed"):
+        as_part(Plain(), Elastic).world_changed(World())
 
 
 def test_only_ranks_at_their_own_pace_are_dealt_data() -> None:

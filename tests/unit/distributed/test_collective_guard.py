@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as _funcol
+from torch.distributed import distributed_c10d as _c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fabricx.distributed.collective_guard import RefuseCollectives, together, without_sample
@@ -22,12 +24,25 @@ def two_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def _process_group(group: Any) -> Any:
+    """Return a group as a program has it that took it before ranks were apart."""
+    default: Any = _c10d._get_default_group()
+    return group or _c10d._resolve_process_group(default.group_name)
+
+
 REFUSED = RefuseCollectives("ranks are apart, call it later")
-COLLECTIVES = {
+COLLECTIVES: dict[str, Callable[[Any], Any]] = {
     "all_reduce": lambda group: dist.all_reduce(torch.ones(1), group=group),
     "barrier": lambda group: dist.barrier(group=group),
     "broadcast": lambda group: dist.broadcast(torch.ones(1), 0, group=group),
     "functional": lambda group: _funcol.all_reduce(torch.ones(1), "sum", group or dist.group.WORLD),
+    "method": lambda group: _process_group(group).allreduce([torch.ones(1)]),
+    "operator": lambda group: torch.ops._c10d_functional.wait_tensor(
+        torch.ops._c10d_functional.all_reduce.default(torch.ones(1), "sum", group_name=_process_group(group).group_name)
+    ),
+    "operator of a group": lambda group: torch.ops.c10d.barrier(
+        torch.ones(1), _process_group(group).boxed(), [0], False, -1
+    ),
     "all_gather_object": lambda group: dist.all_gather_object([None, None], 1, group=group),
 }
 
@@ -43,23 +58,26 @@ def test_each_collective_is_refused_inside_and_allowed_after(name: str, own_grou
             COLLECTIVES[name](group)
         with pytest.raises(RanksApart):  # the inner context has not allowed it
             COLLECTIVES[name](group)
-    dist.all_reduce(torch.ones(1), group=group)
+    if name != "all_gather_object":  # a group without peers gathers no objects
+        COLLECTIVES[name](group)
 
 
 def test_what_sends_nothing_is_allowed() -> None:
     alone, both = dist.new_group([0]), dist.new_group([0, 1])
     with REFUSED:
         assert (dist.get_rank(), dist.get_world_size(), dist.get_world_size(both)) == (0, 2, 2)
-        dist.all_reduce(torch.ones(1), group=alone)
+        for name in ("all_reduce", "method", "operator"):
+            COLLECTIVES[name](alone)
         assert dist.is_initialized()
 
 
 def test_collectives_of_all_ranks_are_allowed_inside_until_their_block_ends() -> None:
-    with REFUSED:
-        with REFUSED, together():
-            dist.all_reduce(torch.ones(1))
-        with pytest.raises(RanksApart):
-            dist.all_reduce(torch.ones(1))
+    for name in ("all_reduce", "method", "operator"):
+        with REFUSED:
+            with REFUSED, together():
+                COLLECTIVES[name](None)
+            with pytest.raises(RanksApart):
+                COLLECTIVES[name](None)
 
 
 def test_an_error_in_the_block_leaves_collectives_allowed() -> None:

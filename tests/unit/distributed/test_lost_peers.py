@@ -56,7 +56,7 @@ class _Cut(torch.autograd.Function):
 
 def test_a_backward_in_which_torch_communicates_raises_the_type() -> None:
     strategy = Strategy()
-    strategy.enter(World(rank=1, size=2))
+    strategy.enter(World(rank=1, size=2), nn.Linear(1, 1))
     loss = _Cut.apply(nn.Linear(1, 1)(torch.ones(1, 1)).sum())
     with pytest.raises(PeerLost, match="rank 1 of 2, backward: the connection to another rank was lost"):
         strategy.backward(loss)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import fabricx as fx
 from fabricx.core.strategy import Strategy, Traits
+from fabricx.core.strategy_parts import Elastic
 from fabricx.distributed import generations, stop_consensus
 from fabricx.distributed.generations import Membership
 from fabricx.distributed.world import World
@@ -173,7 +174,7 @@ class Threads(World):
         return self._exchange(obj, "a broadcast")[src]
 
 
-class Summed(Strategy):
+class Summed(Strategy, Elastic):
     """The guarantees of ddp, by a reduction after each backward."""
 
     traits = Traits(elastic=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import fabricx as fx
 from fabricx.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ProgressBar
 from fabricx.core.callback import Callback
 from fabricx.core.logger import Adapted
@@ -93,3 +94,11 @@ def test_what_is_no_callback_is_an_error() -> None:
         choose_callbacks([3], {}, fast=False)
     with pytest.raises(LookupError, match="Did you mean 'early_stopping'"):
         choose_callbacks("early_stoping", {}, fast=False)
+
+
+def test_an_elastic_strategy_has_to_say_how_it_continues_with_other_ranks() -> None:
+    class Grows(fx.Strategy):
+        traits = fx.Traits(elastic=True)
+
+    with pytest.raises(ValueError, match=r"inherit fabricx\.core\.strategy_parts\.Elastic and implement"):
+        choose_strategy(Grows(), 2, 1)

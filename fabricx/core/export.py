@@ -1,0 +1,74 @@
+"""A module as a file of ONNX or TorchScript."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fabricx.core.transfer import to_device
+
+
+def to_onnx(module: Any, file_path: Any, input_sample: Any, **options: Any) -> Any:
+    """Write a module as ONNX; see `Module.to_onnx`."""
+    needed = ["onnx", "onnxscript"] if options.get("dynamo", True) else ["onnx"]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(f"to_onnx needs {' and '.join(missing)}: pip install 'fabricx[onnx]'")
+    sample = _example(module, input_sample, "to_onnx", "input_sample")
+    if isinstance(sample, dict):
+        options, sample = {"kwargs": sample, **options}, ()
+    target = str(file_path) if isinstance(file_path, Path) else file_path
+    with _evaluating(module), torch.no_grad():
+        return torch.onnx.export(module, sample if isinstance(sample, tuple) else (sample,), target, **options)
+
+
+def to_torchscript(module: Any, file_path: Any, method: str, example_inputs: Any, **options: Any) -> Any:
+    """Write a module as TorchScript; see `Module.to_torchscript`."""
+    if method not in ("script", "trace"):
+        raise ValueError(f"to_torchscript(method={method!r}): set 'script' or 'trace'")
+    with _evaluating(module), torch.no_grad():
+        if method == "script":
+            script: Any = torch.jit.script(module, **options)
+        else:
+            example = _example(module, example_inputs, "to_torchscript(method='trace')", "example_inputs")
+            script = torch.jit.trace(module, example_inputs=example, **options)
+    if file_path is not None:
+        torch.jit.save(script, str(file_path))
+    return script
+
+
+def _example(module: Any, given: Any, call: str, argument: str) -> Any:
+    example = module.example_input_array if given is None else given
+    if example is None:
+        raise ValueError(f"{call} needs an input of forward: pass {argument}=..., or set self.example_input_array")
+    return to_device(example, module.device)
+
+
+@contextlib.contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Context in evaluation mode, and without the trainer: torch reads all attributes, also `module.trainer`."""
+    modes = [(part, part.training) for part in module.modules()]
+    of_run = [
+        (vars(part), name, vars(part)[name]) for part, _ in modes for name in ("_trainer", "_log_to")
+        if name in vars(part)
+    ]  # fmt: skip
+    for attributes, name, _ in of_run:
+        attributes[name] = _NoRun() if name == "_trainer" else None
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+        for attributes, name, value in of_run:
+            attributes[name] = value
+
+
+class _NoRun:
+    """In place of the trainer of a module that is exported."""

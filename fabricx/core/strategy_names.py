@@ -1,0 +1,106 @@
+"""Names of Lightning's strategies that users' hooks read from `trainer.strategy`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fabricx.distributed.world import World
+
+
+class StrategyNames:
+    """Ranks and collectives of a strategy under Lightning's names; `World` has the same operations."""
+
+    world: World
+    module: nn.Module | None
+
+    @property
+    def root_device(self) -> torch.device:
+        """Return the device of this rank."""
+        return self.world.device
+
+    @property
+    def model(self) -> nn.Module | None:
+        """Return the module; None outside of a run."""
+        return self.module
+
+    @property
+    def lightning_module(self) -> nn.Module | None:
+        """Return the module; None outside of a run."""
+        return self.module
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Return whether this is the main rank."""
+        return self.world.main_rank
+
+    @property
+    def global_rank(self) -> int:
+        """Return the number of this rank among all ranks."""
+        return self.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Return the number of this rank on this machine."""
+        return self.world.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self.world.size
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks.
+
+        Args:
+            name: without an effect.
+        """
+        self.world.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return an object of a rank on all ranks.
+
+        Args:
+            obj: any picklable object.
+            src: its rank.
+        """
+        return self.world.broadcast_object(obj, src)
+
+    def reduce(self, tensor: Any, group: None = None, reduce_op: str | None = "mean") -> Any:
+        """Return a tensor, reduced over all ranks.
+
+        Args:
+            tensor: of the same shape on each rank; other objects are returned as they are.
+            group: None for all ranks.
+            reduce_op: "mean" (or "avg"), "sum", "max" or "min".
+
+        Raises:
+            ValueError: there is a group, or the operation is unknown.
+        """
+        if group is not None:
+            raise ValueError(
+                "strategy.reduce(group=...): pass None for all ranks, or call torch.distributed.all_reduce"
+            )
+        if not isinstance(tensor, Tensor):
+            return tensor
+        word = (reduce_op or "mean").lower()
+        if word in ("mean", "avg"):
+            return (
+                self.world.all_reduce(tensor.clone().to(torch.promote_types(tensor.dtype, torch.float32)))
+                / self.world.size
+            )
+        if word not in ("sum", "max", "min"):
+            raise ValueError(f"strategy.reduce(reduce_op={reduce_op!r}): set 'mean', 'sum', 'max' or 'min'")
+        return self.world.all_reduce(tensor.clone(), word)  # type: ignore[arg-type]
+
+    def all_gather(self, tensor: Tensor, group: None = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of all ranks, shape [world_size, ...].
+
+        Args:
+            tensor: shape [...], the same on each rank.
+            group: None for all ranks.
+            sync_grads: propagate gradients to the rank of each part.
+        """
+        return self.world.all_gather(tensor, sync_grads)

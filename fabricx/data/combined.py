@@ -1,0 +1,345 @@
+"""Several loaders as one: their batches side by side, or one loader after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, final
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import DataLoader, Sampler
+
+from fabricx.data.map_style import is_ordered, order_of
+from fabricx.errors import did_you_mean
+
+CombineMode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
+MODES: Final = ("min_size", "max_size_cycle", "max_size", "sequential")
+
+
+@final
+class CombinedLoader:
+    """Combine several loaders; an epoch has batches of all of them.
+
+    In training, a dict, list or tuple of loaders is the same as `CombinedLoader(loaders, "max_size_cycle")`. In an
+    evaluation it is the same as mode "sequential": one loader after the other, with their `dataloader_idx`.
+
+    With several ranks, each rank reads combined batches of its own, and a global batch is that of all ranks together.
+    Map-style loaders are divided and resumed exactly, like a single loader. The number of samples of all loaders
+    together is the weight of a rank's batch.
+
+    >>> loader = CombinedLoader({"a": range(1, 4), "b": range(4, 5)}, "max_size_cycle")
+    >>> [batch for batch, batch_idx, dataloader_idx in loader]
+    [{'a': 1, 'b': 4}, {'a': 2, 'b': 4}, {'a': 3, 'b': 4}]
+
+    Args:
+        iterables: loaders, in dicts, lists and tuples; a batch has the same structure.
+        mode: "min_size" ends with the shortest loader, "max_size_cycle" with the longest, while others begin again,
+            "max_size" with the longest, while the batch of others is None. "sequential" yields the batches of one
+            loader after the other, without the structure.
+
+    Raises:
+        ValueError: the mode is unknown, or there is no loader.
+    """
+
+    def __init__(self, iterables: Any, mode: CombineMode = "min_size") -> None:
+        if mode not in MODES:
+            raise ValueError(
+                f"CombinedLoader(mode={mode!r}): known modes: {', '.join(MODES)}.{did_you_mean(mode, MODES)}"
+            )
+        self.iterables, self.mode = iterables, mode
+        if not self.flattened or any(isinstance(loader, CombinedLoader) for loader in self.flattened):
+            raise ValueError("CombinedLoader: pass a dict or a list of loaders, none of which is a CombinedLoader")
+
+    @property
+    def flattened(self) -> list[Any]:
+        """Return the loaders without the structure."""
+        return tree_flatten(self.iterables)[0]
+
+    @flattened.setter
+    def flattened(self, loaders: Sequence[Any]) -> None:
+        if len(loaders) != len(self.flattened):
+            raise ValueError(f"CombinedLoader has {len(self.flattened)} loaders, not {len(loaders)}")
+        self.iterables = tree_unflatten(list(loaders), tree_flatten(self.iterables)[1])
+
+    def structured(self, batches: Sequence[Any]) -> Any:
+        """Return batches in the structure of the loaders.
+
+        Args:
+            batches: one of each loader.
+        """
+        return tree_unflatten(list(batches), tree_flatten(self.iterables)[1])
+
+    def __len__(self) -> int:
+        return combined_length([len(loader) for loader in self.flattened], self.mode)
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        loaders = self.flattened
+        if self.mode == "sequential":
+            for number, loader in enumerate(loaders):
+                for index, batch in enumerate(loader):
+                    yield batch, index, number
+            return
+        for index, batches in enumerate(side_by_side([loader.__iter__ for loader in loaders], self.mode)):
+            yield self.structured(batches), index, 0
+
+
+@final
+class Batches:
+    """The batches of a `CombinedLoader`, without their numbers.
+
+    Args:
+        combined: of loaders that are read as they are.
+    """
+
+    def __init__(self, combined: CombinedLoader) -> None:
+        self.combined = combined
+
+    def __len__(self) -> int:
+        return len(self.combined)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch for batch, _, _ in self.combined)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the number of the epoch to the loaders, their samplers and datasets that have `set_epoch`.
+
+        Args:
+            epoch: that begins.
+        """
+        for loader in self.combined.flattened:
+            part: Any
+            for part in (loader, getattr(loader, "sampler", None), getattr(loader, "dataset", None)):
+                if hasattr(part, "set_epoch"):
+                    part.set_epoch(epoch)
+
+
+def combined_length(lengths: Sequence[int], mode: CombineMode) -> int:
+    """Return the number of combined batches.
+
+    Args:
+        lengths: batches of each loader.
+        mode: of `CombinedLoader`.
+
+    >>> [combined_length([2, 3], mode) for mode in MODES]
+    [2, 3, 3, 5]
+    """
+    if mode == "sequential":
+        return sum(lengths)
+    return min(lengths) if mode == "min_size" else max(lengths)
+
+
+def side_by_side(begin: Sequence[Callable[[], Iterator[Any]]], mode: CombineMode) -> Iterator[list[Any]]:
+    """Yield a list with an item of each source.
+
+    Args:
+        begin: functions that begin each source.
+        mode: of `CombinedLoader`, except "sequential".
+
+    >>> [list(side_by_side([[1, 2].__iter__, [3].__iter__], mode)) for mode in MODES[:3]]
+    [[[1, 3]], [[1, 3], [2, 3]], [[1, 3], [2, None]]]
+    """
+    sources = [start() for start in begin]
+    ended = [False] * len(sources)
+    while True:
+        items = []
+        for number, source in enumerate(sources):
+            item = next(source, _NOTHING)
+            if item is _NOTHING:
+                ended[number] = True
+                if mode == "min_size" or all(ended):
+                    return
+                if mode == "max_size_cycle":
+                    sources[number] = begin[number]()
+                    if (item := next(sources[number], _NOTHING)) is _NOTHING:
+                        raise ValueError(
+                            f'loader {number} of a CombinedLoader(mode="max_size_cycle") yields no batch when it '
+                            "begins again: use an iterable that restarts and is not empty, or another mode"
+                        )
+            items.append(None if item is _NOTHING else item)
+        yield items
+
+
+def combined(source: Any) -> Any:
+    """Return the training data of a run: several loaders become a `CombinedLoader`, anything else is unchanged.
+
+    Args:
+        source: of the user.
+    """
+    if not isinstance(source, (Mapping, list, tuple)) or not source:
+        return source
+    leaves = tree_flatten(source)[0]
+    # A list of iterables that are no DataLoader may be a list of batches.
+    several = isinstance(source, Mapping) or any(isinstance(leaf, DataLoader) for leaf in leaves)
+    return CombinedLoader(source, "max_size_cycle") if several and all(map(is_loader, leaves)) else source
+
+
+def is_loader(value: Any) -> bool:
+    """Return whether a value can be a loader rather than a batch.
+
+    Args:
+        value: of the user.
+    """
+    batch = isinstance(value, (torch.Tensor, Mapping, list, tuple, str, bytes)) or hasattr(value, "shape")
+    return hasattr(value, "__iter__") and not batch
+
+
+def joined(loader: CombinedLoader, ranks: int) -> Any:
+    """Return a single loader in place of a combined loader.
+
+    Args:
+        loader: of the user.
+        ranks: among which its data are divided; 1 if each rank reads all.
+
+    Returns:
+        a map-style `DataLoader`, whose batch sampler yields the samples of combined batches, if all loaders are
+        map-style; otherwise an iterable.
+
+    Raises:
+        ValueError: some of the loaders can't be divided over ranks.
+    """
+    loaders = loader.flattened
+    ordered = [isinstance(part, DataLoader) and is_ordered(part) for part in loaders]
+    if all(ordered):
+        return _map_style(loader, loaders)
+    if ranks > 1 and any(ordered):
+        other = next(type(part).__name__ for part, divisible in zip(loaders, ordered, strict=True) if not divisible)
+        raise ValueError(
+            f"a map-style DataLoader beside {other}, which each rank reads as it is: with {ranks} ranks one would be "
+            "divided and the other not. Use map-style DataLoaders without samplers of their own rank, or set "
+            "use_distributed_sampler=False and divide all data in the loaders"
+        )
+    return Batches(loader)
+
+
+def _map_style(loader: CombinedLoader, loaders: Sequence[DataLoader[Any]]) -> DataLoader[Any]:
+    workers = max(part.num_workers for part in loaders)
+    several: dict[str, Any] = {}
+    if workers:
+        with_processes = [part for part in loaders if part.num_workers]
+        several = {
+            "prefetch_factor": max(part.prefetch_factor or 2 for part in with_processes),
+            "persistent_workers": all(part.persistent_workers for part in with_processes),
+            "multiprocessing_context": with_processes[0].multiprocessing_context,
+            "worker_init_fn": _InitAll([part.worker_init_fn for part in with_processes if part.worker_init_fn]),
+        }
+    dataset: Any = JoinedDataset([part.dataset for part in loaders])
+    return DataLoader(
+        dataset,
+        batch_sampler=JoinedSampler(loaders, loader.mode),
+        num_workers=workers,
+        collate_fn=_JoinedCollate(loader, loaders),
+        pin_memory=any(part.pin_memory for part in loaders),
+        timeout=max(part.timeout for part in loaders),
+        generator=next((part.generator for part in loaders if part.generator is not None), None),
+        **several,
+    )
+
+
+@final
+class JoinedDataset:
+    """Data sets beside each other; an index is (number of the data set, index in it).
+
+    Args:
+        datasets: map-style.
+    """
+
+    def __init__(self, datasets: Sequence[Any]) -> None:
+        self.datasets = list(datasets)
+
+    def __len__(self) -> int:
+        return sum(len(dataset) for dataset in self.datasets)
+
+    def __getitem__(self, place: tuple[int, Any]) -> tuple[int, Any]:
+        number, index = place
+        return number, self.datasets[number][index]
+
+    def __getitems__(self, places: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        """Return several samples with the numbers of their data sets.
+
+        Args:
+            places: indices.
+        """
+        samples: list[tuple[int, Any]] = []
+        for number, group in itertools.groupby(places, key=lambda place: place[0]):
+            indices, dataset = [index for _, index in group], self.datasets[number]
+            several = getattr(dataset, "__getitems__", None)
+            found = several(indices) if callable(several) else [dataset[index] for index in indices]
+            samples += [(number, sample) for sample in found]
+        return samples
+
+
+@final
+class JoinedSampler(Sampler[list[tuple[int, Any]]]):
+    """Batch sampler whose batches have the indices of a combined batch, for a `JoinedDataset`.
+
+    Args:
+        loaders: whose orders are combined.
+        mode: of `CombinedLoader`.
+    """
+
+    def __init__(self, loaders: Sequence[DataLoader[Any]], mode: CombineMode) -> None:
+        self._mode: CombineMode = mode
+        self._samplers, self._sizes, self._drops = map(list, zip(*map(order_of, loaders), strict=True))
+        # Indices of an order: a batch at a time, unless the user's batch sampler yields batches.
+        self._whole = [sampler is part.batch_sampler for sampler, part in zip(self._samplers, loaders, strict=True)]
+        self._lengths = [
+            len(part.sampler) if part.batch_sampler is None else len(part.batch_sampler)  # type: ignore[arg-type]
+            for part in loaders
+        ]
+
+    def __len__(self) -> int:
+        return combined_length(self._lengths, self._mode)
+
+    def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
+        numbers = range(len(self._samplers))
+        if self._mode == "sequential":
+            yield from itertools.chain.from_iterable(map(self._batches, numbers))
+            return
+        for batches in side_by_side([lambda n=n: self._batches(n) for n in numbers], self._mode):  # type: ignore[misc]
+            yield [place for batch in batches if batch is not None for place in batch]
+
+    def _batches(self, number: int) -> Iterator[list[tuple[int, Any]]]:
+        """Yield the indices of the batches of a loader."""
+        sampler, size = self._samplers[number], self._sizes[number]
+        if self._whole[number]:
+            for batch in sampler:
+                yield [(number, index) for index in batch]
+            return
+        indices = iter(sampler)
+        while places := [(number, index) for index in itertools.islice(indices, size)]:
+            if len(places) < size and self._drops[number]:
+                return
+            yield places
+
+
+class _JoinedCollate:
+    """Makes the batch of each loader of its samples."""
+
+    def __init__(self, combined: CombinedLoader, loaders: Sequence[DataLoader[Any]]) -> None:
+        # The structure without the loaders, which loader processes need not have.
+        self._structure = combined.structured(range(len(loaders)))
+        self._sequential = combined.mode == "sequential"
+        self._collates = [part.collate_fn for part in loaders]
+        self._alone = [part.batch_sampler is None for part in loaders]  # samples that are not batched
+
+    def __call__(self, samples: Iterable[tuple[int, Any]]) -> Any:
+        batches: list[Any] = [None] * len(self._collates)
+        for number, group in itertools.groupby(samples, key=lambda sample: sample[0]):
+            own = [sample for _, sample in group]
+            batches[number] = self._collates[number](own[0] if self._alone[number] else own)
+            if self._sequential:
+                return batches[number]
+        return tree_unflatten(batches, tree_flatten(self._structure)[1])
+
+
+class _InitAll:
+    def __init__(self, functions: Sequence[Callable[[int], None]]) -> None:
+        self._functions = functions
+
+    def __call__(self, worker: int) -> None:
+        for function in self._functions:
+            function(worker)
+
+
+_NOTHING: Any = object()

@@ -1,0 +1,148 @@
+"""Several loaders as one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import fabricx as fx
+from fabricx.data import CombinedLoader, combined
+from fabricx.data.combined import MODES, joined
+from fabricx.data.map_style import is_ordered
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+
+class Numbers(Dataset[int]):
+    """The numbers from `begin` on; draws them a batch at a time if `batched`."""
+
+    def __init__(self, begin: int, count: int) -> None:
+        self.begin, self.count = begin, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return self.begin + index
+
+
+class Batched(Numbers):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self.begin + index for index in indices]
+
+
+def loader(begin: int, count: int, batch_size: int = 2, **options: Any) -> DataLoader[int]:
+    return DataLoader(Batched(begin, count) if begin else Numbers(begin, count), batch_size=batch_size, **options)
+
+
+def plain(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {name: plain(part) for name, part in batch.items()}
+    if isinstance(batch, list):
+        return [plain(part) for part in batch]
+    return batch.tolist() if isinstance(batch, Tensor) else batch
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_single_loader_yields_what_the_loaders_yield_side_by_side(mode: Any) -> None:
+    both = CombinedLoader({"a": loader(0, 3), "b": [loader(10, 10, 4, drop_last=True), loader(20, 2)]}, mode)
+    by_hand = [batch for batch, _, _ in both]
+    as_one = joined(both, ranks=2)
+    assert is_ordered(as_one)
+    assert [plain(batch) for batch in as_one] == [plain(batch) for batch in by_hand]
+    assert len(as_one) == len(both) == len(by_hand) == {"min_size": 1, "sequential": 5}.get(mode, 2)
+
+
+def test_samples_without_batches_and_own_batch_samplers() -> None:
+    own = DataLoader(Numbers(0, 5), batch_sampler=[[4, 0], [3]])
+    alone = DataLoader(Numbers(50, 3), batch_size=None)
+    as_one = joined(CombinedLoader((own, alone), "max_size"), ranks=1)
+    assert [(plain(a), b) for a, b in as_one] == [([4, 0], 50), ([3], 51), (None, 52)]
+
+
+def test_a_shorter_loader_is_shuffled_anew_when_it_begins_again() -> None:
+    both = CombinedLoader([loader(0, 40, 1), loader(100, 8, 1, shuffle=True)], "max_size_cycle")
+    torch.manual_seed(3)
+    numbers = [int(b) for _, b in joined(both, ranks=1)]
+    rounds = [tuple(numbers[at : at + 8]) for at in range(0, 40, 8)]
+    assert all(sorted(part) == list(range(100, 108)) for part in rounds)
+    assert len(set(rounds)) > 1
+
+
+def test_loader_processes_make_the_same_batches() -> None:
+    both = CombinedLoader({"a": loader(0, 6, num_workers=1), "b": loader(10, 6)}, "min_size")
+    assert [plain(batch) for batch in joined(both, ranks=1)] == [plain(batch) for batch, _, _ in both]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(5))
+
+
+def test_streams_are_read_as_they_are_and_not_beside_data_that_is_divided() -> None:
+    stream, divided = DataLoader(Stream(), batch_size=2), loader(0, 4)
+    with pytest.raises(ValueError, match="with 2 ranks one would be divided and the other not"):
+        joined(CombinedLoader([stream, divided]), ranks=2)
+    assert [plain(a) for a, _ in joined(CombinedLoader([stream, divided]), ranks=1)] == [[0, 1], [2, 3]]
+
+
+def test_what_is_a_loader_and_what_a_batch() -> None:
+    batches = list(tiny_loader(4, 2))
+    assert combined(batches) is batches
+    assert isinstance(combined([tiny_loader(), tiny_loader()]), CombinedLoader)
+    assert isinstance(combined({"a": tiny_loader(), "b": [Stream()]}), CombinedLoader)
+    with pytest.raises(ValueError, match="Did you mean 'max_size'"):
+        CombinedLoader([tiny_loader()], "maxsize")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pass a dict or a list of loaders"):
+        CombinedLoader([])
+    with pytest.raises(ValueError, match="yields no batch when it begins again"):
+        list(CombinedLoader([range(2), iter([3])], "max_size_cycle"))
+
+
+class Both(TinyModule):
+    """Trains on two loaders, and notes their batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(sorted((name, tuple(part[1].flatten().tolist())) for name, part in batch.items()))
+        return sum(super(Both, self).training_step(part, batch_idx) for part in batch.values())  # type: ignore[return-value]
+
+    def train_dataloader(self) -> Any:
+        return {"a": tiny_loader(12, 2, shuffle=True), "b": tiny_loader(6, 2, shuffle=True)}
+
+
+def test_a_run_resumes_at_its_next_combined_batch(tmp_path: Path) -> None:
+    def run(ckpt: Path | None = None, **options: Any) -> tuple[Both, fx.Trainer]:
+        torch.manual_seed(0)
+        module, trainer = Both(), fx.Trainer(**QUIET | {"default_root_dir": tmp_path} | options)
+        trainer.fit(module, ckpt_path=ckpt)
+        return module, trainer
+
+    whole, _ = run(max_epochs=2)
+    first, trainer = run(max_steps=4)
+    rest, _ = run(trainer.save_checkpoint(tmp_path / "middle.ckpt"), max_epochs=2)
+    assert first.seen + rest.seen == whole.seen
+    assert len(whole.seen) == 12
+    assert torch.equal(rest.layer.weight, whole.layer.weight)
+
+
+def test_evaluations_take_loaders_one_after_the_other_or_side_by_side(quiet: dict[str, Any]) -> None:
+    class Counts(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[Any] = []
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.calls.append((type(batch).__name__, batch_idx, dataloader_idx))
+
+    module, trainer = Counts(), fx.Trainer(**quiet)
+    trainer.validate(module, CombinedLoader([tiny_loader(4, 2), tiny_loader(2, 2)], "sequential"), verbose=False)
+    trainer.validate(module, CombinedLoader({"a": tiny_loader(4, 2), "b": tiny_loader(2, 2)}), verbose=False)
+    assert module.calls == [("list", 0, 0), ("list", 1, 0), ("list", 0, 1), ("dict", 0, 0)]

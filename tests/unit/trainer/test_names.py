@@ -1,0 +1,127 @@
+"""Names of Lightning's Trainer, in runs; and the successors of its former names."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import fabricx as fx
+from fabricx.callbacks import EarlyStopping, ModelCheckpoint
+from fabricx.core.callback import Callback
+from fabricx.core.state import RunningStage, TrainerFn
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+from fabricx.trainer.names import _SUCCESSORS
+
+
+class Evaluated(TinyModule):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("t", 1.0)
+
+
+class Reads(Callback):
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        assert trainer.lightning_module is trainer.model is module
+        assert trainer.strategy.lightning_module is trainer.strategy.model is module
+        assert trainer.strategy.root_device == module.device == torch.device("cpu")
+        trainer.strategy.barrier("a name")
+        self.seen = {
+            "fn": trainer.state.fn, "stage": trainer.state.stage, "status": trainer.state.status,
+            "evaluating": trainer.evaluating, "val": trainer.num_val_batches, "sanity": trainer.num_sanity_val_batches,
+            "loaders": trainer.val_dataloaders, "validates": trainer.enable_validation,
+        }  # fmt: skip
+
+
+def test_hooks_and_scripts_read_lightnings_names(quiet: dict[str, Any]) -> None:
+    reads, module, loader = Reads(), Evaluated(), tiny_loader()
+    trainer = fx.Trainer(max_epochs=1, num_sanity_val_steps=1, callbacks=[reads], **quiet)
+    assert (trainer.model, trainer.state.fn, trainer.state.finished, trainer.ckpt_path) == (None, None, False, None)
+    trainer.fit(module, loader, loader)
+    batches = len(loader)
+    assert reads.seen == {
+        "fn": "fit", "stage": "validate", "status": "running", "evaluating": True, "val": [batches], "sanity": [1],
+        "loaders": loader, "validates": True,
+    }  # fmt: skip
+    assert (trainer.state.fn, trainer.state.stage, trainer.state.finished) == (TrainerFn.FITTING, None, True)
+    assert trainer.lr_scheduler_configs == []
+    assert (trainer.num_devices, trainer.num_nodes, trainer.node_rank, trainer.device_ids) == (1, 1, 0, [0])
+    assert (trainer.received_sigterm, trainer.scaler) == (False, None)
+    assert trainer.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
+    trainer.test(module, [loader, tiny_loader()], verbose=False)
+    assert trainer.num_test_batches == [batches, batches]
+    assert trainer.test_dataloaders[0] is loader
+    assert trainer.val_dataloaders is None
+    trainer.predict(module, loader)
+    assert (trainer.num_predict_batches, trainer.num_val_batches) == ([batches], [batches])
+    assert trainer.predict_dataloaders is loader
+    assert trainer.state.fn == "predict"
+
+
+def test_callbacks_are_found_by_their_role() -> None:
+    stops, saves = [EarlyStopping("a"), EarlyStopping("b")], [ModelCheckpoint(), ModelCheckpoint(monitor="loss")]
+    trainer = fx.Trainer(callbacks=[*stops, *saves], logger=False, enable_model_summary=False)
+    assert trainer.early_stopping_callbacks == stops
+    assert trainer.checkpoint_callbacks == saves
+    assert trainer.checkpoint_callback is saves[0]
+    assert type(trainer.progress_bar_callback).__name__ == "ProgressBar"
+
+
+def test_a_call_takes_its_module_under_either_name_and_its_arguments_in_lightnings_order(tmp_path: Any) -> None:
+    module, loader = Evaluated(), tiny_loader()
+    trainer = fx.Trainer(max_epochs=1, default_root_dir=tmp_path, **QUIET)
+    trainer.fit(model=module, train_dataloaders=loader)
+    path = trainer.save_checkpoint(tmp_path / "a.ckpt")
+    for result in (
+        trainer.test(module=module, dataloaders=loader), trainer.test(model=module, dataloaders=loader),
+        trainer.test(module, loader, path, False), trainer.test(module, loader, None, False, None, True),
+    ):  # fmt: skip
+        assert result == [{"t": 1.0}]
+    assert trainer.validate(module, loader, path, False)
+    assert len(trainer.predict(module, loader, None, None, path)) == len(loader)
+    assert trainer.ckpt_path == path
+    with pytest.raises(ValueError, match="two names of one argument"):
+        trainer.fit(module, loader, module=module)
+    with pytest.raises(ValueError, match=r"trainer.fit\(\) has no module"):
+        trainer.fit()
+    with pytest.raises(ValueError, match="third argument is ckpt_path: pass datamodule=DataModule"):
+        trainer.test(module, None, fx.DataModule())
+    for call in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
+        with pytest.raises(ValueError, match="weights_only=False"):
+            call(module, loader, weights_only=False)
+    trainer.ckpt_path = tmp_path / "missing.ckpt"  # of all following calls
+    with pytest.raises(ValueError, match=r"missing.ckpt"):
+        trainer.test(module, loader)
+    assert (trainer.state.status, trainer.state.stopped) == ("interrupted", True)
+
+
+@pytest.mark.parametrize("name", _SUCCESSORS)
+def test_an_attribute_of_other_trainers_names_its_successor(name: str) -> None:
+    trainer: Any = fx.Trainer(**QUIET)
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}': ."):
+        getattr(trainer, name)
+    assert not hasattr(trainer, name)
+
+
+def test_other_missing_attributes_are_errors_as_before() -> None:
+    trainer: Any = fx.Trainer(**QUIET)
+    with pytest.raises(AttributeError, match="Did you mean 'callback_metrics'"):
+        trainer.callback_metric  # noqa: B018
+    with pytest.raises(AttributeError, match=r"private to Lightning: trainer\.callbacks"):
+        trainer._callback_connector  # noqa: B018
+    assert pickle.loads(pickle.dumps(trainer)).max_epochs == trainer.max_epochs
+
+
+def test_new_tensors_have_the_dtype_of_the_weights() -> None:
+    with fx.Trainer(precision="bf16-true", **QUIET).init_module(empty_init=True):
+        assert torch.nn.Linear(1, 1).weight.dtype == torch.bfloat16
+    assert torch.nn.Linear(1, 1).weight.dtype == torch.float32
+
+
+def test_stages_have_lightnings_words() -> None:
+    assert [stage.dataloader_prefix for stage in RunningStage] == ["train", "val", "val", "test", "predict"]
+    assert [stage for stage in RunningStage if stage.evaluating] == ["sanity_check", "validate", "test"]
