@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,8 +181,10 @@ def run(command: str, config: dict[str, Any], run_dir: Path | None = None) -> tu
     run_dir = run_dir or trainer.run_dir
     assert run_dir is not None
     trainer.configure(config, run_dir)
+    metrics: dict[str, Any] = {}
     if command == "fit":
         trainer.fit(module, datamodule=data, ckpt_path=config["ckpt_path"])
+        metrics.update(trainer.callback_metrics)  # the test replaces them
         if config["test"] and not trainer.interrupted and not trainer.fast_dev_run:
             _test(trainer, data, run_dir)
     elif command == "predict":
@@ -191,9 +194,10 @@ def run(command: str, config: dict[str, Any], run_dir: Path | None = None) -> tu
         print(f"predictions: {run_dir / 'predictions.pt'}")
     else:
         getattr(trainer, command)(module, datamodule=data, ckpt_path=config["ckpt_path"])
+    metrics.update(trainer.callback_metrics)
     if trainer.is_global_zero and command == "fit":
-        _print_summary(trainer, run_dir)
-    value = trainer.callback_metrics.get(config["monitor"] or "")
+        _print_summary(trainer, run_dir, metrics)
+    value = metrics.get(config["monitor"] or "")
     return trainer.interrupted, None if value is None else float(value)
 
 
@@ -218,8 +222,8 @@ def _test(trainer: Trainer, data: Any, run_dir: Path) -> None:
         raise
 
 
-def _print_summary(trainer: Any, run_dir: Path) -> None:
-    shown = "  ".join(f"{name}={float(value):.4g}" for name, value in sorted(trainer.callback_metrics.items()))
+def _print_summary(trainer: Any, run_dir: Path, metrics: Mapping[str, Any]) -> None:
+    shown = "  ".join(f"{name}={float(value):.4g}" for name, value in sorted(metrics.items()))
     where = os.path.relpath(run_dir)
     print(f"\n{trainer.global_step} steps, {trainer.current_epoch} epochs: {shown}")
     print(f"run folder: {where}; to show its charts: {_command('tensorboard')} --logdir {Path(where).parent}")

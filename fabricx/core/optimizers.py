@@ -187,7 +187,7 @@ class OptimizerHandle:
     def __init__(
         self,
         optimizer: Optimizer,
-        step: Callable[..., None],
+        step: Callable[..., Any],
         toggled: Callable[[Optimizer], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.__dict__["optimizer"] = optimizer
@@ -207,17 +207,17 @@ class OptimizerHandle:
             options: further arguments of the optimizer's `step`.
 
         Returns:
-            the loss that the closure returned last; None without.
+            the loss of the first call of the closure; None without.
         """
-        results: list[Any] = [None]
+        results: list[Any] = []
 
         def recorded() -> Any:
             assert closure is not None
-            results[0] = closure()
-            return results[0]
+            results.append(closure())
+            return results[-1]
 
         self.__dict__["_step"](self.optimizer, None if closure is None else recorded, **options)
-        return results[0]
+        return results[0] if results else None
 
     def toggle_model(self, sync_grad: bool = True) -> AbstractContextManager[None]:
         """Return the context `Module.toggled_optimizer` of this optimizer.

@@ -162,6 +162,8 @@ class MixedPrecision(Precision):
     def step(self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None = None) -> bool:
         if self.scaler is None:
             return super().step(optimizer, step, closure)
+        if closure is not None:  # the scaler has to see the gradients before the optimizer
+            closure()
         self.unscale(optimizer)
         done: list[bool] = []
 

@@ -101,6 +101,7 @@ class RunState:
         left_out: samples of the global order that were skipped between two consecutive windows.
         again: samples of the global order in windows that begin before the end of the previous window.
         validating: a validation of the present weights is due or has begun, and is not complete.
+        evaluated: validation batches of the run, for the values of single batches in the loggers.
         judging: the validation is complete, but callbacks that watch metrics have not processed it.
         run: random name of the run, which restarts and resumes keep.
         fn: newest call of the Trainer.
@@ -122,6 +123,7 @@ class RunState:
     closing: bool = False
     validating: bool = False
     judging: bool = False
+    evaluated: int = 0
     passed: int = 0
     trained: int = 0
     left_out: int = 0

@@ -86,6 +86,7 @@ class RunData:
         self.several_loaders = False
         self.val_every = float("inf")
         self.own_generators: dict[str, Any] = {}
+        self._evaluation_since = 0  # epoch in which the validation loaders were created
 
     @property
     def train_feed(self) -> Feed:
@@ -108,12 +109,19 @@ class RunData:
         Raises:
             ValueError: there is no batch to train on, or a limit does not fit a loader.
         """
-        options, fits = self._options, self.stage == "fit"
+        fits = self.stage == "fit"
         if fits:
             given = self._given[0] if self._given[0] is not None else self._loader("train_dataloader")
             self.train_dataloader = combined(given)
             self._make_train_feed(world)
-        word = _SOURCES[self.stage]
+        self._load_evaluation(world)
+        if fits:
+            self.set_validation_interval()
+
+    def _load_evaluation(self, world: World) -> None:
+        """Build the feeds of the evaluation loaders."""
+        options, fits, word = self._options, self.stage == "fit", _SOURCES[self.stage]
+        self._evaluation_since = self._state.epoch
         source = self._given[1] if self._given[1] is not None else self._loader(f"{word}_dataloader")
         if options.overfit_batches and fits and source is not None:
             source = self.train_dataloader
@@ -125,7 +133,17 @@ class RunData:
         self.batches.evaluation[word] = [feed.batches() for feed in self.val_feeds]
         for loader, batches in zip(loaders, self.batches.evaluation[word], strict=True):
             _check_part(f"limit_{word}_batches", limit, loader, batches)
-        if fits:
+
+    def reload_validation(self, world: World) -> None:
+        """Create the validation loaders again before a validation, if `reload_dataloaders_every_n_epochs` is due.
+
+        Args:
+            world: the ranks.
+        """
+        every = self._options.reload_dataloaders_every_n_epochs
+        due = every and self._state.epoch - self._evaluation_since >= every
+        if due and self._given[1] is None and not self._options.overfit_batches:
+            self._load_evaluation(world)
             self.set_validation_interval()
 
     def reload(self, world: World) -> None:
@@ -146,6 +164,7 @@ class RunData:
             world: the ranks.
         """
         self._make_train_feed(world)
+        self._evaluation_since = self._state.epoch
         if self.val_feeds:
             limit, loaders = self._options.limit_val_batches, _several(self.val_dataloaders)
             self.val_feeds = [self._evaluation_feed(world, loader, limit) for loader in loaders]

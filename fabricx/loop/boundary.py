@@ -52,7 +52,8 @@ def end_batch(session: Session, micro: Microbatch) -> bool:
     """Log, validate and agree to stop after a batch, on all ranks; returns whether training stops."""
     call_last_hooks(session, micro.index, closes=micro.closes)
     session.checkpoints.poll()
-    if session.state.validating if micro.closes else validation_due(session, micro):
+    session.batch.validated = session.state.validating if micro.closes else validation_due(session, micro)
+    if session.batch.validated:
         validate_in_fit(session)
     if not micro.closes:
         return False
@@ -87,4 +88,5 @@ def skip_rest(session: Session, micro: Microbatch) -> int:
     session.settings.check(skips=True)
     session.sharding.discard_window()
     session.metrics.logbook.end_batch()
+    session.batch.is_last = True
     return -1

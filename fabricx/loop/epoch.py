@@ -36,10 +36,13 @@ def begin_epoch(session: Session) -> bool | None:
     session.checks.compare_ranks(f"at the start of epoch {session.state.epoch}", rates)
     if session.fault_tolerance.stage is Stage.BATCH_WATCHERS:  # the last hooks of a batch were interrupted
         call_last_hooks(session, session.state.batch - 1)
-    if session.state.validating or session.state.judging:  # after a batch that an earlier run has trained
+    session.batch.validated = session.state.validating or session.state.judging
+    if session.batch.validated:  # after a batch that an earlier run has trained
         validate_in_fit(session)
         if agree_at_boundary(session) or limit_reached(session):
             return epoch_pending(session)
+    if not session.state.batch and agree_at_boundary(session):  # a hook of the epoch's start has requested the stop
+        return False
     session.fault_tolerance.begin_batches(saved_within=_saved_within_batches(session))
     session.window.accumulate = session.options.accumulate_grad_batches
     return None
@@ -59,6 +62,8 @@ def end_epoch(session: Session) -> None:
     """Validate, if that is due after the last batch, and publish the values of the epoch."""
     if session.state.validating or session.state.judging:
         validate_in_fit(session)
+        if not session.state.drained:  # the end of a run changes the sums of an incomplete epoch
+            session.fault_tolerance.keep_point()
     session.fault_tolerance.before_publishing()
     session.metrics.publish_epoch()
     session.metrics.log_measured()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fabricx.core.hooks import Hook
+from fabricx.core.hooks import Hook, call
 from fabricx.core.rng import random_kept
 from fabricx.core.state import Phase
 from fabricx.core.transfer import cpu
@@ -50,7 +50,9 @@ def evaluate(session: Session, phase: Phase, feeds: Sequence[Feed]) -> list[dict
             if phase is Phase.VALIDATE:
                 session.fault_tolerance.after_validation_steps()
             results = session.metrics.publish_evaluation(len(feeds))
+            session.metrics.collect(None)
             session.state.validating = False
+            session.state.evaluated += logbook.batches if phase is Phase.VALIDATE else 0
             complete = session.fault_tolerance.end_evaluation()
             if phase is Phase.VALIDATE:
                 session.state.judging = complete
@@ -87,6 +89,10 @@ def validate_in_fit(session: Session) -> None:
     if session.state.judging and not session.state.validating:
         judge(session)
         return
+    several = session.data.several_loaders
+    session.data.reload_validation(session.world)
+    if several != session.data.several_loaders:  # steps receive the index of the loader
+        session.wrap_steps(fits=True)
     session.metrics.publish_step()
     if session.fault_tolerance.resume_point is None:  # no accumulation window is incomplete
         _call(session, "on_validation_model_zero_grad")
@@ -112,9 +118,9 @@ def sanity_check(session: Session) -> None:
         session.state.phase = Phase.SANITY
         # Checkpoints of hooks must not contain the metrics of these batches.
         session.fault_tolerance.keep_point({})
-        _call(session, "on_sanity_check_start")
+        call(session.hooks.on_sanity_check_start)
         evaluate(session, Phase.SANITY, session.data.sanity_feeds(session.world))
-        _call(session, "on_sanity_check_end")
+        call(session.hooks.on_sanity_check_end)
     session.fault_tolerance.resume_point = None
     session.metrics.published.clear()
 
@@ -123,6 +129,7 @@ def _evaluate_batches(session: Session, word: str, number: int, feed: Feed) -> N
     step = session.steps[word]
     starts, ends = getattr(session.hooks, f"on_{word}_batch_start"), getattr(session.hooks, f"on_{word}_batch_end")
     indices = (number,) if session.data.several_loaders else ()
+    logbook = session.metrics.logbook
     with _no_gradients(session):
         for micro in _batches(session, feed):
             if micro.empty:
@@ -130,7 +137,7 @@ def _evaluate_batches(session: Session, word: str, number: int, feed: Feed) -> N
                 continue
             batch = session.to_device(micro.data, number)
             session.batch.is_last = micro.last
-            session.metrics.logbook.begin_batch(batch, micro.size, micro.index)
+            logbook.begin_batch(batch, micro.size, logbook.batches)
             in_step, in_hook = _guards(session, word, micro)
             with in_hook:
                 for hook in starts:
@@ -140,7 +147,9 @@ def _evaluate_batches(session: Session, word: str, number: int, feed: Feed) -> N
             with in_hook:
                 for hook in ends:
                     hook(outputs, batch, micro.index, number)
-            session.metrics.logbook.end_batch()
+            if logbook.logs_batches:
+                session.metrics.log_evaluation_batch()
+            logbook.end_batch()
 
 
 def _guards(session: Session, word: str, micro: Microbatch) -> tuple[AbstractContextManager[Any], ...]:
@@ -233,10 +242,13 @@ def in_dataset_order(by_rank: Sequence[list[tuple[int, Any]]]) -> list[Any]:
     return [output for _, _, output in sorted(placed, key=lambda item: item[:2])]
 
 
-def _call(session: Session, name: str) -> None:
+def _call(session: Session, name: str) -> bool:
+    """Call a hook of an evaluation, without gradients; returns whether it is overridden."""
     hook: Hook = getattr(session.hooks, name)
-    for function in hook:
-        function()
+    if hook:
+        with _no_gradients(session):
+            call(hook)
+    return bool(hook)
 
 
 def _no_gradients(session: Session) -> AbstractContextManager[Any]:
@@ -250,18 +262,12 @@ def _no_gradients(session: Session) -> AbstractContextManager[Any]:
 
 def _to_eval(session: Session, word: str) -> list[tuple[nn.Module, bool]]:
     modes = [(module, module.training) for module in session.module.modules()]
-    hook: Hook = getattr(session.hooks, f"on_{word}_model_eval")
-    for function in hook:
-        function()
-    if not hook:
+    if not _call(session, f"on_{word}_model_eval"):
         session.module.eval()
     return modes
 
 
 def _restore_modes(session: Session, word: str, modes: list[tuple[nn.Module, bool]]) -> None:
-    hook: Hook = getattr(session.hooks, f"on_{word}_model_train")
-    for function in hook:
-        function()
-    if not hook:
+    if not _call(session, f"on_{word}_model_train"):
         for module, training in modes:
             module.training = training

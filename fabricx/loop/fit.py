@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,8 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
     if not resumed and not newcomer:
         sanity_check(session)
     state.phase = Phase.TRAIN
-    session.module.train()
+    _report_eval_modes(session)
+    session.metrics.collect(session.metrics.training)
     with repeated_hooks(resumed or newcomer):
         call(session.hooks.on_train_start)
     if resumed and not newcomer:  # a callback of an earlier run may have requested the stop
@@ -70,12 +72,27 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
             if first_step == state.step > 0 and not session.stop.interrupted:
                 session.print(finished(session))
             session.strategy.synchronize(ends=True)  # hooks and users now see the weights of all ranks
+            session.metrics.collect(None)
             call(session.hooks.on_train_end)
             finish_checkpoint(session)
             ft.wait_for_all()
             complete = True
     ft.leave()
     call(session.hooks.on_fit_end)
+
+
+def _report_eval_modes(session: Session) -> None:
+    """Warn of submodules in evaluation mode, which training keeps: dropout and batch statistics are off in these."""
+    if not session.world.main_rank:
+        return
+    root = type(session.module).__name__
+    if names := [name or root for name, part in session.module.named_modules() if not part.training]:
+        listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        warnings.warn(
+            f"training begins with {len(names)} module(s) in evaluation mode, which is kept: {listed}. Frozen batch "
+            "normalisation needs this; otherwise call train() on the module before fit or in on_fit_start",
+            stacklevel=2,
+        )
 
 
 def _unfinished(session: Session) -> bool:

@@ -58,5 +58,5 @@ def step_schedules(session: Session, interval: str, count: int) -> None:
 
 def _monitored(session: Session, schedule: Schedule) -> Any:
     """Return the newest value of a schedule's metric on rank 0, so that all ranks have equal learning rates."""
-    metric = session.metrics.newest().get(schedule.monitor or "")
+    metric = session.metrics.newest().metrics.get(schedule.monitor or "")
     return metric if session.world.size == 1 else session.world.broadcast_object(metric)

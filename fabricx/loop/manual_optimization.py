@@ -137,20 +137,36 @@ def backward(session: Session, loss: Tensor, *args: Any, **options: Any) -> None
         hook()
 
 
-def step(session: Session, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:
+def step(session: Session, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
     """Step an optimizer, and count the step.
 
     Args:
         session: its module is manually optimised.
         optimizer: to step.
-        closure: recomputes the loss; None without.
+        closure: computes the loss and the gradients; None without.
+
+    Returns:
+        the loss of the first call of the closure; None without.
     """
-    session.precision.unscale(optimizer)
-    for hook in session.hooks.on_before_optimizer_step:
-        hook(optimizer)
-    session.precision.step(optimizer, session.strategy.optimizer_step, closure)
+    losses: list[Any] = []
+
+    def with_gradients() -> None:
+        session.precision.unscale(optimizer)
+        for hook in session.hooks.on_before_optimizer_step:
+            hook(optimizer)
+
+    def computed() -> Any:
+        assert closure is not None
+        losses.append(closure())
+        with_gradients()
+        return losses[-1]
+
+    if closure is None:
+        with_gradients()
+    session.precision.step(optimizer, session.strategy.optimizer_step, None if closure is None else computed)
     session.precision.updated()
     session.overridden.manual_steps[id(optimizer)] = session.overridden.manual_steps.get(id(optimizer), 0) + 1
+    return losses[0] if losses else None
 
 
 def watch_gradients(session: Session) -> None:

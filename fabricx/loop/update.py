@@ -57,7 +57,7 @@ def update(session: Session, micro: Microbatch, batch: Any) -> None:
 
 def step_optimizer(
     session: Session, optimizer: Optimizer, closure: Callable[[], Any] | None, **options: Any
-) -> None:  # fmt: skip
+) -> Any:  # fmt: skip
     """Step an optimizer for the module: in manual optimization, or in its `optimizer_step`.
 
     Args:
@@ -65,6 +65,9 @@ def step_optimizer(
         optimizer: of the module.
         closure: computes the loss and the gradients; None without.
         options: further arguments of the optimizer's `step`.
+
+    Returns:
+        the loss of the first call of the closure in manual optimization; otherwise None.
 
     Raises:
         ValueError: servers step the optimizer, which have no further arguments.
@@ -76,14 +79,13 @@ def step_optimizer(
                 "have no further arguments of a worker; set them in the constructor of the optimizer"
             )
         with _step_with(optimizer, options):
-            step_optimizer(session, optimizer, closure)
-        return
+            return step_optimizer(session, optimizer, closure)
     session.fault_tolerance.begin_update()
     if session.module.automatic_optimization:
         used = closure if id(optimizer) in session.overridden.closures else None
         session.precision.step(optimizer, session.strategy.optimizer_step, used)
-        return
-    manual_optimization.step(session, optimizer, closure)
+        return None
+    return manual_optimization.step(session, optimizer, closure)
 
 
 @contextlib.contextmanager

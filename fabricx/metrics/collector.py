@@ -31,6 +31,7 @@ class Logbook:
         loader: number of the evaluation loader, if there are several.
         batches: number of batches in this epoch or evaluation.
         idle: this rank had no sample of the newest manual batch.
+        logs_batches: a name is logged with `on_step`.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Logbook:
         self.loader: int | None = None
         self.batches = 0
         self.idle = False
+        self.logs_batches = False
         self._mute = False
         self._alone = not strategy.traits.lockstep  # values of a step are this rank's, not reduced
 
@@ -157,6 +159,7 @@ class Logbook:
         )
         series.asked, series.inside = (reduce_fx, on_step, on_epoch, joined, self.in_step), self.in_step
         self.metrics.series[name] = series
+        self.logs_batches = self.logs_batches or step
         return series
 
     def _moments(self, name: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
@@ -167,7 +170,10 @@ class Logbook:
         if not step and not epoch:
             raise ValueError(f"self.log({name!r}, ..., on_step=False, on_epoch=False) would log nothing")
         if step and not self.in_step:
-            return False, True  # between two batches there is no step
+            raise ValueError(
+                f"self.log({name!r}, ..., on_step=True) was called between two batches, where there is no step: "
+                "remove on_step=True"
+            )
         return step, epoch
 
     def _check_same(
@@ -205,6 +211,19 @@ class Logbook:
                 values[name] = torch.as_tensor(metric.compute() if latest is None else latest)
         return values
 
+    def values_of_batch(self) -> dict[str, Tensor]:
+        """Return this rank's values of the present evaluation batch that were logged with `on_step`."""
+        metrics = self.metrics
+        if not self.logs_batches:
+            return {}
+        names = metrics.due(epoch=False, step=self.step)
+        values = metrics.joined(names, epoch=False, batches=self.batches, alone=True)
+        for name, (metric, series) in metrics.objects.items():
+            latest = getattr(metric, "_forward_cache", None) if series.on_step else None
+            if latest is not None:  # else the value needs a collective
+                values[name] = torch.as_tensor(latest)
+        return values
+
     def epoch_values(self) -> dict[str, Tensor]:
         """Return the values of the epoch, reduced over ranks, and reset them; every rank calls it in the same step."""
         metrics = self.metrics
@@ -223,7 +242,7 @@ class Logbook:
             step: number of the weight update.
         """
         return {
-            name: series.value for name, series in self.metrics.series.items()
+            self.names(name, epoch=False): series.value for name, series in self.metrics.series.items()
             if series.bar and series.on_step and series.value is not None
         }  # fmt: skip
 

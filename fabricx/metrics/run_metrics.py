@@ -43,7 +43,7 @@ class Published:
         self.open = False
 
     def take(self, values: dict[str, Tensor], logbook: Logbook, *, epoch: bool) -> None:
-        """Publish values to callbacks and the progress bar.
+        """Publish values to callbacks, the progress bar and `Trainer.logged_metrics`.
 
         Args:
             values: reduced values by logged name.
@@ -51,9 +51,14 @@ class Published:
             epoch: values of an epoch; else of a step.
         """
         for name, value in values.items():
-            self.metrics[name] = self.metrics[logbook.names(name, epoch=epoch)] = value
-            if logbook.series(name).bar:
-                self.bar[name] = value
+            shown = logbook.names(name, epoch=epoch)
+            if epoch or logbook.training:  # values of an evaluation's batch are of this rank alone
+                self.metrics[name] = self.metrics[shown] = value
+            series = logbook.series(name)
+            if series.bar:
+                self.bar[shown] = value
+            if series.to_logger:
+                self.logged[shown] = value
 
     def clear(self) -> None:
         """Remove all values."""
@@ -200,6 +205,18 @@ class RunMetrics:
         if measured and self.loggers:
             self.loggers.measured({**measured, "epoch": float(self._state.epoch)}, self._state.step)
 
+    def log_evaluation_batch(self) -> None:
+        """Write the values that this rank has logged with `on_step` in an evaluation batch, without communication.
+
+        Their step is the number of evaluation batches in the run so far, as updates do not distinguish the batches.
+        """
+        logbook = self.logbook
+        values = logbook.values_of_batch()
+        if values and self._state.phase is not Phase.SANITY:
+            self.published.take(values, logbook, epoch=False)
+            before = self._state.evaluated if self._state.phase is Phase.VALIDATE else 0
+            self._to_loggers(values, epoch=False, step=before + logbook.batches)
+
     def publish_evaluation(self, loaders: int) -> list[dict[str, float]]:
         """Publish the values of an evaluation; every rank calls it.
 
@@ -222,11 +239,11 @@ class RunMetrics:
                     result[logbook.names(name, epoch=True)] = float(value)
         return results
 
-    def newest(self) -> dict[str, Tensor]:
-        """Return the values for callbacks; with a single rank, they include the present batch."""
+    def newest(self) -> Published:
+        """Return the newest values; with a single rank, they include the present batch."""
         if self.published.open and self._strategy.world.size == 1 and self._state.phase is Phase.TRAIN:
             self.published.take(self.logbook.step_values(self.logbook.step), self.logbook, epoch=False)
-        return dict(self.published.metrics)
+        return self.published
 
     def shown_in_bar(self) -> dict[str, float]:
         """Return this rank's newest values for the progress bar; synchronises the device."""
@@ -239,15 +256,12 @@ class RunMetrics:
             return self.logbook.metrics.newest_step
         return self._state.step if self._module.automatic_optimization else self.logbook.step
 
-    def _to_loggers(self, values: dict[str, Tensor], *, epoch: bool) -> None:
+    def _to_loggers(self, values: dict[str, Tensor], *, epoch: bool, step: int | None = None) -> None:
         logbook = self.logbook
         wanted = {logbook.names(n, epoch=epoch): v for n, v in values.items() if logbook.series(n).to_logger}
-        if not wanted:
-            return
-        self.published.logged.update(wanted)
-        if self.loggers:
+        if wanted and self.loggers:
             row = {**{name: float(value) for name, value in wanted.items()}, "epoch": float(self._state.epoch)}
-            self.loggers.metrics(row, self._state.step)
+            self.loggers.metrics(row, self._state.step if step is None else step)
 
 
 def _measure(

@@ -160,12 +160,15 @@ def _leases_per_batch(session: Session) -> float:
 
 
 def validation_due_at_end(session: Session, complete: bool) -> bool:
-    """Return whether a validation follows the end of an epoch whose length was unknown.
+    """Return whether a validation follows the end of an epoch: of unknown length, or where a hook has stopped the run.
 
     Args:
         session: at the end of the epoch.
         complete: whether all batches of the epoch were trained.
     """
+    stopped = session.stop.agreed and not session.stop.interrupted and session.state.batch and not complete
+    if stopped and not session.batch.validated and session.options.val_check_interval is not None:
+        return _epoch_validates(session)
     at_end = session.data.val_every == float("inf") and session.options.val_check_interval == 1.0
     return complete and at_end and _epoch_validates(session)
 

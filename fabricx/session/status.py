@@ -21,7 +21,7 @@ class StopStatus:
         agreed: all ranks have agreed to stop.
         interrupted: a signal (Ctrl-C, SIGTERM) has stopped the run.
         terminated: the signal was SIGTERM or the notice of a scheduler.
-        boundary: number of steps and ends of epochs that the ranks have passed in this run.
+        boundary: number of steps, and starts and ends of epochs, that the ranks have passed in this run.
     """
 
     requested: bool = False
@@ -63,6 +63,7 @@ class BatchStatus:
 
     Attributes:
         is_last: the last batch of the epoch, or of an evaluation loader.
+        validated: a validation followed the newest batch.
         in_step: weights, random states or statistics are newer than the position in the data.
         asynchronous: this rank trains at its own pace at present.
         idle_ranks: number of ranks without a sample of this microbatch, which do not run its hooks.
@@ -70,6 +71,7 @@ class BatchStatus:
     """
 
     is_last: bool = False
+    validated: bool = False
     in_step: bool = False
     asynchronous: bool = False
     idle_ranks: int = 0

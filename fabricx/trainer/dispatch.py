@@ -107,6 +107,7 @@ def _run(trainer: TrainerInterface, job: Job) -> Any:
 def _begin(trainer: TrainerInterface, *, fits: bool) -> None:
     """Reset the records of the previous run."""
     trainer.stop.interrupted = trainer.stop.terminated = False
+    trainer.published.clear()
     if fits:
         trainer.stop.requested = trainer.stop.agreed = False
         trainer.stop.boundary = 0

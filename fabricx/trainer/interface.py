@@ -207,12 +207,16 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
         """Return the newest value of each logged metric, without communication."""
-        return dict(self.published.metrics) if self._session is None else self._session.metrics.newest()
+        return dict(self._published.metrics)
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """Return the metrics that the loggers received last."""
-        return dict(self.published.logged)
+        """Return the newest values logged with `logger=True`, by their names in the loggers, without communication."""
+        return dict(self._published.logged)
+
+    @property
+    def _published(self) -> Published:
+        return self.published if self._session is None else self._session.metrics.newest()
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:

@@ -25,6 +25,7 @@ class Outcome:
         weights: the complete state dict of the module, by name.
         trainer: attributes of the trainer that the caller's trainer copies.
         attributes: attributes of the module.
+        modes: whether each submodule is in training mode, by name.
         callbacks: attributes of each callback.
     """
 
@@ -32,6 +33,7 @@ class Outcome:
     weights: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
+    modes: dict[str, bool] = field(default_factory=dict)
     callbacks: list[dict[str, Any]] = field(default_factory=list)
 
     def portable(self, trainer: TrainerInterface, weights: dict[str, Any]) -> Outcome:
@@ -51,6 +53,7 @@ class Outcome:
         self.attributes = picklable_part(
             {k: v for k, v in vars(module).items() if not k.startswith("_") and not inspect.ismethod(v)}
         )
+        self.modes = {name: part.training for name, part in module.named_modules()}
         self.callbacks = [picklable_part(vars(callback)) for callback in trainer.callbacks]
         return self
 
@@ -71,6 +74,8 @@ class Outcome:
             job.module.configure_model()
             job.module.load_state_dict(self.weights)
         vars(job.module).update(self.attributes)
+        for name, part in job.module.named_modules():
+            part.training = self.modes.get(name, part.training)
         vars(trainer).update(self.trainer)
         trainer.module, trainer.datamodule = job.module, job.datamodule
         for callback, attributes in zip(trainer.callbacks, self.callbacks, strict=False):

@@ -356,7 +356,7 @@ def _set_up_model(session: Session, job: Job) -> None:
             "optimizers and schedules; set ckpt_path='last' to continue with those of the newest checkpoint"
         )
     session.metrics.begin(session.weigh)
-    session.metrics.collect(session.metrics.training)
+    session.metrics.collect(None)
     optimizers, schedules = parse_optimizers(module.configure_optimizers())
     session.optimizers += optimizers
     session.lr_schedulers += schedules

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -31,23 +32,84 @@ class _Dropout(TinyModule):
         return output
 
 
-def test_each_submodule_gets_its_own_mode_back_after_validation(quiet: dict[str, Any]) -> None:
-    class Mine(TinyModule):
+class _Frozen(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.modes = nn.BatchNorm1d(4), []
+        self.norm.eval()
+
+    def _note(self) -> None:
+        self.modes.append((self.training, self.layer.training, self.norm.training))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self._note()
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self._note()
+
+    def validation_step(self, batch: Any) -> None:
+        assert {part.training for part in self.modules()} == {False}
+
+
+def test_each_submodule_keeps_its_mode_in_training_and_after_evaluations(quiet: dict[str, Any]) -> None:
+    module, trainer = _Frozen(), fx.Trainer(max_epochs=2, **quiet)
+    with pytest.warns(UserWarning, match=r"training begins with 1 module\(s\) in evaluation mode.*: norm\."):
+        trainer.fit(module, tiny_loader(), tiny_loader())
+    trainer.validate(module, tiny_loader(), verbose=False)
+    module._note()
+    assert set(module.modes) == {(True, True, False)}
+    assert len(module.modes) == 2 * (4 + 1) + 1
+
+
+@pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_train_start", "on_train_epoch_start"])
+def test_a_mode_that_a_hook_sets_is_kept(hook: str, quiet: dict[str, Any]) -> None:
+    class Sets(_Frozen):
         def __init__(self) -> None:
             super().__init__()
-            self.frozen = nn.BatchNorm1d(4).eval()
+            self.norm.train()
 
-        def on_train_start(self) -> None:
-            self.frozen.eval()
+    setattr(Sets, hook, lambda self, *_: self.norm.eval())
+    module = Sets()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        fx.Trainer(max_epochs=2, **quiet).fit(module, tiny_loader(), tiny_loader())
+    assert set(module.modes) == {(True, True, False)}
 
-        def on_train_epoch_end(self) -> None:
-            assert self.layer.training
-            assert not self.frozen.training
 
-        def validation_step(self, batch: Any) -> None:
-            assert not self.layer.training
+def test_a_module_in_evaluation_mode_stays_in_it(quiet: dict[str, Any]) -> None:
+    module = _Frozen()
+    module.eval()
+    with pytest.warns(UserWarning, match=r"3 module\(s\) in evaluation mode, which is kept: _Frozen, layer, norm"):
+        fx.Trainer(max_epochs=1, **quiet).fit(module, tiny_loader(8, 4))
+    assert set(module.modes) == {(False, False, False)}
 
-    fx.Trainer(max_epochs=1, **quiet).fit(Mine(), tiny_loader(), tiny_loader())
+
+_EVALUATED = ["model_eval", "start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end", "model_train"]
+
+
+@pytest.mark.parametrize("inference", [True, False], ids=["inference", "no_grad"])
+def test_all_hooks_of_an_evaluation_run_without_gradients(inference: bool, quiet: dict[str, Any]) -> None:
+    seen: dict[str, tuple[bool, bool]] = {}
+
+    class Looks(TinyModule):
+        pass
+
+    def note(name: str) -> Any:
+        def hook(self: Any, *_: Any) -> None:
+            seen[name] = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+        return hook
+
+    evaluated = [f"on_{word}_{moment}" for word in ("validation", "test", "predict") for moment in _EVALUATED]
+    trained = ["on_train_start", "on_train_epoch_end", "on_train_end"]
+    for name in (*evaluated, *trained):
+        setattr(Looks, name, note(name))
+    module, trainer = Looks(), fx.Trainer(max_epochs=1, inference_mode=inference, **quiet)
+    trainer.fit(module, tiny_loader(8, 4), tiny_loader(4, 4))
+    trainer.test(module, tiny_loader(4, 4), verbose=False)
+    trainer.predict(module, tiny_loader(4, 4))
+    assert seen == dict.fromkeys(evaluated, (False, inference)) | dict.fromkeys(trained, (True, False))
 
 
 def test_predictions_come_in_the_order_of_the_data(quiet: dict[str, Any]) -> None:

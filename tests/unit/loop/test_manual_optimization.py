@@ -40,3 +40,36 @@ def test_a_manual_step_in_bf16_computes_with_the_weights_of_its_own_update(quiet
             optimizer.step()
     assert module.losses == wanted
     assert len(set(wanted)) == 4
+
+
+def test_hooks_before_a_step_see_the_gradient_that_its_closure_computes(quiet: dict[str, Any]) -> None:
+    calls: list[Any] = []
+
+    class Closures(TinyModule):
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), max_iter=2, line_search_fn="strong_wolfe")
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            assert self.layer.weight.grad is not None
+            calls.append(float(self.layer.weight.grad.norm()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            def closure() -> Any:
+                self.optimizers().zero_grad()
+                loss = super(Closures, self).training_step(batch, batch_idx)
+                self.manual_backward(loss)
+                calls.append(f"{loss.item():.6f}")
+                return loss
+
+            first = f"{super().training_step(batch, batch_idx).item():.6f}"
+            calls.append(["returns", first, f"{self.optimizers().step(closure).item():.6f}"])
+
+    trainer = fx.Trainer(max_epochs=1, limit_train_batches=1, **quiet)
+    trainer.fit(Closures(), tiny_loader())
+    *computed, (_, first, returned) = calls
+    assert first == returned == computed[0]  # the loss of the first call of the closure
+    assert [type(call) for call in computed] == [str, float] * (len(computed) // 2)  # each gradient is seen, once
+    assert len({call for call in computed if isinstance(call, float)}) > 1
+    assert trainer.global_step == 1

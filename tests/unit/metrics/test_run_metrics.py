@@ -75,3 +75,70 @@ def test_callbacks_read_the_newest_values_in_each_batch_and_the_bar_has_those_th
     assert [value for value, _ in seen] == [1.0, 2.0, 3.0]
     assert [bar["step"] for _, bar in seen] == [1.0, 2.0, 3.0]
     assert all("hidden" not in bar for _, bar in seen)
+
+
+def test_values_of_single_evaluation_batches_reach_the_loggers_with_a_number_that_rises(quiet: dict[str, Any]) -> None:
+    class Batches(TinyModule):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("one", float(batch_idx), on_step=True, on_epoch=False)
+            self.log("two", float(batch_idx), on_step=True, on_epoch=True, prog_bar=True)
+
+    keeps = Keeps()
+    trainer = fx.Trainer(**{**quiet, "logger": keeps, "max_epochs": 2})
+    trainer.fit(Batches(), tiny_loader(8, 4), tiny_loader(12, 4))
+    single = [(step, row["one"], row["two_step"]) for step, row in keeps.rows if "one" in row]
+    assert single == [(1, 0, 0), (2, 1, 1), (3, 2, 2), (4, 0, 0), (5, 1, 1), (6, 2, 2)]
+    assert [(step, row["two_epoch"]) for step, row in keeps.rows if "two_epoch" in row] == [(2, 1.0), (4, 1.0)]
+    assert {"one", "two_step"}.isdisjoint(trainer.callback_metrics)  # of the last batch on the main rank alone
+    assert {"two", "two_epoch"} <= trainer.callback_metrics.keys()
+    assert {"one", "two_step", "two_epoch"} <= trainer.logged_metrics.keys()
+    assert trainer.progress_bar_metrics == {"two_step": 2.0, "two_epoch": 1.0}
+
+
+def test_the_bar_names_values_of_steps_and_epochs_as_the_loggers_do(quiet: dict[str, Any]) -> None:
+    class Bar(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("both", float(batch_idx), on_step=True, on_epoch=True, prog_bar=True)
+            self.log("step", float(batch_idx), prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+    trainer = fx.Trainer(max_epochs=1, **quiet)
+    trainer.fit(Bar(), tiny_loader(12, 4))
+    assert trainer.progress_bar_metrics == {"both_step": 2.0, "both_epoch": 1.0, "step": 2.0}
+    assert trainer.logged_metrics.keys() == {"both_step", "both_epoch", "step", "loss"}
+
+
+def test_each_call_of_the_trainer_begins_without_the_metrics_of_the_last(quiet: dict[str, Any]) -> None:
+    module, trainer = TinyModule(), fx.Trainer(max_epochs=1, **quiet)
+
+    def names() -> list[set[str]]:
+        return [set(trainer.callback_metrics), set(trainer.logged_metrics)]
+
+    trainer.fit(module, tiny_loader(), tiny_loader())
+    assert names() == [{"loss", "val_loss"}] * 2
+    trainer.test(module, tiny_loader(), verbose=False)
+    assert names() == [{"test_loss"}] * 2
+    trainer.validate(module, tiny_loader(), verbose=False)
+    assert names() == [{"val_loss"}] * 2
+    trainer.predict(module, tiny_loader())
+    assert names() == [set()] * 2
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_fit_start", "on_validation_end", "on_validation_model_train", "on_train_end", "on_fit_end"]
+)
+def test_logging_where_no_value_would_be_published_is_an_error(hook: str, quiet: dict[str, Any]) -> None:
+    class Late(TinyModule): ...
+
+    setattr(Late, hook, lambda self: self.log("x", 1.0))
+    with pytest.raises(RuntimeError, match=r"self.log\('x', ...\) was called where metrics can't be logged"):
+        fx.Trainer(max_epochs=1, **quiet).fit(Late(), tiny_loader(8, 4), tiny_loader(4, 4))
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_end", "on_validation_epoch_end"])
+def test_a_hook_between_batches_has_no_step_to_log(hook: str, quiet: dict[str, Any]) -> None:
+    class Between(TinyModule): ...
+
+    setattr(Between, hook, lambda self: self.log("x", 1.0, on_step=True))
+    with pytest.raises(ValueError, match=r"'x'.*was called between two batches.*: remove on_step=True"):
+        fx.Trainer(max_epochs=1, **quiet).fit(Between(), tiny_loader(8, 4), tiny_loader(4, 4))

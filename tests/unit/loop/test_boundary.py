@@ -1,0 +1,39 @@
+"""The end of a batch: the last batch of an epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import fabricx as fx
+from fabricx.testing import TinyModule, tiny_loader
+
+
+@pytest.mark.parametrize(
+    ("skips_at", "options", "expected"),
+    [
+        (None, {}, [False, False, False, True, "end True"]),
+        (None, {"limit_train_batches": 2}, [False, True, "end True"]),
+        (2, {}, [False, False, "end True"]),
+        (0, {}, ["end True"]),
+    ],
+    ids=str,
+)
+def test_the_last_batch_of_an_epoch_is_known_also_after_a_skip(
+    skips_at: int | None, options: dict[str, Any], expected: list[Any], quiet: dict[str, Any]
+) -> None:
+    seen: list[Any] = []
+
+    class Looks(TinyModule):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == skips_at else None
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            seen.append(self.trainer.is_last_batch)
+
+        def on_train_epoch_end(self) -> None:
+            seen.append(f"end {self.trainer.is_last_batch}")
+
+    fx.Trainer(max_epochs=1, **options, **quiet).fit(Looks(), tiny_loader(16, 4))
+    assert seen == expected

@@ -1,0 +1,144 @@
+"""The start and the end of an epoch: loaders that are created again, and stops that hooks request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import fabricx as fx
+from fabricx.testing import TinyModule, tiny_loader
+
+
+class Notes(TinyModule):
+    """Notes (event, epoch, update), and requests a stop in a hook."""
+
+    def __init__(self, stops_in: str = "", at: int = 0) -> None:
+        super().__init__()
+        self.stops_in, self.at, self.notes = stops_in, at, []
+
+    def _pass(self, hook: str, note: str = "") -> None:
+        if note:
+            self.notes.append((note, self.current_epoch, self.global_step))
+        if hook == self.stops_in and self.global_step >= self.at and not self.trainer.sanity_checking:
+            self.trainer.should_stop = True
+
+    def on_train_epoch_start(self) -> None:
+        self._pass("on_train_epoch_start", "starts")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self._pass("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_start(self) -> None:
+        self._pass("on_validation_start", "validates")
+
+    def on_train_epoch_end(self) -> None:
+        self._pass("on_train_epoch_end", "ends")
+
+
+def notes(quiet: dict[str, Any], stops_in: str, at: int, **options: Any) -> list[Any]:
+    module = Notes(stops_in, at)
+    settings: dict[str, Any] = {**quiet, "num_sanity_val_steps": 0, "max_epochs": 3, **options}
+    fx.Trainer(**settings).fit(module, tiny_loader(16, 4), tiny_loader(4, 4))
+    return module.notes
+
+
+FIRST = [("starts", 0, 0), ("validates", 0, 4), ("ends", 0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("stops_in", "at", "options", "expected"),
+    [
+        ("training_step", 2, {}, [("starts", 0, 0), ("validates", 0, 3), ("ends", 0, 3)]),
+        ("training_step", 3, {}, FIRST),  # the validation of the epoch is not repeated
+        ("on_validation_start", 2, {"val_check_interval": 2}, [("starts", 0, 0), ("validates", 0, 2), ("ends", 0, 2)]),
+        ("training_step", 1, {"check_val_every_n_epoch": 2}, [("starts", 0, 0), ("ends", 0, 2)]),
+        ("training_step", 1, {"limit_val_batches": 0}, [("starts", 0, 0), ("ends", 0, 2)]),
+        ("training_step", 1, {"min_epochs": 1}, FIRST),
+        ("training_step", 1, {"min_steps": 5}, [*FIRST, ("starts", 1, 4), ("validates", 1, 5), ("ends", 1, 5)]),
+        ("on_train_epoch_start", 4, {}, [*FIRST, ("starts", 1, 4), ("ends", 1, 4)]),
+        ("on_train_epoch_start", 0, {}, [("starts", 0, 0), ("ends", 0, 0)]),
+        ("on_train_epoch_end", 4, {}, FIRST),
+    ],
+    ids=str,
+)
+def test_a_run_that_a_hook_stops_is_validated_once(
+    stops_in: str, at: int, options: dict[str, Any], expected: list[Any], quiet: dict[str, Any]
+) -> None:
+    assert notes(quiet, stops_in, at, **options) == expected
+
+
+def test_sums_of_an_epoch_that_was_stopped_and_validated_are_continued(quiet: dict[str, Any], tmp_path: Any) -> None:
+    class Means(Notes):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("index", float(batch_idx), on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_end(self) -> None:
+            self.trainer.save_checkpoint(tmp_path / "stopped")
+
+    data = tiny_loader(16, 4), tiny_loader(4, 4)
+    fx.Trainer(max_epochs=1, **quiet).fit(Means("training_step", 1), *data)
+    resumed = fx.Trainer(max_epochs=1, **quiet)
+    resumed.fit(Means(at=99), *data, ckpt_path=tmp_path / "stopped")
+    assert (resumed.global_step, float(resumed.callback_metrics["index_epoch"])) == (4, 1.5)
+
+
+def reloads(quiet: dict[str, Any], **options: Any) -> list[str]:
+    events: list[str] = []
+
+    class Data(fx.DataModule):
+        def train_dataloader(self) -> Any:
+            events.append("train")
+            return tiny_loader(8, 4)
+
+        def val_dataloader(self) -> Any:
+            events.append("val")
+            return tiny_loader(4, 4)
+
+    class Epochs(TinyModule):
+        def on_train_epoch_start(self) -> None:
+            events.append(str(self.current_epoch))
+
+        def on_validation_start(self) -> None:
+            events.append("V")
+
+    settings: dict[str, Any] = {**quiet, "max_epochs": 4, "num_sanity_val_steps": 0, **options}
+    fx.Trainer(**settings).fit(Epochs(), datamodule=Data())
+    return events
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"reload_dataloaders_every_n_epochs": 1}, "train val 0 V train 1 val V train 2 val V train 3 val V"),
+        ({"reload_dataloaders_every_n_epochs": 2}, "train val 0 V 1 V train 2 val V 3 V"),
+        (
+            {"reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2, "val_check_interval": 0.5},
+            "train val 0 train 1 val V V train 2 train 3 val V V",
+        ),
+        ({}, "train val 0 V 1 V 2 V 3 V"),
+    ],
+    ids=str,
+)
+def test_loaders_of_both_kinds_are_created_again(options: dict[str, Any], expected: str, quiet: dict[str, Any]) -> None:
+    assert reloads(quiet, **options) == expected.split()
+
+
+def test_a_validation_loader_that_is_created_again_may_have_another_length(quiet: dict[str, Any]) -> None:
+    class Grows(TinyModule):
+        indices: list[Any] = []
+
+        def val_dataloader(self) -> Any:
+            few = [tiny_loader(4 + 4 * self.current_epoch, 4)]
+            return few if self.current_epoch < 2 else few * 2
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.indices.append((self.current_epoch, dataloader_idx, batch_idx))
+
+    trainer = fx.Trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1, **{**quiet, "num_sanity_val_steps": 0})
+    trainer.fit(Grows(), tiny_loader(8, 4))
+    second = [(2, loader, batch) for loader in (0, 1) for batch in range(3)]
+    assert Grows.indices == [(0, 0, 0), (1, 0, 0), (1, 0, 1), *second]
+    assert trainer.num_val_batches == [3, 3]
