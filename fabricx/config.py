@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import make_dataclass
+from dataclasses import fields, make_dataclass
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Final
 
 from hydra.core.config_store import ConfigStore
@@ -125,10 +126,16 @@ def build(cfg: DictConfig | Mapping[str, Any]) -> tuple[Trainer, Module, DataMod
     from fabricx.trainer.trainer import Trainer
 
     config = plain(cfg) if isinstance(cfg, DictConfig) else {str(key): value for key, value in cfg.items()}
-    for group in ("module", "data"):
-        _check_target(group, config.get(group) or {})
-    module = _instantiate("module", config["module"])
-    data = _instantiate("data", config["data"]) if config.get("data") else None
+    check_settings(config)
+    for group, choice in (("module", "module=digits"), ("data", "data=digits")):
+        if config.get(group) and "_target_" in config[group]:
+            _check_target(group, config[group])
+        elif config.get(group) or group == "module":
+            raise ValueError(
+                f"{group} is not set: choose a {group} ({choice}), or set {group}._target_=my_project.Mine"
+            )
+    module = _module(config["module"])
+    data = _data(config["data"]) if config.get("data") else None
     trainer = Trainer(
         **{**config["trainer"], "strategy": _strategy(config.get("strategy") or {})},
         callbacks=[_plugin(f"callbacks.{name}", "callbacks", name, options) for name, options in _callbacks(config)],
@@ -171,33 +178,118 @@ def _strategy(options: dict[str, Any]) -> Any:
     return _plugin("strategy", "strategies", options.get("name", ""), arguments)
 
 
-def _check_target(group: str, node: Mapping[str, Any]) -> None:
-    """Compare keys and values with the constructor's arguments, to detect errors before any object is created."""
-    from hydra.utils import get_object
+def _check_target(where: str, node: Mapping[str, Any]) -> Any:
+    """Compare keys and values with the constructor's arguments, to detect errors before any object is created.
 
-    if "_target_" not in node:
-        choices = "module=digits" if group == "module" else "data=digits"
-        raise ValueError(f"{group} is not set: choose a {group} ({choices}), or set {group}._target_=my_project.Mine")
-    try:
-        target = get_object(node["_target_"])
-    except Exception as error:
-        raise LookupError(
-            f"{group}._target_={node['_target_']} can't be imported: {error}\n"
-            "  modules are imported from the current folder and from installed packages"
-        ) from error
+    Returns:
+        the class or function of `_target_`.
+    """
+    from fabricx import plugins
+
+    target = plugins.load(f"{where}._target_", node["_target_"])
     valid = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in valid.values())
     for key, value in node.items():
-        check_value(f"{group}.{key}", value, target, key)
+        check_value(f"{where}.{key}", value, target, key)
         if not takes_any and not key.startswith("_") and key not in valid:
             raise ValueError(
-                f"{group}.{key}: {node['_target_']} has no argument {key!r}.{did_you_mean(key, valid)}\n"
+                f"{where}.{key}: {node['_target_']} has no argument {key!r}.{did_you_mean(key, valid)}\n"
                 f"  known: {', '.join(valid) or 'none'}"
             )
+        _check_nested(f"{where}.{key}", value)
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    missing = [name for name, p in valid.items() if p.kind in named and p.default is p.empty and name not in node]
+    if missing and "_args_" not in node and not node.get("_partial_"):
+        raise ValueError(
+            f"{where}: {node['_target_']} needs a value for {', '.join(missing)}\n"
+            f"  set {' '.join(f'{where}.{name}=...' for name in missing)}"
+        )
+    return target
+
+
+def _check_nested(where: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        if "_target_" in value:
+            _check_target(where, value)
+        else:
+            for key, item in value.items():
+                _check_nested(f"{where}.{key}", item)
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            _check_nested(f"{where}.{number}", item)
 
 
 def _instantiate(where: str, node: Mapping[str, Any]) -> Any:
+    from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
     _check_target(where, node)
-    return instantiate(dict(node), _convert_="all")
+    try:
+        return instantiate(dict(node), _convert_="all")
+    except InstantiationException as error:
+        if isinstance(error.__cause__, Exception):
+            raise error.__cause__ from None  # the error of the constructor, with its traceback
+        raise
+
+
+def _module(node: Mapping[str, Any]) -> Module:
+    from fabricx.core.module import Module
+    from fabricx.lightning import adapt_module
+
+    made = adapt_module(_instantiate("module", node))
+    if not isinstance(made, Module):
+        raise ValueError(
+            f"module._target_={node['_target_']} makes a {type(made).__name__}, which is no fabricx.Module"
+        )
+    return made
+
+
+def _data(node: Mapping[str, Any]) -> DataModule:
+    from fabricx.core.datamodule import DataModule
+    from fabricx.lightning import adapt_data
+
+    made = adapt_data(_instantiate("data", node))
+    if not isinstance(made, DataModule):
+        raise ValueError(
+            f"data._target_={node['_target_']} makes a {type(made).__name__}, which is no fabricx.DataModule"
+        )
+    return made
+
+
+def check_settings(config: Mapping[str, Any]) -> None:
+    """Check the settings outside of groups, and that groups are groups.
+
+    Args:
+        config: the configuration, as plain data.
+
+    Raises:
+        ValueError: a value has another type; the message names the key.
+    """
+    for group in ("trainer", "module", "data", "strategy", "callbacks", "logger"):
+        value = config.get(group)
+        if isinstance(value, Mapping) or (value is None and group != "trainer"):
+            continue
+        if isinstance(value, str) and "." in value and group in OPEN_GROUPS:
+            raise ValueError(f"{group}={value}: for a class of your own, write {group}._target_={value}")
+        raise ValueError(f"{group}={value!r}: {group} is a group of keys; set one of them: {group}.KEY=VALUE")
+    for group in ("callbacks", "logger"):
+        for name, options in (config.get(group) or {}).items():
+            if options is not None and not isinstance(options, Mapping):
+                raise ValueError(f"{group}.{name}={options!r}: set its options, {group}.{name}.KEY=VALUE, or null")
+    for name in config["trainer"]:
+        if name not in (known := [field.name for field in fields(TrainerConfig)]):
+            raise ValueError(f"trainer.{name}: there is no such key.{did_you_mean(name, known)}")
+    for group in ("experiment", "debug"):
+        if isinstance(config.get(group), Mapping):
+            raise ValueError(
+                f"the file of {group}=... would change nothing, because its keys are below {group!r}: write "
+                "`# @package _global_` as its first line"
+            )
+    seed, test = config.get("seed"), config.get("test", False)
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise ValueError(f"seed={seed!r}: set a whole number, or null for a different seed in each run")
+    if not isinstance(test, bool):
+        raise ValueError(f"test={test!r}: set true or false")
+    for key in ("monitor", "ckpt_path"):
+        if not isinstance(config.get(key), (str, NoneType)):
+            raise ValueError(f"{key}={config[key]!r}: set a text, or null")

@@ -109,7 +109,10 @@ def check_count(name: str, value: Any, unit: str, least: int = 0) -> int | None:
     if value is None:
         return None
     if isinstance(value, str):
-        value, text_unit = parse_count(value)
+        try:
+            value, text_unit = parse_count(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
         if text_unit not in (unit, ""):
             raise ValueError(f"{name} counts {unit}, not {text_unit}")
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -194,7 +194,9 @@ class NamesChecked:
         return super().__new__(cls)
 
 
-_FRAMEWORK: Final = ("fabricx", "torch", "multiprocessing", "concurrent", "threading")
+_FRAMEWORK: Final = (
+    "fabricx", "torch", "multiprocessing", "concurrent", "threading", "importlib", "hydra", "omegaconf",
+)  # fmt: skip
 _NOT_FRAMEWORK: Final = ("fabricx.demo", "fabricx.testing")
 ALL_FRAMES: Final = "FABRICX_TRACEBACK"  # environment variable: if set, tracebacks contain all frames
 
@@ -216,7 +218,7 @@ def brief_traceback(error: BaseException) -> str:
 def _omit_frames(report: traceback.TracebackException, error: BaseException) -> int:
     """Remove frames of the framework from an error and from its causes; return their number."""
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    in_user_code = [_is_user_module(module) for module in modules]
+    in_user_code = [is_user_module(module) for module in modules]
     omitted = 0
     if any(in_user_code) and len(in_user_code) == len(report.stack):
         kept = [frame for frame, keep in zip(report.stack[:-1], in_user_code[:-1], strict=True) if keep]
@@ -228,7 +230,12 @@ def _omit_frames(report: traceback.TracebackException, error: BaseException) -> 
     return omitted
 
 
-def _is_user_module(module: str) -> bool:
+def is_user_module(module: str) -> bool:
+    """Return whether code of a module is shown in tracebacks: it does not belong to fabricx or a library below it.
+
+    Args:
+        module: its dotted name.
+    """
     return module.startswith(_NOT_FRAMEWORK) or module.partition(".")[0] not in _FRAMEWORK
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+import os
+import pkgutil
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any, Final
 
@@ -76,7 +78,7 @@ def find(kind: str, name: str) -> Any:
     if name in registered:
         return registered[name].load()
     if "." in name:
-        return _import(kind, name)
+        return load(_SINGULAR[kind], name)
     singular = _SINGULAR[kind]
     raise LookupError(
         f"there is no {singular} called {name!r}.{did_you_mean(name, names(kind))}\n"
@@ -85,18 +87,48 @@ def find(kind: str, name: str) -> Any:
     )
 
 
-def _import(kind: str, path: str) -> Any:
-    module, _, attribute = path.rpartition(".")
-    try:
-        imported = importlib.import_module(module)
-    except ModuleNotFoundError as error:
+def load(where: str, path: str) -> Any:
+    """Import the object at a dotted path.
+
+    Args:
+        where: the option with the path, for messages.
+        path: such as "my_project.models.Net".
+
+    Raises:
+        LookupError: there is no such module or object; the message contains the nearest name. An error within an
+            imported module is raised unchanged.
+    """
+    parts = path.split(".") if isinstance(path, str) else []
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise LookupError(f"{where}={path}: write the module and the class, such as my_project.models.Net")
+    for length in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:length])
+        try:
+            found = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # the module imports another module, which is missing
+        else:
+            break
+    else:
         raise LookupError(
-            f"{_SINGULAR[kind]} {path!r}: {error}; start the program in its folder, or add the folder to PYTHONPATH"
-        ) from error
-    if not hasattr(imported, attribute):
-        hint = did_you_mean(attribute, vars(imported))
-        raise LookupError(f"{_SINGULAR[kind]} {path!r}: the module {module} has no {attribute!r}.{hint}")
-    return getattr(imported, attribute)
+            f"{where}={path} can't be imported: there is no module {parts[0]!r}."
+            f"{did_you_mean(parts[0], _modules([os.getcwd()]))}\n"
+            "  modules are imported from the current folder and from installed packages: start the command in your "
+            "project's folder, or add the folder to PYTHONPATH"
+        )
+    for attribute in parts[length:]:
+        if not hasattr(found, attribute):
+            near = did_you_mean(attribute, [*vars(found), *_modules(getattr(found, "__path__", []))])
+            raise LookupError(
+                f"{where}={path} can't be imported: {getattr(found, '__name__', found)} has no {attribute!r}.{near}"
+            )
+        found = getattr(found, attribute)
+    return found
+
+
+def _modules(folders: Iterable[str]) -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(list(folders))]
 
 
 def build(kind: str, name: str, **options: Any) -> Any:

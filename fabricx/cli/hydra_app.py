@@ -6,27 +6,34 @@ import contextlib
 import functools
 import inspect
 import io
+import logging
 import os
-import re
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import TracebackType
 from typing import Any, ClassVar
 
 import hydra
+import yaml  # type: ignore[import-untyped]
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.default_element import GroupDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fabricx import config
-from fabricx.errors import FabricxError, did_you_mean
+from fabricx.cli.mistakes import Composition, explain
+from fabricx.cli.overrides import arranged, parsed
+from fabricx.errors import ALL_FRAMES, FabricxError, brief_traceback, is_user_module
 from fabricx.redaction import masked_text, records_masked
 from fabricx.trainer import provenance
 
@@ -90,53 +97,198 @@ def run_app(function: Callable[..., Any], arguments: list[str], folder: str | No
     _resolvers()
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # not on the import path of console scripts
-    arguments = _take_config_dir(arguments)
     before = sys.argv
-    sys.argv = [before[0], *_flags_first(_choose_open_groups(arguments))]
-    full = os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # makes Hydra raise errors, which are explained below
-    decorated = hydra.main(version_base="1.3", config_path=folder or CONFIG_PACKAGE, config_name=name)(
-        _masking(function)
-    )
-    shows = any(argument.partition("=")[0] in _DISPLAY_FLAGS for argument in arguments)
+    full = os.environ.get("HYDRA_FULL_ERROR") or os.environ.get(ALL_FRAMES)
+    composition = Composition(name, folder)
+    failed: list[tuple[str, Exception]] = []
+    overrides: list[str] = []
     try:
-        with records_masked(), contextlib.redirect_stderr(_Masking(sys.stderr)):
+        kept = _choose_open_groups(_take_config_dir(arguments))
+        composition = Composition(_config_name(kept) or name, folder)
+        overrides = arranged(kept, composition.keys)
+        sys.argv = [before[0], *overrides]
+        decorated = hydra.main(version_base="1.3", config_path=folder or CONFIG_PACKAGE, config_name=name)(
+            _job(function, failed)
+        )
+        shows = any(argument.partition("=")[0] in _DISPLAY_FLAGS for argument in arguments)
+        with records_masked(), _full_errors(), _own_logging(), contextlib.redirect_stderr(_Stderr(sys.stderr)):
             return _print_masked(decorated) if shows else decorated()
-    except (HydraException, OmegaConfBaseException, FabricxError, ValueError, LookupError, TypeError) as error:
-        if full != "1" or os.environ.get("FABRICX_TRACEBACK") or not _is_user_error(error):
+    except Exception as error:
+        if full:
             raise
-        print(f"error: {masked_text(explain(error, name, folder, arguments))}", file=sys.stderr)
+        outside = None if any(cause is error for _, cause in failed) else error
+        if outside is not None:
+            failed.append(("", outside))
+        for job, cause in failed:
+            print(
+                masked_text(job + _message(cause, composition, overrides, in_task=cause is not outside)),
+                file=sys.stderr,
+            )
         raise SystemExit(1) from None
     finally:
         sys.argv = before
 
 
-def _masking(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mask secrets in the configuration files that Hydra writes, before the run begins."""
+def _message(error: Exception, composition: Composition, arguments: Sequence[str], *, in_task: bool) -> str:
+    """Return the message for an error: short for a mistake of the user, with a traceback for an error of code."""
+    error.__traceback__ = _within_task(error.__traceback__)
+    if isinstance(error, (HydraException, OmegaConfBaseException)) or (type(error) is ValueError and not in_task):
+        return f"error: {explain(error, composition, arguments)}"
+    if isinstance(error, OSError) and not in_task and error.filename:
+        return f"error: {error.filename}: {error.strerror}; start in another folder, or set hydra.run.dir=FOLDER"
+    if isinstance(error, yaml.YAMLError):
+        return f"error: {error}"
+    if isinstance(error, SyntaxError):
+        return "".join(traceback.format_exception_only(error)).rstrip()
+    if _is_user_error(error):
+        return f"error: {str(error.args[0] if isinstance(error, KeyError) else error).strip()}{_place(error)}"
+    return brief_traceback(error).strip()
+
+
+def _within_task(full: TracebackType | None) -> TracebackType | None:
+    """Return the traceback without the frames of Hydra and of the command that called the task."""
+    start, frame = full, full
+    while frame is not None:
+        module = str(frame.tb_frame.f_globals.get("__name__", ""))
+        frame = frame.tb_next
+        if frame is not None and module.startswith(("hydra.", "fabricx.cli.", "fabricx.config")):
+            start = frame
+    return start
+
+
+def _place(error: Exception) -> str:
+    """Return the line of the user's code that called the function with the error; "" without such a line."""
+    frames = [
+        frame
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if is_user_module(frame.f_globals.get("__name__", ""))
+    ]
+    if not frames or isinstance(error, FabricxError):
+        return ""
+    line = max((number for frame, number in traceback.walk_tb(error.__traceback__) if frame is frames[-1]), default=0)
+    return f"\n  at {frames[-1].f_code.co_filename}:{line}, in {frames[-1].f_code.co_qualname}"
+
+
+@contextlib.contextmanager
+def _full_errors() -> Iterator[None]:
+    """Make Hydra raise errors, which the caller explains, instead of printing them."""
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = before
+
+
+@contextlib.contextmanager
+def _own_logging() -> Iterator[None]:
+    """Close the handlers that Hydra adds to the root logger, and restore those of the caller."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        for handler in [handler for handler in root.handlers if handler not in handlers]:
+            root.removeHandler(handler)
+            handler.close()
+        for handler in [handler for handler in handlers if handler not in root.handlers]:
+            root.addHandler(handler)
+        root.setLevel(level)
+
+
+def _config_name(arguments: Sequence[str]) -> str | None:
+    """Return the value of `--config-name`, or None."""
+    for number, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag in ("--config-name", "-cn"):
+            return value if equals else next(iter(arguments[number + 1 :]), None)
+    return None
+
+
+def _job(function: Callable[..., Any], failed: list[tuple[str, Exception]]) -> Callable[[DictConfig], Any]:
+    """Wrap the function of a job: mask secrets in Hydra's files, check choices of groups, collect errors."""
 
     @functools.wraps(function)
-    def masking(cfg: DictConfig) -> Any:
-        folder = Path(HydraConfig.get().runtime.output_dir)
+    def run(cfg: DictConfig) -> Any:
+        context = HydraConfig.get()
+        folder = Path(context.runtime.output_dir)
         for file in (*(folder / ".hydra").glob("*.yaml"), folder.parent / "multirun.yaml"):
             if file.is_file():
                 provenance.mask_file(file)
-        return function(cfg)
+        overrides = [str(text) for text in OmegaConf.to_container(context.overrides.task, resolve=False)]  # type: ignore[union-attr]
+        try:
+            _check_choices(overrides)
+            return function(cfg)
+        except Exception as error:
+            swept = context.mode == RunMode.MULTIRUN
+            job = f"job {context.job.num} of the sweep ({' '.join(overrides)}) failed\n" if swept else ""
+            failed.append((job, error))
+            _remove_unused(folder)
+            raise
 
-    return masking
+    return run
 
 
-class _Masking:
-    """Wrapper of the error stream that masks Hydra's message about a failed job, which contains its overrides."""
+def _remove_unused(folder: Path) -> None:
+    """Remove the folder of a job that failed before it trained: it has only the record of the command."""
+    record = ("config.yaml", "command.txt", "versions.json", "arguments.yaml")
+    with contextlib.suppress(OSError):
+        files = list(folder.iterdir())
+        if folder != Path.cwd() and all(
+            file.is_file() and (file.name in record or not file.stat().st_size) for file in files
+        ):
+            for file in files:
+                file.unlink()
+            folder.rmdir()
+            folder.parent.rmdir()  # unless it has other runs
+
+
+def _check_choices(overrides: Sequence[str]) -> None:
+    """Refuse unknown choices of groups that the configuration declares as optional, which Hydra ignores."""
+    loader = GlobalHydra.instance().config_loader()
+    for group, choice in HydraConfig.get().runtime.choices.items():
+        if choice is not None and "/" not in group and "@" not in group:
+            _check_defaults(loader, f"{group}/{choice}")
+    for override in parsed(overrides):
+        group = override.key_or_group
+        value = None if override.is_delete() or "." in group else override.value()
+        if value is None or not (loader.get_group_options(group) or loader.list_groups(group)):
+            continue
+        for choice in value if isinstance(value, list) else [value]:
+            parent, _, name = f"{group}/{choice}".rpartition("/")
+            if name not in (options := loader.get_group_options(parent)):
+                raise MissingConfigException(f"there is no {parent}/{name}", f"{parent}/{name}", options)
+
+
+def _check_defaults(loader: Any, path: str) -> None:
+    """Refuse a file that overrides a group twice: Hydra ignores the second choice."""
+    found = loader.repository.load_config(path)
+    chosen: dict[str, Any] = {}
+    for default in (found.defaults_list or []) if found is not None else []:
+        if isinstance(default, GroupDefault) and default.override:
+            group = str(default.group).lstrip("/")
+            if chosen.setdefault(group, default.value) != default.value:
+                raise ValueError(
+                    f"{path}.yaml overrides {group} twice, with {chosen[group]} and with {default.value}: keep one"
+                )
+
+
+class _Stderr:
+    """Wrapper of the error stream without Hydra's line about a failed job, whose error is printed in full later."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def write(self, text: str) -> Any:
-        """Write a text; Hydra's messages are masked.
+        """Write a text.
 
         Args:
             text: the text.
         """
-        return self._stream.write(masked_text(text) if text.startswith("Error executing job") else text)
+        return len(text) if text.startswith("Error executing job with overrides: ") else self._stream.write(text)
 
     def flush(self) -> None:
         """Flush the stream."""
@@ -159,10 +311,8 @@ def _is_user_error(error: Exception) -> bool:
     """Return whether to print only the message; errors raised in the code of a user need a traceback."""
     if isinstance(error, (HydraException, OmegaConfBaseException, FabricxError)):
         return True
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    raised_in = traceback.tb_frame.f_globals.get("__name__", "") if traceback else ""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    raised_in = frames[-1].f_globals.get("__name__", "") if frames else ""
     return str(raised_in).startswith(("fabricx.", "hydra.", "omegaconf.")) and not isinstance(error, TypeError)
 
 
@@ -197,22 +347,18 @@ def _take_config_dir(arguments: list[str]) -> list[str]:
     for argument in rest:
         flag, equals, value = argument.partition("=")
         if flag in ("--config-dir", "-cd"):
-            folder = Path(value if equals else next(rest, ""))
+            value = value if equals else next(rest, "")
+            if not value:
+                raise ValueError("--config-dir needs a folder")
+            folder = Path(value)
             if not folder.is_dir():
-                print(f"error: --config-dir {folder}: the folder does not exist", file=sys.stderr)
-                raise SystemExit(1)
+                raise ValueError(f"--config-dir {folder}: the folder does not exist")
             ProjectPath.folder = str(folder.resolve())
         else:
             kept.append(argument)
     if ProjectPath not in Plugins.instance().discover(SearchPathPlugin):
         Plugins.instance().register(ProjectPath)
     return kept
-
-
-def _flags_first(arguments: list[str]) -> list[str]:
-    """Move flags before the overrides: Hydra's parser requires consecutive overrides."""
-    overrides = [arg for arg in arguments if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
-    return [*(arg for arg in arguments if arg not in overrides), *overrides]
 
 
 def _choose_open_groups(arguments: list[str]) -> list[str]:
@@ -239,59 +385,3 @@ def _stamp() -> str:
         )
         return f"{began:%Y-%m-%d_%H-%M-%S}-{launcher:06x}"
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(3)}"
-
-
-def explain(error: Exception, name: str, folder: str | None, arguments: Sequence[str]) -> str:
-    """Return an error message with the nearest valid key or choice.
-
-    Args:
-        error: error of Hydra or of the run.
-        name: name of the main configuration.
-        folder: folder of the main configuration; None for fabricx's configuration.
-        arguments: command line, without the program.
-    """
-    text = str(error).strip()
-    if isinstance(error, MissingConfigException) and error.options:
-        choice = str(error.missing_cfg_file).rpartition("/")[2]
-        return f"{text.splitlines()[0]}.{did_you_mean(choice, error.options)}\n  known: {', '.join(error.options)}"
-    match = re.search(r"Could not override '([^']+)'", text)
-    if match is None:
-        return text
-    key = match.group(1).partition("@")[0]
-    choices = [arg for arg in arguments if re.fullmatch(r"[\w/]+=[\w/]+", arg)]  # choices of groups determine the keys
-    valid = _valid_keys(name, folder, choices) or _valid_keys(name, folder, [])
-    group = key.partition(".")[0]
-    if group in ("callbacks", "logger"):  # an entry of these groups is added under any name
-        valid = [valid_key for valid_key in valid if valid_key.startswith(f"{group}.")]
-        near = did_you_mean(key, valid)
-        return f"there is no key {key!r} to set.{near}\n  to add it, write +{key}=..."
-    near = did_you_mean(key, [valid_key for valid_key in valid if not key.startswith(f"{valid_key}.")])
-    if not near and "." in key:
-        group = key.rpartition(".")[0]
-        under = [valid_key for valid_key in valid if valid_key.startswith(f"{group}.")]
-        near = f"\n  known: {', '.join(under)}\n  to add a new key, write +{key}=..." if under else ""
-    return f"there is no key {key!r} to set.{near}"
-
-
-def _valid_keys(name: str, folder: str | None, choices: list[str]) -> list[str]:
-    GlobalHydra.instance().clear()
-    try:
-        if folder:
-            with hydra.initialize_config_dir(folder, version_base="1.3"):
-                cfg = hydra.compose(name, choices)
-        else:
-            with hydra.initialize_config_module("fabricx.conf", version_base="1.3"):
-                cfg = hydra.compose(name, choices)
-    except Exception:  # a second error would hide the error to be explained
-        return []
-    keys: list[str] = []
-
-    def walk(node: DictConfig, prefix: str) -> None:
-        for key in map(str, node):
-            keys.append(f"{prefix}{key}")
-            child = node._get_node(key)
-            if isinstance(child, DictConfig) and not child._is_none():
-                walk(child, f"{prefix}{key}.")
-
-    walk(cfg, "")
-    return keys

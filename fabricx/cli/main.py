@@ -171,8 +171,9 @@ def run(command: str, config: dict[str, Any], run_dir: Path | None = None) -> tu
     Returns:
         whether the run was interrupted, and the last value of the monitored metric, for sweepers.
     """
-    from fabricx.config import build
+    from fabricx.config import build, check_settings
 
+    check_settings(config)
     if config["seed"] is not None:
         from fabricx.core.rng import seed_everything
 

@@ -168,7 +168,7 @@ class TrainerOptions:
         self.reload_dataloaders_every_n_epochs = (
             check_count("reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, "epoch") or 0
         )
-        self.compile = compile
+        self.compile = check_compile(compile)
         self.default_root_dir = check_root(default_root_dir)
         self.enable_checkpointing = enable_checkpointing and not fast_dev_run
         self.enable_telemetry = enable_telemetry and not fast_dev_run
@@ -336,7 +336,26 @@ def check_max_time(max_time: Any) -> timedelta | None:
     """
     if max_time is None or isinstance(max_time, timedelta):
         return max_time
-    return timedelta(**max_time) if isinstance(max_time, dict) else parse_duration(max_time)
+    try:
+        return parse_duration(max_time)
+    except ValueError as error:
+        raise ValueError(f"max_time: {error}") from None
+
+
+def check_compile(value: bool | Mapping[str, Any]) -> bool | Mapping[str, Any]:
+    """Return whether to compile the module, or options of `torch.compile`.
+
+    Args:
+        value: of the option.
+
+    Raises:
+        ValueError: the value is neither a bool nor a mapping.
+    """
+    if not isinstance(value, (bool, Mapping)):
+        raise ValueError(
+            f"compile={value!r}: set True, False, or options of torch.compile such as {{'mode': 'default'}}"
+        )
+    return value
 
 
 def check_clipping(limit: float | None, algorithm: str | None) -> tuple[float | None, str]:

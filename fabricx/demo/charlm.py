@@ -111,6 +111,8 @@ class CharData(DataModule):
     """
 
     def __init__(self, batch_size: int = 32, length: int = 128) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: set a whole number, 1 or more")
         self.batch_size = batch_size
         self.length = length
         self.codes = torch.empty(0, dtype=torch.long)

@@ -110,6 +110,8 @@ class DigitsData(DataModule):
     """
 
     def __init__(self, batch_size: int = 32, num_workers: int = 0) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: set a whole number, 1 or more")
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.parts: list[Dataset[Any]] = []

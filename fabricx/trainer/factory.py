@@ -38,7 +38,7 @@ def choose_strategy(
         strategy = "ddp" if several_ranks(devices, num_nodes) else "single"
     chosen = plugins.build("strategies", strategy) if isinstance(strategy, str) else strategy
     if not isinstance(chosen, Strategy):
-        raise ValueError(f"strategy={strategy!r} is not a fabricx.Strategy")
+        raise ValueError(f"strategy={_described(strategy)} is not a fabricx.Strategy")
     if reproducible and not chosen.traits.batch_parts:
         raise ValueError(
             "deterministic='elastic' selects the strategy 'reproducible' instead of ddp: set strategy to 'auto' or "
@@ -49,10 +49,10 @@ def choose_strategy(
             f"{type(chosen).__name__} declares traits.elastic, and can't continue with other ranks: inherit "
             "fabricx.core.strategy_parts.Elastic and implement world_changed, or set elastic=False"
         )
-    most = chosen.traits.max_ranks
+    most, name = chosen.traits.max_ranks, strategy if isinstance(strategy, str) else type(chosen).__name__
     if most is not None and ranks > most:
         raise ValueError(
-            f"strategy={strategy!r} supports {most} rank, but devices={devices} and num_nodes={num_nodes} "
+            f"strategy={name} supports {most} rank, but devices={devices} and num_nodes={num_nodes} "
             f"require {ranks}; set strategy='ddp', or devices=1"
         )
     return chosen
@@ -87,8 +87,8 @@ def choose_loggers(logger: Any) -> list[Logger]:
     for candidate in map(adapt_logger, chosen):
         if isinstance(candidate, type) or not isinstance(candidate, (Logger, FourMethods)):
             raise ValueError(
-                f"logger={candidate!r} is not a logger: it needs open, log_metrics, log_hyperparams and close; True "
-                "selects TensorBoard, False no logger"
+                f"logger={_described(candidate)} is not a logger: it needs open, log_metrics, log_hyperparams "
+                "and close; True selects TensorBoard, False no logger"
             )
         loggers.append(candidate if isinstance(candidate, Logger) else Adapted(candidate))
     return loggers
@@ -111,7 +111,7 @@ def choose_callbacks(callbacks: Any, defaults: Mapping[str, Mapping[str, Any]], 
     chosen = [plugins.build("callbacks", item) if isinstance(item, str) else adapt_callback(item) for item in named]
     for callback in chosen:
         if not isinstance(callback, Callback):
-            raise ValueError(f"callbacks contains {callback!r}, which is not a fabricx.Callback")
+            raise ValueError(f"callbacks contains {_described(callback)}, which is not a fabricx.Callback")
         check_hooks(callback)
     if fast:
         chosen = [c for c in chosen if c.trainer_role not in ("checkpoint", "early_stopping")]
@@ -120,3 +120,8 @@ def choose_callbacks(callbacks: Any, defaults: Mapping[str, Mapping[str, Any]], 
         if not any(isinstance(callback, type(default)) for callback in chosen):
             chosen.append(default)
     return chosen
+
+
+def _described(value: Any) -> str:
+    """Return plain data as Python writes it, and an object by its class: the text of a module has many lines."""
+    return repr(value) if isinstance(value, (str, int, float, type)) else f"an object of class {type(value).__name__}"

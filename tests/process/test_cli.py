@@ -90,6 +90,8 @@ def test_a_sweep_has_one_folder_for_each_job_whatever_the_number_of_ranks(own_fo
         (["fit", "strategy=dpd"], "Did you mean 'ddp'?"),
         (["fit", "logger.text._target_=mine.Text"], "to add it, write +logger.text._target_=..."),
         (["fit", "+callbacks.early_stoping.monitor=val_loss"], "Did you mean 'early_stopping'?"),
+        (["fit", "experiment=nope"], "experiment=nope: there is no such experiment"),
+        (["fit", "module._target_=nowhere"], "write the module and the class"),
         (["fit", "trainer.devices=0"], "devices=0"),
         (["fit", "trainer.default_root_dir=s3://a/b"], "callbacks.model_checkpoint.dirpath="),
         (["fit", "callbacks.model_checkpoint.dirpath=s3://a/b"], "Install s3fs"),
@@ -103,6 +105,8 @@ def test_a_mistake_is_explained_without_a_traceback(arguments: list[str], messag
     said = fabricx(*arguments, fails=True)
     assert message in said
     assert "Traceback" not in said
+    assert "Error executing job" not in said
+    assert not list(Path("runs").glob("*"))
 
 
 def test_an_error_in_the_users_own_code_has_its_traceback(own_folder: Path) -> None:
