@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fabricx.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
     from fabricx.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
     from fabricx.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from fabricx.callbacks.ema import EMA as EMA
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from fabricx.callbacks.lambda_callback import LambdaCallback as LambdaCallback
     from fabricx.callbacks.learning_rate_monitor import LearningRateMonitor as LearningRateMonitor
     from fabricx.callbacks.load_balancer import LoadBalancer as LoadBalancer
+    from fabricx.callbacks.lr_finder import LearningRateFinder as LearningRateFinder
     from fabricx.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from fabricx.callbacks.model_summary import ModelSummary as ModelSummary
     from fabricx.callbacks.model_summary import RichModelSummary as RichModelSummary
@@ -33,12 +35,14 @@ if TYPE_CHECKING:
 _MODULES = {
     "EMA": "ema",
     "BasePredictionWriter": "prediction_writer",
+    "BatchSizeFinder": "batch_size_finder",
     "DeviceStatsMonitor": "device_stats_monitor",
     "EarlyStopping": "early_stopping",
     "FaultRecovery": "fault_recovery",
     "GradientAccumulation": "gradient_accumulation",
     "GradientAccumulationScheduler": "gradient_accumulation",
     "LambdaCallback": "lambda_callback",
+    "LearningRateFinder": "lr_finder",
     "LearningRateMonitor": "learning_rate_monitor",
     "LoadBalancer": "load_balancer",
     "ModelCheckpoint": "model_checkpoint",
@@ -62,12 +66,14 @@ _ABSENT = {
 __all__ = [
     "EMA",
     "BasePredictionWriter",
+    "BatchSizeFinder",
     "DeviceStatsMonitor",
     "EarlyStopping",
     "FaultRecovery",
     "GradientAccumulation",
     "GradientAccumulationScheduler",
     "LambdaCallback",
+    "LearningRateFinder",
     "LearningRateMonitor",
     "LoadBalancer",
     "ModelCheckpoint",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fabricx.core.strategy import Strategy, Traits
     from fabricx.data.combined import CombinedLoader
     from fabricx.trainer.trainer import Trainer
+    from fabricx.trainer.tuner import Tuner
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Strategy",
     "Trainer",
     "Traits",
+    "Tuner",
     "main",
     "seed_everything",
 ]
@@ -39,6 +41,7 @@ _MODULES = {
     "Strategy": "fabricx.core.strategy",
     "Trainer": "fabricx.trainer.trainer",
     "Traits": "fabricx.core.strategy",
+    "Tuner": "fabricx.trainer.tuner",
     "main": "fabricx.cli.hydra_app",
     "seed_everything": "fabricx.core.rng",
 }

@@ -24,11 +24,13 @@ _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
         "parameter_server": "fabricx.strategies.parameter_server:ParameterServer",
     },
     "callbacks": {
+        "batch_size_finder": "fabricx.callbacks.batch_size_finder:BatchSizeFinder",
         "device_stats_monitor": "fabricx.callbacks.device_stats_monitor:DeviceStatsMonitor",
         "early_stopping": "fabricx.callbacks.early_stopping:EarlyStopping",
         "ema": "fabricx.callbacks.ema:EMA",
         "fault_recovery": "fabricx.callbacks.fault_recovery:FaultRecovery",
         "gradient_accumulation": "fabricx.callbacks.gradient_accumulation:GradientAccumulation",
+        "learning_rate_finder": "fabricx.callbacks.lr_finder:LearningRateFinder",
         "load_balancer": "fabricx.callbacks.load_balancer:LoadBalancer",
         "learning_rate_monitor": "fabricx.callbacks.learning_rate_monitor:LearningRateMonitor",
         "model_checkpoint": "fabricx.callbacks.model_checkpoint:ModelCheckpoint",

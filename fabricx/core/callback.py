@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -97,6 +97,14 @@ class Callback(NamesChecked):
             trainer: of the run.
             module: of the run.
             global_batch: samples of a global batch; 0 if it can't be divided over ranks, None if it is unknown yet.
+        """
+
+    def before_fit(self, tuner: Any, call: Mapping[str, Any]) -> None:
+        """Make trials before a fit, in the process that calls `fit`.
+
+        Args:
+            tuner: a `fabricx.Tuner` of the Trainer.
+            call: arguments of `fit`, by name.
         """
 
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:

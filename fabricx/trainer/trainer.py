@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
 from fabricx.core.hparams import refuse_execution
 from fabricx.core.module import Module
 from fabricx.trainer.dispatch import dispatch
 from fabricx.trainer.interface import TrainerInterface
 from fabricx.trainer.run_request import Job
+from fabricx.trainer.tuner import Tuner
 
 
 class Trainer(TrainerInterface):
@@ -50,6 +52,13 @@ class Trainer(TrainerInterface):
         if chosen is None:
             raise ValueError("trainer.fit() has no module: pass an instance of a subclass of fabricx.Module")
         path = self._chosen_ckpt_path if ckpt_path is None else ckpt_path
+        call = {
+            "module": chosen, "train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders,
+            "datamodule": datamodule, "ckpt_path": path,
+        }  # fmt: skip
+        for callback in self.callbacks:
+            if type(callback).before_fit is not Callback.before_fit:
+                callback.before_fit(Tuner(self), call)
         dispatch(self, Job("fit", chosen, train_dataloaders, val_dataloaders, datamodule, path))
 
     def validate(

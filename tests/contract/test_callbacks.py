@@ -13,11 +13,13 @@ from fabricx import checkpoint
 from fabricx.callbacks import (
     EMA,
     BasePredictionWriter,
+    BatchSizeFinder,
     DeviceStatsMonitor,
     EarlyStopping,
     FaultRecovery,
     GradientAccumulation,
     LambdaCallback,
+    LearningRateFinder,
     LearningRateMonitor,
     LoadBalancer,
     ModelCheckpoint,
@@ -35,6 +37,7 @@ from fabricx.core.hooks import check_hooks
 
 CALLBACKS: dict[str, Callable[[], Callback]] = {
     "BasePredictionWriter": BasePredictionWriter,
+    "BatchSizeFinder": BatchSizeFinder,
     "DeviceStatsMonitor": DeviceStatsMonitor,
     "EMA": EMA,
     "EarlyStopping": lambda: EarlyStopping("val_loss"),
@@ -42,6 +45,7 @@ CALLBACKS: dict[str, Callable[[], Callback]] = {
     "LoadBalancer": LoadBalancer,
     "GradientAccumulation": lambda: GradientAccumulation({2: 4}),
     "LambdaCallback": LambdaCallback,
+    "LearningRateFinder": LearningRateFinder,
     "LearningRateMonitor": LearningRateMonitor,
     "ModelCheckpoint": lambda: ModelCheckpoint(monitor="val_loss", save_last=True, train_time_interval="10m"),
     "ModelSummary": ModelSummary,

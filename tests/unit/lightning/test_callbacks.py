@@ -84,6 +84,8 @@ SAME = [
     (theirs.TQDMProgressBar(refresh_rate=0), ours.TQDMProgressBar(refresh_rate=0)),
     (theirs.RichProgressBar(), ours.RichProgressBar()),
     (theirs.DeviceStatsMonitor(cpu_stats=False), ours.DeviceStatsMonitor(cpu_stats=False)),
+    (theirs.LearningRateFinder(max_lr=0.5), ours.LearningRateFinder(max_lr=0.5)),
+    (theirs.BatchSizeFinder("binsearch", init_val=3), ours.BatchSizeFinder("binsearch", init_val=3)),
     (theirs.BasePredictionWriter("epoch"), ours.BasePredictionWriter("epoch")),
 ]  # fmt: skip
 

@@ -1,0 +1,63 @@
+"""Find the largest batch size that fits in memory before training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from fabricx.callbacks.trials import check_tried, resumes
+from fabricx.core.callback import Callback
+
+if TYPE_CHECKING:
+    from fabricx.core.module import Module
+    from fabricx.core.trainer import TrainerProtocol
+
+
+class BatchSizeFinder(Callback):
+    """Find the largest batch size before `fit` begins, and set it: see `fabricx.Tuner.scale_batch_size`.
+
+    A fit that resumes from a checkpoint keeps its batch size. For an evaluation, call
+    `fabricx.Tuner(trainer).scale_batch_size(module, method="test")`.
+
+    Attributes:
+        optimal_batch_size: result of the newest search; None before.
+
+    Args:
+        mode: "power" doubles the size until it doesn't fit, "binsearch" then searches between the last two sizes.
+        steps_per_trial: batches of a trial.
+        init_val: first size.
+        max_trials: maximum number of trials.
+        batch_arg_name: attribute of the module, the data module, or their `hparams`.
+        margin: part of the size by which "binsearch" reduces its result.
+        max_val: largest size.
+
+    Raises:
+        ValueError: an argument is invalid (when a search begins), or the module created the callback.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["power", "binsearch"] = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+        max_val: int = 8192,
+    ) -> None:
+        self.optimal_batch_size: int | None = None
+        self._arguments: dict[str, Any] = {
+            "mode": mode, "steps_per_trial": steps_per_trial, "init_val": init_val, "max_trials": max_trials,
+            "batch_arg_name": batch_arg_name, "margin": margin, "max_val": max_val,
+        }  # fmt: skip
+        self._tried = False
+
+    def before_fit(self, tuner: Any, call: Mapping[str, Any]) -> None:
+        self._tried = True
+        if not resumes(call):
+            self.optimal_batch_size = tuner.scale_batch_size(
+                call["module"], call["train_dataloaders"], datamodule=call["datamodule"], **self._arguments
+            )
+
+    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+        check_tried(self, stage, tried=self._tried)

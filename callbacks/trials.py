@@ -1,0 +1,36 @@
+"""What callbacks that make trials before a fit have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fabricx.core.callback import Callback
+
+
+def resumes(call: Mapping[str, Any]) -> bool:
+    """Return whether a fit resumes from a checkpoint, so that a trial would not change it.
+
+    Args:
+        call: arguments of `fit`, by name.
+    """
+    return call["ckpt_path"] is not None
+
+
+def check_tried(callback: Callback, stage: str, *, tried: bool) -> None:
+    """Refuse a callback that had no chance to make its trials, because the module created it within the run.
+
+    Args:
+        callback: makes trials before a fit.
+        stage: of the run.
+        tried: its `before_fit` was called.
+
+    Raises:
+        ValueError: it was not.
+    """
+    if stage == "fit" and not tried:
+        name = type(callback).__name__
+        raise ValueError(
+            f"{name} makes its trials before the run, and configure_callbacks of the module is called within: pass it "
+            f"to the Trainer, callbacks=[{name}(...)]"
+        )

@@ -1,0 +1,60 @@
+"""Trials on several ranks find what one process finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import fabricx as fx
+from fabricx.testing import QUIET, TinyModule, tiny_data
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
+
+class Tuned(TinyModule):
+    def __init__(self, lr: float = 1e-3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.batch_size = 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if len(batch[0]) > 8 and self.global_rank == 1:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(tiny_data(64), batch_size=self.batch_size)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "parameter_server"])
+def test_the_losses_of_a_search_are_those_of_one_process(strategy: str, tmp_path: Path) -> None:
+    def search(devices: int) -> Any:
+        torch.manual_seed(1)
+        trainer = fx.Trainer(
+            devices=devices, strategy=strategy if devices > 1 else "auto", **QUIET | {"default_root_dir": tmp_path}
+        )
+        module, state = Tuned(), torch.get_rng_state()
+        before = module.layer.weight.clone()
+        loader = DataLoader(tiny_data(19), batch_size=4 // devices, shuffle=True)
+        found = fx.Tuner(trainer).lr_find(module, loader, min_lr=1e-4, num_training=20, early_stop_threshold=None)
+        assert torch.equal(before, module.layer.weight)
+        assert torch.equal(state, torch.get_rng_state())
+        assert (trainer.global_step, module.hparams.lr) == (0, found.suggestion())
+        return found.results
+
+    one, two = search(1), search(2)
+    assert two["lr"] == one["lr"]
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)  # float32 sums in another order
+
+
+def test_a_batch_that_is_too_large_for_one_rank_is_too_large(tmp_path: Path) -> None:
+    module = Tuned()
+    trainer = fx.Trainer(devices=2, **QUIET | {"default_root_dir": tmp_path})
+    assert fx.Tuner(trainer).scale_batch_size(module, steps_per_trial=1) == module.batch_size == 8

@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import pytest
+
+from fabricx.callbacks import BatchSizeFinder
+from fabricx.callbacks.trials import check_tried, resumes
+
+
+def test_a_callback_that_could_not_try_is_refused() -> None:
+    with pytest.raises(ValueError, match="pass it to the Trainer"):
+        check_tried(BatchSizeFinder(), "fit", tried=False)
+    check_tried(BatchSizeFinder(), "test", tried=False)
+    check_tried(BatchSizeFinder(), "fit", tried=True)
+
+
+def test_only_a_fit_from_a_checkpoint_resumes() -> None:
+    assert resumes({"ckpt_path": "last"})
+    assert not resumes({"ckpt_path": None})

@@ -1,0 +1,24 @@
+"""The rates of a test, and the rate that it suggests."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from fabricx.trainer.lr_finder import LRFinder, rate_at, steepest
+
+
+def test_rates_rise_from_the_least_to_the_most() -> None:
+    assert [rate_at(step, 5, 1.0, 2.0, "linear") for step in range(5)] == [1.0, 1.25, 1.5, 1.75, 2.0]
+    rates = [rate_at(step, 5, 1e-4, 1.0, "exponential") for step in range(5)]
+    assert rates == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1.0])
+
+
+def test_the_suggestion_is_where_the_loss_falls_fastest_without_the_ends() -> None:
+    found = LRFinder("linear", 0.0, 1.0, 7)
+    assert found.suggestion() is None
+    found.results = {"lr": [1, 2, 3, 4, 5, 6, 7], "loss": [90.0, 9, 8.9, 8, 3, math.nan, 2]}
+    assert found.suggestion(skip_begin=0) == 1
+    assert found.suggestion(skip_begin=1) == 5
+    assert steepest([math.inf, math.nan, 1.0], 0, 0) is None

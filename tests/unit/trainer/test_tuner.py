@@ -1,0 +1,146 @@
+"""Trials find a learning rate and a batch size, and nothing else changes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+
+import fabricx as fx
+from fabricx.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder
+from fabricx.errors import WorkerFailed
+from fabricx.testing import TinyModule, tiny_data, tiny_loader
+from fabricx.trainer.tuner import largest_fitting, out_of_memory
+
+
+class Tuned(TinyModule):
+    """Has a learning rate and a batch size; a batch above 12 samples does not fit."""
+
+    def __init__(self, lr: float = 1e-3, batch_size: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.batch_size = batch_size
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        if len(batch[0]) > 12:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+    def configure_callbacks(self) -> Any:
+        assert self.trainer is not None
+        searches = self.trainer.max_steps > 0
+        return [EarlyStopping("no such metric")] if searches else []
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(tiny_data(64), batch_size=self.batch_size)
+
+
+def test_a_search_for_a_rate_changes_only_the_rate(quiet: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(tiny_data(), batch_size=2, sampler=RandomSampler(tiny_data(), generator=generator))
+    module, trainer = Tuned(), fx.Trainer(max_epochs=1, gradient_clip_val=9.0, **quiet)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    states = torch.get_rng_state(), random.getstate(), generator.get_state()
+    options: dict[str, Any] = {"min_lr": 1e-4, "max_lr": 10.0, "num_training": 60, "early_stop_threshold": None}
+    found = fx.Tuner(trainer).lr_find(module, loader, **options)
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+    assert torch.equal(states[2], generator.get_state())
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    assert (trainer.global_step, trainer.current_epoch, module.calls) == (0, 0, 0)
+    rates, losses = found.results["lr"], found.results["loss"]
+    assert rates[0] == pytest.approx(1e-4)
+    assert len(rates) == len(losses) <= 60
+    assert module.hparams.lr == found.suggestion()
+    assert 1e-4 < module.hparams.lr < 10.0
+    trainer.fit(module, loader)
+    assert trainer.current_epoch == 1
+
+
+def test_a_diverging_loss_ends_the_search_and_accumulated_batches_count_as_a_step(quiet: dict[str, Any]) -> None:
+    trainer = fx.Trainer(accumulate_grad_batches=2, **quiet)
+    tuner = fx.Tuner(trainer)
+    short = tuner.lr_find(Tuned(), tiny_loader(), min_lr=1.0, max_lr=1e4, num_training=50, update_attr=False)
+    assert len(short.results["lr"]) < 50
+    whole = tuner.lr_find(Tuned(), tiny_loader(), min_lr=1e-5, max_lr=1e-3, num_training=9, early_stop_threshold=None)
+    assert len(whole.results["lr"]) == 9
+
+
+def test_wrong_arguments_are_refused_before_a_trial(quiet: dict[str, Any]) -> None:
+    tuner = fx.Tuner(fx.Trainer(**quiet))
+    with pytest.raises(ValueError, match="has no attribute rate"):
+        tuner.lr_find(Tuned(), tiny_loader(), attr_name="rate")
+    with pytest.raises(ValueError, match="0 < min_lr < max_lr"):
+        tuner.lr_find(Tuned(), tiny_loader(), min_lr=2.0)
+    with pytest.raises(ValueError, match="instead of passing loaders"):
+        tuner.scale_batch_size(Tuned(), tiny_loader())
+    with pytest.raises(ValueError, match="has no attribute batch_sizes"):
+        tuner.scale_batch_size(Tuned(), batch_arg_name="batch_sizes")
+    apart = fx.Tuner(fx.Trainer(strategy="async_sgd", devices=2, **quiet))
+    with pytest.raises(ValueError, match="under AsyncSGD ranks work at their own pace"):
+        apart.lr_find(Tuned(), tiny_loader())
+
+
+@pytest.mark.parametrize(("mode", "size"), [("power", 8), ("binsearch", 11)])
+def test_the_largest_batch_that_fits(quiet: dict[str, Any], mode: Any, size: int) -> None:
+    module = Tuned()
+    tuner = fx.Tuner(fx.Trainer(**quiet))
+    assert tuner.scale_batch_size(module, mode=mode, steps_per_trial=1) == size
+    assert module.batch_size == module.hparams.batch_size == size
+
+
+def test_a_batch_that_is_all_data_is_the_largest(quiet: dict[str, Any]) -> None:
+    class Small(Tuned):
+        def train_dataloader(self) -> Any:
+            return DataLoader(tiny_data(8), batch_size=self.batch_size)
+
+    assert fx.Tuner(fx.Trainer(**quiet)).scale_batch_size(Small(), steps_per_trial=1) == 8
+
+
+def test_nothing_fits_and_limits() -> None:
+    with pytest.raises(ValueError, match="not even a batch of 1"):
+        largest_fitting(lambda size: (False, True), "power", 4, 25, 99)
+    assert largest_fitting(lambda size: (True, True), "power", 3, 25, 20) == 20
+    assert largest_fitting(lambda size: (True, True), "binsearch", 3, 2, 99) == 6
+    assert largest_fitting(lambda size: (size < 3, True), "power", 8, 25, 99) == 2
+
+
+def test_errors_of_memory() -> None:
+    assert out_of_memory(MemoryError())
+    assert out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    assert out_of_memory(WorkerFailed("rank 1", rank=1, exit_code=-9))
+    assert out_of_memory(WorkerFailed("rank 1", rank=1, traceback="torch.OutOfMemoryError: CUDA out of memory"))
+    assert not out_of_memory(RuntimeError("shapes differ"))
+    assert not out_of_memory(ValueError("out of memory"))
+
+
+def test_callbacks_search_before_a_fit_and_not_before_a_resumed_one(quiet: dict[str, Any], tmp_path: Any) -> None:
+    rate, size = LearningRateFinder(num_training_steps=40), BatchSizeFinder(steps_per_trial=1)
+    module, trainer = Tuned(), fx.Trainer(max_epochs=1, callbacks=[size, rate], **quiet)
+    trainer.fit(module)
+    assert size.optimal_batch_size == module.batch_size == 8
+    assert rate.optimal_lr.suggestion() == module.hparams.lr == trainer.optimizers[0].param_groups[0]["lr"]
+    assert trainer.global_step == 8
+    path = trainer.save_checkpoint(tmp_path / "end.ckpt")
+    module.batch_size = 4
+    fx.Trainer(max_epochs=2, callbacks=[BatchSizeFinder()], **quiet).fit(module, ckpt_path=path)
+    assert module.batch_size == 4
+
+
+def test_a_finder_of_the_module_is_refused(quiet: dict[str, Any]) -> None:
+    class Brings(Tuned):
+        def configure_callbacks(self) -> Any:
+            return [LearningRateFinder()]
+
+    with pytest.raises(ValueError, match="pass it to the Trainer"):
+        fx.Trainer(max_epochs=1, **quiet).fit(Brings())
+    with pytest.raises(ValueError, match="within a run is not supported"):
+        LearningRateFinder().lr_find(None, None)
