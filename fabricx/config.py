@@ -13,6 +13,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from fabricx import plugins
 from fabricx.annotations import check_value
 from fabricx.core.options import TrainerOptions
 from fabricx.errors import did_you_mean
@@ -49,6 +50,9 @@ def register() -> None:
     store.store(name="schema", node={"trainer": TrainerConfig}, provider="fabricx")
     for group in OPEN_GROUPS:  # open: the keys are arguments of a class of the user
         store.store(group=group, name="custom", node=DictConfig({}, flags={"struct": False}), provider="fabricx")
+    for name in plugins.registered("strategies"):  # strategy=NAME; its class is imported when it is created
+        node = DictConfig({"name": name}, flags={"struct": False})
+        store.store(group="strategy", name=name, node=node, provider="fabricx")
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
@@ -162,8 +166,6 @@ def _callbacks(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _plugin(where: str, kind: str, name: str, options: dict[str, Any]) -> Any:
-    from fabricx import plugins
-
     if "_target_" in options:
         return _instantiate(where, options)
     for option, value in options.items():

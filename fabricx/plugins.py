@@ -56,10 +56,15 @@ def names(kind: str) -> list[str]:
     Args:
         kind: "strategies", "callbacks" or "loggers".
     """
-    return sorted({*_BUILT_IN[kind], *_registered(kind)})
+    return sorted({*_BUILT_IN[kind], *registered(kind)})
 
 
-def _registered(kind: str) -> dict[str, metadata.EntryPoint]:
+def registered(kind: str) -> dict[str, metadata.EntryPoint]:
+    """Return the entry points of other packages, by name.
+
+    Args:
+        kind: "strategies", "callbacks" or "loggers".
+    """
     return {entry.name: entry for entry in metadata.entry_points(group=f"fabricx.{kind}")}
 
 
@@ -76,9 +81,9 @@ def find(kind: str, name: str) -> Any:
     if name in _BUILT_IN[kind]:
         module, _, attribute = _BUILT_IN[kind][name].partition(":")
         return getattr(importlib.import_module(module), attribute)
-    registered = _registered(kind)
-    if name in registered:
-        return registered[name].load()
+    entries = registered(kind)
+    if name in entries:
+        return entries[name].load()
     if "." in name:
         return load(_SINGULAR[kind], name)
     singular = _SINGULAR[kind]

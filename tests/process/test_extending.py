@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -79,10 +80,13 @@ def test_a_registered_name_is_enough(project: Path) -> None:
     (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {about['name']}\nVersion: {about['version']}\n")
     [(group, names)] = about["entry-points"].items()
     lines = "".join(f"{name} = {path}\n" for name, path in names.items())
-    (installed / "entry_points.txt").write_text(f"[{group}]\n{lines}")
+    strategy = "[fabricx.strategies]\nquantized_ddp = my_project.quantized_ddp:QuantizedDDP\n"
+    (installed / "entry_points.txt").write_text(f"[{group}]\n{lines}\n{strategy}")
+    shutil.copy(ROOT / "examples" / "quantized_ddp.py", project / "my_project")
     [command] = re.findall(r"the name is enough: `fabricx (.*?)`", PAGE)
     run("-m", "fabricx", *shlex.split(command), *SHORT)
     assert list((project / "runs").glob("*/values.txt"))
+    assert "3 steps" in run("-m", "fabricx", "fit", "strategy=quantized_ddp", "trainer.devices=2", *SHORT)
 
 
 def test_the_codec_loses_at_most_half_a_step(project: Path) -> None:
