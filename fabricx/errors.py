@@ -9,8 +9,8 @@ import inspect
 import os
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Final
 
 from fabricx.redaction import masked_values
 
@@ -171,6 +171,8 @@ class NamesChecked:
       known: limit
     """
 
+    former_arguments: ClassVar[Mapping[str, str]] = {}  # arguments of other libraries, and what replaces them
+
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Check the names of keyword arguments before `__init__`.
 
@@ -186,6 +188,8 @@ class NamesChecked:
             parameters.pop("self", None)
             accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
             unknown = [name for name in options if name not in parameters and not accepts_any]
+            if unknown and unknown[0] in cls.former_arguments:
+                raise TypeError(f"{cls.__name__} has no argument {unknown[0]!r}: {cls.former_arguments[unknown[0]]}")
             if unknown:
                 raise TypeError(
                     f"{cls.__name__} has no argument {unknown[0]!r}.{did_you_mean(unknown[0], parameters)}\n"

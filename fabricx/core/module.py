@@ -13,12 +13,15 @@ from torch.optim import Optimizer
 
 from fabricx.core.hparams import HyperParameters, refuse_execution
 from fabricx.core.module_hooks import ModuleHooks
+from fabricx.core.rank_zero import set_launched_rank
 from fabricx.core.reductions import Reduction
 
 if TYPE_CHECKING:
     from os import PathLike
 
     from fabricx.core.trainer import TrainerProtocol
+
+set_launched_rank()  # before the first use of `rank_zero_only` in a user's module
 
 _NOT_CARRIED = ("_trainer", "_log_to")  # attributes of the running trainer, which are not pickled
 

@@ -8,8 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from fabricx.core.former_arguments import accelerator_name, lightnings, profiler_name
 from fabricx.duration import check_count, parse_duration
-from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
     from fabricx.core.callback import Callback
@@ -25,6 +25,7 @@ class TrainerOptions:
     Hooks may change options during a run, on all ranks in the same way: `trainer.max_steps = 100`.
     """
 
+    @lightnings
     def __init__(
         self,
         *,
@@ -56,6 +57,8 @@ class TrainerOptions:
         use_distributed_sampler: bool = True,
         profiler: Any = None,
         detect_anomaly: bool = False,
+        barebones: bool = False,
+        plugins: Any = None,
         sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0,
         fast_dev_run: bool | int = False,
@@ -66,10 +69,11 @@ class TrainerOptions:
         enable_model_summary: bool = True,
         enable_fault_recovery: bool = True,
         enable_telemetry: bool = True,
+        enable_autolog_hparams: bool = True,
         default_root_dir: str | Path | None = None,
         compile: bool | Mapping[str, Any] = False,
     ) -> None:
-        """Validate all arguments.
+        """Validate all arguments; None is the default of an argument, if it has no other meaning.
 
         Args:
             accelerator: "auto", "cpu", "gpu", "cuda" or "mps".
@@ -87,7 +91,7 @@ class TrainerOptions:
                 each rank (int), or fraction of all batches (float).
             overfit_batches: train and validate on the same few batches: their number (int) or fraction (float).
             val_check_interval: interval between validations: a fraction of an epoch (float), a number of batches (int),
-                or a number of steps ("500st"). None disables validation.
+                or a number of steps ("500st").
             check_val_every_n_epoch: validate only in every n-th epoch; None counts the batches of `val_check_interval`
                 across epochs.
             num_sanity_val_steps: validation batches before training, to detect errors early; -1 for all batches.
@@ -106,6 +110,9 @@ class TrainerOptions:
                 ui.perfetto.dev; the callbacks `Profiler` and `Tracing` do the same, with options. None disables both.
             detect_anomaly: enable the anomaly detection of autograd, which finds the operation that produced a NaN
                 (slow).
+            barebones: measure training without all that costs time: checkpoints, loggers, `self.log`, progress bar,
+                summary, sanity check, telemetry and fault recovery are off.
+            plugins: None; Lightning's plugins are other arguments, which an error names.
             sync_batchnorm: compute the statistics of batch normalisation over the samples of all ranks; each rank then
                 needs samples in each batch.
             reload_dataloaders_every_n_epochs: create the loaders again every n epochs; 0 for never.
@@ -121,6 +128,7 @@ class TrainerOptions:
                 restarts.
             enable_telemetry: record where each rank spends its time; nothing is recorded if neither a logger nor a
                 callback for checkpoints writes to the run's folder.
+            enable_autolog_hparams: pass hyperparameters to the loggers when training begins.
             default_root_dir: parent of the runs' folders; None for the current folder.
             compile: compile the module's forward with `torch.compile`; a mapping contains options for it.
 
@@ -164,6 +172,8 @@ class TrainerOptions:
         self.use_distributed_sampler = use_distributed_sampler
         self.profiler = check_profiler(profiler)
         self.detect_anomaly = detect_anomaly
+        self.barebones = barebones
+        self.enable_autolog_hparams = enable_autolog_hparams
         self.sync_batchnorm = sync_batchnorm
         self.reload_dataloaders_every_n_epochs = (
             check_count("reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, "epoch") or 0
@@ -219,11 +229,7 @@ def check_accelerator(accelerator: str) -> str:
     Raises:
         ValueError: the name is unknown, or this machine has no such device.
     """
-    if accelerator not in ACCELERATORS:
-        raise ValueError(
-            f"accelerator={accelerator!r} is unknown.{did_you_mean(str(accelerator), ACCELERATORS)}\n"
-            f"  known: {', '.join(ACCELERATORS)}"
-        )
+    accelerator = accelerator_name(accelerator, ACCELERATORS)
     import torch
 
     if accelerator == "auto":
@@ -389,7 +395,7 @@ def check_deterministic(value: bool | str) -> bool | str:
     return value
 
 
-def check_profiler(value: str | None) -> str | None:
+def check_profiler(value: Any) -> str | None:
     """Return the name of a profiler, or None.
 
     Args:
@@ -398,7 +404,4 @@ def check_profiler(value: str | None) -> str | None:
     Raises:
         ValueError: the name is unknown.
     """
-    known = ("simple", "trace")
-    if value is not None and value not in known:
-        raise ValueError(f"profiler={value!r}: set 'simple', 'trace', or None.{did_you_mean(str(value), known)}")
-    return value
+    return profiler_name(value, ("simple", "trace"))

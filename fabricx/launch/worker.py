@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from fabricx.core.rank_zero import set_rank
 from fabricx.distributed import authentication, generations, heartbeat
 from fabricx.distributed.lost_peers import is_peer_lost
 from fabricx.errors import brief_traceback, is_full
@@ -109,6 +110,7 @@ def main(spec: WorkerSpec, control: Connection) -> None:
     threading.Thread(target=pipe.send_heartbeats, daemon=True).start()
     sys.path[:] = [*spec.sys_path, *(entry for entry in sys.path if entry not in spec.sys_path)]
     os.chdir(spec.cwd)
+    set_rank(spec.rank)
     try:
         result = _run(spec)
         pipe.send("result", _write_result(result, Path(spec.folder) / f"result-{spec.rank}"))

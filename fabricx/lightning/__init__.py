@@ -7,5 +7,15 @@ from fabricx.lightning.classes import is_lightning
 from fabricx.lightning.data import adapt_data
 from fabricx.lightning.loggers import adapt_logger
 from fabricx.lightning.modules import adapt_module, module_class
+from fabricx.lightning.strategies import adapt_strategy, known_strategy
 
-__all__ = ["adapt_callback", "adapt_data", "adapt_logger", "adapt_module", "is_lightning", "module_class"]
+__all__ = [
+    "adapt_callback",
+    "adapt_data",
+    "adapt_logger",
+    "adapt_module",
+    "adapt_strategy",
+    "is_lightning",
+    "known_strategy",
+    "module_class",
+]

@@ -23,6 +23,7 @@ class Logbook:
         strategy: provides the reduction over ranks.
         training: in training, `on_step` is the default.
         weigh: returns the weight of a batch; None for the number of samples.
+        mute: discard all values.
 
     Attributes:
         in_step: a batch is being processed; values between two batches belong to the epoch.
@@ -35,8 +36,8 @@ class Logbook:
     """
 
     def __init__(
-        self, strategy: Strategy, *, training: bool, weigh: Callable[[Any], float] | None = None
-    ) -> None:  # fmt: skip
+        self, strategy: Strategy, *, training: bool, weigh: Callable[[Any], float] | None = None, mute: bool = False
+    ) -> None:
         self._weigh = weigh
         self._weight: float | None = None  # of the batch, computed at first use
         world = strategy.world.axis("data")  # the ranks that log values of different samples
@@ -51,7 +52,7 @@ class Logbook:
         self.batches = 0
         self.idle = False
         self.logs_batches = False
-        self._mute = False
+        self._mute = mute
         self._alone = not strategy.traits.lockstep  # values of a step are this rank's, not reduced
 
     def begin_batch(self, batch: Any, size: int | None, step: int) -> None:
@@ -135,11 +136,11 @@ class Logbook:
         """Discard logged values and updates of metric objects: a step that runs only for its collectives."""
         metrics = metric_objects(self.metrics.module).values() if self.metrics.module is not None else ()
         before = [(metric, states_of(metric), metric._forward_cache) for metric in metrics]
-        self._mute = True
+        mute, self._mute = self._mute, True
         try:
             yield
         finally:
-            self._mute = False
+            self._mute = mute
             for metric, states, latest in before:
                 set_states(metric, states)
                 metric._forward_cache = latest

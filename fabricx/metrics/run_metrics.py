@@ -110,7 +110,7 @@ class RunMetrics:
         Args:
             training: for a training epoch; else for an evaluation.
         """
-        return Logbook(self._strategy, training=training, weigh=self._weigh)
+        return Logbook(self._strategy, training=training, weigh=self._weigh, mute=self._options.barebones)
 
     def collect(self, logbook: Logbook | None) -> None:
         """Set the destination of the module's `self.log`.

@@ -12,7 +12,7 @@ from fabricx.core.logger import Adapted, FourMethods, Logger
 from fabricx.core.strategy import Strategy
 from fabricx.core.strategy_parts import Elastic
 from fabricx.launch.cluster import detect
-from fabricx.lightning import adapt_callback, adapt_logger
+from fabricx.lightning import adapt_callback, adapt_logger, adapt_strategy, known_strategy
 
 
 def choose_strategy(
@@ -31,12 +31,15 @@ def choose_strategy(
         ValueError: the object is not a strategy, or the strategy does not support this number of ranks.
         LookupError: no strategy has this name.
     """
-    ranks = devices * num_nodes
+    ranks, options = devices * num_nodes, dict[str, Any]()
+    if isinstance(strategy, str) and strategy != "auto":
+        strategy, options = known_strategy(strategy)
     if reproducible and strategy in ("auto", "ddp", "single"):
-        strategy = "reproducible"
+        strategy, options = "reproducible", {}
     if strategy == "auto":
         strategy = "ddp" if several_ranks(devices, num_nodes) else "single"
-    chosen = plugins.build("strategies", strategy) if isinstance(strategy, str) else strategy
+    made = plugins.build("strategies", strategy, **options) if isinstance(strategy, str) else strategy
+    chosen = adapt_strategy(made)
     if not isinstance(chosen, Strategy):
         raise ValueError(f"strategy={_described(strategy)} is not a fabricx.Strategy")
     if reproducible and not chosen.traits.batch_parts:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fabricx import plugins
 from fabricx.checkpoint.storage import as_path
 from fabricx.core.arguments import non_defaults
+from fabricx.core.former_arguments import FORMER_ARGUMENTS
 from fabricx.core.options import TrainerOptions
 from fabricx.core.state import Phase, RunState
 from fabricx.core.strategy_parts import HasServers, as_part
@@ -57,6 +58,8 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         failure_log: failures from which the run has recovered.
         log_settings: levels of the loggers of the process that started this worker; None in that process.
     """
+
+    former_arguments = FORMER_ARGUMENTS
 
     def _create_plugins(self, given: Mapping[str, Any]) -> None:
         self.arguments = non_defaults(TrainerOptions.__init__, given)

@@ -26,6 +26,7 @@ from fabricx.core.logger import Ending
 from fabricx.core.module_hooks import ModuleHooks
 from fabricx.core.optimizers import OptimizerHandle, need_metrics_each_step, needs_closure, parse_optimizers
 from fabricx.core.precision import make_precision
+from fabricx.core.rank_zero import set_rank
 from fabricx.core.rng import seed_generators
 from fabricx.core.state import Phase
 from fabricx.core.strategy_parts import MeasuresWaiting, as_part
@@ -167,6 +168,7 @@ def _build(trainer: TrainerInterface, job: Job, world: World) -> Session:
     module, datamodule, strategy, state = job.module, job.datamodule, trainer.strategy, trainer.state
     world = dataclasses.replace(world, job=next_job())
     strategy.enter(world, module)
+    set_rank(world.rank)
     shares = world.axis("data").size
     state.ranks = (ranks_that_began(job) if job.began_with is None else job.began_with) or state.ranks or shares
     state.shared_by = shares
@@ -298,7 +300,7 @@ def _open_loggers(session: Session, job: Job, arguments: Mapping[str, Any]) -> N
     hparams_to_log = [
         owner.hparams
         for owner in (session.module, session.datamodule)
-        if owner is not None and owner.__dict__.get("_log_hyperparams")
+        if owner is not None and owner.__dict__.get("_log_hyperparams") and session.options.enable_autolog_hparams
     ]
     params = {name: value for hparams in hparams_to_log for name, value in plain(hparams).items()}
     if params:

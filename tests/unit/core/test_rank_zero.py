@@ -1,0 +1,24 @@
+"""The rank for `rank_zero_only` of lightning-utilities; `tests/process/test_lightning.py` has several ranks."""
+
+from __future__ import annotations
+
+import pytest
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from fabricx.core.rank_zero import set_launched_rank, set_rank
+
+
+def test_the_launchers_rank_is_set_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # restored afterwards
+    runs = rank_zero_only(lambda: "ran")
+    for variables, rank in (({}, 0), ({"RANK": "1"}, 1), ({"SLURM_PROCID": "2"}, 2), ({"RANK": "none"}, 0)):
+        with monkeypatch.context() as patch:
+            patch.delattr(rank_zero_only, "rank")
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            set_launched_rank()
+            assert rank_zero_only.rank == rank  # type: ignore[attr-defined]
+            assert runs() == (None if rank else "ran")
+    set_rank(3)
+    set_launched_rank()
+    assert rank_zero_only.rank == 3  # type: ignore[attr-defined]
