@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, final
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from fabricx.loggers.files import LoggerFolder
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+
+_SESSION: Final = ".hparams"  # suffix of the file with the HPARAMS session
 
 
 @final
@@ -130,24 +133,42 @@ class TensorBoardLogger(Logger):
         if self._writer is None:
             return
         writer, self._writer = self._writer, None
-        try:
-            if self._params:
-                self._write_session(writer, status)
-        finally:
-            writer.close()
+        writer.close()
+        if self._folder is not None:
+            self._write_session(self._folder, status)
 
-    def _write_session(self, writer: SummaryWriter, status: Ending) -> None:
-        # Like `add_hparams`, but written to this writer's file and with the status of the run: TensorBoard would ignore
-        # this file if the folder had a second file, and repeated scalars would distort the charts.
+    def _write_session(self, folder: Path, status: Ending) -> None:
+        """Write the HPARAMS session, or add the metrics of a test after the run to the session of the run.
+
+        TensorBoard uses the first session that a folder's files contain, and stops reading a file when it finds a later
+        one. The session is therefore a file of its own, which a later session replaces. `add_hparams` would repeat the
+        scalars, which would distort the charts, and has no status.
+        """
         from tensorboard.plugins.hparams import api_pb2
+        from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
+        earlier = sorted(folder.glob(f"events.out.tfevents.*{_SESSION}"))
         metrics = {name: value for name, value in self._final.items() if name != "epoch"}
-        experiment, begin, end = hparams(self._params, metrics)  # type: ignore[no-untyped-call]
-        if status != "success":
-            _set_status(end, api_pb2.STATUS_FAILURE)  # pyright: ignore[reportAttributeAccessIssue]  # generated at run time
-        for summary in (experiment, begin, end):
+        written = _summaries(earlier[-1]) if earlier else []
+        if self._params:
+            summaries = list(hparams(self._params, {**_metrics_of(written), **metrics}))  # type: ignore[no-untyped-call]
+            if status != "success":
+                _set_status(summaries[-1], api_pb2.STATUS_FAILURE)  # pyright: ignore[reportAttributeAccessIssue]
+        elif written and metrics.keys() - _metrics_of(written).keys():
+            summaries = [_with_metrics(written[0], metrics), *written[1:]]
+        else:
+            return
+        newest = max(path for path in folder.glob("events.out.tfevents.*") if path.suffix != _SESSION)
+        writer = SummaryWriter(log_dir=str(folder), filename_suffix=_SESSION)
+        for summary in summaries:
             writer._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
+        writer.close()
+        [fresh] = set(folder.glob(f"events.out.tfevents.*{_SESSION}")) - set(earlier)
+        fresh.replace(newest.with_name(newest.name + _SESSION))  # TensorBoard reads files in the order of their names
+        for path in earlier:
+            if path.name != newest.name + _SESSION:
+                path.unlink()
 
     @property
     def name(self) -> str:
@@ -228,12 +249,39 @@ def _records(data: bytes) -> Iterator[bytes]:
         begin = end + 16
 
 
-def _set_status(end: Any, status: int) -> None:
+def _summaries(path: Path) -> list[Any]:
+    """Return the summaries in an event file; the first of an HPARAMS session describes its metrics."""
+    from tensorboard.compat.proto import event_pb2
+
+    messages: Any = event_pb2
+    events = [messages.Event.FromString(record) for record in _records(path.read_bytes())]
+    return [event.summary for event in events if event.HasField("summary")]
+
+
+def _metrics_of(summaries: Sequence[Any]) -> dict[str, float]:
+    """Return the names of the metrics of an HPARAMS session, with a value that stands for all."""
+    return {info.name.tag: 0.0 for info in _content(summaries[0]).experiment.metric_infos} if summaries else {}
+
+
+def _with_metrics(experiment: Any, names: Iterable[str]) -> Any:
+    """Return the first summary of an HPARAMS session with further metrics."""
+    content = _content(experiment)
+    known = {info.name.tag for info in content.experiment.metric_infos}
+    for name in names:
+        if name not in known:
+            content.experiment.metric_infos.add().name.tag = name
+    experiment.value[0].metadata.plugin_data.content = content.SerializeToString()
+    return experiment
+
+
+def _content(summary: Any) -> Any:
     from tensorboard.plugins.hparams import plugin_data_pb2
 
-    plugin_data = end.value[0].metadata.plugin_data
-    content = plugin_data_pb2.HParamsPluginData.FromString(  # pyright: ignore[reportAttributeAccessIssue]
-        plugin_data.content
-    )
+    messages: Any = plugin_data_pb2
+    return messages.HParamsPluginData.FromString(summary.value[0].metadata.plugin_data.content)
+
+
+def _set_status(end: Any, status: int) -> None:
+    content = _content(end)
     content.session_end_info.status = status
-    plugin_data.content = content.SerializeToString()
+    end.value[0].metadata.plugin_data.content = content.SerializeToString()

@@ -1,4 +1,8 @@
-"""Write telemetry for TensorBoard, as a separate TensorBoard run next to the user's metrics."""
+"""Write telemetry for TensorBoard, as separate TensorBoard runs next to the user's metrics.
+
+TensorBoard has a colour per run and sorts tags by name. Each rank is therefore a run, `telemetry/rank_N`, with equal
+tags, and all tags begin with "~", which sorts after letters: the user's metrics come first.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,14 @@ from fabricx.telemetry.events import FOLDER
 from fabricx.telemetry.reader import Record
 from fabricx.telemetry.run import WAITING, Rank, Row, Run, joined
 
+RANKS: Final = "~ranks"  # groups of tags
+TRAINING: Final = "~training"
+RECOVERY: Final = "~recovery"
+SERVERS: Final = "~servers"
+_METRICS: Final = {
+    "loss": ["Multiline", [r"^(?!~).*[Ll]oss"]],
+    "other metrics": ["Multiline", [r"^(?!~|epoch$)(?!.*[Ll]oss)"]],
+}
 _BY_RANK: Final = {
     "busy time, ms": "busy_ms", "waiting for others, ms": "wait_ms", "waiting for data, ms": "data_ms",
     "samples per second": "samples_per_s", "share of the samples": "share", "straggler score": "straggler",
@@ -28,7 +40,7 @@ class Board:
 
     def __init__(self, run_dir: Path, run: Run) -> None:
         self._folder, self._run = run_dir / FOLDER, run
-        self._writer: Any = None
+        self._writers: dict[int | None, Any] = {}  # by rank; None: the whole run
         self._shown: dict[int, float] = {}  # by rank: end of the newest row that was written
         self._events = 0  # events that were written
         self._gauges: dict[str, int] = {}  # by gauge: newest step that was written
@@ -40,11 +52,11 @@ class Board:
         rows = {number: joined(rows) for number, rows in fresh.items() if rows}
         if not rows and len(self._run.events) == self._events:
             return
-        self._writer = self._writer or self._opened()
         if rows:
             self._write_rows(rows)
         self._write_events(self._run.events[self._events :])
-        self._writer.flush()
+        for writer in self._writers.values():
+            writer.flush()
 
     def skip(self) -> None:
         """Mark the present state as written: an earlier attempt of the run wrote it."""
@@ -56,23 +68,43 @@ class Board:
     def close(self) -> None:
         """Write the remaining steps and events."""
         self.write()
-        if self._writer is not None:
-            self._writer.close()
+        for writer in self._writers.values():
+            writer.close()
 
-    def _opened(self) -> Any:
-        from torch.utils.tensorboard import SummaryWriter
+    @property
+    def _whole(self) -> Any:
+        """Return the writer of the whole run."""
+        if None not in self._writers:
+            self._writers[None] = _writer(self._folder)
+            self._writers[None].add_custom_scalars(self._layout())
+        return self._writers[None]
 
-        writer = SummaryWriter(log_dir=str(self._folder))
+    def _of_rank(self, rank: int) -> Any:
+        """Return the writer of a rank; a single rank needs no run of its own."""
+        if self._run.size == 1 and rank == 0 and rank not in self._writers:
+            return self._whole
+        if rank not in self._writers:
+            self._writers[rank] = _writer(self._folder / f"rank_{rank}")
+        return self._writers[rank]
+
+    def _layout(self) -> dict[str, dict[str, list[Any]]]:
+        """Return the layout of the page of custom scalars: chart and pattern of its tags, by category and title."""
         attributes = [rank.attributes for rank in self._run.present]
         by_rank = dict(_BY_RANK)
         if any(str(rank.get("device", "")).startswith("cuda") for rank in attributes):
             by_rank["device memory, MiB"] = "device_mib"
-        layout = {"ranks": {title: ["Multiline", [rf"^{tag}/rank_\d+$"]] for title, tag in by_rank.items()}}
+        layout: dict[str, dict[str, list[Any]]] = {
+            "metrics": dict(_METRICS),
+            "training": {
+                "learning rate": ["Multiline", [rf"^{TRAINING}/learning_rate"]],
+                "gradient norm": ["Multiline", [rf"^{TRAINING}/gradient_norm$"]],
+            },
+            "ranks": {title: ["Multiline", [rf"^{RANKS}/{tag}$"]] for title, tag in by_rank.items()},
+        }
         if any(rank.get("servers") for rank in attributes):
             tags = {"messages that wait": "queue", "staleness of gradients": "staleness"}
-            layout["servers"] = {title: ["Multiline", [rf"^server_{tag}_\d+$"]] for title, tag in tags.items()}
-        writer.add_custom_scalars(layout)
-        return writer
+            layout["servers"] = {t: ["Multiline", [rf"^{SERVERS}/{tag}_\d+$"]] for t, tag in tags.items()}
+        return layout
 
     def _new_rows(self, rank: Rank) -> list[Row]:
         shown = self._shown.get(rank.rank, 0.0)
@@ -83,12 +115,12 @@ class Board:
 
     def _write_rows(self, rows: dict[int, Row]) -> None:
         step = max(row.step for row in rows.values())
-        add = self._writer.add_scalar
+        add = self._whole.add_scalar
         speeds = {rank: row.samples / max(1e-9, row.steps * row.step_s) for rank, row in rows.items()}
         samples = sum(row.samples for row in rows.values())
-        add("step_ms", 1e3 * max(row.step_s for row in rows.values()), step)
-        add("samples_per_s/all", sum(speeds.values()), step)
-        add("samples_per_s/per_device", sum(speeds.values()) / len(speeds), step)
+        add(f"{TRAINING}/step_ms", 1e3 * max(row.step_s for row in rows.values()), step)
+        add(f"{TRAINING}/samples_per_s", sum(speeds.values()), step)
+        add(f"{TRAINING}/samples_per_s_per_device", sum(speeds.values()) / len(speeds), step)
         for (rank, row), score in zip(rows.items(), straggler_scores(list(rows.values())), strict=True):
             now = self._run.ranks[rank].now
             scalars = {
@@ -97,24 +129,36 @@ class Board:
                 "straggler": score,
             }  # fmt: skip
             scalars |= {name: now[name] for name in ("memory_mib", "device_mib", "cpu_cores") if name in now}
+            writer = self._of_rank(rank)
             for name, value in scalars.items():
-                add(f"{name}/rank_{rank}", value, step)
+                writer.add_scalar(f"{RANKS}/{name}", value, step)
+        self._write_gauges()
+
+    def _write_gauges(self) -> None:
         for name, values in self._run.gauges.items():
             if name == "epoch":
                 continue
+            server = name.startswith("server_")
+            tag = f"{SERVERS}/{name.removeprefix('server_')}" if server else f"{TRAINING}/{name}"
             new = [step for step in values if step > self._gauges.get(name, -1)]
             for step in new:
-                add(name, values[step], step)
+                self._whole.add_scalar(tag, values[step], step)
             self._gauges[name] = max(new, default=self._gauges.get(name, -1))
 
     def _write_events(self, events: list[Record]) -> None:
         for event in events:
             step = event.get("step", self._run.steps)
-            self._writer.add_text(f"events/{event['name']}", event["text"], step)
+            self._whole.add_text(f"events/{event['name']}", event["text"], step)
             self._recovery["steps_again"] += float(event.get("steps_again", 0.0))
             if event["name"] == "recovery" and "seconds" in event:
                 self._recovery["restarts"] += 1.0
                 self._recovery["downtime_s"] += float(event["seconds"])
                 for name, value in self._recovery.items():
-                    self._writer.add_scalar(f"recovery/{name}", value, step)
+                    self._whole.add_scalar(f"{RECOVERY}/{name}", value, step)
         self._events += len(events)
+
+
+def _writer(folder: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(log_dir=str(folder))

@@ -167,19 +167,21 @@ def look_at_board(address: str, name: str) -> None:
             return json.load(answer)
 
     deadline = time.monotonic() + 60
-    telemetry = f"{name}/telemetry"
-    while not {name, telemetry} <= (tags := ask("scalars/tags")).keys() and time.monotonic() < deadline:
+    ranks = [f"{name}/telemetry/rank_{rank}" for rank in (0, 1)]
+    while not {name, f"{name}/telemetry", *ranks} <= (tags := ask("scalars/tags")).keys():
+        assert time.monotonic() < deadline, tags.keys()
         time.sleep(0.2)
     assert {"loss", "val_loss"} <= tags[name].keys()
-    by_rank = {
-        f"{tag}/rank_{rank}" for tag in ("busy_ms", "wait_ms", "data_ms", "straggler", "share") for rank in (0, 1)
-    }
-    assert by_rank | {"step_ms", "samples_per_s/all", "gradient_norm", "learning_rate"} <= tags[telemetry].keys()
-    shown = ask(f"scalars/scalars?run={telemetry}&tag=straggler/rank_1")
+    by_rank = {f"~ranks/{tag}" for tag in ("busy_ms", "wait_ms", "data_ms", "straggler", "share")}
+    assert all(by_rank <= tags[rank].keys() for rank in ranks)
+    whole = {f"~training/{tag}" for tag in ("step_ms", "samples_per_s", "gradient_norm", "learning_rate")}
+    assert whole <= tags[f"{name}/telemetry"].keys()
+    shown = ask(f"scalars/scalars?run={ranks[1]}&tag=~ranks/straggler")
     assert 0.0 <= shown[-1][2] <= 1.0
     assert "arguments/text_summary" in ask("text/tags")[name]
-    [category] = ask("custom_scalars/layout")["category"]
-    assert "busy time, ms" in [chart["title"] for chart in category["chart"]]
+    charts = {c["title"]: [chart["title"] for chart in c["chart"]] for c in ask("custom_scalars/layout")["category"]}
+    assert "loss" in charts["metrics"]
+    assert "busy time, ms" in charts["ranks"]
 
 
 def test_a_run_that_lost_a_rank_says_so_everywhere(tmp_path: Path) -> None:

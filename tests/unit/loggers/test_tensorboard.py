@@ -17,8 +17,9 @@ from fabricx.loggers.tensorboard import flatten
 def events(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    [file] = folder.glob("events.out.tfevents.*")  # a single file: TensorBoard would ignore a part otherwise
-    events = EventAccumulator(str(file))
+    files = [path for path in folder.glob("events.out.tfevents.*") if path.suffix != ".hparams"]
+    assert len(files) == 1  # TensorBoard would ignore a part otherwise
+    events = EventAccumulator(str(folder))
     events.Reload()
     return events
 
@@ -59,6 +60,34 @@ def test_hyperparameters_come_with_final_metrics_and_the_ending(tmp_path: Path, 
     assert end.status == code
     assert [event.step for event in events(tmp_path).Scalars("loss")] == [10, 20]  # no point was added
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []  # nor a run
+
+
+def test_metrics_of_a_test_after_the_run_are_metrics_of_its_hyperparameters(tmp_path: Path) -> None:
+    for metrics, params in (({"loss": 0.5}, {"lr": 0.1}), ({"test_loss": 0.25, "epoch": 0.0}, {}), ({}, {})):
+        logger = TensorBoardLogger()
+        logger.open(tmp_path)
+        if params:
+            logger.log_hyperparams(params)
+        logger.log_metrics(metrics, step=10)
+        logger.close()
+    files = sorted(tmp_path.glob("events.out.tfevents.*"))
+    [session_file] = [path for path in files if path.suffix == ".hparams"]
+    assert files.index(session_file) >= 2  # after the values that it names: TensorBoard reads files in this order
+    for path in files:
+        if path not in (files[0], session_file):
+            path.unlink()
+    experiment, begin, end = session(tmp_path)
+    assert sorted(info.name.tag for info in experiment.metric_infos) == ["loss", "test_loss"]
+    assert begin.hparams["lr"].number_value == 0.1
+    assert end.status == 1
+
+
+def test_a_test_without_a_run_has_no_session(tmp_path: Path) -> None:
+    logger = TensorBoardLogger()
+    logger.open(tmp_path)
+    logger.log_metrics({"test_loss": 0.25}, step=10)
+    logger.close()
+    assert list(tmp_path.glob("*.hparams")) == []
 
 
 def test_texts(tmp_path: Path) -> None:
