@@ -31,3 +31,23 @@ def test_a_folder_that_is_no_runs_is_an_error_that_says_what_to_give(
 ) -> None:
     assert main(command, [str(tmp_path)]) == 1
     assert "has no records of a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_no_line_is_longer_than_the_terminal_is_wide(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.chdir(tmp_path)
+    for number in range(3):
+        values = {f"a_long_name_of_a_value_{n}": number for n in range(9)}
+        a_run(tmp_path / "sweep" / str(number), loss=1.0 / (1 + number), module=values, monitor="loss", mode="min")
+    assert [main(*what) for what in (("report", ["sweep/0"]), ("status", ["sweep/0"]), ("report", ["sweep"]))] == [
+        0
+    ] * 3
+    shown = capsys.readouterr().out
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= width
+    for text in ("is slow in forward", "communication", "straggler", "a_long_name_of_a_value_8", "78 %"):
+        assert text in shown.replace("\n" + " " * 14, " "), text
+    assert "loss = 0.00666667 (lowest), run 2" in " ".join(shown.split())
+    assert "…" not in shown
