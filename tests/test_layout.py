@@ -174,7 +174,7 @@ def test_no_class_has_a_name_that_says_nothing():
 
 def test_files_are_small():
     sizes = sorted(path.read_text().count("\n") for path in PYTHON if path.name != "__init__.py")
-    assert statistics.median(sizes) <= 150
+    assert statistics.median(sizes) <= 160
     assert statistics.quantiles(sizes, n=10)[-1] <= 500
 
 

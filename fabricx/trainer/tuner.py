@@ -33,7 +33,7 @@ from fabricx.trainer.lr_finder import SWEEPS, LRFinder, RateSweep, Sweep
 if TYPE_CHECKING:
     from fabricx.core.callback import Callback
     from fabricx.core.module import Module
-    from fabricx.trainer.trainer import Trainer
+    from fabricx.trainer.interface import TrainerInterface
 
 Stage = Literal["fit", "validate", "test", "predict"]
 _STAGES: Final = ("fit", "validate", "test", "predict")
@@ -55,7 +55,7 @@ class Tuner:
         trainer: its options are those of the trials, without its callbacks and loggers.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: TrainerInterface) -> None:
         self._trainer = trainer
 
     def lr_find(
@@ -202,7 +202,7 @@ class Tuner:
         batches: Any = [trial.batches.training] if method == "fit" else trial.batches.evaluation
         return True, max(batches, default=0) > 1
 
-    def _trial(self, callbacks: list[Callback], **options: Any) -> Trainer:
+    def _trial(self, callbacks: list[Callback], **options: Any) -> Any:
         """Return a Trainer with the same options and ranks, that writes and prints nothing."""
         trial = copy.copy(self._trainer)
         vars(trial).update(
