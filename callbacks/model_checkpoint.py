@@ -474,6 +474,8 @@ class ModelCheckpoint(Callback):
             self._undo()
             return True
         self._pending = None
+        kept = [*self.best_k_models, *({self._last_target} - {*self.best_k_models, ""})]
+        trainer.session.metrics.loggers.each(lambda logger: logger.checkpoints_saved(kept))
         if trainer.is_global_zero:  # repeat this: the rank that began it may have died halfway
             self._supersede(path, [old for old in superseded if as_path(old).exists()], old_link)
         return False

@@ -41,6 +41,10 @@ _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
         "tracing": "fabricx.callbacks.tracing:Tracing",
     },
     "loggers": {
+        "comet": "fabricx.loggers.comet:CometLogger",
+        "mlflow": "fabricx.loggers.mlflow:MLFlowLogger",
+        "neptune": "fabricx.loggers.neptune:NeptuneLogger",
+        "wandb": "fabricx.loggers.wandb:WandbLogger",
         "csv": "fabricx.loggers.csv:CSVLogger",
         "jsonl": "fabricx.loggers.jsonl:JSONLogger",
         "tensorboard": "fabricx.loggers.tensorboard:TensorBoardLogger",

@@ -83,6 +83,13 @@ class Logger(NamesChecked, ABC):
             example: input for tracing.
         """
 
+    def checkpoints_saved(self, kept: list[str]) -> None:
+        """Use the checkpoints of a `ModelCheckpoint`; called when a checkpoint is complete.
+
+        Args:
+            kept: paths of the checkpoints that it keeps now.
+        """
+
     def rewind(self, step: int) -> None:
         """Delete metrics of later steps, because the run resumes from an earlier step.
 
@@ -99,6 +106,10 @@ class Logger(NamesChecked, ABC):
         Args:
             status: of the run.
         """
+
+    def for_caller(self) -> dict[str, Any]:
+        """Return attributes that the logger of the calling process takes over, if a worker has logged."""
+        return {}
 
     @property
     def name(self) -> str:

@@ -6,13 +6,33 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fabricx.loggers.comet import CometLogger as CometLogger
     from fabricx.loggers.csv import CSVLogger as CSVLogger
     from fabricx.loggers.jsonl import JSONLogger as JSONLogger
+    from fabricx.loggers.mlflow import MLFlowLogger as MLFlowLogger
+    from fabricx.loggers.neptune import NeptuneLogger as NeptuneLogger
     from fabricx.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
+    from fabricx.loggers.wandb import WandbLogger as WandbLogger
 
-_MODULES = {"CSVLogger": "csv", "JSONLogger": "jsonl", "TensorBoardLogger": "tensorboard"}
+_MODULES = {
+    "CSVLogger": "csv",
+    "CometLogger": "comet",
+    "JSONLogger": "jsonl",
+    "MLFlowLogger": "mlflow",
+    "NeptuneLogger": "neptune",
+    "TensorBoardLogger": "tensorboard",
+    "WandbLogger": "wandb",
+}
 
-__all__ = ["CSVLogger", "JSONLogger", "TensorBoardLogger"]
+__all__ = [
+    "CSVLogger",
+    "CometLogger",
+    "JSONLogger",
+    "MLFlowLogger",
+    "NeptuneLogger",
+    "TensorBoardLogger",
+    "WandbLogger",
+]
 
 
 def __getattr__(name: str) -> Any:

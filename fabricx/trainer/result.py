@@ -27,6 +27,7 @@ class Outcome:
         attributes: attributes of the module.
         modes: whether each submodule is in training mode, by name.
         callbacks: attributes of each callback.
+        loggers: attributes of each logger that the caller's logger takes over.
     """
 
     results: Any = None
@@ -35,6 +36,7 @@ class Outcome:
     attributes: dict[str, Any] = field(default_factory=dict)
     modes: dict[str, bool] = field(default_factory=dict)
     callbacks: list[dict[str, Any]] = field(default_factory=list)
+    loggers: list[dict[str, Any]] = field(default_factory=list)
 
     def portable(self, trainer: TrainerInterface, weights: dict[str, Any]) -> Outcome:
         """Add the attributes that the caller's objects copy.
@@ -55,6 +57,7 @@ class Outcome:
         )
         self.modes = {name: part.training for name, part in module.named_modules()}
         self.callbacks = [picklable_part(vars(callback)) for callback in trainer.callbacks]
+        self.loggers = [logger.for_caller() for logger in trainer.loggers]
         return self
 
     def absorb(self, trainer: TrainerInterface, job: Job) -> None:
@@ -80,6 +83,8 @@ class Outcome:
         trainer.module, trainer.datamodule = job.module, job.datamodule
         for callback, attributes in zip(trainer.callbacks, self.callbacks, strict=False):
             vars(callback).update(attributes)
+        for logger, attributes in zip(trainer.loggers, self.loggers, strict=False):
+            vars(logger).update(attributes)
 
 
 class _Portable(pickle.Pickler):
