@@ -33,7 +33,9 @@ class Later(TinyModule):
 
 
 def absorbed(module: Any, weights: dict[str, Any], **parts: Any) -> Any:
-    trainer = SimpleNamespace(callbacks=[SimpleNamespace(best=0)], module=None, datamodule=None, batches=None)
+    trainer = SimpleNamespace(
+        loggers=[], callbacks=[SimpleNamespace(best=0)], module=None, datamodule=None, batches=None
+    )
     outcome = Outcome(weights=weights, trainer={"batches": 3}, **parts)
     outcome.absorb(trainer, SimpleNamespace(module=module, datamodule="data"))  # type: ignore[arg-type]
     return trainer
