@@ -186,6 +186,12 @@ class EarlyStopping(Callback):
                     f"{did_you_mean(self.monitor, logged)}\n  logged: {', '.join(sorted(logged)) or 'nothing'}\n"
                     "  log it with self.log(...), or pass strict=False to skip the check until it is logged"
                 )
+            if self._validated or trainer.state.closing:
+                trainer.session.warn_once(
+                    f"early stopping {self.monitor}",
+                    f"EarlyStopping(monitor={self.monitor!r}, strict=False): no metric of that name was logged, so "
+                    f"nothing is checked.{did_you_mean(self.monitor, logged)} Logged: {', '.join(sorted(logged))}",
+                )
             return
         score = float(logged[self.monitor])
         decision = judge(self.rule, score, self._best, self.wait_count)

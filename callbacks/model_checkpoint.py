@@ -100,7 +100,7 @@ class ModelCheckpoint(Callback):
         best_model_path: path of the best checkpoint, or of the newest without a monitor. Empty if no checkpoint exists.
         best_model_score: score of the best checkpoint, or None.
         best_k_models: scores of all kept checkpoints, by path.
-        current_score: score of the newest save.
+        current_score: newest score that was compared with the best.
         last_model_path: path of the link that `save_last` maintains.
         dirpath: the folder; without the `dirpath` argument it is None until a run begins.
 
@@ -267,7 +267,9 @@ class ModelCheckpoint(Callback):
         if self._clock is not None:
             due = self._clock.due(step, trainer.world) or due
         if due:
-            self._save_or_wait(trainer)
+            # A metric of an epoch exists after the first epoch, and after the first validation.
+            validated = self._validated_step >= 0 or not has_validation(trainer)
+            self._save_or_wait(trainer, complain=trainer.current_epoch > 0 and validated)
         self._last_step = step
 
     def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
@@ -307,6 +309,13 @@ class ModelCheckpoint(Callback):
         if trainer.interrupted and self.save_on_exception and (self.save_top_k or self.save_last):
             path = self._save_aside(trainer, "interrupted")
             trainer.print(f"interrupted after {trainer.global_step} steps; saved {path}")
+        elif self._waiting and self._by_step and self.monitor not in trainer.callback_metrics:
+            path = self._save_aside(trainer, "unranked")
+            trainer.session.warn_once(
+                f"checkpoint {self.monitor}",
+                f"ModelCheckpoint(monitor={self.monitor!r}): no metric of that name was logged in the run, so "
+                f"no checkpoint could be ranked; saved {path}",
+            )
         elif self.save_last:
             self._save_last_alone(trainer)
 
@@ -324,6 +333,10 @@ class ModelCheckpoint(Callback):
     def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         self._fitting = False
         self._before_validation = None
+
+    @property
+    def _by_step(self) -> bool:
+        return self.every_n_train_steps > 0 or self._clock is not None
 
     def _epoch_due(self, trainer: TrainerProtocol) -> bool:
         return self.every_n_epochs > 0 and (trainer.current_epoch + 1) % self.every_n_epochs == 0
@@ -394,14 +407,18 @@ class ModelCheckpoint(Callback):
     def _save_aside(self, trainer: TrainerProtocol, reason: str) -> str:
         """Save an unranked checkpoint, with the reason in its name, and wait until it is complete."""
         self._finish(trainer)
-        name = format_name(self._default, self._metrics(trainer), equals=self.CHECKPOINT_EQUALS_CHAR)
-        path = self._write(
-            trainer, self._free_path(trainer, f"{reason}{self.CHECKPOINT_JOIN_CHAR}{name}"), self._kept()
-        )
+        name = self._format(self._template, self._metrics(trainer))
+        if self.filename is None:
+            name = f"{reason}{self.CHECKPOINT_JOIN_CHAR}{name}"
+        within_step = trainer.session.batch.in_step  # the position in the data doesn't belong to the weights
+        path = self._write(trainer, self._free_path(trainer, name), self._kept(), weights_only=within_step)
         trainer.finish_checkpoint()
-        return path
+        return f"{path} (weights only)" if within_step and not self.save_weights_only else path
 
-    def _write(self, trainer: TrainerProtocol, path: str, before: dict[str, Any], displaced: str | None = None) -> str:
+    def _write(
+        self, trainer: TrainerProtocol, path: str, before: dict[str, Any], displaced: str | None = None, *,
+        weights_only: bool = False,
+    ) -> str:  # fmt: skip
         """Save; after completion, update the link and delete superseded checkpoints. On failure, restore `before`."""
         saved = self._step_saved
         superseded = {displaced} if displaced else set()
@@ -426,7 +443,11 @@ class ModelCheckpoint(Callback):
         self._pending = pending
         try:
             trainer.save_checkpoint(
-                path, weights_only=self.save_weights_only, wait=not self.asynchronous, after=after, failed=self._undo
+                path,
+                weights_only=self.save_weights_only or weights_only,
+                wait=not self.asynchronous,
+                after=after,
+                failed=self._undo,
             )
         except Exception:
             self._step_saved = saved

@@ -29,6 +29,11 @@ class Silent:
     def __call__(self, *args: object, **kwargs: object) -> Silent:
         return self
 
+    def __getitem__(self, key: object) -> Silent:
+        return self
+
+    def __setitem__(self, key: object, value: object) -> None: ...
+
     def __repr__(self) -> str:
         return "<silent>"
 
@@ -180,3 +185,15 @@ class Adapted(Logger):
     def experiment(self) -> Any:
         """Return the adapted object."""
         return self.inner
+
+
+@final
+class DummyLogger(Logger):
+    """Takes the place of the loggers under `fast_dev_run`: writes nothing, and accepts any call."""
+
+    def open(self, run_dir: Path) -> None: ...
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(Silent(), name)

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabricx.core.datamodule import DataModule
+from fabricx.core.hooks import overrides
+from fabricx.core.module_hooks import ModuleHooks
 from fabricx.data.combined import CombinedLoader, combined, is_loader
 from fabricx.data.factory import make_feed
 from fabricx.data.feed import Feed
@@ -17,7 +20,6 @@ from fabricx.distributed.world import World
 from fabricx.duration import check_count
 
 if TYPE_CHECKING:
-    from fabricx.core.datamodule import DataModule
     from fabricx.core.module import Module
     from fabricx.core.options import TrainerOptions
     from fabricx.core.state import RunState
@@ -226,10 +228,22 @@ class RunData:
         return float(max(1, int(total * every)))
 
     def _loader(self, name: str) -> Any:
-        for owner in (self._datamodule, self._module):
-            loader = getattr(owner, name)() if owner is not None else None
+        """Return the loader of the data module or the module; None if neither defines it.
+
+        Raises:
+            ValueError: the method returns None.
+        """
+        for owner, contract in ((self._datamodule, DataModule), (self._module, ModuleHooks)):
+            if owner is None:
+                continue
+            loader = getattr(owner, name)()
             if loader is not None:
                 return loader
+            if overrides(owner, name, contract):
+                raise ValueError(
+                    f"{type(owner).__name__}.{name}() returned None: return a loader, or [] for no "
+                    "batches; remove the method where there is no such data"
+                )
         return None
 
     def _make_train_feed(self, world: World) -> None:

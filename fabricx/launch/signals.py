@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Final, NoReturn
+from types import FrameType
+from typing import Any, Final, NoReturn
 
 TERMINATED: Final = 128 + signal.SIGTERM  # exit status, as shells and schedulers use it
 _SIGNALS: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -34,6 +35,18 @@ def stop_now(number: int) -> NoReturn:
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(TERMINATED)
+
+
+def call_own(handler: Any, number: int, frame: FrameType | None) -> None:
+    """Call the handler that a program has set for a signal; does nothing for the default handlers.
+
+    Args:
+        handler: result of `signal.getsignal`.
+        number: number of the signal.
+        frame: interrupted frame.
+    """
+    if callable(handler) and handler is not signal.default_int_handler:
+        handler(number, frame)
 
 
 def restore() -> None:

@@ -32,7 +32,7 @@ from fabricx.fault_tolerance.liveness import HeartbeatMonitor
 from fabricx.launch.fork_server import keep_running
 from fabricx.launch.pickling import check_picklable
 from fabricx.launch.resize import Requests
-from fabricx.launch.signals import stop_now, termination_signals
+from fabricx.launch.signals import call_own, stop_now, termination_signals
 from fabricx.launch.worker import ASKED, Failure, WorkerSpec
 from fabricx.launch.worker import main as worker_main
 from fabricx.parameter_server.wire.channel import anonymous_file
@@ -420,7 +420,14 @@ def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, *termination_signals())}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, *termination_signals())}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        call_own(before[number], number, frame)
+        handler(number, frame)
+
+    for number in before:
+        signal.signal(number, handle)
     try:
         yield
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,7 @@ from fabricx.session.save_points import publish_hooks_done
 from fabricx.session.schedule import (
     agree_at_boundary,
     check_any_batch,
+    count_without_update,
     epoch_pending,
     finished,
     limit_reached,
@@ -52,6 +52,8 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
     resumed = bool(state.step or state.batch or state.drained)  # a batch may have made no step
     if not resumed and not newcomer:
         sanity_check(session)
+    if state.closing and ft.stage is Stage.BETWEEN:  # resumed from the end of an epoch
+        _close_epoch(session)
     state.phase = Phase.TRAIN
     _report_eval_modes(session)
     session.metrics.collect(session.metrics.training)
@@ -83,15 +85,13 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
 
 def _report_eval_modes(session: Session) -> None:
     """Warn of submodules in evaluation mode, which training keeps: dropout and batch statistics are off in these."""
-    if not session.world.main_rank:
-        return
     root = type(session.module).__name__
     if names := [name or root for name, part in session.module.named_modules() if not part.training]:
         listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        warnings.warn(
+        session.warn_once(
+            "modes",
             f"training begins with {len(names)} module(s) in evaluation mode, which is kept: {listed}. Frozen batch "
             "normalisation needs this; otherwise call train() on the module before fit or in on_fit_start",
-            stacklevel=2,
         )
 
 
@@ -124,10 +124,15 @@ def train_epoch(session: Session, train_batches: Callable[[Session], bool]) -> N
         ft.stage = Stage.EPOCH_OVER
     if not state.drained:
         return
-    step_schedules(session, "epoch", state.epoch + 1)
-    state.next_epoch()
+    _close_epoch(session)
     ft.reach(Stage.BETWEEN)
     agree_at_boundary(session)
+
+
+def _close_epoch(session: Session) -> None:
+    """Advance the schedules of a complete epoch, whose hooks have run, and count it."""
+    step_schedules(session, "epoch", session.state.epoch + 1)
+    session.state.next_epoch()
 
 
 def train_batches(session: Session) -> bool:
@@ -176,6 +181,7 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
             update(session, micro, batch)
         else:
             session.state.trained += 1
+            count_without_update(session)
     else:
         # Includes the forward: DDP decides in it whether gradients will be reduced.
         with session.strategy.accumulate():

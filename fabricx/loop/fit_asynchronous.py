@@ -14,7 +14,7 @@ from fabricx.loop.manual_optimization import train_manually
 from fabricx.loop.microbatch import step_and_backward
 from fabricx.loop.update import update
 from fabricx.session.rank_state import LoggedMark
-from fabricx.session.schedule import check_any_batch, next_section
+from fabricx.session.schedule import check_any_batch, count_without_update, next_section
 from fabricx.telemetry.recorder import Span
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def _train_batch(session: Session, micro: Microbatch) -> None:
             update(session, micro, batch)
         else:  # the lease is complete and has no gradient
             session.state.step = session.strategy.after_update(session.state.step)
+            count_without_update(session)
     else:
         with session.strategy.accumulate():
             step, backward = step_and_backward(session, micro, batch)

@@ -48,10 +48,10 @@ def step_schedules(session: Session, interval: str, count: int) -> None:
         if schedule.reduce_on_plateau:
             metric = _monitored(session, schedule)
             if metric is None:
+                text = missing_metric(str(schedule.monitor), session.metrics.published.metrics, "the scheduler")
                 if schedule.strict:
-                    raise ValueError(
-                        missing_metric(str(schedule.monitor), session.metrics.published.metrics, "the scheduler")
-                    )
+                    raise ValueError(text)
+                session.warn_once(f"metric {schedule.monitor}", f"{text}\n  strict=False: the scheduler makes no step")
                 continue
         session.module.lr_scheduler_step(schedule.scheduler, metric)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.errors import RanksDisagree
+from fabricx.session.schedule import count_without_update
 
 if TYPE_CHECKING:
     from fabricx.data import Microbatch
@@ -106,6 +107,9 @@ def count_manual_steps(session: Session) -> None:
         for _ in range(max(steps.values())):
             session.state.step = session.strategy.after_update(session.state.step + 1)
         steps.clear()
+        session.batch.without_update = 0
+    else:
+        count_without_update(session)
 
 
 @contextlib.contextmanager

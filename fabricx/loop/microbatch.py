@@ -57,6 +57,11 @@ def _backward(
         zero_grad(session, micro)
     loss = outputs["loss"] if isinstance(outputs, Mapping) and "loss" in outputs else outputs
     if loss is None:
+        session.warn_once(
+            "no loss",
+            f"training_step returned no loss for a batch (step {session.state.step}), so the batch is skipped: it "
+            "makes no weight update, and global_step doesn't count it",
+        )
         session.fault_tolerance.before_backward(micro)
         session.window.sit_out(micro, NO_LOSS, session.settings)
         return None

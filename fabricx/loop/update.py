@@ -105,6 +105,7 @@ def _step_with(optimizer: Optimizer, options: Mapping[str, Any]) -> Iterator[Non
 def _count_update(session: Session) -> None:
     """Count an update, and step the schedules; asynchronous ranks step them at each new lease."""
     session.state.step = session.strategy.after_update(session.state.step + 1)
+    session.batch.without_update = 0
     if session.strategy.traits.lockstep:
         session.state.trained += 1
         if session.overridden.metrics_each_step and session.world.size > 1:

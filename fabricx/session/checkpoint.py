@@ -124,9 +124,13 @@ def _begin_checkpoint(
 
 @contextlib.contextmanager
 def _weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
-    """Add the weights as "state_dict" during hooks: the name by which hooks of Lightning read or replace them."""
+    """Add entries during hooks by which hooks of Lightning read them: the position, and weights to read or replace."""
     given = state["state_dict"] = state["strategy"]["module"]
+    position = {"epoch": state["state"]["epoch"], "global_step": state["state"]["step"]} if "state" in state else {}
+    state.update(position)
     yield
+    for name in position:
+        state.pop(name, None)
     if (changed := state.pop("state_dict", given)) is not given:
         state["strategy"]["module"] = changed
 
@@ -180,6 +184,28 @@ def _by_key(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     return named
 
 
+def _check_same_number(known: Mapping[str, Callback], saved: Mapping[str, Any]) -> None:
+    """Refuse states of callbacks that can't be assigned: several share a key, and their number has changed.
+
+    Raises:
+        ValueError: names the callback.
+    """
+    for key, callback in known.items():
+        before = sum(bool(state) for name, state in saved.items() if _is_numbered(name, callback.state_key))
+        now = sum(other.state_key == callback.state_key for other in known.values())
+        if key == callback.state_key and before and before != now and max(before, now) > 1:
+            raise ValueError(
+                f"the checkpoint has the states of {before} callbacks with state_key={key!r}, and this run has {now} "
+                "such callbacks, so it is unknown to which a state belongs: pass as many callbacks as before, or let "
+                "their class define the property `state_key`, with a different value for each"
+            )
+
+
+def _is_numbered(name: str, key: str) -> bool:
+    """Return whether `_by_key` gives a callback with this state key the name."""
+    return name == key or (name.startswith(f"{key}/") and name[len(key) + 1 :].isdigit())
+
+
 def finish_checkpoint(session: Session) -> bool:
     """Wait until no checkpoint is being written; return whether the newest is complete. All ranks call it.
 
@@ -208,6 +234,12 @@ def restore_requested(session: Session, *, weights_only: bool = False) -> None:
     """
     if session.overridden.ckpt_path is not None:
         restore(session, session.overridden.ckpt_path, weights_only=weights_only)
+        completed, limit = session.state.epoch + session.state.closing, session.options.max_epochs
+        if not weights_only and limit not in (None, -1) and completed > limit:
+            raise ValueError(
+                f"{session.overridden.ckpt_path} was written after {completed} epochs, and max_epochs={limit}: set "
+                f"max_epochs to more than {completed} to continue"
+            )
 
 
 def begin_from_weights(session: Session) -> None:
@@ -324,6 +356,7 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None) ->
     elif session.data.train_feed.reads_again:
         _report_reading(session)
     known = _by_key(session.callbacks)
+    _check_same_number(known, state["callbacks"])
     if unused := [key for key, kept in state["callbacks"].items() if kept and key not in known]:
         session.print(f"the checkpoint has state of {', '.join(unused)}, and this run has no such callback")
     for key, callback in known.items():

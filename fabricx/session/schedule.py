@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+FEWEST_WITHOUT_UPDATE: Final = 100  # batches in a row without an update, before a run counts as endless
 
 if TYPE_CHECKING:
     from fabricx.data import Microbatch
@@ -63,6 +65,12 @@ def agree_at_boundary(session: Session) -> bool:
     interrupted = agreement.reason in ("interrupted", "terminated")
     early = session.state.epoch < session.options.min_epochs or session.state.step < session.options.min_steps
     if early and not interrupted:
+        if agreement.reason is not None:
+            session.print_once(
+                "delayed",
+                f"a stop was requested after {session.state.step} steps, and training continues until "
+                f"min_epochs={session.options.min_epochs} and min_steps={session.options.min_steps} are reached",
+            )
         return False
     if (session.world.size > 1 or agreement.reason is not None) and agreement.at_boundary(session.stop.boundary):
         session.stop.agree(agreement.reason)
@@ -83,6 +91,26 @@ def check_any_batch(session: Session) -> None:
             f"{type(session.data.train_dataloader).__name__} yielded no batch in epoch {session.state.epoch}, on any "
             "rank. A generator can be iterated only once; use a list, a DataLoader, or an object whose __iter__ "
             "restarts"
+        )
+
+
+def count_without_update(session: Session) -> None:
+    """Count a batch without a weight update, and refuse a run that only a number of updates would end.
+
+    Args:
+        session: of this rank.
+
+    Raises:
+        ValueError: many batches in a row made no update.
+    """
+    options = session.options
+    session.batch.without_update += 1
+    endless = options.max_steps != -1 and options.max_epochs == -1 and options.max_time is None
+    if endless and session.batch.without_update >= max(FEWEST_WITHOUT_UPDATE, min(options.max_steps, 10_000)):
+        what = "training_step gave no loss" if session.module.automatic_optimization else "no optimizer made a step"
+        raise ValueError(
+            f"{what} in {session.batch.without_update} batches in a row, and max_steps={options.max_steps} counts "
+            "weight updates: the run would never end. Return a loss, or also set max_epochs"
         )
 
 

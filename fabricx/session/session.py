@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -120,6 +121,7 @@ class Session:
         self.settings = OwnSettings()
         self.recorder = NoopRecorder()
         self.running = True
+        self._reported: set[str] = set()
         self.checks = HookChecks(options, module, strategy, state, data, self.optimizers, self._forget_copies)
 
     def rank_state(
@@ -182,6 +184,31 @@ class Session:
     def writes(self) -> bool:
         """Return whether the run writes files to its folder."""
         return self.trainer.writes
+
+    def warn_once(self, subject: str, text: str) -> None:
+        """Warn on the main rank, once in a run.
+
+        Args:
+            subject: of the warning; later warnings with the same subject are omitted.
+            text: of the warning.
+        """
+        if self._is_first(subject):
+            warnings.warn(text, stacklevel=3)
+
+    def print_once(self, subject: str, text: str) -> None:
+        """Print on the main rank, once in a run.
+
+        Args:
+            subject: of the text; later texts with the same subject are omitted.
+            text: a line or several lines.
+        """
+        if self._is_first(subject):
+            self.print(text)
+
+    def _is_first(self, subject: str) -> bool:
+        first = subject not in self._reported
+        self._reported.add(subject)
+        return first and self.world.main_rank
 
     def print(self, text: str) -> None:
         """Print on the main rank only, above the progress bar.

@@ -158,8 +158,9 @@ def _prepare_run_dir(
 
     def resolve() -> str | None:
         path = resolve_checkpoint(
-            job.ckpt_path, trainer.checkpoint_callback, trainer.run_dir, Path(trainer.default_root_dir)
-        )
+            job.ckpt_path, trainer.checkpoint_callback, trainer.run_dir, Path(trainer.default_root_dir),
+            trains=job.stage == "fit",
+        )  # fmt: skip
         return None if path is None else str(path)
 
     # An existing folder is locked first, because another process may use it; a new folder needs a valid checkpoint.
@@ -171,7 +172,7 @@ def _prepare_run_dir(
     trainer.note_ckpt_path(job.ckpt_path)
     if earlier is None:
         root = Path(trainer.default_root_dir)
-        trainer.run_dir = as_path(decided_by_main_rank(here, lambda: str(new_run_dir(root))))
+        trainer.run_dir = as_path(decided_by_main_rank(here, lambda: str(trainer.next_run_dir or new_run_dir(root))))
         lock(trainer.run_dir)
 
 

@@ -68,8 +68,13 @@ def several_ranks(devices: int, num_nodes: int) -> bool:
         devices: ranks on each machine.
         num_nodes: number of machines.
     """
-    launched = detect()
-    return max(devices * num_nodes, launched.size if launched else 1) > 1
+    return devices * num_nodes > 1 or launched()
+
+
+def launched() -> bool:
+    """Return whether a launcher has started this process as one of several ranks."""
+    world = detect()
+    return world is not None and world.size > 1
 
 
 def choose_loggers(logger: Any) -> list[Logger]:

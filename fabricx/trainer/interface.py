@@ -12,6 +12,7 @@ from fabricx import plugins
 from fabricx.checkpoint.storage import as_path
 from fabricx.core.arguments import non_defaults
 from fabricx.core.former_arguments import FORMER_ARGUMENTS
+from fabricx.core.logger import DummyLogger
 from fabricx.core.options import TrainerOptions
 from fabricx.core.state import Phase, RunState
 from fabricx.core.strategy_parts import HasServers, as_part
@@ -25,8 +26,9 @@ from fabricx.metrics.run_metrics import Published, RunMetrics
 from fabricx.session.checkpoint import finish_checkpoint, save_checkpoint
 from fabricx.session.session import Session
 from fabricx.session.status import FailureLog, StopStatus
-from fabricx.trainer.factory import choose_callbacks, choose_loggers, choose_strategy, several_ranks
+from fabricx.trainer.factory import choose_callbacks, choose_loggers, choose_strategy, launched, several_ranks
 from fabricx.trainer.names import TrainerNames
+from fabricx.trainer.run_dir import new_run_dir
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -49,6 +51,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         state: position of the run, which checkpoints save.
         module, datamodule: of the newest call; None before.
         run_dir: folder of the newest run; None before.
+        next_run_dir: folder that the first run will have, once `log_dir` is read before it.
         configuration: configuration by Hydra; None in Python, see `arguments`.
         arguments: arguments that differ from the defaults, as plain data.
         balance: shares of the ranks in each global batch.
@@ -67,7 +70,9 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         self.strategy: Strategy = choose_strategy(
             given["strategy"], len(self.device_ids), self.num_nodes, reproducible=self.deterministic == "elastic"
         )
-        self.loggers: list[Logger] = choose_loggers(None if fast else given["logger"])
+        self.loggers: list[Logger] = choose_loggers(given["logger"])
+        if fast and self.loggers:
+            self.loggers = [DummyLogger()]
         wanted = {
             "progress_bar": given["enable_progress_bar"],
             "model_summary": given["enable_model_summary"],
@@ -85,6 +90,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         self.module: Module | None = None
         self.datamodule: DataModule | None = None
         self.run_dir: Path | None = None
+        self.next_run_dir: Path | None = None
         self.configuration: dict[str, Any] | None = None
         self.balance, self.batches, self.published = Balance(), BatchCounts(), Published()
         self.stop, self.failure_log = StopStatus(), FailureLog()
@@ -285,9 +291,15 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
     @property
     def log_dir(self) -> str | None:
-        """Return the folder that the first logger writes to, or the run's folder."""
+        """Return the folder that the first logger writes to, or the run's folder, also before the run.
+
+        Before the run it is None under a launcher, whose main rank chooses the folder, and for a logger without folder.
+        """
         folder = self.logger.log_dir if self.logger is not None else None
-        return str(folder or self.run_dir) if folder or self.run_dir else None
+        folder = folder or self.run_dir
+        if folder is None and not launched():
+            folder = self.next_run_dir = self.next_run_dir or new_run_dir(Path(self.default_root_dir))
+        return None if folder is None else str(folder)
 
     @property
     def checkpoint_callback(self) -> Any:
@@ -304,25 +316,31 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         """Return whether the validation batches before training are running."""
         return self.state.phase is Phase.SANITY
 
+    def _is_in(self, phase: Phase, stage: str) -> bool:
+        """Return whether a phase is in progress, or the set-up or the end of the call of this phase."""
+        if self.state.phase is not Phase.IDLE:
+            return self.state.phase is phase
+        return self._session is not None and self._session.running and self._session.data.stage == stage
+
     @property
     def training(self) -> bool:
-        """Return whether training batches are running."""
-        return self.state.phase is Phase.TRAIN
+        """Return whether `fit` is in progress, and neither a validation nor the sanity check."""
+        return self._is_in(Phase.TRAIN, "fit")
 
     @property
     def validating(self) -> bool:
-        """Return whether a validation is running."""
-        return self.state.phase is Phase.VALIDATE
+        """Return whether a validation is in progress."""
+        return self._is_in(Phase.VALIDATE, "validate")
 
     @property
     def testing(self) -> bool:
-        """Return whether a test is running."""
-        return self.state.phase is Phase.TEST
+        """Return whether `test` is in progress."""
+        return self._is_in(Phase.TEST, "test")
 
     @property
     def predicting(self) -> bool:
-        """Return whether a prediction is running."""
-        return self.state.phase is Phase.PREDICT
+        """Return whether `predict` is in progress."""
+        return self._is_in(Phase.PREDICT, "predict")
 
     # -- actions ------------------------------------------------------------------------------------------------
 

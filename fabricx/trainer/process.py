@@ -16,7 +16,7 @@ import torch
 
 from fabricx.distributed.world import World
 from fabricx.errors import CheckpointError
-from fabricx.launch.signals import stop_now
+from fabricx.launch.signals import call_own, stop_now
 
 if TYPE_CHECKING:
     from fabricx.core.options import TrainerOptions
@@ -111,7 +111,8 @@ def interruptible(
 ) -> Iterator[None]:  # fmt: skip
     """Handle signals during a job: stop training at the next step boundary, and an evaluation immediately.
 
-    An evaluation has no state to save. A second signal is handled as it was before the job.
+    An evaluation has no state to save. The program's own handler of the signal is called first. A second signal is
+    handled as it was before the job.
 
     Args:
         stage: "fit", "validate", "test" or "predict".
@@ -126,6 +127,7 @@ def interruptible(
     def stop(number: int, frame: FrameType | None) -> None:
         for previous, handler in before.items():
             signal.signal(previous, handler)
+        call_own(before[signal.Signals(number)], number, frame)
         if stage != "fit":
             stop_now(number)
         print("\nstopping at the next step; press Ctrl-C again to stop immediately", file=sys.stderr, flush=True)

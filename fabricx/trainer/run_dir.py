@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sys
 from datetime import datetime
@@ -26,7 +27,7 @@ def new_run_dir(root: Path) -> Path:
 
 
 def resolve_checkpoint(
-    path: str | Path | None, callback: Callback | None, run_dir: Path | None, root: Path
+    path: str | Path | None, callback: Callback | None, run_dir: Path | None, root: Path, *, trains: bool = False
 ) -> Path | None:  # fmt: skip
     """Resolve "last", "best" or a path to a complete checkpoint; None to start from the beginning.
 
@@ -35,9 +36,11 @@ def resolve_checkpoint(
         callback: writes the run's checkpoints, and records the best; None without.
         run_dir: folder of the run, which is searched for the last checkpoint after the callback's folder.
         root: folder of all runs, which are searched after that.
+        trains: the run trains: "last" is a checkpoint from which training can continue, or the beginning.
 
     Raises:
-        ValueError: no best checkpoint was saved, or the path is not a complete checkpoint.
+        ValueError: no best checkpoint was saved, the path is not a complete checkpoint, or there is no last checkpoint
+            to evaluate.
         CheckpointError: the checkpoint is damaged; for "last", all checkpoints are damaged.
     """
     if path is None:
@@ -53,7 +56,12 @@ def resolve_checkpoint(
         folders += sorted((root / "runs").glob("*/checkpoints"), reverse=True)
         committed = [list_committed(folder) for folder in folders if folder]
         newest = next((checkpoints for checkpoints in committed if checkpoints), [])
-        return newest_whole(newest) if newest else None
+        if newest:
+            return newest_whole((trains and _resumable(newest)) or newest)
+        if not trains:
+            raise ValueError("ckpt_path='last': there is no complete checkpoint; call fit first, or pass a path")
+        print("ckpt_path='last': there is no checkpoint, so training starts from the beginning", file=sys.stderr)
+        return None
     checkpoint = as_path(path)
     if is_foreign(checkpoint):
         read_foreign(checkpoint, "meta")  # an error before any process starts
@@ -81,6 +89,20 @@ def checkpoints_of(run_dir: Path, folder: str | Path | None = None) -> list[Path
             if not manifest.get("weights_only", True):
                 resumable.append((int(manifest.get("step", 0)), number, path))
     return [path for _, _, path in sorted(resumable, key=lambda entry: entry[:2])]
+
+
+def _resumable(checkpoints: list[Path]) -> list[Path]:
+    """Return the checkpoints up to the newest from which training can continue, which others may follow after an error.
+
+    Args:
+        checkpoints: paths, the newest last.
+    """
+    for number in range(len(checkpoints), 0, -1):
+        with contextlib.suppress(CheckpointError):  # damaged: reported later
+            if read_manifest(checkpoints[number - 1]).get("weights_only"):
+                continue
+        return checkpoints[:number]
+    return []
 
 
 def newest_whole(checkpoints: list[Path]) -> Path:

@@ -360,6 +360,8 @@ def _set_up_model(session: Session, job: Job) -> None:
     session.metrics.begin(session.weigh)
     session.metrics.collect(None)
     optimizers, schedules = parse_optimizers(module.configure_optimizers())
+    if not optimizers:
+        session.warn_once("no optimizer", "configure_optimizers returned no optimizer, so no weight will change")
     session.optimizers += optimizers
     session.lr_schedulers += schedules
     comparison.compare_at_set_up(

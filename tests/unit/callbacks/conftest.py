@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from fabricx.core.callback import Callback
 from fabricx.core.state import RunState
 from fabricx.core.strategy import Strategy
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
-from fabricx.session.status import CheckpointStatus, FailureLog
+from fabricx.session.status import BatchStatus, CheckpointStatus, FailureLog
 from fabricx.strategies import Single
 
 
@@ -70,7 +71,8 @@ class FakeTrainer:
         loggers = LoggerDispatcher(self.loggers if self.is_global_zero else (), self.run_dir)
         return SimpleNamespace(
             metrics=SimpleNamespace(loggers=loggers), module=self.module, failures=FailureLog(self.failures),
-            checkpoints=CheckpointStatus(),
+            checkpoints=CheckpointStatus(), batch=BatchStatus(),
+            warn_once=lambda _, text: warnings.warn(text, stacklevel=2),
         )  # fmt: skip
 
     module: Any = field(default_factory=lambda: torch.nn.Linear(4, 2))

@@ -87,7 +87,8 @@ def test_a_metric_that_was_never_logged_is_an_error(trainer: Any) -> None:
 
 def test_a_metric_that_was_never_logged_can_be_waited_for(trainer: Any) -> None:
     run = trainer(EarlyStopping("other", strict=False)).start()
-    run.epoch(validation={"val_loss": 1.0})
+    with pytest.warns(UserWarning, match=r"'other', strict=False\): no metric of that name.*Logged: val_loss"):
+        run.epoch(validation={"val_loss": 1.0})
     assert not run.should_stop
 
 

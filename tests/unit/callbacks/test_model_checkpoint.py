@@ -284,6 +284,17 @@ def test_an_error_in_a_run_of_one_rank_leaves_a_checkpoint(trainer: Any, tmp_pat
     assert names(tmp_path / "checkpoints") == expected
 
 
+def test_an_error_or_an_interruption_keeps_the_users_file_name(trainer: Any, tmp_path: Path) -> None:
+    run = trainer(ModelCheckpoint(filename="mine-{step}")).start()
+    run.step()
+    run.call("on_exception", RuntimeError("mine"))
+    run.step()
+    run.interrupted = True
+    run.end_epoch(complete=False)
+    run.end()
+    assert names(tmp_path / "checkpoints") == ["mine-step=1.ckpt", "mine-step=2.ckpt"]
+
+
 def test_an_error_while_saving_after_an_error_does_not_hide_it(trainer: Any) -> None:
     run = trainer(ModelCheckpoint()).start()
     run.step()
@@ -409,3 +420,28 @@ def test_the_newest_of_all_steps_can_be_the_best(trainer: Any, tmp_path: Path, m
         run.epoch()
     assert names(tmp_path / "checkpoints") == ["epoch=1-step=8.ckpt", "epoch=2-step=12.ckpt"]
     assert number(callback.best_model_score) == {"step": 12, "epoch": 2}[monitor]
+
+
+@pytest.mark.parametrize("options", [{}, {"save_top_k": -1}, {"save_last": True}], ids=str)
+def test_a_metric_that_is_never_logged_is_an_error_where_steps_make_saves_due(
+    options: dict[str, Any], trainer: Any
+) -> None:
+    run = trainer(ModelCheckpoint(monitor="no_such_metric", every_n_train_steps=2, **options), num_val_batches=[])
+    run.start()
+
+    def train() -> None:
+        for _ in range(2):
+            run.epoch(loss=0.5)
+
+    with pytest.raises(ValueError, match=r"monitor='no_such_metric'\): no metric of that name was logged"):
+        train()
+
+
+def test_weights_of_a_run_that_ends_before_the_metric_is_logged_are_saved(trainer: Any, tmp_path: Path) -> None:
+    run = trainer(ModelCheckpoint(monitor="no_such_metric", every_n_train_steps=2)).start()
+    for _ in range(3):
+        run.step()
+    run.end_epoch(complete=False)
+    with pytest.warns(UserWarning, match=r"'no_such_metric'\): no metric.*no checkpoint could be ranked; saved .*=3"):
+        run.end()
+    assert names(tmp_path / "checkpoints") == ["unranked-epoch=0-step=3.ckpt"]

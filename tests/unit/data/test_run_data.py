@@ -90,3 +90,15 @@ def test_no_batch_at_all_is_an_error(options: dict[str, Any], data: dict[str, An
     with pytest.raises(ValueError, match=said):
         trainer.fit(Counts(), torch.utils.data.DataLoader(kept, batch_size=4, **data), tiny_loader())
     fx.Trainer(max_epochs=1, limit_train_batches=0, **QUIET).fit(Counts(), tiny_loader())  # nothing was asked for
+
+
+@pytest.mark.parametrize("method", ["train_dataloader", "val_dataloader"])
+@pytest.mark.parametrize("of_data", [False, True], ids=["module", "data module"])
+def test_a_method_that_returns_no_loader_is_an_error(method: str, of_data: bool) -> None:
+    owner = type("Forgets", (fx.DataModule if of_data else TinyModule,), {method: lambda self: None})()
+    if of_data and method == "val_dataloader":
+        owner.train_dataloader = tiny_loader
+    module, data = (TinyModule(), owner) if of_data else (owner, None)
+    train = None if of_data or method == "train_dataloader" else tiny_loader()
+    with pytest.raises(ValueError, match=rf"Forgets.{method}\(\) returned None: return a loader, or \[\] for no "):
+        fx.Trainer(max_epochs=1, **QUIET).fit(module, train, datamodule=data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import fabricx as fx
+from fabricx.callbacks import ModelCheckpoint
 from fabricx.core.callback import Callback
 from fabricx.testing import TinyModule, tiny_loader
 
@@ -88,3 +90,107 @@ def test_a_stopped_run_goes_on_bit_for_bit(quiet: dict[str, Any], tmp_path: Path
         torch.manual_seed(77)
         _, resumed = run(-1, path)
         assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+class _Positions(Callback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        saves = trainer.checkpoint_callback
+        best = Path(saves.best_model_path).name, len(saves.best_k_models)
+        self.seen.append((trainer.current_epoch, trainer.global_step, *best))
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.seen.append(trainer.current_epoch)
+
+
+def test_a_run_that_resumes_at_the_end_of_an_epoch_begins_in_the_next(quiet: dict[str, Any], tmp_path: Path) -> None:
+    class Steps(TinyModule):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+    def run(epochs: int, path: Any = None) -> tuple[list[Any], float]:
+        saves, positions = ModelCheckpoint(tmp_path / "saved", monitor="val_loss", save_top_k=2), _Positions()
+        options = {**quiet, "enable_checkpointing": True, "callbacks": [saves, positions]}
+        trainer = fx.Trainer(max_epochs=epochs, **options)
+        trainer.fit(Steps(), tiny_loader(16, 4), tiny_loader(8, 4), ckpt_path=path)
+        return positions.seen, trainer.optimizers[0].param_groups[0]["lr"]
+
+    assert run(2) == ([(0, 0, "", 0), 0, 1], 0.25e-3)
+    best = "epoch=1-step=8.ckpt"
+    assert run(3, tmp_path / "saved" / best) == ([(2, 8, best, 2), 2], 0.125e-3)
+    with pytest.raises(ValueError, match=r"written after 2 epochs, and max_epochs=1: set max_epochs to more than 2"):
+        run(1, tmp_path / "saved" / best)
+    assert run(2, tmp_path / "saved" / best) == ([(2, 8, best, 2)], 0.25e-3)  # complete: nothing is trained
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+def test_a_run_of_steps_that_makes_no_update_ends_with_an_error(manual: bool, quiet: dict[str, Any]) -> None:
+    class Nothing(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    module = Nothing()
+    module.automatic_optimization = not manual
+    what = "no optimizer made a step" if manual else "training_step gave no loss"
+    with (
+        contextlib.nullcontext() if manual else pytest.warns(UserWarning, match="training_step returned no loss for a"),
+        pytest.raises(ValueError, match=rf"{what} in 100 batches in a row, and max_steps=3 .*: the run would never"),
+    ):
+        fx.Trainer(max_steps=3, **quiet).fit(module, tiny_loader())
+
+
+def test_batches_without_a_loss_are_reported_once_and_skipped(quiet: dict[str, Any]) -> None:
+    class Some(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) if batch_idx % 2 else None
+
+    trainer = fx.Trainer(max_steps=60, **quiet)
+    with pytest.warns(UserWarning, match=r"no loss for a batch \(step 0\), so the batch is skipped") as caught:
+        trainer.fit(Some(), tiny_loader(8, 4))
+    assert (len(caught), trainer.global_step) == (1, 60)
+
+
+def test_a_module_without_an_optimizer_is_reported(quiet: dict[str, Any]) -> None:
+    class Fixed(TinyModule):
+        def configure_optimizers(self) -> Any: ...
+
+    with pytest.warns(UserWarning, match="configure_optimizers returned no optimizer, so no weight will change"):
+        fx.Trainer(max_epochs=1, **quiet).fit(Fixed(), tiny_loader(8, 4))
+
+
+def test_the_phase_of_a_call_holds_from_its_set_up_to_its_end(quiet: dict[str, Any]) -> None:
+    seen: list[tuple[str, str]] = []
+
+    class Looks(TinyModule):
+        def _look(self, hook: str) -> None:
+            t = self.trainer
+            words = [w for w in ("training", "validating", "testing", "predicting", "sanity_checking") if getattr(t, w)]
+            seen.append((hook, " ".join(words)))
+
+        def setup(self, stage: str) -> None:
+            self._look(f"setup {stage}")
+
+        def teardown(self, stage: str) -> None:
+            self._look(f"teardown {stage}")
+
+        def on_fit_start(self) -> None:
+            self._look("on_fit_start")
+
+        def on_validation_start(self) -> None:
+            self._look("on_validation_start")
+
+    module, trainer = Looks(), fx.Trainer(max_epochs=1, **quiet)
+    trainer.fit(module, tiny_loader(8, 4), tiny_loader(4, 4))
+    trainer.validate(module, tiny_loader(4, 4), verbose=False)
+    trainer.test(module, tiny_loader(4, 4), verbose=False)
+    trainer.predict(module, tiny_loader(4, 4))
+    assert seen == [
+        ("setup fit", "training"), ("on_fit_start", "training"), ("on_validation_start", "sanity_checking"),
+        ("on_validation_start", "validating"), ("teardown fit", "training"), ("setup validate", "validating"),
+        ("on_validation_start", "validating"), ("teardown validate", "validating"), ("setup test", "testing"),
+        ("teardown test", "testing"), ("setup predict", "predicting"), ("teardown predict", "predicting"),
+    ]  # fmt: skip
+    assert not trainer.training
+    assert not trainer.predicting

@@ -158,8 +158,10 @@ def test_each_of_several_callbacks_of_a_class_has_its_state_back(
     assert train(2, None, 1, 10, 100) == [2, 20, 200]
     assert train(3, own_folder / "2.ckpt", 1, 10, 100) == [3, 30, 300]
     assert "no callback" not in capsys.readouterr().out
-    assert train(4, own_folder / "3.ckpt", 1) == [4]
-    warned = "the checkpoint has state of Counts/2, Counts/3, and this run has no such callback"
+    with pytest.raises(ValueError, match=r"states of 3 callbacks with state_key='Counts', and this run has 1 such"):
+        train(4, own_folder / "3.ckpt", 1)
+    train(4, own_folder / "3.ckpt")
+    warned = "the checkpoint has state of Counts, Counts/2, Counts/3, and this run has no such callback"
     assert warned in capsys.readouterr().out
 
 

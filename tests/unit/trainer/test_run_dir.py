@@ -25,10 +25,11 @@ def damage(path: Path) -> None:
 
 
 def resolved(
-    root: Path, path: Any, best: str = "", dirpath: Path | None = None, run_dir: Path | None = None
+    root: Path, path: Any, best: str = "", dirpath: Path | None = None, run_dir: Path | None = None, *,
+    trains: bool = False,
 ) -> Path | None:  # fmt: skip
     callback: Any = SimpleNamespace(best_model_path=best, dirpath=dirpath)
-    return resolve_checkpoint(path, callback, run_dir, root)
+    return resolve_checkpoint(path, callback, run_dir, root, trains=trains)
 
 
 def test_runs_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
@@ -41,9 +42,14 @@ def test_best_is_that_of_the_callback_and_an_error_without_one(tmp_path: Path) -
         resolved(tmp_path, "best")
 
 
-def test_last_is_that_of_the_callbacks_folder_then_of_this_run_then_of_the_newest_run(tmp_path: Path) -> None:
-    assert resolved(tmp_path, "last") is None
+def test_last_is_that_of_the_callbacks_folder_then_of_this_run_then_of_the_newest_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert resolved(tmp_path, None) is None
+    with pytest.raises(ValueError, match="ckpt_path='last': there is no complete checkpoint; call fit first"):
+        resolved(tmp_path, "last")
+    assert resolved(tmp_path, "last", trains=True) is None
+    assert "so training starts from the beginning" in capsys.readouterr().err
     runs = [tmp_path / "runs" / f"2026-01-0{day}" for day in (1, 2, 3)]
     older, newer = (saved(run / "checkpoints" / "last.ckpt") for run in runs[:2])
     (runs[2] / "checkpoints").mkdir(parents=True)  # a run that has saved nothing yet
@@ -51,6 +57,9 @@ def test_last_is_that_of_the_callbacks_folder_then_of_this_run_then_of_the_newes
     assert resolved(tmp_path, "last", run_dir=runs[0]) == older
     own = saved(tmp_path / "own" / "a.ckpt")
     assert resolved(tmp_path, "last", run_dir=runs[0], dirpath=tmp_path / "own") == own
+    weights = saved(tmp_path / "own" / "exception.ckpt", 2, weights_only=True)  # an error within a step leaves it
+    assert resolved(tmp_path, "last", dirpath=tmp_path / "own") == weights
+    assert resolved(tmp_path, "last", dirpath=tmp_path / "own", trains=True) == own
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_message(

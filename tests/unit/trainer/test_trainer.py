@@ -21,12 +21,41 @@ def test_fast_dev_run_touches_everything_for_a_few_batches() -> None:
     assert (trainer.global_step, trainer.loggers, trainer.checkpoint_callback) == (3, [], None)
 
 
+def test_under_fast_dev_run_the_loggers_accept_all_calls_and_write_nothing(tmp_path: Any) -> None:
+    class Draws(TinyModule):
+        def on_train_start(self) -> None:
+            self.logger.experiment.add_image("samples", torch.zeros(3))
+            self.logger.experiment["params"]["lr"] = 0.1
+            self.logger.log_metrics({"a": 1.0})
+            self.logger.log_image(key="samples", images=[])
+
+    options: dict[str, Any] = {**QUIET, "default_root_dir": tmp_path}
+    trainer = fx.Trainer(fast_dev_run=True, **{**options, "logger": True})
+    trainer.fit(Draws(), tiny_loader())
+    assert (len(trainer.loggers), list(tmp_path.iterdir())) == (1, [])
+
+
+def test_the_folder_of_a_run_is_known_before_it(tmp_path: Any) -> None:
+    options: dict[str, Any] = {**QUIET, "default_root_dir": tmp_path, "enable_checkpointing": True}
+    trainer = fx.Trainer(max_epochs=1, **options)
+    before = trainer.log_dir
+    assert before == trainer.log_dir
+    assert list(tmp_path.iterdir()) == []
+    trainer.fit(TinyModule(), tiny_loader())
+    assert before == trainer.log_dir == str(trainer.run_dir)
+    assert trainer.checkpoint_callback.dirpath == f"{before}/checkpoints"
+
+
 @pytest.mark.parametrize(
     ("options", "steps"),
     [({}, 2), ({"min_steps": 3}, 3), ({"min_epochs": 1}, 4), ({"min_epochs": 1, "min_steps": 6}, 6)],
 )
-def test_nobody_stops_a_run_before_its_least_steps_and_epochs(options: dict[str, Any], steps: int) -> None:
+def test_nobody_stops_a_run_before_its_least_steps_and_epochs(
+    options: dict[str, Any], steps: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert fitted(Counts(stop_at=2), max_epochs=5, **options)[1].global_step == steps
+    reported = "a stop was requested after 2 steps, and training continues until" in capsys.readouterr().out
+    assert reported is bool(options)
 
 
 class _Switches(Callback):

@@ -1,0 +1,50 @@
+"""Signals during a job in the user's own process."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import fabricx as fx
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+
+@pytest.fixture
+def own_handlers() -> Iterator[list[str]]:
+    """Set handlers as a user's program does, and return the names of the signals that they receive."""
+    received: list[str] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before:
+        signal.signal(number, lambda number, frame: received.append(signal.Signals(number).name))
+    yield received
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class Raises(TinyModule):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            signal.raise_signal(self.number)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_the_programs_own_handler_is_called_before_the_run_stops(
+    number: signal.Signals, own_handlers: list[str]
+) -> None:
+    trainer, mine = fx.Trainer(max_epochs=1, **QUIET), signal.getsignal(number)
+    ends = pytest.raises(SystemExit, match="143") if number is signal.SIGTERM else contextlib.nullcontext()
+    with ends:
+        trainer.fit(Raises(int(number)), tiny_loader())
+    assert own_handlers == [number.name]
+    assert trainer.interrupted
+    assert trainer.global_step == 2
+    assert signal.getsignal(number) is mine
