@@ -6,11 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fabricx import pytorch as pytorch
     from fabricx.cli.hydra_app import main
     from fabricx.core.callback import Callback
     from fabricx.core.datamodule import DataModule
+    from fabricx.core.datamodule import DataModule as LightningDataModule
     from fabricx.core.logger import Logger
     from fabricx.core.module import Module
+    from fabricx.core.module import Module as LightningModule
     from fabricx.core.rng import seed_everything
     from fabricx.core.strategy import Strategy, Traits
     from fabricx.data.combined import CombinedLoader
@@ -22,6 +25,8 @@ __all__ = [
     "Callback",
     "CombinedLoader",
     "DataModule",
+    "LightningDataModule",
+    "LightningModule",
     "Logger",
     "Module",
     "Strategy",
@@ -36,6 +41,8 @@ _MODULES = {
     "Callback": "fabricx.core.callback",
     "CombinedLoader": "fabricx.data.combined",
     "DataModule": "fabricx.core.datamodule",
+    "LightningDataModule": "fabricx.core.datamodule:DataModule",
+    "LightningModule": "fabricx.core.module:Module",
     "Logger": "fabricx.core.logger",
     "Module": "fabricx.core.module",
     "Strategy": "fabricx.core.strategy",
@@ -46,11 +53,22 @@ _MODULES = {
     "seed_everything": "fabricx.core.rng",
 }
 
+_PACKAGES = ("callbacks", "loggers", "pytorch", "strategies")  # imported at first access
+_ABSENT = {
+    "Fabric": "fabricx.Trainer runs the loop; a loop of your own is torch.distributed with fabricx.distributed",
+    "LightningCLI": "the command `fabricx fit module=... trainer.max_epochs=3` builds runs from configurations",
+}
+
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"fabricx.{name}")
+    if name in _ABSENT:
+        raise ImportError(f"fabricx has no {name}: {_ABSENT[name]}")
     if name not in _MODULES:
         raise AttributeError(f"module 'fabricx' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULES[name]), name)
+    module, _, attribute = _MODULES[name].partition(":")
+    value = getattr(importlib.import_module(module), attribute or name)
     globals()[name] = value  # later accesses do not call this function
     return value
 

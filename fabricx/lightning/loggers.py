@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from fabricx.core.logger import Ending, Logger, Silent
 from fabricx.lightning.classes import adapted_class, form, lightning_base
@@ -71,3 +74,59 @@ class _Contract(Logger):
     if TYPE_CHECKING:
         save: Any
         finalize: Any
+
+
+class LightningLogger(Logger):
+    """Base class of loggers that users write with Lightning's methods: `log_metrics`, `save`, `finalize`.
+
+    It writes to its own folder or service, on the main rank only.
+    """
+
+    def open(self, run_dir: Path) -> None:
+        vars(self)["_run_dir"] = run_dir
+
+    def flush(self) -> None:
+        self.save()
+
+    def close(self, status: Ending = "success") -> None:
+        self.finalize(_STATUS[status])
+
+    def save(self) -> None:
+        """Write what is kept."""
+
+    def finalize(self, status: str) -> None:
+        """End the log of a run.
+
+        Args:
+            status: "success", "failed" or "aborted".
+        """
+        self.save()
+
+    @property
+    def root_dir(self) -> str | None:
+        """Return the folder of all runs; None for the run's folder."""
+        return None
+
+    @property
+    def save_dir(self) -> str | None:
+        """Return the folder of all runs; None for the run's folder."""
+        return self.root_dir
+
+    @property
+    def group_separator(self) -> str:
+        """Return the text between the groups of a name."""
+        return "/"
+
+
+def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a method that returns the writer on the main rank, and an object that does nothing on other ranks.
+
+    Args:
+        function: the logger's method `experiment`, under `@property`.
+    """
+
+    @functools.wraps(function)
+    def experiment(self: Any) -> Any:
+        return Silent() if rank_zero_only.rank else function(self)  # type: ignore[attr-defined]
+
+    return experiment

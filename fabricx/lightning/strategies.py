@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from fabricx import plugins
@@ -146,8 +145,4 @@ def single_strategy(**arguments: Any) -> Any:
     return plugins.build("strategies", "single")
 
 
-CONSTRUCTORS: Final[Mapping[str, Callable[..., Any]]] = {
-    "DDPStrategy": ddp_strategy,
-    "FSDPStrategy": fsdp_strategy,
-    "SingleDeviceStrategy": single_strategy,
-}  # of Lightning, by name
+DDPStrategy, FSDPStrategy, SingleDeviceStrategy = ddp_strategy, fsdp_strategy, single_strategy  # Lightning's names

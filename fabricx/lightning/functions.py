@@ -1,0 +1,147 @@
+"""Functions and small classes of Lightning's utilities that projects call."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fabricx.core.rng import random_kept
+
+
+def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
+    """Return the norm of each parameter's gradient, and of all gradients together.
+
+    Args:
+        module: with gradients, such as in `on_before_optimizer_step`.
+        norm_type: 2 or another positive number; "inf" for the maximum.
+        group_separator: between the kind of the norm and the name of the parameter.
+
+    Raises:
+        ValueError: the norm is not positive.
+
+    >>> layer = nn.Linear(1, 1); layer(torch.ones(1)).backward()
+    >>> sorted(grad_norm(layer, 2))
+    ['grad_2.0_norm/bias', 'grad_2.0_norm/weight', 'grad_2.0_norm_total']
+    """
+    kind = float(norm_type)
+    if kind <= 0:
+        raise ValueError(f"grad_norm(norm_type={norm_type!r}): set a positive number, or 'inf'")
+    norms = {
+        f"grad_{kind}_norm{group_separator}{name}": parameter.grad.detach().norm(kind)
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+    if norms:
+        norms[f"grad_{kind}_norm_total"] = torch.stack([*norms.values()]).norm(kind)
+    return norms
+
+
+def summary(module: nn.Module, max_depth: int = 1) -> Any:
+    """Return the layers of a module with their sizes, as a table of text.
+
+    Args:
+        module: any module.
+        max_depth: depth of the layers; -1 for all.
+    """
+    return importlib.import_module("fabricx.callbacks.model_summary").summarize(module, max_depth)
+
+
+@contextlib.contextmanager
+def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
+    """Context that restores all random number generators at its end.
+
+    Args:
+        include_cuda: without an effect: the generator of this process's device is restored as well.
+    """
+    with random_kept():
+        yield
+
+
+def is_overridden(method_name: str, instance: object | None = None, parent: type | None = None) -> bool:
+    """Return whether an object's class overrides a method of a contract.
+
+    Args:
+        method_name: of the method.
+        instance: module, data module or callback; None is False.
+        parent: the contract; by default the first class of fabricx among the classes of the object.
+    """
+    if instance is None:
+        return False
+    contract = parent or next((c for c in type(instance).__mro__ if c.__module__.startswith("fabricx.core")), object)
+    method = inspect.getattr_static(instance, method_name, None)
+    return method is not None and method is not inspect.getattr_static(contract, method_name, None)
+
+
+def garbage_collection_cuda() -> None:
+    """Collect garbage, and return unused memory of CUDA to the system."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def is_oom_error(exception: BaseException) -> bool:
+    """Return whether an error means that a device or the machine has no memory left.
+
+    Args:
+        exception: any error.
+    """
+    text = str(exception)
+    return isinstance(exception, (torch.cuda.OutOfMemoryError, MemoryError)) or "out of memory" in text.lower()
+
+
+def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
+    """Return nested mappings with detached tensors.
+
+    Args:
+        in_dict: a mapping; other values are returned as they are.
+        to_cpu: move the tensors to main memory.
+    """
+    if isinstance(in_dict, Mapping):
+        return {name: recursive_detach(value, to_cpu) for name, value in in_dict.items()}
+    if isinstance(in_dict, Tensor):
+        return in_dict.detach().cpu() if to_cpu else in_dict.detach()
+    return in_dict
+
+
+def disable_possible_user_warnings(module: str = "") -> None:
+    """Ignore warnings of the category UserWarning that fabricx raises.
+
+    Args:
+        module: beginning of the names of modules whose warnings are ignored; "" for fabricx.
+    """
+    warnings.filterwarnings("ignore", category=UserWarning, module=module or "fabricx")
+
+
+class CPUAccelerator:
+    """`Trainer(accelerator=CPUAccelerator())`, as accelerator="cpu"."""
+
+
+class CUDAAccelerator:
+    """`Trainer(accelerator=CUDAAccelerator())`, as accelerator="cuda"."""
+
+
+class MPSAccelerator:
+    """`Trainer(accelerator=MPSAccelerator())`, as accelerator="mps"."""
+
+
+class SimpleProfiler:
+    """`Trainer(profiler=SimpleProfiler())`, as profiler="simple".
+
+    Args:
+        options: without an effect: the table is printed, and times are in the telemetry of the run.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+
+class PassThroughProfiler(SimpleProfiler):
+    """`Trainer(profiler=PassThroughProfiler())`, as profiler=None."""

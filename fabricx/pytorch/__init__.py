@@ -1,0 +1,38 @@
+"""fabricx under the module paths of `lightning.pytorch`: `import fabricx.pytorch as pl`.
+
+`pl.Trainer`, `pl.LightningModule`, `pl.callbacks.ModelCheckpoint`, `from fabricx.pytorch.utilities.rank_zero import
+rank_zero_only`: a project moves by another import. Names that fabricx does not have are an ImportError with their
+successor; `docs/lightning.md` lists all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fabricx.pytorch.modules import available, install, lookup
+
+if TYPE_CHECKING:
+    from fabricx import callbacks as callbacks
+    from fabricx import loggers as loggers
+    from fabricx import strategies as strategies
+    from fabricx.core.callback import Callback as Callback
+    from fabricx.core.datamodule import DataModule as LightningDataModule
+    from fabricx.core.module import Module as LightningModule
+    from fabricx.core.rng import seed_everything as seed_everything
+    from fabricx.trainer.trainer import Trainer as Trainer
+
+__version__ = "2.6.0"  # of Lightning, whose names these are
+__all__ = ["Callback", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"]
+
+install()
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    value = globals()[name] = lookup("", name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *available("")])

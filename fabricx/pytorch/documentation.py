@@ -1,0 +1,103 @@
+"""The page docs/lightning_names.md, written from the tables: `python -m fabricx.pytorch.documentation`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Final
+
+from fabricx.core.former_arguments import FORMER_ARGUMENTS
+from fabricx.core.former_names import FORMER_DATA_HOOKS, FORMER_HOOKS
+from fabricx.pytorch.modules import available
+from fabricx.pytorch.names import TREE, names_of
+
+# Members of Lightning's classes that fabricx does not have, and what replaces them.
+ABSENT_MEMBERS: Final[Mapping[str, Mapping[str, str]]] = {
+    "Trainer": {
+        "fit_loop": "trainer.current_epoch, global_step, state.batch",
+        "validate_loop": "trainer.num_val_batches, val_dataloaders",
+        "test_loop": "trainer.num_test_batches, test_dataloaders",
+        "predict_loop": "trainer.num_predict_batches; predict returns the outputs",
+        "precision_plugin": "trainer.precision is the name",
+    },
+    "LightningModule": {
+        "configure_sharded_model": "configure_model",
+        "device_mesh": 'strategy="fsdp" shards; trainer.world has the ranks',
+        "fabric": "fx.Trainer runs the module",
+        "to_tensorrt": "torch_tensorrt.compile(module.eval(), ...)",
+        "remove_ignored_hparams": "save_hyperparameters(ignore=...)",
+    },
+    "LightningDataModule": {
+        "remove_ignored_hparams": "save_hyperparameters(ignore=...)",
+        "allow_zero_length_dataloader_with_multiple_devices": "a rank may have no samples",
+        "name": "type(data).__name__",
+    },
+    "Callback": {},
+}
+# Names that are the same, with another meaning.
+_DIFFERS: Final[Mapping[str, str]] = {
+    "trainer.global_step, max_steps": "weight updates, for any number of optimizers",
+    "trainer.current_epoch": "completed epochs, also after the end of a run",
+    "trainer.model": "the module; no strategy wraps it",
+    "trainer.accelerator, trainer.profiler": "names, not objects",
+    "trainer.strategy": "has `root_device`, `barrier`, `broadcast`, `reduce`, `all_gather` and `model`",
+    "trainer.lr_schedulers, lr_scheduler_configs": "the same list of schedules",
+    "trainer.logger.log_dir": "a folder of the run, by default in `runs/`",
+    "self.log(sync_dist=)": "True by default: over the samples of all ranks; False logs the main rank's value",
+    "self.log(enable_graph=, metric_attribute=)": "accepted, without an effect",
+    "several optimizers": "allowed in automatic optimization: they share one loss and step together",
+    "validation_step(dataloader_idx)": "may be missing, or have no default, with any number of loaders",
+    "outputs of on_train_batch_end": 'outputs["loss"] is the loss, not divided by the accumulation',
+    "on_validation_model_zero_grad": "gradients are kept unless the module overrides it",
+    "optimizer.toggle_model(sync_grad=)": "gradients are averaged by each manual_backward",
+    "init_module(empty_init=)": "weights are initialised",
+    "Trainer(strategy=)": "ddp_spawn, ddp_fork, ddp_notebook and their variants are ddp",
+    "Trainer(plugins=)": "None or empty; an error names the argument for other values",
+    "Trainer(profiler=)": '"simple" and "trace"',
+    "pl.__version__": "that of Lightning, whose names these are",
+}
+
+
+_HEAD: Final = """# Names of Lightning
+
+Written by `python -m fabricx.pytorch.documentation`. A test compares this page with the tables that fabricx uses, and
+the tables with the installed Lightning. All members of `Trainer`, `LightningModule`, `LightningDataModule` and
+`Callback`, and all arguments of the Trainer, are the same, except those that differ or are absent here.
+
+## Same names at the same paths
+
+| `fabricx.pytorch` | names |
+|---|---|"""
+
+
+def page() -> str:
+    """Return the text of the page."""
+    lines = [
+        *_HEAD.splitlines(),
+        "",
+        "## Same names at the same paths",
+        "",
+        "| `fabricx.pytorch` | names |",
+        "|---|---|",
+    ]
+    for path in TREE:
+        objects = [name for name in available(path) if names_of(f"{path}.{name}" if path else name) is None]
+        if objects:
+            lines.append(f"| `{path or '(root)'}` | {', '.join(objects)} |")
+    lines += ["", "## Same names, another meaning", "", "| name | in fabricx |", "|---|---|"]
+    lines += [f"| `{name}` | {meaning} |" for name, meaning in _DIFFERS.items()]
+    lines += ["", "## Absent: an error names the successor", "", "| name | successor |", "|---|---|"]
+    for owner, members in ABSENT_MEMBERS.items():
+        lines += [f"| `{owner}.{name}` | {successor} |" for name, successor in members.items()]
+    for path, names in TREE.items():
+        absent = {name: text for name, text in names.absent.items() if name not in available(path)}
+        lines += [f"| `{path}{'.' if path else ''}{name}` | {text} |" for name, text in absent.items()]
+    lines += ["", "## Lightning 1: an error names the successor", "", "| hook or argument | successor |", "|---|---|"]
+    lines += [f"| `{name}` | {successor} |" for name, successor in FORMER_HOOKS.items()]
+    lines += [f"| `DataModule.{name}` | {successor} |" for name, successor in FORMER_DATA_HOOKS.items()]
+    lines += [f"| `Trainer({name}=)` | {successor} |" for name, successor in FORMER_ARGUMENTS.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

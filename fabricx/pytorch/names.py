@@ -1,0 +1,314 @@
+"""The module paths and names of `lightning.pytorch`: the object of fabricx for each, or its successor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of a module of Lightning.
+
+    Attributes:
+        source: package of fabricx with the names that are equal; "" for none.
+        names: other names, as "module:attribute".
+        absent: names that fabricx does not have, and what replaces them.
+        paths: modules below, with the same names, such as `callbacks.early_stopping`; separated by spaces.
+    """
+
+    source: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)
+    paths: str = ""
+
+
+def _each(names: str, successor: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), successor)
+
+
+_CORE: Final = "fabricx.core"
+_FUNCTIONS: Final = "fabricx.lightning.functions"
+_TYPES: Final = "fabricx.lightning.types"
+_RANK_ZERO: Final = "lightning_utilities.core.rank_zero"
+_COMMAND: Final = (
+    "the command `fabricx fit module=... trainer.max_epochs=3` builds runs from configurations and options"
+)
+_PRECISION: Final = "set Trainer(precision=...)"
+_CLUSTER: Final = "torchrun and SLURM are detected; remove it"
+_CHECKPOINTS: Final = "checkpoints have one format; ModelCheckpoint(dirpath='s3://...') writes to any storage of fsspec"
+_MACHINERY: Final = "fabricx has its own loops; hooks of modules and callbacks are the public interface"
+_DEMO: Final = "fabricx.demo has other modules; define the module in your program"
+
+_RANK_NAMES: Final = {
+    **{
+        name: f"{_RANK_ZERO}:{name}"
+        for name in ("rank_zero_debug", "rank_zero_deprecation", "rank_zero_info", "rank_zero_only", "rank_zero_warn")
+    },
+    "LightningDeprecationWarning": f"{_RANK_ZERO}:rank_zero_deprecation_category",
+}
+_TYPE_NAMES: Final = {
+    name: f"{_TYPES}:{name}"
+    for name in (
+        "EVAL_DATALOADERS",
+        "LRSchedulerConfigType",
+        "LRSchedulerPLType",
+        "LRSchedulerType",
+        "LRSchedulerTypeTuple",
+        "LRSchedulerTypeUnion",
+        "OptimizerConfig",
+        "OptimizerLRScheduler",
+        "OptimizerLRSchedulerConfig",
+        "STEP_OUTPUT",
+        "TRAIN_DATALOADERS",
+    )
+} | {"LRSchedulerConfig": f"{_CORE}.optimizers:Schedule"}
+_UTILITIES: Final = {
+    **_RANK_NAMES,
+    "AttributeDict": f"{_CORE}.hparams:AttributeDict",
+    "CombinedLoader": "fabricx.data.combined:CombinedLoader",
+    "grad_norm": f"{_FUNCTIONS}:grad_norm",
+    "move_data_to_device": f"{_CORE}.transfer:to_device",
+}
+_CORE_NAMES: Final = {
+    "LightningModule": f"{_CORE}.module:Module",
+    "LightningDataModule": f"{_CORE}.datamodule:DataModule",
+}
+_SHARDED: Final = 'set strategy="fsdp"'
+
+TREE: Final[Mapping[str, Names]] = {
+    "": Names(
+        names={
+            **_CORE_NAMES,
+            "Trainer": "fabricx:Trainer",
+            "Callback": "fabricx:Callback",
+            "seed_everything": "fabricx:seed_everything",
+        },
+        absent={"LightningLite": "use fabricx.Trainer", "Fabric": "use fabricx.Trainer"},
+    ),
+    "callbacks": Names(
+        "fabricx.callbacks",
+        {"Callback": "fabricx:Callback", "Checkpoint": "fabricx.callbacks:ModelCheckpoint"},
+        {
+            "GPUStatsMonitor": "DeviceStatsMonitor",
+            "XLAStatsMonitor": "DeviceStatsMonitor",
+            "ProgressBarBase": "ProgressBar",
+            "ModelPruning": "call torch.nn.utils.prune in a callback of your own",
+            **_each("BackboneFinetuning BaseFinetuning", "freeze layers in __init__, and unfreeze them in a hook"),
+            "OnExceptionCheckpoint": "ModelCheckpoint(save_on_exception=True)",
+            **_each("EMAWeightAveraging StochasticWeightAveraging WeightAveraging", "EMA"),
+            "QuantizationAwareTraining": "torch.ao.quantization, in configure_model",
+        },
+        paths=(
+            "base batch_size_finder callback checkpoint device_stats_monitor early_stopping finetuning "
+            "gradient_accumulation_scheduler lambda_function lr_finder lr_monitor model_checkpoint "
+            "model_summary on_exception_checkpoint prediction_writer progress progress.base "
+            "progress.progress_bar progress.rich_progress progress.tqdm_progress pruning "
+            "rich_model_summary spike stochastic_weight_avg throughput_monitor timer weight_averaging"
+        ),
+    ),
+    "loggers": Names(
+        "fabricx.loggers",
+        {
+            "Logger": "fabricx.lightning.loggers:LightningLogger",
+            "LightningLoggerBase": "fabricx.lightning.loggers:LightningLogger",
+            "rank_zero_experiment": "fabricx.lightning.loggers:rank_zero_experiment",
+        },
+        {
+            **_each("CometLogger MLFlowLogger NeptuneLogger WandbLogger", "pass an object of Lightning's logger"),
+            "LitLogger": "TensorBoardLogger, or a logger of your own",
+            "TestTubeLogger": "TensorBoardLogger or CSVLogger",
+        },
+        paths="base comet csv_logs litlogger logger mlflow neptune tensorboard utilities wandb",
+    ),
+    "utilities": Names(
+        names={
+            **_UTILITIES,
+            "disable_possible_user_warnings": f"{_FUNCTIONS}:disable_possible_user_warnings",
+        },
+        absent={
+            "find_shared_parameters": "a tied weight has all its names in checkpoints",
+            "measure_flops": "torch.utils.flop_counter",
+            "GradClipAlgorithmType": 'the words "norm" and "value"',
+            "LightningEnum": "enum.StrEnum",
+            "is_picklable": "pickle.dumps",
+            "is_shared_filesystem": "nothing",
+            "set_shared_parameters": "assign the weight",
+            "suggested_max_num_workers": "os.cpu_count()",
+        },
+        paths="apply_func",
+    ),
+    "utilities.rank_zero": Names(names=_RANK_NAMES),
+    "utilities.distributed": Names(names=_RANK_NAMES, absent={"gather_all_tensors": "self.all_gather, in the module"}),
+    "utilities.types": Names(names=_TYPE_NAMES),
+    "utilities.seed": Names(
+        names={
+            "isolate_rng": f"{_FUNCTIONS}:isolate_rng",
+            "reset_seed": f"{_CORE}.rng:reset_seed",
+            "seed_everything": "fabricx:seed_everything",
+        },
+    ),
+    "utilities.model_summary": Names(
+        names={
+            "ModelSummary": f"{_FUNCTIONS}:summary",
+            "summarize": f"{_FUNCTIONS}:summary",
+            "get_human_readable_count": "fabricx.callbacks.model_summary:readable",
+        },
+        absent={
+            "DeepSpeedSummary": "ModelSummary",
+            "LayerSummary": "summarize(module).rows",
+            "get_formatted_model_size": "summarize(module)",
+            "parse_batch_shape": "summarize(module)",
+        },
+        paths="model_summary",
+    ),
+    "utilities.combined_loader": Names(names={"CombinedLoader": _UTILITIES["CombinedLoader"]}),
+    "utilities.exceptions": Names(
+        names={"MisconfigurationException": "builtins:ValueError", "SIGTERMException": "builtins:SystemExit"}
+    ),
+    "utilities.grads": Names(names={"grad_norm": _UTILITIES["grad_norm"]}),
+    "utilities.parsing": Names(
+        names={"AttributeDict": _UTILITIES["AttributeDict"]},
+        absent={
+            "save_hyperparameters": "self.save_hyperparameters()",
+            "collect_init_args": "self.save_hyperparameters()",
+        },
+    ),
+    "utilities.memory": Names(
+        names={
+            name: f"{_FUNCTIONS}:{name}" for name in ("garbage_collection_cuda", "is_oom_error", "recursive_detach")
+        },
+        absent=_each("is_cuda_out_of_memory is_cudnn_snafu is_out_of_cpu_memory", "is_oom_error"),
+    ),
+    "utilities.model_helpers": Names(names={"is_overridden": f"{_FUNCTIONS}:is_overridden"}),
+    "utilities.data": Names(names={"extract_batch_size": f"{_CORE}.transfer:batch_size_of"}),
+    "utilities.warnings": Names(names={"PossibleUserWarning": "builtins:UserWarning"}),
+    "utilities.cli": Names(absent={"LightningCLI": _COMMAND}),
+    "strategies": Names(
+        names={
+            **{
+                name: f"fabricx.lightning.strategies:{name}"
+                for name in ("DDPStrategy", "FSDPStrategy", "SingleDeviceStrategy")
+            },
+            "Strategy": "fabricx:Strategy",
+            "ParallelStrategy": "fabricx:Strategy",
+        },
+        absent={
+            "DeepSpeedStrategy": _SHARDED,
+            "ModelParallelStrategy": _SHARDED,
+            "XLAStrategy": "fabricx has no TPUs",
+            "SingleDeviceXLAStrategy": "fabricx has no TPUs",
+            "DDPSpawnStrategy": 'set strategy="ddp"',
+            "DDPShardedStrategy": _SHARDED,
+            "DDPFullyShardedNativeStrategy": _SHARDED,
+            "DataParallelStrategy": 'set strategy="ddp"',
+            "StrategyRegistry": "an entry point of the group fabricx.strategies registers a strategy",
+        },
+        paths="ddp deepspeed fsdp model_parallel parallel single_device strategy",
+    ),
+    "tuner": Names(names={"Tuner": "fabricx:Tuner"}, paths="tuning lr_finder batch_size_scaling"),
+    "profilers": Names(
+        names={name: f"{_FUNCTIONS}:{name}" for name in ("PassThroughProfiler", "SimpleProfiler")},
+        absent={
+            "AdvancedProfiler": 'set Trainer(profiler="simple") or "trace"',
+            "Profiler": 'set Trainer(profiler="trace")',
+            "PyTorchProfiler": 'set Trainer(profiler="trace"), and Tracing(operators=...) for torch\'s operators',
+            "XLAProfiler": "fabricx has no TPUs",
+        },
+        paths="advanced base profiler pytorch simple",
+    ),
+    "plugins": Names(
+        absent={
+            **_each(
+                "BitsandbytesPrecision DeepSpeedPrecision DoublePrecision FSDPPrecision HalfPrecision "
+                "MixedPrecision MixedPrecisionPlugin Precision TransformerEnginePrecision XLAPrecision",
+                _PRECISION,
+            ),
+            **_each(
+                "ClusterEnvironment KubeflowEnvironment LSFEnvironment LightningEnvironment "
+                "MPIEnvironment SLURMEnvironment TorchElasticEnvironment XLAEnvironment",
+                _CLUSTER,
+            ),
+            **_each("AsyncCheckpointIO CheckpointIO TorchCheckpointIO XLACheckpointIO", _CHECKPOINTS),
+            **_each("LayerSync TorchSyncBatchNorm", "set Trainer(sync_batchnorm=True)"),
+            "DDPPlugin": 'set Trainer(strategy="ddp")',
+        },
+        paths="environments io precision layer_sync training_type",
+    ),
+    "accelerators": Names(
+        names={name: f"{_FUNCTIONS}:{name}" for name in ("CPUAccelerator", "CUDAAccelerator", "MPSAccelerator")},
+        absent={
+            "Accelerator": 'set Trainer(accelerator="cpu"), "cuda" or "mps"',
+            "XLAAccelerator": "fabricx has no TPUs",
+            "find_usable_cuda_devices": "set Trainer(devices=2)",
+            "AcceleratorRegistry": 'set Trainer(accelerator="cpu"), "cuda" or "mps"',
+        },
+        paths="accelerator cpu cuda mps",
+    ),
+    "core": Names(
+        names={
+            **_CORE_NAMES,
+            "LightningOptimizer": f"{_CORE}.optimizers:OptimizerHandle",
+            "HyperparametersMixin": f"{_CORE}.hparams:HyperParameters",
+            "ModelHooks": f"{_CORE}.module_hooks:ModuleHooks",
+        },
+        absent={
+            "DataHooks": "LightningDataModule",
+            "CheckpointHooks": "LightningModule",
+            "DeviceDtypeModuleMixin": "LightningModule",
+        },
+        paths="datamodule hooks lightning mixins module optimizer mixins.hparams_mixin",
+    ),
+    "trainer": Names(
+        names={"Trainer": "fabricx:Trainer", "seed_everything": "fabricx:seed_everything"}, paths="trainer"
+    ),
+    "trainer.states": Names(
+        names={
+            **{name: f"{_CORE}.state:{name}" for name in ("RunningStage", "TrainerFn", "TrainerStatus")},
+            "TrainerState": f"{_CORE}.state:RunState",
+        },
+    ),
+    "trainer.supporters": Names(names={"CombinedLoader": _UTILITIES["CombinedLoader"]}),
+    "cli": Names(
+        absent=_each(
+            "ArgsType LightningArgumentParser LightningCLI LRSchedulerCallable OptimizerCallable "
+            "ReduceLROnPlateau SaveConfigCallback",
+            _COMMAND,
+        ),
+    ),
+    "demos": Names(
+        absent=_each(
+            "BoringDataModule BoringModel DemoModel LightningLSTM LightningTransformer "
+            "SequenceSampler SimpleLSTM Transformer WikiText2 RandomDataset MNISTDataModule",
+            _DEMO,
+        ),
+        paths="boring_classes lstm mnist_datamodule transformer",
+    ),
+    "loops": Names(absent=_each("_Loop _FitLoop _TrainingEpochLoop _EvaluationLoop", _MACHINERY)),
+    "lite": Names(absent={"LightningLite": "use fabricx.Trainer"}),
+}
+
+
+def names_of(path: str) -> Names | None:
+    """Return the names of a module of Lightning; None for a module that fabricx does not have.
+
+    Args:
+        path: below `lightning.pytorch`, such as "callbacks.early_stopping".
+
+    >>> names_of("callbacks.early_stopping") is TREE["callbacks"], names_of("nothing")
+    (True, None)
+    """
+    if path in TREE:
+        return TREE[path]
+    for parent, names in TREE.items():
+        if parent and path.startswith(f"{parent}.") and path.removeprefix(f"{parent}.") in names.paths.split():
+            return names
+    return None
+
+
+def modules() -> list[str]:
+    """Return the paths of all modules, without the root."""
+    return sorted(
+        {*TREE, *(f"{parent}.{path}" for parent, names in TREE.items() for path in names.paths.split())} - {""}
+    )

@@ -1,0 +1,72 @@
+"""Functions of Lightning's utilities, against those of Lightning."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fabricx as fx
+from fabricx.lightning import functions
+from fabricx.testing import TinyModule
+
+utilities: Any = pytest.importorskip("lightning.pytorch.utilities")
+
+
+@pytest.mark.parametrize("kind", [1, 2, "inf", 3.5])
+def test_norms_of_gradients_are_lightnings(kind: Any) -> None:
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    assert functions.grad_norm(net, kind) == {}
+    net(torch.randn(4, 3)).sum().backward()
+    expected = utilities.grad_norm(net, kind)
+    found = functions.grad_norm(net, kind)
+    assert found.keys() == expected.keys()
+    for name, norm in found.items():
+        assert float(norm) == pytest.approx(float(expected[name]))  # the sum of float32 values in another order
+    with pytest.raises(ValueError, match="set a positive number"):
+        functions.grad_norm(net, 0)
+
+
+def test_a_summary_lists_the_layers() -> None:
+    table = str(functions.summary(TinyModule(), max_depth=1))
+    assert "layer" in table
+    assert "Linear" in table
+
+
+def test_generators_are_restored() -> None:
+    torch.manual_seed(1)
+    with functions.isolate_rng(include_cuda=False):
+        inside = torch.rand(2)
+    assert torch.equal(torch.rand(2), inside)
+
+
+def test_overridden_methods_are_found() -> None:
+    class Mine(TinyModule):
+        def on_fit_start(self) -> None: ...
+
+    assert functions.is_overridden("on_fit_start", Mine())
+    assert not functions.is_overridden("on_fit_end", Mine())
+    assert not functions.is_overridden("on_fit_start")
+    assert functions.is_overridden("setup", type("Data", (fx.DataModule,), {"setup": lambda self, stage: None})())
+    assert not functions.is_overridden("nothing", Mine(), parent=fx.Module)
+
+
+def test_memory() -> None:
+    functions.garbage_collection_cuda()
+    assert functions.is_oom_error(RuntimeError("CUDA out of memory. Tried to allocate"))
+    assert functions.is_oom_error(MemoryError())
+    assert not functions.is_oom_error(ValueError("other"))
+    tensor = torch.ones(1, requires_grad=True)
+    detached = functions.recursive_detach({"a": tensor, "b": {"c": tensor, "d": 1}}, to_cpu=True)
+    assert not detached["a"].requires_grad
+    assert not detached["b"]["c"].requires_grad
+    assert detached["b"]["d"] == 1
+
+
+def test_warnings_of_a_module_are_ignored() -> None:
+    with warnings.catch_warnings():
+        functions.disable_possible_user_warnings(module=__name__)
+        warnings.warn("possible", UserWarning, stacklevel=1)

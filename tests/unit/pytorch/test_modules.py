@@ -1,0 +1,148 @@
+"""Imports of users with the package's name swapped, as they write them."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import fabricx as fx
+
+IMPORTS = """
+import fabricx as L
+import fabricx.pytorch as pl
+import fabricx.pytorch.callbacks
+from fabricx import LightningDataModule, LightningModule, Trainer, seed_everything
+from fabricx.pytorch import Callback, LightningModule, Trainer, seed_everything
+from fabricx.pytorch.accelerators import CPUAccelerator
+from fabricx.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint, RichProgressBar
+from fabricx.pytorch.callbacks import *
+from fabricx.pytorch.callbacks.early_stopping import EarlyStopping
+from fabricx.pytorch.callbacks.model_checkpoint import ModelCheckpoint
+from fabricx.pytorch.callbacks.progress import TQDMProgressBar
+from fabricx.pytorch.callbacks.progress.tqdm_progress import TQDMProgressBar
+from fabricx.pytorch.core import LightningModule
+from fabricx.pytorch.core.datamodule import LightningDataModule
+from fabricx.pytorch.core.lightning import LightningModule
+from fabricx.pytorch.core.module import LightningModule
+from fabricx.pytorch.core.optimizer import LightningOptimizer
+from fabricx.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from fabricx.pytorch.loggers.logger import Logger, rank_zero_experiment
+from fabricx.pytorch.loggers.tensorboard import TensorBoardLogger
+from fabricx.pytorch.profilers import SimpleProfiler
+from fabricx.pytorch.strategies import DDPStrategy, FSDPStrategy
+from fabricx.pytorch.strategies.ddp import DDPStrategy
+from fabricx.pytorch.trainer import Trainer
+from fabricx.pytorch.trainer.states import RunningStage, TrainerFn
+from fabricx.pytorch.tuner import Tuner
+from fabricx.pytorch.tuner.tuning import Tuner
+from fabricx.pytorch.utilities import CombinedLoader, grad_norm, rank_zero_only
+from fabricx.pytorch.utilities.combined_loader import CombinedLoader
+from fabricx.pytorch.utilities.distributed import rank_zero_only
+from fabricx.pytorch.utilities.exceptions import MisconfigurationException
+from fabricx.pytorch.utilities.model_summary import ModelSummary, summarize
+from fabricx.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from fabricx.pytorch.utilities.seed import isolate_rng, seed_everything
+from fabricx.pytorch.utilities.types import EVAL_DATALOADERS, STEP_OUTPUT, TRAIN_DATALOADERS, OptimizerLRScheduler
+from fabricx.pytorch.utilities.types import _METRIC
+""".strip().splitlines()[:-1]
+
+
+@pytest.mark.parametrize("line", IMPORTS)
+def test_an_import_with_the_name_swapped_works(line: str) -> None:
+    namespace: dict[str, Any] = {}
+    exec(line, namespace)
+    assert len(namespace) > 1
+
+
+def test_names_are_the_objects_of_fabricx() -> None:
+    pl = fx.pytorch
+    assert pl is importlib.import_module("fabricx.pytorch")
+    assert (pl.LightningModule, fx.LightningModule) == (fx.Module, fx.Module)
+    assert (pl.LightningDataModule, fx.LightningDataModule, pl.Trainer) == (fx.DataModule, fx.DataModule, fx.Trainer)
+    assert pl.callbacks.ModelCheckpoint is fx.callbacks.ModelCheckpoint is pl.callbacks.model_checkpoint.ModelCheckpoint
+    assert pl.loggers.CSVLogger is fx.loggers.CSVLogger
+    assert pl.utilities.rank_zero.rank_zero_only is pl.utilities.rank_zero_only
+    assert "EarlyStopping" in dir(pl.callbacks)
+    assert {"callbacks", "LightningModule"} <= set(dir(pl))
+    assert "rank_zero" in dir(pl.utilities)
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "message"),
+    [
+        ("from fabricx.pytorch.cli import LightningCLI", ImportError, "the command `fabricx fit"),
+        ("from fabricx import LightningCLI", ImportError, "the command `fabricx fit"),
+        ("from fabricx import Fabric", ImportError, "fabricx.Trainer"),
+        ("from fabricx.pytorch.lite import LightningLite", ImportError, "use fabricx.Trainer"),
+        ("from fabricx.pytorch.plugins import MixedPrecision", ImportError, r"set Trainer\(precision="),
+        ("from fabricx.pytorch.plugins.environments import SLURMEnvironment", ImportError, "are detected"),
+        ("from fabricx.pytorch.strategies import DeepSpeedStrategy", ImportError, 'strategy="fsdp"'),
+        ("from fabricx.pytorch.callbacks import ModelPruning", ImportError, "prune"),
+        ("import fabricx.pytorch.callback", ModuleNotFoundError, "Did you mean 'callbacks'"),
+        ("from fabricx.pytorch.callbacks import EarlyStoping", ImportError, "EarlyStoping"),
+        ("import fabricx; fabricx.pytorch.callbacks.EarlyStoping", AttributeError, "Did you mean 'EarlyStopping'"),
+        ("import fabricx; fabricx.pytorch.Trainr", AttributeError, "Did you mean 'Trainer'"),
+    ],
+)
+def test_a_name_that_is_not_here_is_an_error_with_its_successor(line: str, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        exec(line, {})
+
+
+def test_the_import_is_light() -> None:
+    program = "import sys, fabricx.pytorch; print([name for name in ('torch', 'hydra') if name in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert ended.stdout == "[]\n"
+
+
+def test_a_logger_with_lightnings_methods_works_with_the_import_swapped(tmp_path: Any) -> None:
+    from fabricx.pytorch.loggers.logger import Logger, rank_zero_experiment
+
+    from fabricx.testing import TinyModule, tiny_loader
+
+    class Mine(Logger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows: list[Any] = []
+            self.status = ""
+
+        @property
+        def name(self) -> str:
+            return "mine"
+
+        @property
+        def version(self) -> str:
+            return "0"
+
+        @property
+        @rank_zero_experiment
+        def experiment(self) -> Any:
+            return self.rows
+
+        def log_hyperparams(self, params: Any) -> None:
+            self.params = params
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            self.experiment.append((step, metrics))
+
+        def finalize(self, status: str) -> None:
+            super().finalize(status)
+            self.status = status
+
+    class Logs(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("a", 1.0)
+            return super().training_step(batch, batch_idx)
+
+    logger = Mine()
+    fx.Trainer(
+        max_epochs=1, logger=logger, default_root_dir=tmp_path, log_every_n_steps=1, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    ).fit(Logs(lr=0.5), tiny_loader())  # fmt: skip
+    assert logger.status == "success"
+    assert logger.params == {"lr": 0.5}
+    assert any("a" in metrics for _, metrics in logger.rows)
