@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from fabricx import plugins
 from fabricx.annotations import check_value
 from fabricx.core.options import TrainerOptions
-from fabricx.errors import did_you_mean
+from fabricx.errors import did_you_mean, nearest_key
 from fabricx.redaction import masked, masked_keys
 from fabricx.trainer import provenance
 
@@ -71,6 +71,30 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in resolved.items()}
 
 
+def recorded_configuration(run_dir: Path) -> DictConfig:
+    """Return the configuration that is recorded in a run's folder, with masked secrets.
+
+    Args:
+        run_dir: the run's folder.
+
+    Raises:
+        ValueError: the folder has no configuration.
+    """
+    file = provenance.newest_configuration(run_dir)
+    if not file.is_file():
+        if not run_dir.is_dir():
+            runs = sorted(str(path.parent) for path in Path("runs").glob("*/config.yaml"))
+            newest = f"\n  newest run: {runs[-1]}" if runs else ""
+            raise ValueError(f"{run_dir}: there is no such folder.{did_you_mean(str(run_dir), runs)}{newest}")
+        raise ValueError(
+            f"{run_dir} has no config.yaml: pass the folder of a run that was started by the command or @fx.main. To "
+            "resume a run from Python, use trainer.fit(..., ckpt_path=...)"
+        )
+    cfg = OmegaConf.load(file)
+    assert isinstance(cfg, DictConfig)
+    return cfg
+
+
 def configuration_of(run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the configuration of an earlier run, with overrides applied.
 
@@ -81,14 +105,7 @@ def configuration_of(run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: the folder has no configuration, the key of an override does not exist, or a secret is missing.
     """
-    file = run_dir / "config.yaml"
-    if not file.is_file():
-        raise ValueError(
-            f"{run_dir} has no config.yaml: pass the folder of a run that was started by the command or @fx.main. To "
-            "resume a run from Python, use trainer.fit(..., ckpt_path=...)"
-        )
-    cfg = OmegaConf.load(file)
-    assert isinstance(cfg, DictConfig)
+    cfg = recorded_configuration(run_dir)
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
@@ -99,9 +116,10 @@ def configuration_of(run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
         parent, _, name = key.rpartition(".")
         node: Any = OmegaConf.select(cfg, parent) if parent else cfg
         if not isinstance(node, DictConfig) or name not in node:
+            near = nearest_key(key, [*changed_settings({}, OmegaConf.to_container(cfg, resolve=False))])
             valid = [str(name) for name in (node if isinstance(node, DictConfig) else cfg)]
             raise ValueError(
-                f"{key}: the run's configuration has no such key.{did_you_mean(name, valid)}\n"
+                f"{key}: the run's configuration has no such key.{f' Did you mean {near!r}?' if near else ''}\n"
                 f"  known: {', '.join(valid)}"
             )
         cfg.merge_with_dotlist([override])  # omegaconf reads 1e-3 as a number, yaml.safe_load as text
@@ -112,6 +130,54 @@ def configuration_of(run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
             f"{run_dir} " + " ".join(f"{key}=..." for key in hidden)
         )
     return config
+
+
+def changed_settings(before: Any, after: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the settings that differ, by dotted key, as pairs of values.
+
+    Args:
+        before: a configuration, as plain data.
+        after: another configuration.
+        prefix: dotted key of both.
+
+    >>> changed_settings({"module": {"lr": 0.1, "hidden": 3}}, {"module": {"lr": 0.5, "hidden": 3}})
+    {'module.lr': (0.1, 0.5)}
+    """
+    if not (isinstance(before or {}, Mapping) and isinstance(after, Mapping)):
+        return {} if before == after else {prefix: (before, after)}
+    changed: dict[str, tuple[Any, Any]] = {}
+    before = before or {}
+    for key in [*before, *(key for key in after if key not in before)]:
+        changed |= changed_settings(before.get(key), after.get(key), f"{prefix}.{key}" if prefix else str(key))
+    return changed
+
+
+def check_same_model(config: Mapping[str, Any], saved: Any, checkpoint: str) -> dict[str, tuple[Any, Any]]:
+    """Compare module and data of a configuration with those of a checkpoint's run.
+
+    Args:
+        config: the configuration, as plain data.
+        saved: the configuration of the checkpoint's run; None if it has none.
+        checkpoint: its path, for the message.
+
+    Returns:
+        settings of them that differ, as pairs of the checkpoint's value and the present value.
+
+    Raises:
+        ValueError: the checkpoint was saved for another class; the message contains the settings of its run.
+    """
+    differing: dict[str, tuple[Any, Any]] = {}
+    config = masked(config)  # as the checkpoint's
+    for group in ("module", "data") if isinstance(saved, Mapping) else ():
+        now, then = config.get(group) or {}, saved.get(group) or {}
+        if now.get("_target_") != then.get("_target_"):
+            settings = [f"{name}.{key}={value}" for name in ("module", "data") for key, value in saved[name].items()]
+            raise ValueError(
+                f"{checkpoint} is of a run with {group}._target_={then.get('_target_')}, and this command has "
+                f"{now.get('_target_')}\n  to use it, set: {' '.join(settings)}"
+            )
+        differing |= changed_settings(then, now, group)
+    return differing
 
 
 def build(cfg: DictConfig | Mapping[str, Any]) -> tuple[Trainer, Module, DataModule | None]:

@@ -122,6 +122,35 @@ def nearest(name: str, valid: Iterable[str], similarity: float = 0.55) -> str | 
     return matches[0] if matches else None
 
 
+def nearest_key(key: str, keys: Iterable[str]) -> str | None:
+    """Return the known key that is most similar to a misspelt or incomplete key, or None.
+
+    Args:
+        key: as the user wrote it.
+        keys: known keys, dotted.
+
+    >>> known = ["trainer", "trainer.max_epochs", "module", "module.lr"]
+    >>> nearest_key("lr", known), nearest_key("trainer.max_epoch", known), nearest_key("max_epoch", known)
+    ('module.lr', 'trainer.max_epochs', 'trainer.max_epochs')
+    """
+    known = [name for name in keys if not key.startswith(f"{name}.") or "." in name]
+    complete = [name for name in known if name.endswith(f".{key}")]
+    if complete:
+        return min(complete, key=len)
+    if (match := nearest(key, known)) is not None and _similar(key, match):
+        return match
+    last = {name.rpartition(".")[2]: name for name in reversed(known)}
+    near = nearest(key.rpartition(".")[2], last)
+    if near is not None and _similar(key.rpartition(".")[2], near):
+        return last[near]
+    return match
+
+
+def _similar(key: str, name: str) -> bool:
+    """Return whether two keys differ by little; the threshold of `nearest` admits keys that share only their group."""
+    return nearest(key.rpartition(".")[2], [name.rpartition(".")[2]]) is not None
+
+
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """Return a sentence that suggests a valid name, to be appended to an error message; "" without a similar name.
 

@@ -129,8 +129,16 @@ def run_app(function: Callable[..., Any], arguments: list[str], folder: str | No
         sys.argv = before
 
 
+def error_message(error: Exception) -> str:
+    """Return the message for an error of a run: short for a mistake of the user, with a traceback for other errors.
+
+    Args:
+        error: raised by a run.
+    """
+    return _message(error, Composition("config", None), [], in_task=True)
+
+
 def _message(error: Exception, composition: Composition, arguments: Sequence[str], *, in_task: bool) -> str:
-    """Return the message for an error: short for a mistake of the user, with a traceback for an error of code."""
     error.__traceback__ = _within_task(error.__traceback__)
     if isinstance(error, (HydraException, OmegaConfBaseException)) or (type(error) is ValueError and not in_task):
         return f"error: {explain(error, composition, arguments)}"
@@ -234,7 +242,7 @@ def _job(function: Callable[..., Any], failed: list[tuple[str, Exception]]) -> C
 
 def _remove_unused(folder: Path) -> None:
     """Remove the folder of a job that failed before it trained: it has only the record of the command."""
-    record = ("config.yaml", "command.txt", "versions.json", "arguments.yaml")
+    record = ("config.yaml", "command.txt", "versions.json", "arguments.yaml", f"{HydraConfig.get().job.name}.log")
     with contextlib.suppress(OSError):
         files = list(folder.iterdir())
         if folder != Path.cwd() and all(

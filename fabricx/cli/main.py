@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from fabricx.errors import FabricxError, WorkerFailed, did_you_mean
-from fabricx.redaction import masked_text
+from fabricx.errors import ALL_FRAMES, WorkerFailed, did_you_mean
+from fabricx.redaction import masked_command, masked_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from fabricx.trainer.trainer import Trainer
 
+_LOG: Final = logging.getLogger(__name__)  # to fabricx.log in the folder of the run
 STAGES = ("fit", "validate", "test", "predict")
 COMMANDS = (*STAGES, "resume", "scale", "report", "status", "checkpoint", "doctor")
+RESUME_HELP = """\
+fabricx resume RUN_DIR [KEY=VALUE ...]
+
+Continue a run from its newest checkpoint, in its folder, with its configuration.
+KEY=VALUE changes the configuration; the changes are printed, and recorded in
+the folder as config-resumed-1.yaml and command-resumed-1.txt.
+
+  fabricx resume runs/2026-01-31_12-00-00-abcdef
+  fabricx resume runs/2026-01-31_12-00-00-abcdef trainer.max_epochs=20
+  fabricx resume runs/2026-01-31_12-00-00-abcdef trainer.devices=4 strategy=ddp
+
+The number of ranks may change: the global batches stay the same. Optimizers
+continue with the learning rates of the checkpoint.
+"""
 HELP = """\
 fabricx: training for PyTorch, distributed by a single setting
 
@@ -99,33 +118,58 @@ def _run(command: str, arguments: list[str]) -> None:
 
 def _resume(arguments: list[str]) -> int:
     """Continue a run in its folder from its newest checkpoint; return the exit status."""
-    from fabricx.config import configuration_of
-    from fabricx.launch.run_lock import exclusive_run
-    from fabricx.trainer.run_dir import checkpoints_of, newest_whole
+    from fabricx.cli.hydra_app import error_message
+    from fabricx.config import changed_settings, configuration_of, plain, recorded_configuration
+    from fabricx.redaction import masked
 
     if not arguments or arguments[0].startswith("-"):
-        print(
-            "fabricx resume RUN_DIR [KEY=VALUE ...]\n\n"
-            "Continue a run from its newest checkpoint, in its folder. Overrides change its configuration."
-        )
-        return 0 if arguments else 1
+        print(RESUME_HELP)
+        return 0 if arguments[:1] in (["-h"], ["--help"]) else 1
     run_dir = Path(arguments[0])
     sys.path.insert(0, os.getcwd())
     try:
         config = configuration_of(run_dir, arguments[1:])
-        with exclusive_run(run_dir):  # a run in progress could delete the checkpoints that are listed next
-            pass
-        dirpath = ((config.get("callbacks") or {}).get("model_checkpoint") or {}).get("dirpath")
-        checkpoints = checkpoints_of(run_dir, dirpath)
-        if not checkpoints:
-            raise ValueError(f"{run_dir} has no complete checkpoint to resume from; start a new run with: fabricx fit")
-        stopped, _ = run("fit", {**config, "ckpt_path": str(newest_whole(checkpoints))}, run_dir)
-    except (FabricxError, ValueError, LookupError) as error:
-        if os.environ.get("FABRICX_TRACEBACK"):
+        newest = _newest_of(run_dir, config)
+        changed = changed_settings(masked(plain(recorded_configuration(run_dir))), masked(config))
+        for key, (old, new) in changed.items():
+            print(f"{key}: {old} -> {new}")
+        if "seed" in changed:
+            print("the order of the data and random numbers continue with those of the checkpoint, not with the seed")
+        stopped = _run_resumed({**config, "ckpt_path": str(newest)}, run_dir, newest)
+    except Exception as error:
+        if os.environ.get(ALL_FRAMES):
             raise
-        print(f"error: {masked_text(str(error))}", file=sys.stderr)
+        print(masked_text(error_message(error)), file=sys.stderr)
         return 1
     return 130 if stopped else 0
+
+
+def _newest_of(run_dir: Path, config: dict[str, Any]) -> Path:
+    """Return the newest whole checkpoint of a run that is not in progress."""
+    from fabricx.launch.run_lock import exclusive_run
+    from fabricx.trainer.run_dir import checkpoints_of, newest_whole
+
+    with exclusive_run(run_dir):  # a run in progress could delete the checkpoints that are listed next
+        pass
+    dirpath = ((config.get("callbacks") or {}).get("model_checkpoint") or {}).get("dirpath")
+    checkpoints = checkpoints_of(run_dir, dirpath)
+    if not checkpoints:
+        raise ValueError(f"{run_dir} has no complete checkpoint to resume from; start a new run with: fabricx fit")
+    return newest_whole(checkpoints)
+
+
+def _run_resumed(config: dict[str, Any], run_dir: Path, newest: Path) -> bool:
+    """Resume a run, and record its new configuration and command, unless it fails before it saves anything."""
+    from fabricx.trainer import provenance
+
+    recorded = provenance.write_resumed(run_dir, {**config, "ckpt_path": None})
+    try:
+        return run("fit", config, run_dir)[0]
+    except BaseException:
+        if _newest_of(run_dir, config) == newest:
+            for file in recorded:
+                file.unlink(missing_ok=True)
+        raise
 
 
 def _scale(arguments: list[str]) -> int:
@@ -174,6 +218,7 @@ def run(command: str, config: dict[str, Any], run_dir: Path | None = None) -> tu
     from fabricx.config import build, check_settings
 
     check_settings(config)
+    _check_checkpoint(command, config, resumes=run_dir is not None)
     if config["seed"] is not None:
         from fabricx.core.rng import seed_everything
 
@@ -183,8 +228,11 @@ def run(command: str, config: dict[str, Any], run_dir: Path | None = None) -> tu
     assert run_dir is not None
     trainer.configure(config, run_dir)
     metrics: dict[str, Any] = {}
+    _LOG.info("%s: %s", command, masked_command(sys.orig_argv))
+    _LOG.info("run folder: %s; checkpoint: %s", run_dir, config["ckpt_path"])
     if command == "fit":
         trainer.fit(module, datamodule=data, ckpt_path=config["ckpt_path"])
+        _say_if_nothing_was_left(trainer, run_dir)
         metrics.update(trainer.callback_metrics)  # the test replaces them
         if config["test"] and not trainer.interrupted and not trainer.fast_dev_run:
             _test(trainer, data, run_dir)
@@ -196,10 +244,56 @@ def run(command: str, config: dict[str, Any], run_dir: Path | None = None) -> tu
     else:
         getattr(trainer, command)(module, datamodule=data, ckpt_path=config["ckpt_path"])
     metrics.update(trainer.callback_metrics)
+    _LOG.info("%s ended: %s", command, {name: float(value) for name, value in metrics.items()})
     if trainer.is_global_zero and command == "fit":
         _print_summary(trainer, run_dir, metrics)
     value = metrics.get(config["monitor"] or "")
     return trainer.interrupted, None if value is None else float(value)
+
+
+def _check_checkpoint(command: str, config: dict[str, Any], *, resumes: bool) -> None:
+    """Refuse an evaluation without a checkpoint, and a checkpoint of another model."""
+    from fabricx.checkpoint import is_committed, read_manifest
+    from fabricx.checkpoint.storage import as_path
+    from fabricx.config import check_same_model
+    from fabricx.trainer.run_dir import resolve_checkpoint
+
+    path = config["ckpt_path"]
+    newest = None
+    root = Path(config["trainer"].get("default_root_dir") or ".")
+    with contextlib.suppress(ValueError):  # there is none
+        looks = path == "last" or (path is None and command != "fit")
+        newest = resolve_checkpoint("last", None, None, root, trains=command == "fit") if looks else None
+    if command != "fit" and (path is None or (path == "last" and newest is None)):
+        found = "there is none in runs" if newest is None else f"the newest is ckpt_path={os.path.relpath(newest)}"
+        raise ValueError(
+            f"fabricx {command} needs a checkpoint: set ckpt_path to its path, or to last; {found}\n  for the weights "
+            "that the module's constructor sets: ckpt_path=none"
+        )
+    if path == "none":
+        config["ckpt_path"] = None
+        print(f"{command}: the weights that the module's constructor sets, without a checkpoint", file=sys.stderr)
+        return
+    checkpoint = newest if path == "last" else as_path(path) if path not in (None, "best") else None
+    if checkpoint is not None and is_committed(checkpoint):
+        differing = check_same_model(config, read_manifest(checkpoint).get("configuration"), str(path))
+        for key, (old, new) in differing.items() if not resumes else ():
+            print(f"note: {key}={new}, and the checkpoint's run had {old}", file=sys.stderr)
+
+
+def _say_if_nothing_was_left(trainer: Trainer, run_dir: Path) -> None:
+    """Say that a run was resumed after its end, so that nothing was trained."""
+    from fabricx.checkpoint import is_committed, read_manifest
+    from fabricx.checkpoint.storage import as_path
+
+    begun = None if trainer.ckpt_path is None else as_path(trainer.ckpt_path)
+    if begun is None or trainer.interrupted or not is_committed(begun) or not trainer.is_global_zero:
+        return
+    if trainer.global_step == read_manifest(begun).get("step"):
+        command = f"{_command('fabricx')} resume {os.path.relpath(run_dir)}"
+        print(
+            f"nothing was left to train; to train on: {command} trainer.max_epochs={2 * max(1, trainer.current_epoch)}"
+        )
 
 
 def _test(trainer: Trainer, data: Any, run_dir: Path) -> None:
@@ -223,13 +317,21 @@ def _test(trainer: Trainer, data: Any, run_dir: Path) -> None:
         raise
 
 
-def _print_summary(trainer: Any, run_dir: Path, metrics: Mapping[str, Any]) -> None:
+def _print_summary(trainer: Trainer, run_dir: Path, metrics: Mapping[str, Any]) -> None:
     shown = "  ".join(f"{name}={float(value):.4g}" for name, value in sorted(metrics.items()))
+    epochs = f"{trainer.current_epoch} epoch{'' if trainer.current_epoch == 1 else 's'}"
+    print(f"\n{trainer.global_step} step{'' if trainer.global_step == 1 else 's'}, {epochs}")
+    width = shutil.get_terminal_size((80, 24)).columns
+    for line in textwrap.wrap(shown, width - 2, break_long_words=False):
+        print(f"  {line}")
     where = os.path.relpath(run_dir)
-    print(f"\n{trainer.global_step} steps, {trainer.current_epoch} epochs: {shown}")
-    print(f"run folder: {where}; to show its charts: {_command('tensorboard')} --logdir {Path(where).parent}")
+    if trainer.fast_dev_run:
+        return
+    print(f"run folder: {where}")
+    if trainer.loggers:
+        print(f"charts: {_command('tensorboard')} --logdir {Path(where).parent}")
     if trainer.enable_telemetry and trainer.writes:
-        print(f"for a report of the time spent: {_command('fabricx')} report {where}")
+        print(f"report: {_command('fabricx')} report {where}")
 
 
 def _command(name: str) -> str:

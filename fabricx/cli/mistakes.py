@@ -15,8 +15,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from fabricx import conf
-from fabricx.cli.overrides import nearest_key, parsed
-from fabricx.errors import did_you_mean
+from fabricx.cli.overrides import parsed
+from fabricx.errors import did_you_mean, nearest_key
 
 _NAMED_ENTRIES = ("callbacks", "logger")  # an entry of these groups is added under any name
 _CLASSES = {"module": "Net", "data": "Data", "strategy": "Strategy"}  # groups with a `_target_`

@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from fabricx.errors import nearest
+from fabricx.errors import nearest, nearest_key
 
 _FLAGS: Final = (  # of Hydra
     "--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r",
@@ -99,35 +99,6 @@ def _unknown_flag(argument: str, rest: list[str], keys: list[str]) -> str:
 def _known(key: str, keys: list[str]) -> str:
     """Return the known key that a user means; the key itself if none is similar."""
     return key if key in keys else nearest_key(key, keys) or key
-
-
-def nearest_key(key: str, keys: Iterable[str]) -> str | None:
-    """Return the known key that is most similar to a misspelt or incomplete key, or None.
-
-    Args:
-        key: as the user wrote it.
-        keys: known keys, dotted.
-
-    >>> known = ["trainer", "trainer.max_epochs", "module", "module.lr"]
-    >>> nearest_key("lr", known), nearest_key("trainer.max_epoch", known), nearest_key("max_epoch", known)
-    ('module.lr', 'trainer.max_epochs', 'trainer.max_epochs')
-    """
-    known = [name for name in keys if not key.startswith(f"{name}.") or "." in name]
-    complete = [name for name in known if name.endswith(f".{key}")]
-    if complete:
-        return min(complete, key=len)
-    if (match := nearest(key, known)) is not None and _similar(key, match):
-        return match
-    last = {name.rpartition(".")[2]: name for name in reversed(known)}
-    near = nearest(key.rpartition(".")[2], last)
-    if near is not None and _similar(key.rpartition(".")[2], near):
-        return last[near]
-    return match
-
-
-def _similar(key: str, name: str) -> bool:
-    """Return whether two keys differ by little; the threshold of `nearest` admits keys that share only their group."""
-    return nearest(key.rpartition(".")[2], [name.rpartition(".")[2]]) is not None
 
 
 def _quoted(argument: str, key: str, value: str) -> str:

@@ -296,11 +296,41 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
         raise CheckpointError(f"{path} holds weights only: it can be evaluated, but training can't go on from it")
     if missing := [part for part in _NEEDED if part not in state]:
         raise CheckpointError(f"{path} lacks {', '.join(missing)}: training can't go on from it")
-    session.strategy.load_state_dict(state["strategy"], session.module, session.optimizers)
+    configured = _hyperparameters(session)
+    try:
+        session.strategy.load_state_dict(state["strategy"], session.module, session.optimizers)
+    except RuntimeError as error:
+        if not str(error).startswith("Error(s) in loading state_dict"):
+            raise
+        raise CheckpointError(f"the weights in {path} are not those of the module: {error}") from None
+    _report_hyperparameters(session, configured)
     state["state"]["attempt"] = state["state"].get("attempt", 0) + 1
     rank = session.world.rank if len(state["ranks"]) == session.world.size else None
     restore_run(session, state, rank=rank)
     session.metrics.loggers.rewind(session.state.step)
+
+
+def _hyperparameters(session: Session) -> list[dict[str, Any]]:
+    """Return the numbers with which each parameter group of the optimizers begins."""
+    groups = [group for optimizer in session.optimizers for group in optimizer.param_groups]
+    numbers = [{name: value for name, value in group.items() if isinstance(value, (int, float))} for group in groups]
+    return [{**found, "lr": found.get("initial_lr", found.get("lr"))} for found in numbers]
+
+
+def _report_hyperparameters(session: Session, configured: Sequence[Mapping[str, Any]]) -> None:
+    """Print numbers of `configure_optimizers` that the checkpoint has replaced."""
+    restored = _hyperparameters(session)
+    pairs = {
+        f"{name}={now[name]} (configured: {value})": None
+        for before, now in zip(configured, restored, strict=False)
+        for name, value in before.items()
+        if name != "initial_lr" and name in now and now[name] != value
+    }
+    if pairs:
+        session.print(
+            f"the optimizer continues with the checkpoint's {', '.join(pairs)}; to train with other values, set "
+            "them in optimizer.param_groups in on_train_start"
+        )
 
 
 def restore_run(session: Session, state: dict[str, Any], *, rank: int | None) -> None:
@@ -409,10 +439,16 @@ def _print_global_batch(session: Session, before: int) -> None:
     )
     if not session.serving.global_updates:
         why = "an update has batch_size x accumulate_grad_batches samples of a single worker"
+    per_batch = max(1, now // max(1, _batch_size(session)))  # updates have so many times the batch size
+    keep = f"; to keep {before}, set batch_size={before // per_batch}" if before % per_batch == 0 else ""
     session.print(
         f"each update has {now} samples from here on, where it had {before} before the checkpoint: {why}; learning "
-        "rates are not adapted"
+        f"rates are not adapted{keep}"
     )
+
+
+def _batch_size(session: Session) -> int:
+    return int(getattr(session.data.train_dataloader, "batch_size", None) or 0)
 
 
 def recount_batches(session: Session) -> None:

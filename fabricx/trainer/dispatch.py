@@ -6,8 +6,9 @@ import contextlib
 import functools
 import secrets
 import signal
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -28,7 +29,7 @@ from fabricx.launch.signals import TERMINATED, termination_signals
 from fabricx.telemetry.aggregator import Aggregator
 from fabricx.trainer import cluster_run
 from fabricx.trainer.process import decided_by_main_rank, device_of, interruptible
-from fabricx.trainer.run_dir import new_run_dir, resolve_checkpoint
+from fabricx.trainer.run_dir import describe, new_run_dir, resolve_checkpoint
 from fabricx.trainer.run_request import Job, check_job
 from fabricx.trainer.set_up import execute, next_job
 from fabricx.trainer.worker_run import elastic_policy, run_in_workers
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from fabricx.core.strategy import Strategy
     from fabricx.fault_tolerance.controller import ElasticPolicy
     from fabricx.trainer.interface import TrainerInterface
+
+_USES: Final = {"fit": "continues from", "validate": "validates", "test": "tests", "predict": "predicts with"}
 
 
 def dispatch(trainer: TrainerInterface, job: Job) -> Any:
@@ -161,6 +164,8 @@ def _prepare_run_dir(
             job.ckpt_path, trainer.checkpoint_callback, trainer.run_dir, Path(trainer.default_root_dir),
             trains=job.stage == "fit",
         )  # fmt: skip
+        if path is not None and job.ckpt_path != "best":
+            print(f"{_USES[job.stage]} {describe(path)}", file=sys.stderr, flush=True)
         return None if path is None else str(path)
 
     # An existing folder is locked first, because another process may use it; a new folder needs a valid checkpoint.

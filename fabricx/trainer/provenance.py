@@ -36,6 +36,38 @@ def write(run_dir: Path, config: Mapping[str, Any] | None) -> None:
         (run_dir / "config.yaml").write_text(_yaml(masked(config)))
 
 
+def write_resumed(run_dir: Path, config: Mapping[str, Any]) -> list[Path]:
+    """Record that a run is resumed: `config-resumed-1.yaml`, command and versions, beside the records of its begin.
+
+    Args:
+        run_dir: the run's folder.
+        config: the configuration from here on.
+
+    Returns:
+        the files.
+    """
+    number = len(list(run_dir.glob("config-resumed-*.yaml"))) + 1
+    texts = {
+        f"config-resumed-{number}.yaml": _yaml(masked(config)),
+        f"command-resumed-{number}.txt": masked_command(sys.orig_argv) + "\n",
+        f"versions-resumed-{number}.json": json.dumps({**versions(), "git": git_commit(Path.cwd())}, indent=2) + "\n",
+    }
+    for name, text in texts.items():
+        (run_dir / name).write_text(text)
+    return [run_dir / name for name in texts]
+
+
+def newest_configuration(run_dir: Path) -> Path:
+    """Return the file with the configuration of a run since it was resumed last, or at its begin.
+
+    Args:
+        run_dir: the run's folder.
+    """
+    resumed = run_dir.glob("config-resumed-*.yaml")
+    numbered = {int(file.stem.rpartition("-")[2]): file for file in resumed if file.stem.rpartition("-")[2].isdecimal()}
+    return numbered[max(numbered)] if numbered else run_dir / "config.yaml"
+
+
 def mask_file(file: Path) -> None:
     """Mask the secrets in a YAML file, for example of Hydra; a file without secrets is not written.
 

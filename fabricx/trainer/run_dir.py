@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import secrets
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from fabricx.checkpoint import is_committed, is_foreign, list_committed, read_foreign, read_manifest, verify
-from fabricx.checkpoint.storage import as_path
+from fabricx.checkpoint.storage import as_path, is_local
 from fabricx.errors import CheckpointError, did_you_mean
+from fabricx.launch.run_lock import lock_owner
+from fabricx.telemetry.events import FOLDER
+from fabricx.telemetry.reader import open_untrusted
 
 if TYPE_CHECKING:
     from fabricx.core.callback import Callback
+
+_LAST: Final = 65536  # bytes at the end of a file that contain its last record
 
 
 def new_run_dir(root: Path) -> Path:
@@ -48,7 +55,10 @@ def resolve_checkpoint(
     if path == "best":
         best = getattr(callback, "best_model_path", "")
         if not best:
-            raise ValueError("ckpt_path='best': no checkpoint was written yet; call fit first, or pass a path")
+            raise ValueError(
+                "ckpt_path='best': this trainer has written no checkpoint yet; call fit first, or pass the path of a "
+                "checkpoint"
+            )
         return as_path(best)
     if path == "last":
         folders = [getattr(callback, "dirpath", None)]
@@ -67,12 +77,48 @@ def resolve_checkpoint(
         read_foreign(checkpoint, "meta")  # an error before any process starts
         return checkpoint.resolve()
     if not is_committed(checkpoint):
-        near = [str(p) for p in list_committed(checkpoint)] or [str(p) for p in list_committed(checkpoint.parent)]
-        there = f"\n  complete checkpoints: {', '.join(near)}" if near else ""
-        hint = did_you_mean(str(path), ["last", "best", *near])
+        nearby = (checkpoint, checkpoint / "checkpoints", checkpoint.parent)
+        near = next(filter(None, ([str(found) for found in list_committed(place)] for place in nearby)), [])
+        there = "".join(f"\n  {found}" for found in ["complete checkpoints:", *near]) if near else ""
+        hint = did_you_mean(str(path), ["last", "best", *near]) if not checkpoint.is_dir() else ""
         raise ValueError(f"ckpt_path={str(path)!r}: there is no complete checkpoint.{hint}{there}")
     verify(checkpoint)
     return checkpoint.resolve()
+
+
+def describe(checkpoint: Path) -> str:
+    """Return the path of a checkpoint with its position, and how the run that wrote it ended.
+
+    Args:
+        checkpoint: a complete checkpoint, or a file of another program.
+    """
+    shown = os.path.relpath(checkpoint) if is_local(checkpoint) else str(checkpoint)
+    shown = min(shown, str(checkpoint), key=len)
+    if is_foreign(checkpoint):
+        return shown
+    manifest = read_manifest(checkpoint)
+    ending = ending_of(checkpoint.parent.parent) if is_local(checkpoint) else ""
+    return f"{shown} (step {manifest.get('step')}, epoch {manifest.get('epoch')}{ending and f'; its run {ending}'})"
+
+
+def ending_of(run_dir: Path) -> str:
+    """Return how a run ended, such as "failed"; "" without records of a run.
+
+    Args:
+        run_dir: the run's folder.
+    """
+    owner = lock_owner(run_dir) if (run_dir / "running").exists() else None
+    if owner is not None and owner.split()[:1] != [str(os.getpid())]:
+        return "is in progress"
+    try:
+        newest = max((run_dir / FOLDER).glob("launcher-*.jsonl"), key=lambda file: file.stat().st_mtime)
+        with open_untrusted(newest) as file:
+            file.seek(max(0, newest.stat().st_size - _LAST))
+            record = json.loads(file.read().splitlines()[-1])
+    except (OSError, ValueError, IndexError):
+        return ""
+    endings = {"success": "is complete", "failed": "failed", "interrupted": "was interrupted"}
+    return endings.get(str(record.get("ending")), "was killed")
 
 
 def checkpoints_of(run_dir: Path, folder: str | Path | None = None) -> list[Path]:

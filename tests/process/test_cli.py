@@ -44,15 +44,37 @@ def test_a_run_says_what_came_out_and_where_it_is(own_folder: Path) -> None:
     assert command.encode() in texts.Tensors("command/text_summary")[0].tensor_proto.string_val[0]
     assert b"max_epochs: 2" in texts.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
     last = next((run / "checkpoints").glob("last.ckpt"))
-    assert "test_accuracy" in fabricx("test", f"ckpt_path={last}")
-    assert "val_accuracy" in fabricx("validate", "ckpt_path=last")
+    assert "fit ended" in (run / "fabricx.log").read_text()
+    said = fabricx("test", f"ckpt_path={last}", "module.lr=0.1")
+    assert "test_accuracy" in said
+    assert "note: module.lr=0.1, and the checkpoint's run had 0.005" in said
+    assert "(step 10, epoch 1; its run is complete)" in said
+    said = fabricx("validate", "ckpt_path=last")
+    assert "val_accuracy" in said
+    assert f"validates runs/{run.name}/checkpoints/" in said
+    assert f"the newest is ckpt_path=runs/{run.name}/checkpoints/" in fabricx("test", fails=True)
+    assert "constructor" in fabricx("test", "ckpt_path=none", "trainer.limit_test_batches=1")
+    said = fabricx("test", "ckpt_path=last", "experiment=charlm", fails=True)
+    assert "module._target_=fabricx.demo.digits.DigitsClassifier module.hidden=128" in said
     assert "predictions.pt" in fabricx("predict", f"ckpt_path={last}", "trainer.devices=2")
 
 
 def test_a_run_is_resumed_in_its_folder_and_its_checkpoints_are_looked_after(own_folder: Path) -> None:
     fabricx("fit", "trainer.devices=2", *SHORT)
     [run] = (own_folder / "runs").iterdir()
-    assert "15 steps, 3 epochs" in fabricx("resume", str(run), "trainer.max_epochs=3", "strategy=ddp")
+    said = fabricx("resume", str(run), "trainer.max_epochs=3", "strategy=ddp", "module.lr=0.5", "data.batch_size=16")
+    assert "15 steps, 3 epochs" in said
+    assert "trainer.max_epochs: 2 -> 3" in said
+    assert "the optimizer continues with the checkpoint's lr=0.005 (configured: 0.5)" in said
+    assert "each update has 32 samples from here on, where it had 64" in said
+    assert "to keep 64, set batch_size=32" in said
+    assert yaml.safe_load((run / "config.yaml").read_text())["module"]["lr"] == 0.005
+    assert yaml.safe_load((run / "config-resumed-1.yaml").read_text())["module"]["lr"] == 0.5
+    assert "module.lr=0.5" in (run / "command-resumed-1.txt").read_text()
+    said = fabricx("resume", str(run), "module.hidden=7", "trainer.max_epochs=4", fails=True)
+    assert "are not those of the module" in said
+    assert not (run / "config-resumed-2.yaml").exists()
+    assert "nothing was left to train; to train on:" in fabricx("resume", str(run))  # with 3 epochs, as resumed
     listed = fabricx("checkpoint", "ls", "runs").splitlines()
     assert [line.split()[:4] for line in listed] == [["step", "epoch", "ranks", "strategy"], ["15", "2", "2", "DDP"]]
     assert fabricx("checkpoint", "verify", str(run)).startswith("whole")
@@ -66,8 +88,8 @@ def test_a_run_is_resumed_in_its_folder_and_its_checkpoints_are_looked_after(own
     assert "DAMAGED" in fabricx("checkpoint", "verify", str(run), fails=True)
     assert "all checkpoints" in fabricx("resume", str(run), fails=True)
     said = fabricx("resume", str(run), "trainer.max_epoch=4", fails=True)
-    assert "Did you mean 'max_epochs'?" in said
-    assert "has no config.yaml" in fabricx("resume", "nowhere", fails=True)
+    assert "Did you mean 'trainer.max_epochs'?" in said
+    assert "there is no such folder" in fabricx("resume", "nowhere", fails=True)
 
 
 def test_a_sweep_has_one_folder_for_each_job_whatever_the_number_of_ranks(own_folder: Path) -> None:

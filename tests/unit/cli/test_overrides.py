@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from fabricx.cli.overrides import arranged, nearest_key, parsed
+from fabricx.cli.overrides import arranged, parsed
+from fabricx.errors import nearest_key
 
 KEYS = [
     "trainer",
