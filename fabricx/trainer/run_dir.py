@@ -55,10 +55,7 @@ def resolve_checkpoint(
     if path == "best":
         best = getattr(callback, "best_model_path", "")
         if not best:
-            raise ValueError(
-                "ckpt_path='best': this trainer has written no checkpoint yet; call fit first, or pass the path of a "
-                "checkpoint"
-            )
+            raise ValueError("ckpt_path='best': no checkpoint was written yet; call fit first, or pass a path")
         return as_path(best)
     if path == "last":
         folders = [getattr(callback, "dirpath", None)]
@@ -79,7 +76,8 @@ def resolve_checkpoint(
     if not is_committed(checkpoint):
         nearby = (checkpoint, checkpoint / "checkpoints", checkpoint.parent)
         near = next(filter(None, ([str(found) for found in list_committed(place)] for place in nearby)), [])
-        there = "".join(f"\n  {found}" for found in ["complete checkpoints:", *near]) if near else ""
+        there = "".join(f"\n  {found}" for found in near[1:])
+        there = f"\n  complete checkpoints: {near[0]}{there}" if near else ""
         hint = did_you_mean(str(path), ["last", "best", *near]) if not checkpoint.is_dir() else ""
         raise ValueError(f"ckpt_path={str(path)!r}: there is no complete checkpoint.{hint}{there}")
     verify(checkpoint)

@@ -11,7 +11,7 @@ import torch
 
 from fabricx import checkpoint
 from fabricx.errors import CheckpointError
-from fabricx.trainer.run_dir import checkpoints_of, new_run_dir, newest_whole, resolve_checkpoint
+from fabricx.trainer.run_dir import checkpoints_of, describe, ending_of, new_run_dir, newest_whole, resolve_checkpoint
 
 
 def saved(path: Path, step: int = 0, **manifest: Any) -> Path:
@@ -78,7 +78,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_message(
 def test_a_path_without_a_checkpoint_names_those_beside_it(tmp_path: Path) -> None:
     good = saved(tmp_path / "checkpoints" / "epoch=1.ckpt")
     assert resolved(tmp_path, good) == good
-    for wrong in (tmp_path / "checkpoints", tmp_path / "checkpoints" / "epoch=2.ckpt"):
+    for wrong in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "epoch=2.ckpt"):
         with pytest.raises(ValueError, match=r"there is no complete checkpoint.*\n  complete checkpoints: .*epoch=1"):
             resolved(tmp_path, wrong)
     with pytest.raises(ValueError, match="Did you mean 'last'"):
@@ -95,3 +95,25 @@ def test_a_run_is_resumed_from_checkpoints_and_snapshots_by_step(tmp_path: Path)
     assert checkpoints_of(tmp_path) == [early, snapshot, late]
     elsewhere = saved(tmp_path / "own" / "c.ckpt", 6)
     assert checkpoints_of(tmp_path, tmp_path / "own") == [snapshot, elsewhere]
+
+
+@pytest.mark.parametrize(
+    ("records", "ending"),
+    [
+        ('{"kind": "launched"}\n{"kind": "closed", "ending": "failed"}\n', "failed"),
+        ('{"kind": "closed", "ending": "interrupted"}\n', "was interrupted"),
+        ('{"kind": "closed", "ending": "success"}\n', "is complete"),
+        ('{"kind": "launched"}\n', "was killed"),
+        ("no record", ""),
+        (None, ""),
+    ],
+)
+def test_a_checkpoint_is_described_with_the_ending_of_its_run(tmp_path: Path, records: str | None, ending: str) -> None:
+    path = saved(tmp_path / "checkpoints" / "a.ckpt", 5)
+    if records is not None:
+        (tmp_path / "telemetry").mkdir()
+        (tmp_path / "telemetry" / "launcher-1.jsonl").write_text(records)
+    assert ending_of(tmp_path) == ending
+    text = describe(path)
+    assert "(step 5, epoch" in text
+    assert text.endswith(f"; its run {ending})" if ending else ")")
