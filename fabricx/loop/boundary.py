@@ -13,7 +13,7 @@ from fabricx.distributed import heartbeat
 from fabricx.loop.evaluation import validate_in_fit
 from fabricx.session.save_points import publish_hooks_done
 from fabricx.session.schedule import agree_at_boundary, limit_reached, validation_due
-from fabricx.telemetry.recorder import Span
+from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session

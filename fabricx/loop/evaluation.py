@@ -15,7 +15,7 @@ from fabricx.core.state import Phase
 from fabricx.core.transfer import cpu
 from fabricx.data import Feed, Microbatch
 from fabricx.distributed.collective_guard import ALL_JOIN, without_sample
-from fabricx.telemetry.recorder import Span
+from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session

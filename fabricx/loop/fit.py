@@ -30,7 +30,7 @@ from fabricx.session.schedule import (
     limit_reached,
     validation_due_at_end,
 )
-from fabricx.telemetry.recorder import Span
+from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session

@@ -15,7 +15,7 @@ from fabricx.loop.microbatch import step_and_backward
 from fabricx.loop.update import update
 from fabricx.session.rank_state import LoggedMark
 from fabricx.session.schedule import check_any_batch, count_without_update, next_section
-from fabricx.telemetry.recorder import Span
+from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session

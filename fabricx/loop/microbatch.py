@@ -15,7 +15,7 @@ from fabricx.data import Microbatch
 from fabricx.distributed.collective_guard import ALL_JOIN, without_sample
 from fabricx.loop.update import zero_grad
 from fabricx.session.accumulation import NO_LOSS
-from fabricx.telemetry.recorder import Span
+from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session

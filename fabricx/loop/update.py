@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from fabricx.data import Microbatch
 from fabricx.loop import manual_optimization
 from fabricx.loop.lr_schedules import step_schedules
-from fabricx.telemetry.recorder import Span
+from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session

@@ -24,7 +24,7 @@ from fabricx.redaction import masked
 from fabricx.session.rank_state import restore_rank_states
 from fabricx.session.save_points import check_savable, meet_to_save
 from fabricx.session.schedule import validation_due_of_end
-from fabricx.telemetry.recorder import Span
+from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session

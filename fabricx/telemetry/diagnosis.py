@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from fabricx.telemetry.recorder import Span
+from fabricx.telemetry.events import Span
 from fabricx.telemetry.run import NOT_OF_A_STEP, WAITING, Row, Run, joined
 
 SPAN_LABELS: Final[Mapping[str, str]] = {

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -18,6 +19,22 @@ from fabricx.redaction import masked_values
 FOLDER: Final = "telemetry"  # subfolder of the run's folder
 _OPEN: weakref.WeakSet[EventFile] = weakref.WeakSet()
 _IDENTITY: Final = "run"  # file in that folder with the run's id
+
+
+class Span(StrEnum):
+    """Categories of a rank's time. Waiting for other ranks is subtracted from the span in which it occurs."""
+
+    DATA = "data"
+    TRANSFER = "transfer"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    WAIT = "wait"
+    OPTIMIZER = "optimizer"
+    PUSH = "push"
+    PULL = "pull"
+    CHECKPOINT = "checkpoint"
+    VALIDATION = "validation"
+    OTHER = "other"
 
 
 def run_id(run_dir: Path) -> str:

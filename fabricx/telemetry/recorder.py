@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
@@ -22,29 +21,13 @@ import torch
 from fabricx.distributed import heartbeat
 from fabricx.distributed.generations import membership
 from fabricx.distributed.world import WAITED_S, World
-from fabricx.telemetry.events import EventFile, finite
+from fabricx.telemetry.events import EventFile, Span, finite
 from fabricx.telemetry.logs import LogSettings, logging_to
 
 _WRITE_INTERVAL_S: Final = 1.0  # seconds between two writes of new laps
 _STUCK_S: Final = 5.0  # seconds without a lap after which the training thread's source line is recorded
 _DOUBLING_BYTES: Final = 2**26  # each time a file grows by this size, the number of steps per row doubles
 _clock = time.monotonic
-
-
-class Span(StrEnum):
-    """Categories of a rank's time. Waiting for other ranks is subtracted from the span in which it occurs."""
-
-    DATA = "data"
-    TRANSFER = "transfer"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    WAIT = "wait"
-    OPTIMIZER = "optimizer"
-    PUSH = "push"
-    PULL = "pull"
-    CHECKPOINT = "checkpoint"
-    VALIDATION = "validation"
-    OTHER = "other"
 
 
 class Waiting(Protocol):

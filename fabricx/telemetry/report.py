@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from fabricx.telemetry.diagnosis import diagnose, straggler_scores
-from fabricx.telemetry.events import FOLDER
+from fabricx.telemetry.events import FOLDER, Span
 from fabricx.telemetry.reader import Files, check_run, is_foreign_link
-from fabricx.telemetry.recorder import Span
 from fabricx.telemetry.run import Run, joined
 from fabricx.telemetry.timeline import History
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
+from fabricx.telemetry.events import Span
 from fabricx.telemetry.reader import Record
-from fabricx.telemetry.recorder import Span
 from fabricx.telemetry.timeline import NoHistory
 
 WARM_UP: Final = 2  # first steps of each process, which are not representative and are ignored

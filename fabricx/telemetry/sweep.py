@@ -16,6 +16,7 @@ from fabricx.telemetry.report import CONFIG_FILES, LoadedRun, final_values
 
 _MAX_CONFIG: Final = 20_000  # characters of a configuration
 _MAX_NODES: Final = 20_000  # nodes of a configuration; a larger configuration is not compared
+_MAX_LABEL: Final = 160  # characters of a run's label
 _NOT_COMPARED: Final = frozenset({"run_dir", "default_root_dir"})  # differ in each run by themselves
 
 
@@ -44,7 +45,8 @@ class Sweep:
 
     Attributes:
         entries: the runs.
-        keys: keys of the configuration whose values differ.
+        keys: keys of the configuration whose values differ, or which only some runs have.
+        varied: keys with at least two values.
         metrics: names of all metrics.
         monitor: metric by which the runs are ranked; "" if unknown.
         mode: "min" or "max".
@@ -52,6 +54,7 @@ class Sweep:
 
     entries: list[Entry]
     keys: list[str]
+    varied: list[str]
     metrics: list[str]
     monitor: str
     mode: str
@@ -78,15 +81,17 @@ def sweep_of(runs: Sequence[LoadedRun]) -> Sweep:
     finite = [score for score in scores if math.isfinite(score)]
     target = (max if mode == "max" else min)(finite, default=math.nan)
     winner = scores.index(target) if finite else -1
+    varied = [key for key in differ if len({config[key] for config in flat if key in config}) > 1]
+    names = short_names(varied or differ)
     entries = []
     for index, (loaded, config, score) in enumerate(zip(runs, flat, scores, strict=True)):
         swept = {key: config[key] for key in differ if key in config}
-        label = ", ".join(f"{name}={swept[key]}" for key, name in short_names(differ).items() if key in swept)
+        label = ", ".join(f"{name}={swept[key]}" for key, name in names.items() if key in swept)[:_MAX_LABEL]
         entries.append(Entry(loaded, swept, label or loaded.run_dir.name, score, index == winner))
     labels = [entry.label for entry in entries]
     if len(set(labels)) < len(labels):  # repeated values: folders distinguish the runs
         entries = [Entry(e.loaded, e.swept, f"{e.loaded.run_dir.name}: {e.label}", e.score, e.best) for e in entries]
-    return Sweep(entries, differ, metrics, monitor, mode)
+    return Sweep(entries, differ, varied, metrics, monitor, mode)
 
 
 def comparison(runs: Sequence[LoadedRun]) -> tuple[list[str], list[list[str]]]:

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
-from fabricx.telemetry.recorder import Span
+from fabricx.telemetry.events import Span
 
 # What a rank does outside of the spans of its recorder:
 START: Final = "start-up"  # from the launch to the first batch

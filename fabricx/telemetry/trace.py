@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from fabricx.telemetry.diagnosis import SPAN_LABELS
-from fabricx.telemetry.events import FOLDER
+from fabricx.telemetry.events import FOLDER, Span
 from fabricx.telemetry.reader import Files, Record
-from fabricx.telemetry.recorder import Span
 from fabricx.telemetry.run import Run
 
 NAME: Final = "trace.json"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from fabricx.telemetry.recorder import Span
+from fabricx.telemetry.events import Span
 from fabricx.telemetry.timeline import AFTER, DOWN, RECOVERY, START, UNMEASURED, Timeline
 
 _COMPUTE: Final = (Span.TRANSFER, Span.FORWARD, Span.BACKWARD, Span.OPTIMIZER)

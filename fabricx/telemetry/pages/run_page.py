@@ -11,13 +11,12 @@ from typing import Any, Final
 
 from fabricx.redaction import masked_text
 from fabricx.telemetry.diagnosis import SPAN_LABELS
-from fabricx.telemetry.events import FOLDER
+from fabricx.telemetry.events import FOLDER, Span
 from fabricx.telemetry.pages import render
 from fabricx.telemetry.pages.charts import Points, Tick, duration_text, nice_ticks
 from fabricx.telemetry.pages.gallery import Curves, moving, sections_of
 from fabricx.telemetry.pages.lanes import ACTIVITIES, SVG_CELLS, Activity, Lane, lane_svg, lanes
 from fabricx.telemetry.reader import open_untrusted
-from fabricx.telemetry.recorder import Span
 from fabricx.telemetry.report import (
     CONFIG_FILES,
     LoadedRun,

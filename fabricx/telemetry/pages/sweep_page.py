@@ -17,6 +17,7 @@ from fabricx.telemetry.sweep import Entry, Sweep, comparison, short_names, sweep
 
 _MAX_SCATTERS: Final = 12  # keys with a picture
 _MAX_AXES: Final = 8  # axes of the parallel coordinates
+_MAX_COLUMNS: Final = 12  # columns of a table; a wider table of few runs has a column for each run
 _MAX_NAMES: Final = 12  # labels of an axis
 _LOGARITHMIC: Final = 20.0  # values whose largest is this multiple of the smallest are shown on a logarithmic axis
 _CLASSES: Final = 5  # colours of scores
@@ -72,6 +73,7 @@ def _facts(
     ]
     text = "Curves are named by the values that differ; the best run is thicker."
     sections, data = sections_of([("Metrics over the steps", text, moving(curves))], (), 0.0, scale)
+    upright = len(header) <= _MAX_COLUMNS or len(rows) > _MAX_COLUMNS // 2
     columns = [{"name": name, "number": all(_is_number(row[n]) for row in rows)} for n, name in enumerate(header)]
     return {
         "data": {**data, "lanes": [], "marks": [], "activities": []}, "title": title, "sections": sections,
@@ -80,6 +82,7 @@ def _facts(
             {"cells": row, "best": entry.best, "number": number}
             for number, (row, entry) in enumerate(zip(rows, sweep.entries, strict=True))
         ],
+        "upright": upright, "columns": [*zip(header, *rows, strict=True)], "entries": sweep.entries,
         "monitor": sweep.monitor, "mode": sweep.mode,
         "best": best and {"label": best.label, "score": number_text(best.score), "run": best.loaded.run_dir.name},
         "scatters": scatters(sweep), "parallel": parallel(sweep),
@@ -144,7 +147,7 @@ def scatters(sweep: Sweep) -> list[dict[str, Any]]:
     bottom, height = low - margin, high - low + 2 * margin
     ticks = nice_ticks(bottom, bottom + height, 4)
     plots = []
-    for key in sweep.keys[:_MAX_SCATTERS]:
+    for key in sweep.varied[:_MAX_SCATTERS]:
         axis = axis_of([entry.swept.get(key) for entry in scored])
         lines = [f'<path class="gridline" d="M0 {_down(y, bottom, height):.1f}h{_WIDTH:.0f}"/>' for y in ticks]
         for entry, place in zip(scored, axis.places, strict=True):
@@ -152,7 +155,7 @@ def scatters(sweep: Sweep) -> list[dict[str, Any]]:
                 x, y = _WIDTH * (0.05 + 0.9 * place), _down(entry.score, bottom, height)
                 lines.append(_mark(sweep, entry, "point", f"M{x:.1f} {y:.1f}h.01"))
         plots.append({
-            "title": f"{sweep.monitor} against {short_names(sweep.keys)[key]}", "x": key, "svg": _svg(key, lines),
+            "title": f"{sweep.monitor} against {short_names(sweep.varied)[key]}", "x": key, "svg": _svg(key, lines),
             "x_ticks": [Tick(5 + 0.9 * tick.at, tick.text) for tick in axis.ticks],
             "y_ticks": [Tick(100 * _down(y, bottom, height) / _HEIGHT, number_text(y)) for y in ticks],
         })  # fmt: skip
@@ -166,7 +169,7 @@ def parallel(sweep: Sweep) -> dict[str, Any] | None:
         sweep: the runs.
     """
     scored = [entry for entry in sweep.entries if math.isfinite(entry.score)]
-    keys = sweep.keys[:_MAX_AXES]
+    keys = sweep.varied[:_MAX_AXES]
     if len(scored) < 2 or not keys:
         return None
     axes = [axis_of([entry.swept.get(key) for entry in scored]) for key in keys]

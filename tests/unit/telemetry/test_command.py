@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,9 @@ def test_no_line_is_longer_than_the_terminal_is_wide(
         assert text in shown.replace("\n" + " " * 14, " "), text
     assert "loss = 0.00666667 (lowest), run 2" in " ".join(shown.split())
     assert "…" not in shown
+
+
+def test_a_report_does_not_wait_for_torch() -> None:
+    program = "import sys, fabricx.telemetry.command; print('torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert ended.stdout == "False\n"

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fabricx.telemetry import recorder
-from fabricx.telemetry.events import EventFile
+from fabricx.telemetry.events import EventFile, Span
 from fabricx.telemetry.reader import Files
-from fabricx.telemetry.recorder import Recorder, Span
+from fabricx.telemetry.recorder import Recorder
 
 
 class Clock:

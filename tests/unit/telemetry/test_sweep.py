@@ -58,3 +58,12 @@ def test_repeated_values_are_told_apart_by_their_folders(tmp_path: Path) -> None
     sweep = sweep_of([load_run(run) for run in runs_in(tmp_path)])
     assert [entry.label for entry in sweep.entries] == ["a: lr=0.1", "b: lr=0.1", "c: lr=0.2"]
     assert sweep.monitor == "loss"  # without a setting: the lowest loss
+
+
+def test_values_that_only_some_runs_have_are_in_the_table_and_not_in_the_names(tmp_path: Path) -> None:
+    a_run(tmp_path / "0", strategy={"name": "ddp", "bucket_mib": 25.0})
+    a_run(tmp_path / "1", strategy={"name": "single"})
+    sweep = sweep_of([load_run(run) for run in runs_in(tmp_path)])
+    assert sweep.keys == ["strategy.bucket_mib", "strategy.name"]
+    assert sweep.varied == ["strategy.name"]
+    assert [entry.label for entry in sweep.entries] == ["name=ddp", "name=single"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fabricx.telemetry.events import Span
 from fabricx.telemetry.pages.lanes import ACTIVITIES, lane_svg, lanes
-from fabricx.telemetry.recorder import Span
 from fabricx.telemetry.timeline import AFTER, OUTSIDE, START, Timeline
 
 NAMES = [activity.name for activity in ACTIVITIES]

@@ -60,3 +60,13 @@ def test_runs_without_results_are_compared_without_pictures(tmp_path: Path) -> N
         (folder / "worker0-1-a.jsonl").write_text('{"kind": "start", "at": 1, "mono": 0, "rank": 0, "size": 1}\n')
     page = Page(write_comparison(tmp_path, [load_run(run) for run in runs_in(tmp_path)]).read_text())
     assert "No metric to rank the runs by" in page.text
+
+
+def test_few_runs_with_many_differences_have_a_column_each(tmp_path: Path) -> None:
+    for number in range(3):
+        a_run(tmp_path / str(number), module={f"value_{n}": n * number for n in range(1, 20)})
+    text = write_comparison(tmp_path, [load_run(run) for run in runs_in(tmp_path)]).read_text()
+    table = text[text.index("<tbody>") : text.index("</tbody>")]
+    assert table.count("<tr>") == 19 + 2  # each value, the loss and the state
+    assert table.count('data-label="2"') == 19 + 2
+    Page(text)
