@@ -115,7 +115,7 @@ def load(where: str, path: str) -> Any:
     for length in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:length])
         try:
-            found = importlib.import_module(name)
+            imported = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise  # the module imports another module, which is missing
@@ -129,13 +129,13 @@ def load(where: str, path: str) -> Any:
             "project's folder, or add the folder to PYTHONPATH"
         )
     for attribute in parts[length:]:
-        if not hasattr(found, attribute):
-            near = did_you_mean(attribute, [*vars(found), *_modules(getattr(found, "__path__", []))])
+        if not hasattr(imported, attribute):
+            near = did_you_mean(attribute, [*vars(imported), *_modules(getattr(imported, "__path__", []))])
             raise LookupError(
-                f"{where}={path} can't be imported: {getattr(found, '__name__', found)} has no {attribute!r}.{near}"
+                f"{where}={path} can't be imported: {getattr(imported, '__name__', imported)} has no {attribute!r}.{near}"
             )
-        found = getattr(found, attribute)
-    return found
+        imported = getattr(imported, attribute)
+    return imported
 
 
 def _modules(folders: Iterable[str]) -> list[str]:

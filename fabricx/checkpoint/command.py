@@ -110,24 +110,24 @@ def _import(source: Path, target: Path, strip: str, add: str) -> int:
             raise CheckpointError(f"{target} exists already: choose another folder, or delete it first")
         if not is_foreign(source):
             raise CheckpointError(f"{source} is no file of Lightning, torch or safetensors, and no folder with weights")
-        found = read_foreign(source)
-        before = len(found.weights)
-        names = list(found.weights)
-        found.weights, found.others = renamed(found.weights, strip, add), {}
-        if not found.weights:
+        foreign = read_foreign(source)
+        before = len(foreign.weights)
+        names = list(foreign.weights)
+        foreign.weights, foreign.others = renamed(foreign.weights, strip, add), {}
+        if not foreign.weights:
             raise CheckpointError(f"no name in {source} begins with {strip!r}: {', '.join(names[:3])}, ...")
-        state = found.state()
-        state["hparams"] = masked(plain(found.hparams))
+        state = foreign.state()
+        state["hparams"] = masked(plain(foreign.hparams))
         manifest = {
-            "step": found.step, "epoch": found.epoch, "world_size": 1, "ranks": 0, "strategy": found.source,
+            "step": foreign.step, "epoch": foreign.epoch, "world_size": 1, "ranks": 0, "strategy": foreign.source,
             "weights_only": True, "hparams": state["hparams"], "imported": state["imported"],
         }  # fmt: skip
         save(target, state, manifest)
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    left = f"; {before - len(found.weights)} without the prefix are left out" if before > len(found.weights) else ""
-    print(f"{len(found.weights)} tensors, {len(found.hparams)} hyperparameters: {target}{left}")
+    left = f"; {before - len(foreign.weights)} without the prefix are left out" if before > len(foreign.weights) else ""
+    print(f"{len(foreign.weights)} tensors, {len(foreign.hparams)} hyperparameters: {target}{left}")
     return 0
 
 

@@ -40,29 +40,29 @@ def warn_of_lost_residuals(world: World) -> None:
         )
 
 
-def check_dense(module: nn.Module, what: str) -> None:
-    """Refuse embeddings whose gradients are sparse, before training.
+def check_dense(module: nn.Module, option: str) -> None:
+    """Refuse embeddings with sparse gradients, before training.
 
     Args:
         module: the user's module.
-        what: option that does not support sparse gradients, for the message.
+        option: option that does not support sparse gradients, for the message.
 
     Raises:
-        ValueError: there is such an embedding; the message names the remedies.
+        ValueError: the module has such an embedding; the message names the remedies.
     """
     if names := sparse_tables(module):
         raise ValueError(
-            f"{what} sums no sparse gradients, and {names[0]} has them; set sparse=False, or use strategy=ddp"
+            f"{option} sums no sparse gradients, and {names[0]} has them; set sparse=False, or use strategy=ddp"
         )
 
 
-def check_frozen(module: nn.Module | None, frozen: Sequence[Tensor], what: str) -> None:
+def check_frozen(module: nn.Module | None, frozen: Sequence[Tensor], option: str) -> None:
     """Refuse gradients of parameters that were frozen at set-up, because the strategy does not reduce them.
 
     Args:
         module: the user's module.
         frozen: its parameters that required no gradient at set-up.
-        what: name of the strategy, for the message.
+        option: strategy or option that reduces no other gradients, for the message.
 
     Raises:
         ValueError: such a parameter requires a gradient now.
@@ -71,7 +71,7 @@ def check_frozen(module: nn.Module | None, frozen: Sequence[Tensor], what: str) 
         if parameter.requires_grad:
             names = {id(tensor): name for name, tensor in module.named_parameters()} if module is not None else {}
             raise ValueError(
-                f"{names.get(id(parameter), 'a parameter')} was frozen at set-up and is trained now, and {what} "
+                f"{names.get(id(parameter), 'a parameter')} was frozen at set-up and is trained now, and {option} "
                 "reduces only parameters that required a gradient at set-up; freeze it in on_train_start instead, or "
                 "use strategy=ddp"
             )

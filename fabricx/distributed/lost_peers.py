@@ -1,9 +1,9 @@
 """Errors that mean a lost peer; the only module that reads the texts of torch's errors of connections.
 
-gloo raises a plain `RuntimeError` when a connection ends. It has neither a type nor a code of its own, so that only its
-text differs from an error in the user's code. The collectives of `World`, and a backward in which torch communicates,
-raise `PeerLost` in its place. Errors of FSDP's forward and of collectives that users call are recognised where the run
-handles the error: fabricx has no call there to wrap.
+gloo raises a plain `RuntimeError` when a connection ends. The error has no special type or code: only its text
+differs from an error in the user's code. The collectives of `World`, and a backward in which torch communicates,
+raise `PeerLost` in its place. fabricx does not call the collectives of FSDP's forward and of users: their errors are
+recognised where the run handles errors.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def is_peer_lost(error: BaseException | None) -> bool:
 
 
 def may_be_cut(error: BaseException) -> bool:
-    """Return whether an error may come from a connection that was cut, so that the supervisor is to be asked.
+    """Return whether a cut connection may have caused an error; then the supervisor is asked for lost workers.
 
     Args:
-        error: of a rank whose peers are not known to have died.
+        error: of a rank that has received no notice of a death.
     """
     return is_peer_lost(error) or any(sign in str(error) for sign in _CUT)
 

@@ -1,4 +1,4 @@
-"""Fault tolerance of a rank: recovery from the loss of another rank, and the choice of what is recorded for it."""
+"""Fault tolerance of a rank: recovery from the loss of another rank, and the selection of the records for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @final
 class Recovery(RankRecords):
-    """Records what other ranks need if this rank dies, and continues after another rank has died."""
+    """Records the state that other ranks need if this rank dies, and continues after a peer has died."""
 
     def restore(self) -> bool:
         return self.memory is not None and self.members is None and restore_newest(self._session, self)

@@ -110,8 +110,8 @@ def _compare(name: str, several: _Run, alone: _Run, tolerance: float) -> None:
     if several.step != alone.step:
         raise BrokenContract(f"{name}: {several.step} weight updates, and {alone.step} in one process")
     for parameter, wanted in alone.weights.items():
-        found = several.weights[parameter]
-        difference, scale = float((found - wanted).abs().max()), float(wanted.abs().max())
+        weights = several.weights[parameter]
+        difference, scale = float((weights - wanted).abs().max()), float(wanted.abs().max())
         if not difference <= tolerance * scale:  # also if it is NaN
             raise BrokenContract(
                 f"{name}: {parameter} differs by {difference:.3g} from the run of one process on the same global "
@@ -130,10 +130,10 @@ def _check_resuming(make: Callable[[], Strategy], ranks: int, folder: Path, tole
     whole = _train(make(), ranks, callbacks=[_Saves(path)])
     resumed = _train(make(), ranks, ckpt_path=path)
     for name, wanted in whole.weights.items():
-        found = resumed.weights[name]
-        if not torch.equal(found, wanted):
+        weights = resumed.weights[name]
+        if not torch.equal(weights, wanted):
             raise BrokenContract(
-                f"resumed: {name} differs by {float((found - wanted).abs().max()):.3g} from the run without an "
+                f"resumed: {name} differs by {float((weights - wanted).abs().max()):.3g} from the run without an "
                 "interruption. Does state_dict contain all state that a later step depends on, of each rank?"
             )
     alone = _train("single", 1, ckpt_path=path, began_with=ranks)  # a global batch keeps its size
