@@ -132,7 +132,8 @@ def load(where: str, path: str) -> Any:
         if not hasattr(imported, attribute):
             near = did_you_mean(attribute, [*vars(imported), *_modules(getattr(imported, "__path__", []))])
             raise LookupError(
-                f"{where}={path} can't be imported: {getattr(imported, '__name__', imported)} has no {attribute!r}.{near}"
+                f"{where}={path} can't be imported: {getattr(imported, '__name__', imported)} has no "
+                f"{attribute!r}.{near}"
             )
         imported = getattr(imported, attribute)
     return imported

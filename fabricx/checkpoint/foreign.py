@@ -191,11 +191,11 @@ def renamed(weights: Mapping[str, Tensor], strip: str = "", add: str = "") -> di
     return {add + name.removeprefix(strip): tensor for name, tensor in weights.items() if name.startswith(strip)}
 
 
-def mismatch(found: Iterable[str], wanted: Iterable[str], path: object) -> str:
+def mismatch(saved_names: Iterable[str], wanted: Iterable[str], path: object) -> str:
     """Return the error message for weights whose names differ from the names in the module.
 
     Args:
-        found: names in the checkpoint.
+        saved_names: names in the checkpoint.
         wanted: names in the module.
         path: of the checkpoint.
 
@@ -205,14 +205,14 @@ def mismatch(found: Iterable[str], wanted: Iterable[str], path: object) -> str:
       not in the module: model.a, model.b
       the names begin with 'model.': fabricx checkpoint import x.ckpt NEW --strip-prefix model.
     """
-    found, wanted = list(found), list(wanted)
-    missing, more = [n for n in wanted if n not in set(found)], [n for n in found if n not in set(wanted)]
+    saved_names, wanted = list(saved_names), list(wanted)
+    missing, more = [n for n in wanted if n not in set(saved_names)], [n for n in saved_names if n not in set(wanted)]
     lines = [f"the weights in {path} are not those of the module"]
     lines += [f"  missing: {_listed(missing)}"] if missing else []
     lines += [f"  not in the module: {_listed(more)}"] if more else []
-    if prefix := _common_prefix(found, wanted):
+    if prefix := _common_prefix(saved_names, wanted):
         lines.append(f"  the names begin with {prefix!r}: fabricx checkpoint import {path} NEW --strip-prefix {prefix}")
-    elif prefix := _common_prefix(wanted, found):
+    elif prefix := _common_prefix(wanted, saved_names):
         lines.append(f"  the names lack {prefix!r}: fabricx checkpoint import {path} NEW --add-prefix {prefix}")
     else:
         lines.append(

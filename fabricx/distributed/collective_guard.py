@@ -79,8 +79,8 @@ class _GuardedOperators:
         self._operators = operators
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._operators, name)
-        return _GuardedOperators(found) if callable(found) else found
+        target = getattr(self._operators, name)
+        return _GuardedOperators(target) if callable(target) else target
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         for value in (*args, *options.values()):
@@ -176,9 +176,9 @@ class RefuseCollectives:
         if isinstance(group, _NoGroup):
             raise RanksApart(self.reason)
         resolved = _resolve(group, *tag, **named)
-        found = _c10d._resolve_process_group(resolved) if isinstance(resolved, str) else resolved
-        if isinstance(found, ProcessGroup):
-            self.refuse(found)
+        target = _c10d._resolve_process_group(resolved) if isinstance(resolved, str) else resolved
+        if isinstance(target, ProcessGroup):
+            self.refuse(target)
         return resolved
 
     def refuse(self, group: Any) -> None:
