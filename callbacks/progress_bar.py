@@ -326,9 +326,8 @@ class ProgressBar(Callback):
         if self._screen is None:  # this rank may have become the main rank after the death of a worker
             self._open(trainer)
         self._stages.clear()  # remove stages that a failure interrupted
-        last = trainer.max_epochs
-        epoch = trainer.current_epoch + 1
-        label = f"epoch {epoch}/{last}" if last is not None and last > 0 else f"epoch {epoch}"
+        epoch, epochs = trainer.current_epoch, trainer.max_epochs  # from 0, as in the names of checkpoints
+        label = f"epoch {epoch}/{epochs - 1}" if epochs is not None and epochs > 0 else f"epoch {epoch}"
         self._begin(label, trainer.num_training_batches, trainer.state.batch)
 
     def on_train_batch_end(

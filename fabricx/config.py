@@ -48,11 +48,19 @@ def register() -> None:
     """Register the schema and the open groups with Hydra; called before the configuration is composed."""
     store = ConfigStore.instance()
     store.store(name="schema", node={"trainer": TrainerConfig}, provider="fabricx")
+    for name in plugins.registered("strategies"):  # by entry points of packages
+        store.store(group="strategy", name=name, node=_open({"name": name}), provider="fabricx")
+    for group, kind in (("callbacks", "callbacks"), ("logger", "loggers")):
+        for name in plugins.registered(kind):
+            beside = {"defaults": ["default", "_self_"]} if group == "callbacks" else {}
+            store.store(group=group, name=name, node={**beside, name: _open({})}, provider="fabricx")
     for group in OPEN_GROUPS:  # open: the keys are arguments of a class of the user
-        store.store(group=group, name="custom", node=DictConfig({}, flags={"struct": False}), provider="fabricx")
-    for name in plugins.registered("strategies"):  # strategy=NAME; its class is imported when it is created
-        node = DictConfig({"name": name}, flags={"struct": False})
-        store.store(group="strategy", name=name, node=node, provider="fabricx")
+        store.store(group=group, name="custom", node=_open({}), provider="fabricx")
+
+
+def _open(node: dict[str, Any]) -> DictConfig:
+    """Return a node to which the command line may add keys."""
+    return DictConfig(node, flags={"struct": False})
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
@@ -252,8 +260,6 @@ def _check_target(where: str, node: Mapping[str, Any]) -> Any:
     Returns:
         the class or function of `_target_`.
     """
-    from fabricx import plugins
-
     target = plugins.load(f"{where}._target_", node["_target_"])
     valid = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in valid.values())

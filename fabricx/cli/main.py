@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from fabricx.cli import completion
 from fabricx.errors import ALL_FRAMES, WorkerFailed, did_you_mean
 from fabricx.redaction import masked_command, masked_text
 
@@ -65,6 +66,9 @@ def main() -> None:
         print(HELP)
         return
     command = arguments[0]
+    if any(flag in arguments for flag in completion.FLAGS):
+        completion.main(arguments, COMMANDS, STAGES)
+        return
     if command == "--version":
         from fabricx import __version__
 
@@ -96,9 +100,6 @@ def main() -> None:
 def _run(command: str, arguments: list[str]) -> None:
     from fabricx.cli.hydra_app import run_app
     from fabricx.config import plain
-
-    if "COMP_LINE" in os.environ:  # Hydra's completion does not support subcommands
-        os.environ["COMP_LINE"] = os.environ["COMP_LINE"].replace(f" {command}", "", 1)
 
     interrupted: list[bool] = []
 

@@ -47,7 +47,7 @@ def test_a_log_file_gets_a_line_at_the_end_of_each_epoch(trainer: Any, capsys: p
     run.epoch(validation={})
     run.end()
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split("  ")[:2] for line in lines] == [["epoch 1/3", "4/4"], ["epoch 2/3", "4/4"]]
+    assert [line.split("  ")[:2] for line in lines] == [["epoch 0/2", "4/4"], ["epoch 1/2", "4/4"]]
     assert all(line.endswith("loss=0.5") for line in lines)
 
 

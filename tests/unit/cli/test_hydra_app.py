@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fabricx import plugins
 from fabricx.cli.hydra_app import run_app
+from fabricx.config import plain
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
@@ -61,3 +64,20 @@ def test_all_frames_are_shown_on_request(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(name, "1")
     with pytest.raises(RuntimeError, match="mine"):
         run_app(fails, [], None, "config")
+
+
+def test_plugins_of_other_packages_are_choices_of_their_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry_points(group: str) -> list[metadata.EntryPoint]:
+        return [metadata.EntryPoint("theirs", "nowhere:Theirs", group)]
+
+    def compose(*arguments: str) -> Any:
+        composed: list[Any] = []
+        run_app(lambda cfg: composed.append(plain(cfg)), list(arguments), None, "config")
+        return composed[0]
+
+    monkeypatch.setattr(plugins.metadata, "entry_points", entry_points)
+    chosen = compose("strategy=theirs", "callbacks=theirs", "logger=theirs", "strategy.every=3", "callbacks.theirs.a=1")
+    assert chosen["strategy"] == {"name": "theirs", "every": 3}
+    assert chosen["callbacks"]["theirs"] == {"a": 1}
+    assert "model_checkpoint" in chosen["callbacks"]
+    assert chosen["logger"] == {"theirs": {}}
