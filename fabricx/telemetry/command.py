@@ -20,6 +20,7 @@ from fabricx.redaction import printable
 from fabricx.telemetry import report
 from fabricx.telemetry.diagnosis import SPAN_LABELS
 from fabricx.telemetry.events import FOLDER
+from fabricx.telemetry.logged import files_of
 from fabricx.telemetry.pages.run_page import write_page
 from fabricx.telemetry.pages.sweep_page import write_comparison
 from fabricx.telemetry.report import LoadedRun
@@ -45,7 +46,7 @@ def main(command: str, arguments: Sequence[str]) -> int:
     try:
         if command == "status":
             _status(console, report.load_run(folder))
-        elif (runs := report.runs_in(folder)) and not (folder / FOLDER).is_dir():
+        elif (runs := report.runs_in(folder)) and not ((folder / FOLDER).is_dir() or files_of(folder)):
             _compare(console, folder, [report.load_run(run) for run in runs])
         else:
             _report(console, report.load_run(folder))

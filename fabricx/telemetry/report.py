@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from fabricx.telemetry.diagnosis import diagnose, straggler_scores
 from fabricx.telemetry.events import FOLDER, Span
+from fabricx.telemetry.logged import files_of, metrics_of
 from fabricx.telemetry.reader import Files, check_run, is_foreign_link
 from fabricx.telemetry.run import Run, joined
 from fabricx.telemetry.timeline import History
@@ -18,6 +19,7 @@ from fabricx.telemetry.timeline import History
 SILENT_S: Final = 10.0  # a run without records for this time is dead: live processes write a record every second
 CONFIG_FILES: Final = ("config.yaml", "arguments.yaml")  # a run from the command line has the first, else the second
 _MAX_WARNINGS: Final = 200
+_UNMEASURED: Final = "the run recorded no telemetry (enable_telemetry=False)"
 
 
 @dataclass
@@ -29,16 +31,20 @@ class LoadedRun:
         run: state of the run.
         complaints: sentences about missing or unreadable records.
         history: timelines and resources of each rank.
+        measured: the run recorded telemetry; otherwise only the metrics of its loggers are known.
     """
 
     run_dir: Path
     run: Run
     complaints: list[str]
     history: History = field(default_factory=History)
+    measured: bool = True
 
     @property
     def state(self) -> str:
         """Return "running", how the run ended, or that no process writes records any more."""
+        if not self.measured:
+            return "unknown, because the run recorded no telemetry"
         if self.run.closed:
             return {"success": "done", "failed": "failed", "interrupted": "stopped"}.get(
                 self.run.closed, self.run.closed
@@ -50,7 +56,7 @@ class LoadedRun:
 
 
 def load_run(run_dir: Path) -> LoadedRun:
-    """Read all records of a run.
+    """Read all records of a run, or the metrics of its loggers if it recorded no telemetry.
 
     Args:
         run_dir: the run's folder.
@@ -58,6 +64,8 @@ def load_run(run_dir: Path) -> LoadedRun:
     Raises:
         NotARun: the folder has no records.
     """
+    if not any((run_dir / FOLDER).glob("worker*.jsonl")) and files_of(run_dir):
+        return _logged_run(run_dir)
     check_run(run_dir)
     files, history = Files(run_dir), History()
     run = Run(history)
@@ -76,14 +84,22 @@ def load_run(run_dir: Path) -> LoadedRun:
     return LoadedRun(run_dir, run, complaints, history)
 
 
+def _logged_run(run_dir: Path) -> LoadedRun:
+    run = Run()
+    run.metrics = metrics_of(run_dir)
+    run.steps = max((step for values in run.metrics.values() for step in values), default=0)
+    return LoadedRun(run_dir, run, [f"{_UNMEASURED}: only the metrics of its loggers are shown"], measured=False)
+
+
 def runs_in(folder: Path) -> list[Path]:
     """Return the folders of runs in a folder, sorted by name.
 
     Args:
         folder: parent folder, such as a sweep's.
     """
-    records = (path for path in folder.glob(f"*/{FOLDER}") if any(path.glob("*.jsonl")))
-    return sorted(path.parent for path in records if not is_foreign_link(path.parent))
+    measured = (path.parent for path in folder.glob(f"*/{FOLDER}") if any(path.glob("*.jsonl")))
+    logged = (path for path in folder.glob("*/") if path.name != FOLDER and files_of(path))
+    return sorted(path for path in {*measured, *logged} if not is_foreign_link(path))
 
 
 @dataclass(frozen=True)
@@ -138,6 +154,8 @@ def summary(loaded: LoadedRun) -> dict[str, str]:
         loaded: the run.
     """
     run, facts = loaded.run, {}
+    if not loaded.measured:
+        return {"state": loaded.state, "verdict": f"{_UNMEASURED}: its times are unknown", "steps": str(run.steps)}
     attributes: Mapping[str, Any] = next((rank.attributes for rank in run.present), {})
     hosts = sorted({str(rank.attributes.get("host", "")) for rank in run.present} - {""})
     facts["state"] = loaded.state

@@ -58,7 +58,7 @@ def test_a_page_that_is_too_large_is_made_again_with_less(tmp_path: Path, monkey
         scales.append(scale)
         rows = ["x" * int(40_000 * scale)] * 5
         return {
-            "data": {}, "title": "a", "header": [{"name": "run", "number": False}], "rows": [
+            "data": {}, "title": "a", "upright": True, "header": [{"name": "run", "number": False}], "rows": [
                 {"cells": [row], "best": False, "number": 0} for row in rows
             ], "monitor": "loss", "best": None, "sections": [],
         }  # fmt: skip
