@@ -30,6 +30,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from fabricx.by_value.definitions import DEFINITIONS
 from fabricx.distributed import heartbeat
 from fabricx.distributed import world as worlds
 from fabricx.distributed.store_server import StoreServer
@@ -187,6 +188,7 @@ def _work(address: str, authkey: bytes, rank: int) -> None:
         while True:
             spec = connection.recv()
             fresh.restore()
+            DEFINITIONS.reads_job = True
             sys.path[:] = [*spec.sys_path, *(entry for entry in sys.path if entry not in spec.sys_path)]
             os.chdir(spec.cwd)
             with warnings.catch_warnings():

@@ -49,7 +49,7 @@ class Preprocess(DataLoader[Any]):
 
     Args:
         dataset: map-style: with a length, and samples by index.
-        function: from a sample to a sample; importable, or defined in the script.
+        function: from a sample to a sample.
         workers: processes per rank; "auto" for the cores that the ranks of this machine do not use, at least 1; 0
             processes samples in the training process.
         memory_mib: maximum memory of prepared samples per rank, in MiB.

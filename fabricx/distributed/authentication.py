@@ -13,6 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO, Final, final
 
+from fabricx import by_value
+
 KEY_BYTES: Final = 32
 TAG_BYTES: Final = hashlib.sha256().digest_size
 ANSWER_S: Final = 20.0  # time for a connecting process to prove that it has the key
@@ -83,7 +85,7 @@ def dumps(key: bytes, context: Sequence[object], message: Any) -> bytes:
         TypeError: there is no key, and the message is not plain data and tensors.
     """
     if key:
-        return sign(key, context, pickle.dumps(message))
+        return sign(key, context, by_value.dumps_for_peer(message))
     from fabricx.distributed import plain_data  # local import: the host process of a launch's store runs without torch
 
     return sign(key, context, plain_data.dumps(message))

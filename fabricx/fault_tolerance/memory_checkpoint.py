@@ -21,6 +21,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from fabricx import by_value
 from fabricx.checkpoint import tree
 from fabricx.distributed.fsdp_internals import own_block
 
@@ -158,7 +159,7 @@ class Copies:
         Args:
             rest: plain data.
         """
-        data = pickle.dumps((self.newest, self._members, self._worker, rest, {}), pickle.HIGHEST_PROTOCOL)
+        data = by_value.dumps_for_peer((self.newest, self._members, self._worker, rest, {}))
         return HEADER.pack(0, len(data), zlib.crc32(data), 0), torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     @contextlib.contextmanager
@@ -214,7 +215,7 @@ class _MemoryFile:
 
     def write(self, head: tuple[Any, ...], tensors: Mapping[str, Tensor]) -> None:
         blocks, pieces, size = _lay_out(tensors)
-        data = pickle.dumps((*head, pieces), pickle.HIGHEST_PROTOCOL)
+        data = by_value.dumps_for_peer((*head, pieces))
         self._take_room(ALIGN + size + len(data), spare=len(data))
         if pieces != self._pieces:
             self._tensors = torch.frombuffer(self._memory, dtype=torch.uint8, offset=ALIGN)[:size]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import pickle
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 
+from fabricx import by_value
 from fabricx.core.strategy_parts import KeepsLocalState
 from fabricx.distributed.authentication import TAG_BYTES, sign, tag, verify
 from fabricx.distributed.generations import membership
@@ -141,7 +141,7 @@ class MemoryCheckpointer:
         if point is None:
             session.world.settle()
         point = point or session.rank_state()
-        state = {**_tensors(session), "word": pickle.dumps(point.record()), **common_state(session)}
+        state = {**_tensors(session), "word": by_value.dumps_for_peer(point.record()), **common_state(session)}
         if "strategy" in state:
             state["strategy"]["module"].update(point.buffers)
         self.copies.make((progress(session), session.world.generation), self._members, state)

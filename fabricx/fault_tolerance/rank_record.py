@@ -9,6 +9,8 @@ import zlib
 from pathlib import Path
 from typing import Any, Final, final
 
+from fabricx import by_value
+
 HEADER: Final = struct.Struct("<QQI")  # number of the record, counted from 1; bytes; checksum
 PLACES: Final = 8  # records in the file: a rank may write 3 per step, and be a step behind a dead rank
 ROOM: Final = 1 << 16  # initial bytes of a record
@@ -36,7 +38,7 @@ class Slot:
             key: of the record.
             record: plain data and tensors.
         """
-        data = pickle.dumps((key, record), pickle.HIGHEST_PROTOCOL)
+        data = by_value.dumps_for_peer((key, record))
         if HEADER.size + len(data) > self._room:
             self._grow(2 * (HEADER.size + len(data)))
         self._number += 1

@@ -12,15 +12,45 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
-from multiprocessing import connection, forkserver, get_context, resource_tracker
+from collections.abc import Callable, Iterator
+from multiprocessing import connection, forkserver, get_context, resource_tracker, spawn
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 from fabricx.launch import signals
+from fabricx.launch.process_settings import ProcessSettings
 
 WAKE_S: Final = 0.5  # seconds between two SIGCONT signals
 AUTHENTICATED: Final = (3, 14)  # from this version of Python on, the protocol of fork servers requires a key
+
+
+def without_script() -> Callable[[], None]:
+    """Start further processes of multiprocessing without an import of the script; returns a function that undoes it.
+
+    A script that starts workers at its top level would start workers in each of them. Objects of the script are sent
+    by value instead (`fabricx/by_value.py`).
+    """
+    original = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        data = original(name)
+        return {key: value for key, value in data.items() if not key.startswith("init_main_from")}
+
+    def undo() -> None:
+        spawn.get_preparation_data = original
+
+    spawn.get_preparation_data = get_preparation_data
+    return undo
+
+
+@contextlib.contextmanager
+def starting_without_script() -> Iterator[None]:
+    """Return a context in which processes are started `without_script`."""
+    undo = without_script()
+    try:
+        yield
+    finally:
+        undo()
 
 
 def fork_for_children() -> None:
@@ -68,7 +98,7 @@ class _ForkedServer:
             listener.bind(address)
             os.chmod(address, 0o600)
             listener.listen()
-            arguments = (listener, alive_there, os.getpgrp(), dict(os.environ), _cores())
+            arguments = (listener, alive_there, os.getpgrp(), ProcessSettings.of_this_process(), _cores())
             process = get_context("forkserver").Process(target=_serve, args=arguments, name="fork server", daemon=True)
             process.start()
         self._process = process
@@ -80,12 +110,11 @@ def _cores() -> set[int] | None:
 
 
 def _serve(
-    listener: socket.socket, alive: socket.socket, group: int, environment: dict[str, str], cores: set[int] | None
+    listener: socket.socket, alive: socket.socket, group: int, settings: ProcessSettings, cores: set[int] | None
 ) -> None:
-    """Run a fork server with the process group, environment and processor affinity of the process that starts it."""
+    """Run a fork server with the process group, settings and processor affinity of the process that starts it."""
     os.setpgid(0, group)
-    os.environ.clear()
-    os.environ.update(environment)
+    settings.apply()
     if cores is not None:
         os.sched_setaffinity(0, cores)
     signals.ignore()

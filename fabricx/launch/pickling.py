@@ -1,19 +1,20 @@
-"""Find the part of an object that cannot be pickled, and check that workers can import the script."""
+"""Find the part of an object that cannot be sent to another process."""
 
 from __future__ import annotations
 
-import multiprocessing
-import pickle
-import sys
+import functools
+import types
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
+from fabricx import by_value
 from fabricx.errors import NotPicklable
+
+_OWN = ("__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__abstractmethods__", "_abc_impl")
 
 
 def check_picklable(named: Mapping[str, object], error: BaseException | None = None) -> None:
-    """Check that objects can be pickled.
+    """Check that objects can be sent to workers.
 
     Args:
         named: the objects, with their names for the error message.
@@ -27,46 +28,11 @@ def check_picklable(named: Mapping[str, object], error: BaseException | None = N
         if culprit is not None:
             path, part = culprit
             raise NotPicklable(
-                f"{path} can't be sent to the worker processes: {_describe(part)}\n"
-                "  define functions and classes at the top level of a module, and create open files, locks and "
-                "connections in setup(), which runs in each worker"
+                f"{path} can't be sent to the worker processes: a {type(part).__module__}.{type(part).__qualname__} "
+                "can't be pickled\n"
+                "  create open files, locks, generators and connections in setup(), which runs in each worker, or in a "
+                "module (.py) that the script imports"
             ) from error
-
-
-def check_script(kind: type) -> None:
-    """Check that workers can import the script, and that the import does not start workers again.
-
-    Args:
-        kind: class of the module to train.
-
-    Raises:
-        RuntimeError: this process is a worker that imports the script and reached the call that starts workers.
-        NotPicklable: workers need the script, but it has no file.
-    """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise RuntimeError(
-            "each worker imports the script, and this worker reached the call that starts the workers: put the code of "
-            'the script under `if __name__ == "__main__":`'
-        )
-    main = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)
-    if getattr(main, "__spec__", None) is not None or (file is not None and Path(file).exists()):
-        return
-    if file is not None or kind.__module__ == "__main__":
-        raise NotPicklable(
-            f"{kind.__name__} is used in a session without a file ({file or 'a prompt, a notebook, or python -c'}), "
-            "which the worker processes can't import: define the classes in a file (.py) and import or run that file, "
-            "or use devices=1"
-        )
-
-
-def _describe(value: object) -> str:
-    name = getattr(value, "__qualname__", None)
-    if name is not None and "<locals>" in name:
-        return f"{name} is defined inside a function"
-    if name is not None and "<lambda>" in name:
-        return "it is a lambda"
-    return f"a {type(value).__module__}.{type(value).__qualname__} can't be pickled"
 
 
 def _culprit(path: str, value: object, seen: set[int]) -> tuple[str, object] | None:
@@ -83,7 +49,7 @@ def _culprit(path: str, value: object, seen: set[int]) -> tuple[str, object] | N
 
 def _pickles(value: object) -> bool:
     try:
-        pickle.dumps(value)
+        by_value.dumps(value)
     except Exception:
         return False
     return True
@@ -94,11 +60,52 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, object]]:
         yield from ((f"{path}[{key!r}]", part) for key, part in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from ((f"{path}[{number}]", part) for number, part in enumerate(value))
-    elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(getattr(value, "__code__", None)):
-        state = value.__getstate__() if hasattr(value, "__getstate__") else vars(value)
-        attributes = state if isinstance(state, Mapping) else vars(value)
-        for name, part in attributes.items():
-            if name in ("_modules", "_parameters", "_buffers") and isinstance(part, Mapping):
-                yield from ((f"{path}.{key}", inner) for key, inner in part.items())
-            else:
-                yield f"{path}.{name}", part
+    elif isinstance(value, type):
+        yield from _of_class(value)
+    elif isinstance(value, types.FunctionType):
+        yield from _of_function(path, value)
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield path, value.__func__
+    elif isinstance(value, property):
+        yield from ((path, function) for function in (value.fget, value.fset, value.fdel) if function is not None)
+    elif isinstance(value, types.MethodType):
+        yield from ((path, value.__func__), (f"{path}.__self__", value.__self__))
+    elif isinstance(value, functools.partial):
+        yield from ((f"{path}.func", value.func), (f"{path}.args", value.args), (f"{path}.keywords", value.keywords))
+    elif hasattr(value, "__wrapped__"):
+        yield path, value.__wrapped__
+    elif hasattr(value, "__dict__"):
+        yield from _of_object(path, value)
+
+
+def _of_object(path: str, value: Any) -> Iterator[tuple[str, object]]:
+    if not by_value.is_importable(type(value)):
+        yield type(value).__qualname__, type(value)
+    state = value.__getstate__() if hasattr(value, "__getstate__") else vars(value)
+    attributes = state if isinstance(state, Mapping) else vars(value)
+    for name, part in attributes.items():
+        if name in ("_modules", "_parameters", "_buffers") and isinstance(part, Mapping):
+            yield from ((f"{path}.{key}", inner) for key, inner in part.items())
+        else:
+            yield f"{path}.{name}", part
+
+
+def _of_class(value: type) -> Iterator[tuple[str, object]]:
+    """Return the attributes of a class that is sent by value."""
+    if not by_value.is_importable(value):
+        yield from ((f"{value.__qualname__}.{name}", part) for name, part in vars(value).items() if name not in _OWN)
+        yield from ((base.__qualname__, base) for base in value.__bases__)
+
+
+def _of_function(path: str, value: types.FunctionType) -> Iterator[tuple[str, object]]:
+    """Return the variables that a function sent by value uses."""
+    if by_value.is_importable(value):
+        return
+    yield from ((f"a default of {path}", part) for part in (value.__defaults__, value.__kwdefaults__) if part)
+    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+        try:
+            yield f"the variable {name} that {path} uses", cell.cell_contents
+        except ValueError:  # a variable without a value
+            continue
+    for name in by_value.variables_of(value):
+        yield f"the script's variable {name} that {path} uses", value.__globals__[name]

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+from fabricx import by_value
 from fabricx.distributed import authentication
 from fabricx.distributed.generations import SAVING, death_key
 from fabricx.distributed.heartbeat import Diagnosis
@@ -29,8 +30,9 @@ from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from fabricx.fault_tolerance.hang_report import explain, from_dump
 from fabricx.fault_tolerance.liveness import HeartbeatMonitor
-from fabricx.launch.fork_server import keep_running
+from fabricx.launch.fork_server import keep_running, starting_without_script
 from fabricx.launch.pickling import check_picklable
+from fabricx.launch.process_settings import ProcessSettings
 from fabricx.launch.resize import Requests
 from fabricx.launch.signals import call_own, stop_now, termination_signals
 from fabricx.launch.worker import ASKED, Failure, WorkerSpec
@@ -67,7 +69,7 @@ def run_workers(
     """Run `function(world, *arguments)` in `size` worker processes, and return their results by rank.
 
     Args:
-        function: importable function, or a function of the running script.
+        function: any function.
         arguments: pickled once, and unpickled by each worker.
         size: number of workers.
         named: names of the objects in `arguments`, for the error if an object cannot be pickled.
@@ -105,7 +107,7 @@ def run_workers(
 
 def _write_job(folder: Path, function: Any, arguments: tuple[Any, ...], named: Mapping[str, object]) -> None:
     try:
-        job = pickle.dumps((function, arguments))
+        job = by_value.dumps((function, arguments))
     except Exception as error:
         check_picklable({"function": function, **(named or {"arguments": arguments})}, error)
         raise
@@ -136,10 +138,11 @@ class _Workers:
         self._processes: dict[int, BaseProcess] = {}
         self._memory: dict[int, list[int]] = {}  # memory files of each process, which hold its in-memory checkpoints
         self._dead: set[int] = set()  # workers that died
+        settings = ProcessSettings.of_this_process()
         path = tuple(entry or os.path.abspath(entry) for entry in sys.path)
         self._specs = [
             WorkerSpec(
-                rank, size, self._store.path, key, folder, path, os.getcwd(),
+                rank, size, self._store.path, key, folder, path, os.getcwd(), settings=settings,
                 elastic=elastic is not None and rank < size, serve=serve if rank >= size else None,
             )
             for rank in range(size + servers)
@@ -179,7 +182,8 @@ class _Workers:
         # Not a daemon, because a worker may have child processes, such as the workers of a DataLoader.
         process = context.Process(target=worker_main, args=(spec, worker_end), name=f"fabricx-rank-{spec.rank}")
         multiprocessing_folder_of(process, spec.folder, spec.rank)
-        _start(process)
+        with starting_without_script():
+            _start(process)
         self._liveness.started(spec.rank)
         worker_end.close()
         self._controls[spec.rank], self._processes[spec.rank] = control, process
@@ -360,7 +364,7 @@ class _Workers:
         failed = WorkerFailed(message, rank=self._rank(first.rank), traceback=first.traceback)
         failed.stopping = self._stopping
         failed.saving = json.loads(self._store.get(SAVING) or b"null")
-        failed.__cause__ = None if first.error is None else first.error.with_traceback(None)
+        failed.__cause__ = None if first.error is None else pickle.loads(first.error)
         failed.__suppress_context__ = True
         return failed
 

@@ -17,12 +17,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from fabricx import by_value
 from fabricx.core.rank_zero import set_rank
 from fabricx.distributed import authentication, generations, heartbeat
 from fabricx.distributed.lost_peers import is_peer_lost
 from fabricx.errors import brief_traceback, is_full
 from fabricx.launch import signals
-from fabricx.launch.fork_server import fork_for_children
+from fabricx.launch.fork_server import fork_for_children, without_script
+from fabricx.launch.process_settings import ProcessSettings
 from fabricx.scratch import remove_if_abandoned, sweep
 
 PRELOAD = ["torch.utils.data", "fabricx.launch.fork_server"]
@@ -49,6 +51,7 @@ class WorkerSpec:
         generation: number of restarts, for a server.
         newcomer: the worker joins a running group.
         seat: planned rank of a newcomer.
+        settings: of the supervisor's process; None to keep those of the new process.
         elastic: workers may join and leave.
         serve: function of a server; None for workers.
     """
@@ -63,6 +66,7 @@ class WorkerSpec:
     generation: int = 0
     newcomer: bool = False
     seat: int = 0
+    settings: ProcessSettings | None = None
     elastic: bool = False
     serve: Callable[..., Any] | None = None
 
@@ -76,7 +80,7 @@ class Failure:
         at: monotonic time of the failure, seconds.
         kind: class of the exception; "killed" or "death" if the process died.
         traceback: text for users.
-        error: the exception, if it can be pickled.
+        error: the pickled exception; None if it cannot be pickled.
         secondary: the process reports only that another process was lost.
     """
 
@@ -84,7 +88,7 @@ class Failure:
     at: float
     kind: str
     traceback: str
-    error: BaseException | None
+    error: bytes | None
     secondary: bool = False
 
 
@@ -96,8 +100,11 @@ def main(spec: WorkerSpec, control: Connection) -> None:
         control: pipe to the supervisor.
     """
     os.setpgrp()  # so that its child processes can be killed together with it
-    set_forkserver_preload(["__main__", *PRELOAD])
+    set_forkserver_preload(PRELOAD)
+    without_script()
     fork_for_children()
+    if spec.settings is not None:
+        spec.settings.apply()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the supervisor handles it
     if spec.serve is not None:  # a server ends after the workers
         signals.ignore()
@@ -128,7 +135,7 @@ def _write_result(result: Any, target: Path) -> str:
     """
     try:
         with target.open("wb") as file:  # without a copy in memory, because a result contains all weights
-            pickle.dump(result, file)
+            by_value.dump(result, file, home=True)
     except OSError as error:
         if not is_full(error):
             raise
@@ -194,6 +201,7 @@ def _run(spec: WorkerSpec) -> Any:
         return spec.serve(world, spec.rank - spec.size, spec.folder)
     with authentication.open_private(Path(spec.folder) / "job") as file:
         function, arguments = pickle.load(file)
+    by_value.supply_children()
     try:
         return function(world, *arguments)
     finally:
@@ -204,11 +212,11 @@ def _run(spec: WorkerSpec) -> Any:
 def _failure(rank: int, error: BaseException) -> Failure:
     text = brief_traceback(error)
     try:
-        pickle.loads(pickle.dumps(error))
-        picklable: BaseException | None = error
+        pickled = by_value.dumps(error, home=True)
+        pickle.loads(pickled)
     except Exception:
-        picklable = None
-    return Failure(rank, time.monotonic(), type(error).__name__, text, picklable, is_peer_lost(error))
+        pickled = None
+    return Failure(rank, time.monotonic(), type(error).__name__, text, pickled, is_peer_lost(error))
 
 
 def _receive_messages(control: Connection, pipe: _SupervisorPipe, folder: str) -> None:

@@ -57,6 +57,10 @@ class _First:
         pass
 
 
+def _class(kind: str, cls: type) -> type:
+    return _FORMED[kind](cls)
+
+
 def _new(kind: str, cls: type, *arguments: Any) -> Any:
     adapted = _FORMED[kind](cls)
     return adapted.__new__(adapted, *arguments)
@@ -84,6 +88,7 @@ def form(kind: str) -> Callable[[Callable[[type], type]], Callable[[type], type]
             if adapted is None:
                 adapted = _ADAPTED[cls] = function(cls)
                 adapted._adapted_from = kind, cls  # type: ignore[attr-defined]
+                adapted.__by_value__ = _class, (kind, cls)  # type: ignore[attr-defined]
             return adapted
 
         _FORMED[kind] = cached

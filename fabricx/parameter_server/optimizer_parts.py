@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabricx import by_value
 from fabricx.parameter_server.wire.messages import Groups
 from fabricx.parameter_server.wire.partition import Piece, Rows, Shard
 
@@ -76,7 +77,7 @@ def pack(
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise ValueError(
             f"an attribute of {names} can't be sent to a server: {error}\n"
-            "  functions must be defined at the top level of a module; or use optimizer='worker', or strategy=ddp"
+            "  remove it from the optimizer; or use optimizer='worker', or strategy=ddp"
         ) from error
     return PackedOptimizers(file.getvalue(), packer.tensors, pushed or groups_of(nested(optimizers)))
 
@@ -86,6 +87,7 @@ class _Packer(pickle.Pickler):
         self, file: io.BytesIO, parameters: Sequence[Tensor], parts: Sequence[Piece | Rows] | None
     ) -> None:  # fmt: skip
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._by_value = by_value.Reducer()
         self._copies = parts is not None
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._parts = {id(p): part for p, part in zip(parameters, parts or (), strict=False)}
@@ -112,7 +114,7 @@ class _Packer(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Optimizer):
-            return NotImplemented
+            return self._by_value(value)
         kept = attributes_of(value)
         self._left_out |= {id(p) for p in _parameters(value) if id(p) not in self._numbers}
         kept["param_groups"] = self._once(value.param_groups, self._groups)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import pickle
 import sys
 import time
 import warnings
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
+from fabricx import by_value
 from fabricx.redaction import masked_values, records_masked
 from fabricx.telemetry.events import EventFile
 
@@ -39,7 +39,7 @@ class LogSettings:
         root = logging.getLogger()
         formatter = next((handler.formatter for handler in root.handlers if handler.formatter is not None), None)
         try:
-            pickle.dumps(formatter)
+            by_value.dumps(formatter)
         except Exception:
             formatter = None
         return cls(root.level, formatter)

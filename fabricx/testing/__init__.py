@@ -39,7 +39,7 @@ def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list
     between calls.
 
     Args:
-        function: importable function.
+        function: any function.
         ranks: number of ranks.
         *arguments: picklable arguments.
 

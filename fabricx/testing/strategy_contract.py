@@ -45,7 +45,7 @@ def check_strategy(make: Callable[[], Strategy], *, ranks: int = 2, tolerance: f
     as the run without an interruption, and loads the checkpoint in one process.
 
     Args:
-        make: returns a new strategy; all calls return the same kind. The class must be importable by worker processes.
+        make: returns a new strategy; all calls return the same kind.
         ranks: number of ranks, a divisor of 12.
         tolerance: largest difference of weights and metrics to one process, relative to the largest weight. 1e-5 is
             for sums in another order; compressed gradients need more.

@@ -22,7 +22,6 @@ from fabricx.distributed.world import World
 from fabricx.errors import full_disk_costs
 from fabricx.fault_tolerance import memory_holder
 from fabricx.launch import cluster
-from fabricx.launch.pickling import check_script
 from fabricx.launch.resize import ELASTIC
 from fabricx.launch.run_lock import exclusive_run
 from fabricx.launch.signals import TERMINATED, termination_signals
@@ -82,10 +81,8 @@ def _run(trainer: TrainerInterface, job: Job) -> Any:
     here = worlds.current() or cluster_run.join_launch(trainer, trainer.strategy)
     alone = here is None or (here.size == 1 and not cluster_run.is_launched())
     needs_workers = alone and _needs_workers(trainer, job)
-    if needs_workers:
-        check_script(type(job.module))
-        if job.stage == "fit":
-            check_before_pickling(job.module)
+    if needs_workers and job.stage == "fit":
+        check_before_pickling(job.module)
     if not alone and job.stage == "fit" and servers and not cluster_run.is_launched():
         _refuse_missing_servers(trainer.strategy, servers)
     with contextlib.ExitStack() as stack:

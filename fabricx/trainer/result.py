@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabricx import by_value
+
 if TYPE_CHECKING:
     from fabricx.trainer.interface import TrainerInterface
     from fabricx.trainer.run_request import Job
@@ -87,13 +89,10 @@ class Outcome:
             vars(logger).update(attributes)
 
 
-class _Portable(pickle.Pickler):
-    """Pickler that refuses sharded tensors, which are valid only in their process group."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if hasattr(obj, "full_tensor"):
-            raise pickle.PicklingError("a rank's shard")
-        return NotImplemented
+def _refuse_shards(value: object) -> None:
+    """Refuse sharded tensors, which are valid only in their process group."""
+    if hasattr(value, "full_tensor"):
+        raise pickle.PicklingError("a rank's shard")
 
 
 def picklable_part(attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +104,7 @@ def picklable_part(attributes: Mapping[str, Any]) -> dict[str, Any]:
     kept = {}
     for name, value in attributes.items():
         try:
-            _Portable(io.BytesIO()).dump(value)
+            by_value.dump(value, io.BytesIO(), home=True, refuse=_refuse_shards)
         except Exception:
             continue  # an open file, a progress bar, a shard of a tensor: of no use outside of the worker
         kept[name] = value

@@ -13,6 +13,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from fabricx import by_value
 from fabricx.distributed.codecs import make_codec
 from fabricx.parameter_server.server.handlers import HANDLERS
 from fabricx.parameter_server.server.server import Server
@@ -113,7 +114,7 @@ class Journal:
 
     def _write(self, event: tuple[Any, ...], vector: Sequence[memoryview]) -> None:
         target = _At(self._files[self._number % 2], self._end + HEADER.size)
-        size = target.write(pickle.dumps(event, pickle.HIGHEST_PROTOCOL))
+        size = target.write(by_value.dumps(event))
         carried = sum(target.write(part) for part in vector)
         os.pwrite(target.file, HEADER.pack(self._number, size, carried), self._end)
         self._end = target.end

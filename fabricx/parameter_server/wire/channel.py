@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fabricx import by_value
 from fabricx.distributed import authentication, peers
 from fabricx.scratch import private_folder
 
@@ -172,8 +173,8 @@ class SharedMemory(Link):
 
     def send(self, message: Any) -> None:
         posted, self._posted = self._posted, 0
-        # Plain pickle: multiprocessing's would send tensors through shared files of their own.
-        self._connection.send_bytes(pickle.dumps((message, posted)))
+        # Not multiprocessing's pickler, which would send tensors through shared files of their own.
+        self._connection.send_bytes(by_value.dumps((message, posted)))
         self.sent += posted
 
     def recv(self) -> Any:

@@ -1,40 +1,57 @@
-"""A script that workers can't import is refused before any is started."""
+"""The smallest part that can't be sent to a worker is named, also in classes and functions that are sent by value."""
 
 from __future__ import annotations
 
-import multiprocessing
-import sys
-from pathlib import Path
-from types import ModuleType
+import functools
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fabricx.errors import NotPicklable
-from fabricx.launch.pickling import check_script
+from fabricx.launch.pickling import check_picklable
 
 
-class Mine:
-    __module__ = "__main__"
+def uses(lock: Any) -> Callable[[], Any]:
+    def step() -> Any:
+        return lock
+
+    return step
 
 
-def test_a_module_of_a_prompt_is_refused_and_that_of_a_file_is_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    main = ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    check_script(Path)  # defined in a file
-    with pytest.raises(NotPicklable, match="Mine is used in a session without a file"):
-        check_script(Mine)
-    main.__file__ = "<stdin>"
-    with pytest.raises(NotPicklable, match=r"<stdin>.*which the worker processes can't import"):
-        check_script(Path)
-    script = tmp_path / "script.py"
-    script.touch()
-    main.__file__ = str(script)
-    check_script(Mine)
+def made(**attributes: Any) -> Any:
+    return type("Local", (), attributes)()
 
 
-def test_a_worker_that_imports_the_script_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
-    with pytest.raises(RuntimeError, match='put the code of the script under `if __name__ == "__main__":`'):
-        check_script(Path)
+def numbers() -> Any:
+    yield 1
+
+
+@pytest.mark.parametrize(("value", "named"), [
+    (SimpleNamespace(net=[1, threading.Lock()]), r"module\.net\[1\] .*_thread\.lock"),
+    (SimpleNamespace(order=numbers()), r"module\.order .*generator"),
+    (SimpleNamespace(step=uses(threading.Lock())), r"the variable lock that module\.step uses .*lock"),
+    (functools.partial(len, threading.Lock()), r"module\.args\[0\] .*lock"),
+    (made(guard=threading.Lock()), r"Local\.guard .*lock"),
+    (made(step=staticmethod(uses(threading.Lock()))), r"the variable lock that Local\.step uses .*lock"),
+])  # fmt: skip
+def test_the_smallest_part_is_named(value: Any, named: str) -> None:
+    with pytest.raises(NotPicklable, match=rf"^{named} can't be pickled|^{named}.* can't be sent"):
+        check_picklable({"module": value})
+
+
+def test_a_variable_of_the_script_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    code = "import threading\nGUARD = threading.Lock()\ndef step():\n    return GUARD\n"
+    script = type(sys)("__main__")
+    exec(code, vars(script))
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    with pytest.raises(NotPicklable, match=r"the script's variable GUARD that module\.step uses can't be sent"):
+        check_picklable({"module": SimpleNamespace(step=script.step)})
+
+
+def test_local_classes_lambdas_and_closures_can_be_sent() -> None:
+    check_picklable({"module": made(step=uses(3)), "collate": lambda items: items})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -298,8 +299,12 @@ def test_steps_that_servers_would_not_make_are_refused() -> None:
     assert not whole(scheduled, 2)
     weights = parameters()
     optimizer = Counting(weights, 0.1, warmup=1, rule=lambda values: values)
+    shard = divide(SHAPES, 1)[0]
+    packed, made = sliced([optimizer], weights, shard)
+    assert packed.unpack(made)[0].rule([2.0]) == [2.0]  # a lambda is sent by value
+    optimizer.rule = threading.Lock()
     with pytest.raises(ValueError, match="an attribute of Counting can't be sent to a server"):
-        sliced([optimizer], weights, divide(SHAPES, 1)[0])
+        sliced([optimizer], weights, shard)
 
 
 DAMPED: dict[str, Callable[[list[Any]], list[Any]]] = {

@@ -1,0 +1,13 @@
+"""Pickling of classes and functions that other processes cannot import: those of the script, and local ones."""
+
+from fabricx.by_value.reducer import (
+    Reducer,
+    dump,
+    dumps,
+    dumps_for_peer,
+    is_importable,
+    supply_children,
+    variables_of,
+)
+
+__all__ = ["Reducer", "dump", "dumps", "dumps_for_peer", "is_importable", "supply_children", "variables_of"]

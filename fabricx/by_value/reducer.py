@@ -1,0 +1,281 @@
+"""Pickling of classes and functions that other processes cannot import: those of the script, and local ones.
+
+A process that cannot import a class or a function receives its definition. Each definition has a unique name: a process
+that has the definition already uses its own object, so that `isinstance` holds for results. Variables of the script are
+copied into `__main__` of the receiver with the functions that use them; the script is never executed again. Objects of
+modules in files are pickled by reference, as everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import io
+import linecache
+import os
+import pickle
+import sys
+import types
+import typing
+import weakref
+from collections.abc import Callable, Collection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Final, final
+
+from fabricx.by_value import definitions
+from fabricx.by_value.definitions import DEFINITIONS
+
+SCRIPTS: Final = ("__main__", "__mp_main__")  # names of a script as a module; the second in spawned processes
+_LRU: Final = type(functools.lru_cache(abs))
+_NAMED: Final = (types.FunctionType, _LRU, typing.TypeVar, typing.ParamSpec, typing.NewType)  # pickled by their names
+_PARTS: Final[tuple[type, ...]] = (  # parts of classes and functions that pickle refuses and cloudpickle reduces
+    types.CellType, types.CodeType, types.GetSetDescriptorType, types.MappingProxyType, types.ModuleType, classmethod,
+    property, staticmethod, weakref.WeakSet, type({}.keys()), type({}.values()), type({}.items()),
+    type(dataclasses._FIELD),  # type: ignore[attr-defined]
+)  # fmt: skip
+_SENTINELS: Final = {dataclasses.MISSING: "MISSING", dataclasses.KW_ONLY: "KW_ONLY"}  # compared by identity
+_WEAK: Final = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+_OF_SCRIPT: Final = ("__file__", "__package__", "__path__")  # variables of the script that functions may rely on
+_Reduced = tuple[Callable[..., Any], tuple[Any, ...], Any, Callable[[Any, Any], None]]
+_HEAP_TYPE: Final = 1 << 9  # flag of a class that was made by a class statement
+
+
+def dump(value: object, file: Any, *, home: bool = False, refuse: Callable[[object], None] | None = None) -> None:
+    """Pickle an object with all definitions that it needs, for a process that may have none of them.
+
+    Args:
+        value: any object.
+        file: open for writing bytes; `pickle.load` reads it.
+        home: the receiver is the process that has sent this process its definitions, and needs only their names.
+        refuse: called with each object; raises an error if it must not be pickled.
+    """
+    _Pickler(file, Reducer(DEFINITIONS.home if home else ()), refuse).dump(value)
+
+
+def dumps(value: object, *, home: bool = False) -> bytes:
+    """Pickle an object as `dump` does, and return the bytes.
+
+    Args:
+        value: any object.
+        home: see `dump`.
+    """
+    file = io.BytesIO()
+    dump(value, file, home=home)
+    return file.getvalue()
+
+
+def dumps_for_peer(value: object) -> bytes:
+    """Pickle an object for a process with the same script or job, which has all definitions.
+
+    Args:
+        value: any object.
+
+    Raises:
+        Exception: of pickle; also for an instance of a class that was defined in a function on each rank, and that is
+            a different class on each rank for this reason.
+    """
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        file = io.BytesIO()
+        try:
+            _Pickler(file, Reducer(DEFINITIONS.home, defines=False)).dump(value)
+        except pickle.PicklingError:
+            raise error from None
+        return file.getvalue()
+
+
+def supply_children() -> None:
+    """Send definitions to the child processes of this worker, such as loader processes, after its job was read."""
+    DEFINITIONS.reads_job = False
+    if DEFINITIONS.home:
+        ForkingPickler.reducer_override = _with_definitions  # type: ignore[method-assign, assignment]
+
+
+def is_importable(value: Any) -> bool:
+    """Return whether other processes can import a class or a function by its name.
+
+    Args:
+        value: a class or a function.
+    """
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None) or value.__name__
+    found: Any = None if module in SCRIPTS else sys.modules.get(module)  # type: ignore[arg-type]
+    try:
+        for part in name.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        return False
+    return found is value
+
+
+def variables_of(function: types.FunctionType) -> list[str]:
+    """Return the names of the script's variables that a function uses, and which are copied with it.
+
+    Args:
+        function: sent by value.
+    """
+    from cloudpickle.cloudpickle import _extract_code_globals
+
+    if function.__globals__ is not vars(sys.modules["__main__"]):
+        return []
+    return [name for name in _extract_code_globals(function.__code__) if name in function.__globals__]
+
+
+# -- sending -------------------------------------------------------------------------------------------------------
+
+
+@final
+class Reducer:
+    """The method `reducer_override` of a pickler of any class.
+
+    Args:
+        known: names of the definitions that the receiver has.
+        defines: send other definitions; False refuses them.
+    """
+
+    def __init__(self, known: Collection[str] = (), *, defines: bool = True) -> None:
+        self._known = known
+        self._defines = defines
+        self._cloudpickle: Any = None  # imported when needed
+        self._script = _Namespace("__main__")
+
+    def __call__(self, value: Any) -> Any:
+        """Return the reduced form of an object, or `NotImplemented` for pickle's own."""
+        kind = type(value)
+        if kind in _NAMED or issubclass(kind, type):
+            return NotImplemented if is_importable(value) else self._definition(value)
+        if kind in _PARTS:
+            return self._pickler().dispatch_table[kind](value)
+        if kind.__module__ == "dataclasses" and value in _SENTINELS:
+            return _SENTINELS[value]
+        if kind is types.MethodType:  # pickle would look it up in a class that may be incomplete
+            owner = value.__self__ if isinstance(value.__self__, type) else type(value.__self__)
+            return NotImplemented if is_importable(owner) else (kind, (value.__func__, value.__self__))
+        if kind is functools.cached_property:  # has a lock up to Python 3.11
+            return kind, (value.func,), {"attrname": value.attrname, "__doc__": value.__doc__}
+        return (kind, (dict(value),)) if kind in _WEAK else NotImplemented
+
+    def _definition(self, value: Any) -> Any:
+        if isinstance(value, type):
+            if not value.__flags__ & _HEAP_TYPE:  # such as the class of None
+                return self._pickler().reducer_override(value)
+            if "__by_value__" in vars(value):
+                return vars(value)["__by_value__"]
+        name = DEFINITIONS.name_of(value)
+        if name in self._known:
+            return definitions.find, (name,)
+        if not self._defines:
+            raise pickle.PicklingError(f"{value.__qualname__} is defined in this process only")
+        make, arguments, state, fill = self._reduced(value)
+        public = getattr(value, "__qualname__", value.__name__)
+        visible = public if vars(sys.modules["__main__"]).get(public) is value else None
+        return definitions.make, (name, make, arguments), (name, visible, fill, state), None, None, definitions.fill
+
+    def _reduced(self, value: Any) -> _Reduced:
+        """Return constructor and arguments, and state and function that complete the object."""
+        if isinstance(value, type):
+            return self._reduced_class(value)
+        attributes = {"__module__": value.__module__}
+        if isinstance(value, typing.NewType):
+            return typing.NewType, (value.__name__, value.__supertype__), attributes, definitions.set_attributes
+        if isinstance(value, typing.ParamSpec):
+            return typing.ParamSpec, (value.__name__,), attributes, definitions.set_attributes
+        if isinstance(value, typing.TypeVar):
+            make, arguments = self._pickler().dispatch_table[typing.TypeVar](value)
+            return make, arguments, attributes, definitions.set_attributes
+        if isinstance(value, _LRU):
+            arguments = tuple(value.cache_parameters().values())
+            return definitions.new_cached, arguments, vars(value), definitions.set_attributes
+        if "_is_torch_compile" in vars(value):
+            return definitions.new_compiled, _compiled(value), {}, definitions.set_attributes
+        if "_torchdynamo_disable" in vars(value):
+            return definitions.new_disabled, (value._torchdynamo_orig_callable,), {}, definitions.set_attributes
+        return self._reduced_function(value)
+
+    def _reduced_class(self, value: type) -> _Reduced:
+        from cloudpickle.cloudpickle import _dynamic_class_reduce
+
+        make, arguments, (attributes, slots), *_ = _dynamic_class_reduce(value)
+        if not issubclass(value, enum.Enum):
+            kind, name, bases, namespace, *rest = arguments
+            if issubclass(value, tuple):  # typing's NamedTuple among the original bases would make another class
+                bases = value.__bases__
+            if "__slots__" in vars(value):
+                namespace["__slots__"] = vars(value)["__slots__"]
+            arguments = (kind, name, bases, namespace, *rest)
+        kept = {k: v for k, v in attributes.items() if not isinstance(v, types.MemberDescriptorType)}
+        return definitions.new_class, (make, arguments), (kept, slots), definitions.fill_class
+
+    def _reduced_function(self, value: types.FunctionType) -> _Reduced:
+        make, (code, variables, *rest), (attributes, slots), *_ = self._pickler()._dynamic_function_reduce(value)
+        if value.__globals__ is vars(sys.modules["__main__"]):
+            variables = self._script
+        elif (module := sys.modules.get(value.__globals__.get("__name__", ""))) and vars(module) is value.__globals__:
+            variables, slots["__globals__"] = _Namespace(module.__name__), {}  # the receiver imports the module
+        return make, (code, variables, *rest), (attributes, slots, _source(code.co_filename)), definitions.fill_function
+
+    def _pickler(self) -> Any:
+        if self._cloudpickle is None:
+            import cloudpickle
+
+            self._cloudpickle = cloudpickle.Pickler(io.BytesIO())
+        return self._cloudpickle
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: Any, reducer: Reducer, refuse: Callable[[object], None] | None = None) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._reducer, self._refuse = reducer, refuse
+
+    def reducer_override(self, value: Any) -> Any:
+        if self._refuse is not None:
+            self._refuse(value)
+        return self._reducer(value)
+
+
+def _with_definitions(pickler: Any, value: Any) -> Any:
+    """Method `reducer_override` of multiprocessing's pickler in a worker, whose children may have no definitions."""
+    if "_reducer" not in vars(pickler):
+        pickler._reducer = Reducer()
+    return pickler._reducer(value)
+
+
+def _with_names(pickler: Any, value: Any) -> Any:
+    """Method `reducer_override` of multiprocessing's pickler in a child of a worker, which has sent its definitions."""
+    if "_reducer" not in vars(pickler):
+        pickler._reducer = Reducer(DEFINITIONS.home)
+    return pickler._reducer(value)
+
+
+DEFINITIONS.forward = _with_names
+
+
+@final
+class _Namespace:
+    """The variables of a module, pickled as a reference to the receiver's module."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._module != "__main__":
+            return definitions.namespace_of, (self._module,)
+        script = vars(sys.modules["__main__"])
+        return definitions.script_namespace, ({name: script[name] for name in _OF_SCRIPT if name in script},)
+
+
+def _source(file: str) -> tuple[str, list[str]] | None:
+    """Return the lines of a cell of a notebook, which is no file, for tracebacks."""
+    lines = [] if os.path.exists(file) else linecache.getlines(file)
+    return (file, lines) if lines else None
+
+
+def _compiled(value: Any) -> tuple[Any, ...]:
+    """Return function, backend and options of a function from `torch.compile`."""
+    cells = [cell.cell_contents for cell in value.__closure__ or ()]
+    [context] = [content for content in cells if hasattr(content, "enter_exit_hooks")]
+    backend = context.callback
+    while not isinstance(backend, (bool, type(None))) and hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return value._torchdynamo_orig_callable, backend, getattr(context, "fullgraph", False), context._dynamic

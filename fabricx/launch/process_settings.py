@@ -1,0 +1,81 @@
+"""Settings of the user's process that its workers copy, because they do not execute the script."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from fabricx import by_value
+
+_CUDNN: Final = ("enabled", "benchmark", "deterministic", "allow_tf32")
+
+
+@dataclass(frozen=True)
+class ProcessSettings:
+    """Environment, warning filters and global settings of torch, as they were when a run started.
+
+    Attributes:
+        environment: environment variables.
+        ignored: the filters of `warnings` that ignore a warning.
+        dtype: default dtype of floating-point tensors.
+        matmul: precision of float32 matrix products.
+        deterministic: "", "warn" or "error": whether operations without a deterministic algorithm are refused.
+        anomalies: whether backward detects anomalies.
+        sharing: how torch shares tensors of processes.
+        cudnn: flags of `torch.backends.cudnn`, by name.
+    """
+
+    environment: dict[str, str] = field(repr=False)
+    ignored: tuple[Any, ...]
+    dtype: torch.dtype
+    matmul: str
+    deterministic: str
+    anomalies: bool
+    sharing: str
+    cudnn: dict[str, bool]
+
+    @classmethod
+    def of_this_process(cls) -> ProcessSettings:
+        """Return the settings of this process."""
+        strict = "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else "error"
+        return cls(
+            dict(os.environ),
+            tuple(each for each in warnings.filters if each[0] == "ignore" and by_value.is_importable(each[2])),
+            torch.get_default_dtype(),
+            torch.get_float32_matmul_precision(),
+            strict if torch.are_deterministic_algorithms_enabled() else "",
+            torch.is_anomaly_enabled(),
+            torch.multiprocessing.get_sharing_strategy(),
+            _cudnn(),
+        )
+
+    def apply(self) -> None:
+        """Set what differs in this process."""
+        if dict(os.environ) != self.environment:
+            os.environ.clear()
+            os.environ.update(self.environment)
+        for each in reversed(self.ignored):
+            if each not in warnings.filters:
+                warnings.filters.insert(0, each)  # type: ignore[attr-defined]
+        torch.set_default_dtype(self.dtype)
+        if torch.get_float32_matmul_precision() != self.matmul:
+            torch.set_float32_matmul_precision(self.matmul)
+        torch.use_deterministic_algorithms(bool(self.deterministic), warn_only=self.deterministic == "warn")
+        torch.autograd.set_detect_anomaly(self.anomalies)
+        torch.multiprocessing.set_sharing_strategy(self.sharing)
+        for name, flag in self.cudnn.items():
+            if _cudnn().get(name) != flag:
+                setattr(torch.backends.cudnn, name, flag)
+
+
+def _cudnn() -> dict[str, bool]:
+    flags = {}
+    for name in _CUDNN:
+        with contextlib.suppress(RuntimeError):  # the program uses torch's newer settings, which exclude the older
+            flags[name] = getattr(torch.backends.cudnn, name)
+    return flags

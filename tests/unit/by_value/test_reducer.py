@@ -1,0 +1,205 @@
+"""Definitions are made once in another process, and never in the process that has sent them."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle.cloudpickle
+import pytest
+import torch
+
+from fabricx import by_value
+from fabricx.by_value import definitions
+from fabricx.by_value.definitions import DEFINITIONS, Definitions
+
+Receive = Callable[[Any], Any]
+SCRIPT = """
+from __future__ import annotations
+import abc, dataclasses, enum, functools, typing
+T = typing.TypeVar("T")
+P = typing.ParamSpec("P")
+UserId = typing.NewType("UserId", int)
+SCALE = [2]
+class Color(enum.Enum):
+    RED = 1
+@dataclasses.dataclass(frozen=True)
+class Config:
+    lr: float = 0.1
+    sizes: list[int] = dataclasses.field(default_factory=lambda: [1, 2])
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    a: int = 1
+class Point(typing.NamedTuple):
+    x: int
+    y: int = 2
+class Options(typing.TypedDict, total=False):
+    a: int
+class Box(typing.Generic[T]):
+    def __init__(self, value): self.value = value
+class Abstract(abc.ABC):
+    @abc.abstractmethod
+    def f(self): ...
+class Registered(type):
+    def __new__(cls, name, bases, body):
+        if bases and "needed" not in body: raise TypeError("needed")
+        return super().__new__(cls, name, bases, body)
+class Plugin(metaclass=Registered):
+    def __init_subclass__(cls, *, tag): cls.tag = tag
+class Mine(metaclass=Registered): pass
+class Strict(Mine): needed = 3
+class Tagging:
+    def __init_subclass__(cls, *, tag): cls.tag = tag
+class Tagged(Tagging, tag="t"): pass
+class Parent:
+    def who(self): return "parent"
+def make():
+    class Local(Parent):
+        def who(self): return "local of " + super().who()
+    return Local
+Local = make()
+class Outer:
+    class Inner: pass
+    @functools.cached_property
+    def late(self): return 5
+    @property
+    def own(self): return 6
+    @classmethod
+    def kind(cls): return cls
+    bound = None
+Outer.bound = Outer.kind
+def even(n): return n == 0 or odd(n - 1)
+def odd(n): return n != 0 and even(n - 1)
+def scaled(x): return x * SCALE[0]
+@functools.lru_cache(maxsize=7)
+def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)
+@functools.singledispatch
+def kind(value): return "other"
+@kind.register
+def _(value: int): return "int"
+add = functools.partial(lambda a, b: a + b, 1)
+"""
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    module = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    exec(compile(SCRIPT, "<a cell>", "exec"), vars(module))
+    return module
+
+
+@pytest.fixture
+def receive(monkeypatch: pytest.MonkeyPatch) -> Receive:
+    """Return a function that pickles an object, and unpickles it as a process without a script does."""
+
+    def received(value: Any) -> Any:
+        data = by_value.dumps(value)
+        with monkeypatch.context() as other:
+            process = Definitions()
+            process.script = types.ModuleType("__main__")
+            process.reads_job = False
+            other.setattr(definitions, "DEFINITIONS", process)
+            other.setitem(sys.modules, "__main__", process.script)
+            other.setattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", weakref.WeakValueDictionary())
+            other.setattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", weakref.WeakKeyDictionary())
+            got = pickle.loads(data)
+            assert pickle.loads(data) is not None  # a second time, nothing is made
+            pickle.dumps(getattr(process.script, "Config", None))  # by its name, since the script's name is there
+        return got
+
+    return received
+
+
+def test_all_kinds_of_classes_and_functions_arrive(script: types.ModuleType, receive: Receive) -> None:
+    sent = {name: value for name, value in vars(script).items() if getattr(value, "__module__", "") == "__main__"}
+    got = types.SimpleNamespace(**receive({**sent, "add": script.add}))
+    for name, value in sent.items():
+        assert getattr(got, name) is not value, name
+    dataclasses: Any = script.dataclasses
+    assert dataclasses.fields(got.Config)[1].default is dataclasses.MISSING
+    assert dataclasses.replace(got.Config(), lr=1).sizes == [1, 2]
+    assert not hasattr(got.Slotted(), "__dict__")
+    assert got.Color(1) is got.Color.RED
+    assert (got.Point(1).y, got.Options(a=1), got.Options.__total__, got.Box[int](3).value) == (2, {"a": 1}, False, 3)
+    with pytest.raises(TypeError, match="abstract"):
+        got.Abstract()
+    assert (got.Strict.needed, got.Tagged.tag, got.Tagged.__bases__) == (3, "t", (got.Tagging,))
+    assert got.Local().who() == "local of parent"
+    assert (got.Outer().late, got.Outer().own, got.Outer.bound()) == (5, 6, got.Outer)
+    assert (got.even(4), got.odd(4)) == (True, False)
+    assert (got.fib(20), got.fib.cache_parameters()["maxsize"]) == (6765, 7)
+    assert (got.kind(1), got.kind("a"), got.add(2), got.UserId(3)) == ("int", "other", 3, 3)
+    assert (got.T.__name__, got.P.__name__) == ("T", "P")
+
+
+def test_variables_of_the_script_are_copied_and_shared_by_its_functions(
+    script: types.ModuleType, receive: Receive
+) -> None:
+    scaled, even, odd = receive((script.scaled, script.even, script.odd))
+    script.SCALE.append(3)
+    assert scaled.__globals__["SCALE"] == [2]
+    assert scaled.__globals__ is even.__globals__ is odd.__globals__
+    assert "kind" not in scaled.__globals__  # no function uses it
+
+
+def test_the_sender_uses_its_own_objects(script: types.ModuleType) -> None:
+    for value in (script.Config, script.scaled, script.fib, script.Outer.Inner, lambda: 1, script.Local):
+        assert pickle.loads(by_value.dumps(value)) is value
+    assert pickle.loads(by_value.dumps(script.Local())).who() == "local of parent"
+
+
+def test_functions_of_a_module_in_a_file_use_its_variables(receive: Receive) -> None:
+    def local() -> Any:
+        return SCRIPT
+
+    assert receive(local).__globals__ is globals()
+    assert receive(Definitions) is Definitions
+
+
+def test_what_came_home_is_a_name_and_peers_get_no_other_definitions(
+    script: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = script.Local()
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        by_value.dumps_for_peer(box)  # each rank may have defined such a class
+    monkeypatch.setattr(DEFINITIONS, "home", {DEFINITIONS.name_of(script.Local)})
+    for data in (by_value.dumps_for_peer(box), by_value.dumps(box, home=True)):
+        assert len(data) < 200
+        assert type(pickle.loads(data)) is script.Local
+    assert by_value.dumps_for_peer([1]) == pickle.dumps([1], pickle.HIGHEST_PROTOCOL)
+    monkeypatch.setattr(DEFINITIONS, "_by_name", {})
+    with pytest.raises(pickle.UnpicklingError, match="was deleted while a worker used it"):
+        pickle.loads(data)
+
+
+def test_compiled_functions_are_compiled_anew(receive: Receive) -> None:
+    @torch.compile(backend="eager", fullgraph=True, dynamic=True)
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    got = receive(double)
+    assert got is not double
+    assert float(got(torch.ones(()))) == 2.0
+    disabled = receive(torch.compiler.disable(lambda x: x + 1))
+    assert disabled(1) == 2
+
+
+def test_the_lines_of_a_cell_travel_for_tracebacks(
+    script: types.ModuleType, receive: Receive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = SCRIPT.splitlines(keepends=True)
+    monkeypatch.setattr("linecache.cache", {"<a cell>": (len(SCRIPT), None, lines, "<a cell>")})
+    data = by_value.dumps(script.scaled)
+    assert b"def scaled(x)" in data
+
+
+def test_without_such_objects_nothing_of_cloudpickle_is_imported() -> None:
+    reducer = by_value.Reducer()
+    assert reducer(torch.nn.Linear) is NotImplemented
+    assert reducer([1]) is NotImplemented
+    assert reducer._cloudpickle is None

@@ -1,0 +1,39 @@
+"""Settings of the user's process are those of its workers."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+
+import pytest
+import torch
+
+from fabricx.launch.process_settings import ProcessSettings
+
+
+def test_settings_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = ProcessSettings.of_this_process()
+    monkeypatch.setenv("OF_THE_SCRIPT", "1")
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("high")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "noise")
+            settings = pickle.loads(pickle.dumps(ProcessSettings.of_this_process()))
+        before.apply()
+        assert torch.get_default_dtype() == torch.float32
+        assert "OF_THE_SCRIPT" not in os.environ
+        with warnings.catch_warnings():
+            settings.apply()
+            warnings.warn("noise", stacklevel=1)  # is ignored; tests make others errors
+        assert os.environ["OF_THE_SCRIPT"] == "1"
+        assert torch.get_default_dtype() == torch.float64
+        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.backends.cudnn.benchmark
+    finally:
+        with warnings.catch_warnings():
+            before.apply()
