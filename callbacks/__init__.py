@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from fabricx.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from fabricx.callbacks.ema import EMA as EMA
     from fabricx.callbacks.fault_recovery import FaultRecovery as FaultRecovery
+    from fabricx.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
+    from fabricx.callbacks.finetuning import BaseFinetuning as BaseFinetuning
     from fabricx.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulation
     from fabricx.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulationScheduler
     from fabricx.callbacks.lambda_callback import LambdaCallback as LambdaCallback
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from fabricx.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from fabricx.callbacks.model_summary import ModelSummary as ModelSummary
     from fabricx.callbacks.model_summary import RichModelSummary as RichModelSummary
+    from fabricx.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
     from fabricx.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
     from fabricx.callbacks.profiler import Profiler as Profiler
     from fabricx.callbacks.progress_bar import ProgressBar as ProgressBar
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
 # Callbacks are imported on first access, so that a run imports only the callbacks that it uses.
 _MODULES = {
     "EMA": "ema",
+    "BackboneFinetuning": "finetuning",
+    "BaseFinetuning": "finetuning",
     "BasePredictionWriter": "prediction_writer",
     "BatchSizeFinder": "batch_size_finder",
     "DeviceStatsMonitor": "device_stats_monitor",
@@ -47,6 +52,7 @@ _MODULES = {
     "LoadBalancer": "load_balancer",
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
+    "OnExceptionCheckpoint": "on_exception_checkpoint",
     "Profiler": "profiler",
     "ProgressBar": "progress_bar",
     "RichModelSummary": "model_summary",
@@ -65,6 +71,8 @@ _ABSENT = {
 
 __all__ = [
     "EMA",
+    "BackboneFinetuning",
+    "BaseFinetuning",
     "BasePredictionWriter",
     "BatchSizeFinder",
     "DeviceStatsMonitor",
@@ -78,6 +86,7 @@ __all__ = [
     "LoadBalancer",
     "ModelCheckpoint",
     "ModelSummary",
+    "OnExceptionCheckpoint",
     "Profiler",
     "ProgressBar",
     "RichModelSummary",

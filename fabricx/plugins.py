@@ -24,6 +24,7 @@ _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
         "parameter_server": "fabricx.strategies.parameter_server:ParameterServer",
     },
     "callbacks": {
+        "backbone_finetuning": "fabricx.callbacks.finetuning:BackboneFinetuning",
         "batch_size_finder": "fabricx.callbacks.batch_size_finder:BatchSizeFinder",
         "device_stats_monitor": "fabricx.callbacks.device_stats_monitor:DeviceStatsMonitor",
         "early_stopping": "fabricx.callbacks.early_stopping:EarlyStopping",
@@ -35,6 +36,7 @@ _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
         "learning_rate_monitor": "fabricx.callbacks.learning_rate_monitor:LearningRateMonitor",
         "model_checkpoint": "fabricx.callbacks.model_checkpoint:ModelCheckpoint",
         "model_summary": "fabricx.callbacks.model_summary:ModelSummary",
+        "on_exception_checkpoint": "fabricx.callbacks.on_exception_checkpoint:OnExceptionCheckpoint",
         "profiler": "fabricx.callbacks.profiler:Profiler",
         "progress_bar": "fabricx.callbacks.progress_bar:ProgressBar",
         "timer": "fabricx.callbacks.timer:Timer",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fabricx.errors import NamesChecked
@@ -138,6 +139,13 @@ class Callback(NamesChecked):
             step: weight updates of the checkpoint to resume from; -1 without a checkpoint.
         """
         return False
+
+    def after_failure(self, newest: Path | None) -> None:
+        """Use the newest checkpoint of a run that has failed for good; called in the supervisor of the workers.
+
+        Args:
+            newest: from which the run can resume; None without a checkpoint.
+        """
 
     def repeats_after(self, trainer: AnyTrainer, error: Exception) -> bool:
         """Return whether all ranks repeat the step in which this rank raised an error.

@@ -5,12 +5,47 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from torch import nn
 from torch.optim import Optimizer
 
+_GROWS: Final = "_fabricx_grows"  # attribute of an optimizer: module, and number of groups at the start
 OTHER_STATE: Final = (
     "Resume with the optimizers and schedules of the checkpoint; or convert the checkpoint in on_load_checkpoint; or "
     "start a new run from its weights: Module.load_from_checkpoint(path), and fit without ckpt_path"
 )
+
+
+def let_groups_grow(optimizer: Optimizer, module: nn.Module) -> None:
+    """Let a loaded state add groups of a module's parameters to an optimizer, or remove them.
+
+    Args:
+        optimizer: to which a callback adds groups during training.
+        module: has the parameters.
+    """
+    vars(optimizer)[_GROWS] = (module, len(optimizer.param_groups))
+
+
+def _grow(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Make the groups of an optimizer those of a saved state, if they may grow."""
+    module, least = vars(optimizer).get(_GROWS, (None, 0))
+    if module is None:
+        return
+    parameters: dict[str, nn.Parameter] = dict(module.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    kept = {frozenset(group["params"]) for group in saved["param_groups"]}
+    for group in optimizer.param_groups[least:]:
+        if frozenset(names.get(id(parameter), "") for parameter in group["params"]) not in kept:
+            optimizer.param_groups.remove(group)  # the state is that before the group was added
+            for parameter in group["params"]:
+                parameter.requires_grad = False
+                optimizer.state.pop(parameter, None)
+    known = {names.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]}
+    for group in saved["param_groups"]:
+        if known.isdisjoint(group["params"]) and set(group["params"]) <= set(parameters):
+            added = [parameters[name] for name in group["params"]]
+            for parameter in added:
+                parameter.requires_grad = True
+            optimizer.add_param_group({**group, "params": added})
 
 
 def by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
@@ -43,6 +78,7 @@ def by_number(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str
     now_class = type(optimizer).__qualname__
     if (before := saved.get("class", now_class)) != now_class:
         raise ValueError(f"the optimizer of the checkpoint is {before}, and the module's is {now_class}. {OTHER_STATE}")
+    _grow(optimizer, saved)
     order = _parameter_names(optimizer, names)
     numbers = {name: number for number, name in enumerate(order)}
     known = {name for group in saved["param_groups"] for name in group["params"]}

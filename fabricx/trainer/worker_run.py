@@ -89,6 +89,9 @@ def run_in_workers(
                 raise
             assert trainer.run_dir is not None
             if not _restarts(job, trainer.run_dir, trainer.callbacks, log, aggregator, error):
+                checkpoints = checkpoints_of(trainer.run_dir)
+                for callback in trainer.callbacks:
+                    callback.after_failure(newest_whole(checkpoints) if checkpoints else None)
                 raise
         else:
             outcome.absorb(trainer, job)

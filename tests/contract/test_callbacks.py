@@ -12,6 +12,8 @@ import fabricx.callbacks as package
 from fabricx import checkpoint
 from fabricx.callbacks import (
     EMA,
+    BackboneFinetuning,
+    BaseFinetuning,
     BasePredictionWriter,
     BatchSizeFinder,
     DeviceStatsMonitor,
@@ -24,6 +26,7 @@ from fabricx.callbacks import (
     LoadBalancer,
     ModelCheckpoint,
     ModelSummary,
+    OnExceptionCheckpoint,
     Profiler,
     ProgressBar,
     RichModelSummary,
@@ -36,6 +39,8 @@ from fabricx.core.callback import Callback
 from fabricx.core.hooks import check_hooks
 
 CALLBACKS: dict[str, Callable[[], Callback]] = {
+    "BackboneFinetuning": BackboneFinetuning,
+    "BaseFinetuning": BaseFinetuning,
     "BasePredictionWriter": BasePredictionWriter,
     "BatchSizeFinder": BatchSizeFinder,
     "DeviceStatsMonitor": DeviceStatsMonitor,
@@ -49,6 +54,7 @@ CALLBACKS: dict[str, Callable[[], Callback]] = {
     "LearningRateMonitor": LearningRateMonitor,
     "ModelCheckpoint": lambda: ModelCheckpoint(monitor="val_loss", save_last=True, train_time_interval="10m"),
     "ModelSummary": ModelSummary,
+    "OnExceptionCheckpoint": lambda: OnExceptionCheckpoint("folder"),
     "Profiler": Profiler,
     "ProgressBar": ProgressBar,
     "RichModelSummary": RichModelSummary,

@@ -21,7 +21,7 @@ import torch
 
 import fabricx as fx
 from fabricx import checkpoint
-from fabricx.callbacks import EMA, EarlyStopping, LoadBalancer
+from fabricx.callbacks import EMA, BaseFinetuning, EarlyStopping, LoadBalancer
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.distributed.world import World
 from fabricx.errors import WorkerFailed
@@ -163,6 +163,17 @@ class Toggles(fx.Callback):
         module.second.requires_grad_(trainer.current_epoch % 2 == 1)
 
 
+class Unfreezes(BaseFinetuning):
+    """Trains the first layer from the second epoch on, with a rate of its own."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.first)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.first, optimizer, lr=0.2)
+
+
 def options(cell: Cell) -> dict[str, Any]:
     """Return the Trainer's options."""
     clip = None if cell.clip == "module" or cell.manual else CLIP[cell.clip]
@@ -187,6 +198,8 @@ def callbacks(cell: Cell, ranks: int) -> list[fx.Callback]:
     found: list[fx.Callback] = []
     if cell.callback == "ema":
         found.append(EMA(0.5))
+    if cell.callback == "finetuning":
+        found.append(Unfreezes())
     if cell.loop == "lr-callback":
         found.append(ChangesRate(3 if cell.data in ("few", "uneven") else 2))  # where some ranks may have no sample
     if cell.loop == "stop-early":

@@ -323,6 +323,8 @@ class Net(fx.Module):
     def configure_optimizers(self) -> Any:
         kind = self.cell.optimizer
         parameters = [p for name, p in self.named_parameters() if kind != "subset" or not name.startswith("second")]
+        if self.cell.callback == "finetuning":
+            parameters = [parameter for parameter in parameters if parameter.requires_grad]
         if self.cell.update in ("several", "manual-two"):
             mine = {id(parameter) for parameter in self.first.parameters()}
             parts = [

@@ -242,6 +242,13 @@ REFUSALS = (
         steps=9,
     ),
     Refusal(
+        lambda c: c.callback == "finetuning"
+        and c.way.startswith(("ps", "bounded", "async", "rounds", "local_sgd", "reproducible")),
+        "adds parameters to the optimizers during training",
+        "The parameters of the optimizers are fixed before training. "
+        "Use `ddp` or `fsdp`, or change `requires_grad` only.",
+    ),
+    Refusal(
         lambda c: c.save in WITHIN_STEP,
         "a training step is running",
         "Weights, random states and data position are inconsistent within a step. Save in `on_train_batch_end`.",

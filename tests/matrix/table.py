@@ -74,7 +74,7 @@ _MEANINGS: Final[dict[str, dict[Any, str]]] = {
         "few": "a last batch with fewer samples than ranks", "shuffled": "`shuffle=True`",
         "iterable": "a stream for each rank, without a length", "ending": "streams that end earlier on some ranks",
         "balanced": "`LoadBalancer` with unequal shares", "weighted": "`Module.batch_weight`",
-        "promised": "streams with a `__len__` that is too large on some ranks",
+        "promised": "streams with a `__len__` that is too large on some ranks", "combined": "several loaders",
     },
     "loop": {
         "plain": "whole epochs", "limit": "`limit_train_batches`", "max-steps": "`max_steps`",
@@ -93,7 +93,7 @@ _MEANINGS: Final[dict[str, dict[Any, str]]] = {
         **{hook: f"`save_checkpoint` in `{hook}`, and resuming from it" for hook in IN_HOOKS},
         "from-single": "resuming a run of one process", "to-single": "resuming on one process",
     },
-    "callback": {"ema": "`EMA`"},
+    "callback": {"ema": "`EMA`", "finetuning": "`BaseFinetuning`"},
     "change": {hook: f"weights that `{hook}` changes" for hook in FEATURES["change"] if hook != "none"},
     "precision": {"64": "float64", "32": "float32", "bf16-mixed": "`precision='bf16-mixed'`"},
 }  # fmt: skip

@@ -1,0 +1,298 @@
+"""Freeze layers before training, and unfreeze them later as new groups of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from fabricx.core.callback import Callback
+from fabricx.core.optimizer_state import let_groups_grow
+from fabricx.core.strategy_parts import HasServers
+
+if TYPE_CHECKING:
+    from fabricx.core.module import Module
+    from fabricx.core.trainer import TrainerProtocol
+
+Modules = nn.Module | Iterable["Modules"]
+
+
+class BaseFinetuning(Callback):
+    """Base class of schedules that unfreeze layers; derive from it and override both methods below.
+
+    Layers that are frozen when the optimizers are created must not be in them: pass
+    `filter(lambda p: p.requires_grad, self.parameters())` to the optimizer. A resumed run and the replacement of a
+    worker that died continue with the groups that were added.
+
+    Raises:
+        ValueError: the strategy fixes the parameters of the optimizers before training.
+    """
+
+    needs_all_ranks: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._newest_epoch = -1  # whose `finetune_function` was called
+
+    def freeze_before_training(self, module: Any) -> None:
+        """Freeze layers, with `self.freeze(...)`.
+
+        Args:
+            module: before its optimizers are created.
+        """
+        raise NotImplementedError
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Optimizer) -> None:
+        """Unfreeze layers, with `self.unfreeze_and_add_param_group(...)`; called once for each optimizer and epoch.
+
+        Args:
+            module: that is trained.
+            epoch: that begins, from 0.
+            optimizer: of the module.
+        """
+        raise NotImplementedError
+
+    # -- tools --------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def flatten_modules(modules: Modules) -> list[nn.Module]:
+        """Return all modules within modules that have parameters or buffers of their own, or no children.
+
+        Args:
+            modules: a module, or nested iterables of modules.
+        """
+        if isinstance(modules, nn.Module):
+            found = list(modules.modules())
+        else:
+            found = [part for item in modules for part in BaseFinetuning.flatten_modules(item)]
+        return [m for m in dict.fromkeys(found) if not list(m.children()) or m._parameters]
+
+    @staticmethod
+    def filter_params(
+        modules: Modules, train_bn: bool = True, requires_grad: bool = True
+    ) -> Iterator[nn.Parameter]:  # fmt: skip
+        """Yield the parameters of modules.
+
+        Args:
+            modules: a module, or nested iterables of modules.
+            train_bn: include those of batch normalisation.
+            requires_grad: of the parameters.
+        """
+        for part in BaseFinetuning.flatten_modules(modules):
+            if not isinstance(part, _BatchNorm) or train_bn:
+                yield from (p for p in part.parameters(recurse=False) if p.requires_grad == requires_grad)
+
+    @staticmethod
+    def make_trainable(modules: Modules) -> None:
+        """Unfreeze all parameters of modules.
+
+        Args:
+            modules: a module, or nested iterables of modules.
+        """
+        for part in BaseFinetuning.flatten_modules(modules):
+            if isinstance(part, _BatchNorm):
+                part.track_running_stats = True
+            for parameter in part.parameters(recurse=False):
+                parameter.requires_grad = True
+
+    @staticmethod
+    def freeze_module(module: nn.Module) -> None:
+        """Freeze the parameters of a module; batch normalisation keeps its statistics.
+
+        Args:
+            module: to freeze.
+        """
+        if isinstance(module, _BatchNorm):
+            module.track_running_stats = False
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad = False
+
+    @staticmethod
+    def freeze(modules: Modules, train_bn: bool = True) -> None:
+        """Freeze all parameters of modules.
+
+        Args:
+            modules: a module, or nested iterables of modules.
+            train_bn: keep batch normalisation trainable.
+        """
+        for part in BaseFinetuning.flatten_modules(modules):
+            if isinstance(part, _BatchNorm) and train_bn:
+                BaseFinetuning.make_trainable(part)
+            else:
+                BaseFinetuning.freeze_module(part)
+
+    @staticmethod
+    def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the parameters that an optimizer does not have yet.
+
+        Args:
+            optimizer: of the module.
+            params: to add.
+        """
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [parameter for parameter in params if id(parameter) not in known]
+
+    @staticmethod
+    def unfreeze_and_add_param_group(
+        modules: Modules,
+        optimizer: Optimizer,
+        lr: float | None = None,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+    ) -> None:
+        """Unfreeze modules, and add their parameters to an optimizer as a group.
+
+        Args:
+            modules: a module, or nested iterables of modules.
+            optimizer: of the module.
+            lr: learning rate of the group; None: that of the first group, divided by `initial_denom_lr`.
+            initial_denom_lr: divisor of the first group's rate.
+            train_bn: also add the parameters of batch normalisation.
+        """
+        BaseFinetuning.make_trainable(modules)
+        rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
+        params = BaseFinetuning.filter_params(modules, train_bn=train_bn)
+        if new := BaseFinetuning.filter_on_optimizer(optimizer, params):
+            optimizer.add_param_group({"params": new, "lr": float(rate)})
+
+    # -- hooks --------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+        if stage != "fit":
+            return
+        _check_strategy(self, trainer)
+        self._newest_epoch = -1
+        self.freeze_before_training(module)
+
+    def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
+        for optimizer in trainer.optimizers:
+            let_groups_grow(optimizer, module)
+
+    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
+        epoch = trainer.current_epoch
+        if epoch > self._newest_epoch:  # not if a run resumes within the epoch
+            self._newest_epoch = epoch
+            for optimizer in trainer.optimizers:
+                self.finetune_function(module, epoch, optimizer)
+        for schedule in trainer.lr_schedulers:
+            _extend(schedule.scheduler)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._newest_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._newest_epoch = state_dict["epoch"]
+
+
+def multiplicative(epoch: int) -> float:
+    """Return the factor of the backbone's learning rate in each epoch.
+
+    Args:
+        epoch: number of the epoch.
+    """
+    return 2.0
+
+
+class BackboneFinetuning(BaseFinetuning):
+    """Train with a frozen `module.backbone`, and unfreeze it at an epoch with a small, rising learning rate.
+
+    Args:
+        unfreeze_backbone_at_epoch: epoch, from 0.
+        lambda_func: returns the factor of the backbone's rate in an epoch.
+        backbone_initial_ratio_lr: first rate of the backbone, relative to that of the first group.
+        backbone_initial_lr: first rate of the backbone; None: by the ratio.
+        should_align: the rate stays at that of the first group once it is reached.
+        initial_denom_lr: not used, because the backbone's first rate is given by the other arguments.
+        train_bn: train the batch normalisation of the backbone.
+        verbose: print the rates.
+        rounding: decimal places of printed rates.
+
+    Raises:
+        ValueError: the module has no `backbone`, or the strategy fixes the parameters of the optimizers.
+    """
+
+    def __init__(
+        self,
+        unfreeze_backbone_at_epoch: int = 10,
+        lambda_func: Callable[[int], float] = multiplicative,
+        backbone_initial_ratio_lr: float = 0.1,
+        backbone_initial_lr: float | None = None,
+        should_align: bool = True,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+        verbose: bool = False,
+        rounding: int = 12,
+    ) -> None:
+        super().__init__()
+        self.unfreeze_backbone_at_epoch, self.lambda_func = unfreeze_backbone_at_epoch, lambda_func
+        self.backbone_initial_ratio_lr, self.backbone_initial_lr = backbone_initial_ratio_lr, backbone_initial_lr
+        self.should_align, self.initial_denom_lr, self.train_bn = should_align, initial_denom_lr, train_bn
+        self.verbose, self.rounding = verbose, rounding
+        self.previous_backbone_lr: float | None = None
+
+    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+        if stage == "fit" and not isinstance(getattr(module, "backbone", None), nn.Module):
+            raise ValueError(
+                f"BackboneFinetuning: {type(module).__name__} has no `backbone`: assign the layers to self.backbone in "
+                "__init__, or derive from BaseFinetuning"
+            )
+        super().setup(trainer, module, stage)
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.backbone, train_bn=self.train_bn)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Optimizer) -> None:
+        rate = float(optimizer.param_groups[0]["lr"])
+        if epoch == self.unfreeze_backbone_at_epoch:
+            first = rate * self.backbone_initial_ratio_lr
+            self.previous_backbone_lr = first if self.backbone_initial_lr is None else self.backbone_initial_lr
+            self.unfreeze_and_add_param_group(
+                module.backbone, optimizer, self.previous_backbone_lr, train_bn=self.train_bn
+            )
+        elif epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:
+            risen = self.lambda_func(epoch + 1) * self.previous_backbone_lr
+            self.previous_backbone_lr = min(risen, rate) if self.should_align else risen
+            optimizer.param_groups[-1]["lr"] = self.previous_backbone_lr
+        else:
+            return
+        if self.verbose:
+            shown = f"{round(rate, self.rounding)}, of the backbone {round(self.previous_backbone_lr, self.rounding)}"
+            module.print(f"epoch {epoch}: learning rate {shown}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.previous_backbone_lr = state_dict["previous_backbone_lr"]
+
+
+def _check_strategy(callback: Callback, trainer: TrainerProtocol) -> None:
+    strategy = trainer.strategy
+    if isinstance(strategy, HasServers) or not strategy.traits.synchronous or strategy.traits.batch_parts:
+        raise ValueError(
+            f"{type(callback).__name__} adds parameters to the optimizers during training, and "
+            f"{type(strategy).__name__} fixes them before: use strategy=ddp or fsdp; or put all parameters into the "
+            "optimizer, and change their requires_grad in a hook"
+        )
+
+
+def _extend(scheduler: Any) -> None:
+    """Give a schedule a base rate for each group that was added to its optimizer."""
+    optimizer = getattr(scheduler, "optimizer", None)
+    if optimizer is None:
+        return
+    groups = optimizer.param_groups
+    if isinstance(base := getattr(scheduler, "base_lrs", None), list):
+        base += [_number(group["lr"]) for group in groups[len(base) :]]
+    if isinstance(functions := getattr(scheduler, "lr_lambdas", None), list) and functions:
+        functions += [functions[-1]] * (len(groups) - len(functions))
+    if isinstance(least := getattr(scheduler, "min_lrs", None), list) and least:  # ReduceLROnPlateau
+        least += [least[-1]] * (len(groups) - len(least))
+
+
+def _number(rate: Any) -> float:
+    return float(rate.item()) if isinstance(rate, torch.Tensor) else float(rate)

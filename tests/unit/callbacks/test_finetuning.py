@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fabricx as fx
+from fabricx.callbacks import BackboneFinetuning, BaseFinetuning
+from fabricx.testing import TinyModule, tiny_loader
+
+
+class Tuned(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.rates: list[list[float]] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(self.backbone(inputs))
+        return output
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)]
+
+    def on_train_epoch_start(self) -> None:
+        optimizer = self.optimizers()
+        self.rates.append([group["lr"] for group in optimizer.param_groups])  # type: ignore[union-attr]
+
+
+def test_the_backbone_is_frozen_and_then_trained_with_a_rising_rate(quiet: dict[str, Any]) -> None:
+    module = Tuned()
+    before = module.backbone[0].weight.clone()
+    callback = BackboneFinetuning(2, backbone_initial_ratio_lr=0.25, train_bn=False)
+    trainer = fx.Trainer(max_epochs=2, callbacks=callback, **quiet)
+    trainer.fit(module, tiny_loader())
+    assert torch.equal(before, module.backbone[0].weight)
+    module = Tuned()
+    fx.Trainer(max_epochs=6, callbacks=BackboneFinetuning(2, backbone_initial_ratio_lr=0.25), **quiet).fit(
+        module, tiny_loader()
+    )
+    assert [rates[1:] for rates in module.rates[:3]] == [[], [], [pytest.approx(0.025)]]
+    assert not torch.equal(before, module.backbone[0].weight)
+
+
+def test_a_run_resumes_with_the_groups_that_were_added(quiet: dict[str, Any], tmp_path: Path) -> None:
+    def run(ckpt: Path | None = None, **options: Any) -> tuple[Tuned, fx.Trainer]:
+        torch.manual_seed(0)
+        module = Tuned()
+        trainer = fx.Trainer(callbacks=BackboneFinetuning(1, backbone_initial_ratio_lr=0.25), **quiet, **options)
+        trainer.fit(module, tiny_loader(), ckpt_path=ckpt)
+        return module, trainer
+
+    whole, _ = run(max_epochs=3)
+    _, trainer = run(max_steps=6)  # within the epoch in which the backbone was unfrozen
+    rest, _ = run(trainer.save_checkpoint(tmp_path / "middle.ckpt"), max_epochs=3)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(rest.state_dict()[name], value), name
+
+
+def test_tools() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.Linear(2, 1)))
+    BaseFinetuning.freeze(net, train_bn=True)
+    assert [p.requires_grad for p in net.parameters()] == [False, False, True, True, False, False]
+    BaseFinetuning.freeze([net], train_bn=False)
+    assert not net[1].track_running_stats
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    BaseFinetuning.unfreeze_and_add_param_group(net[2], optimizer)
+    BaseFinetuning.unfreeze_and_add_param_group(net[2], optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.1]
+    BaseFinetuning.unfreeze_and_add_param_group(net, optimizer, lr=0.5, train_bn=False)
+    assert len(optimizer.param_groups[2]["params"]) == 2
+    assert all(p.requires_grad for p in net.parameters())
+
+
+def test_what_cannot_grow_is_refused(quiet: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="TinyModule has no `backbone`"):
+        fx.Trainer(max_epochs=1, callbacks=BackboneFinetuning(1), **quiet).fit(TinyModule(), tiny_loader())
+    trainer = fx.Trainer(max_epochs=1, strategy="local_sgd", callbacks=BackboneFinetuning(1), **quiet)
+    with pytest.raises(ValueError, match="LocalSGD fixes them before"):
+        trainer.fit(Tuned(), tiny_loader())
