@@ -31,7 +31,7 @@ from fabricx.callbacks.time_interval import TimeInterval
 from fabricx.checkpoint import sweep
 from fabricx.checkpoint.storage import as_path, is_local
 from fabricx.core.callback import Callback
-from fabricx.duration import parse_duration
+from fabricx.core.duration import parse_duration
 from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from fabricx.core.callback import Callback
-from fabricx.duration import parse_duration
+from fabricx.core.duration import parse_duration
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module

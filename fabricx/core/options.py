@@ -8,8 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from fabricx.core.duration import check_count, parse_duration
 from fabricx.core.former_arguments import accelerator_name, lightnings, profiler_name
-from fabricx.duration import check_count, parse_duration
 
 if TYPE_CHECKING:
     from fabricx.core.callback import Callback

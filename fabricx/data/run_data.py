@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricx.core.datamodule import DataModule
+from fabricx.core.duration import check_count
 from fabricx.core.hooks import overrides
 from fabricx.core.module_hooks import ModuleHooks
 from fabricx.data.combined import CombinedLoader, combined, is_loader
@@ -17,7 +18,6 @@ from fabricx.data.feed import Feed
 from fabricx.data.order import Balance
 from fabricx.data.own_state import find_generators
 from fabricx.distributed.world import World
-from fabricx.duration import check_count
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fabricx.duration import parse_count, parse_duration
+from fabricx.core.duration import parse_count, parse_duration
 
 
 @pytest.mark.parametrize(
