@@ -15,6 +15,11 @@ from torch.distributed import ProcessGroup, _functional_collectives, distributed
 from fabricx.errors import RanksApart
 
 _HARMLESS: Final = {"rank", "size", "name", "group_name", "bound_device_id", "_get_backend_name"}
+_PASSED_THROUGH: Final = {  # modules between a collective and its caller
+    __name__, "contextlib", "torch.autograd.function", "torch.distributed.c10d_logger",
+    "torch.distributed.distributed_c10d", "torch.distributed.nn.functional",
+    "torch.distributed._functional_collectives", "torch._ops",
+}  # fmt: skip
 _QUERIES: Final = {"get_rank", "get_world_size", "get_backend", "get_backend_config"}  # nothing is sent
 
 _c10d: Any = distributed_c10d
@@ -40,7 +45,7 @@ def _install(refusal: RefuseCollectives | None) -> RefuseCollectives | None:
     global _refusal
     before, _refusal = _refusal, refusal
     if (group := _real(_members.WORLD)) is not None:
-        _members.WORLD = group if refusal is None else _NoGroup(group, refusal.reason)
+        _members.WORLD = group if refusal is None or refusal.allows_libraries else _NoGroup(group, refusal.reason)
     original, guarded = _operators()
     _c10d._rank_not_in_group = _is_outside if refusal is None else refusal.check
     setattr(_funcol, _RESOLVER, _resolve if refusal is None else refusal.resolve)
@@ -142,10 +147,13 @@ class RefuseCollectives:
     Args:
         reason: message of the error.
         absent: ranks that do not join; None for all other ranks.
+        allows_libraries: collectives that torch or fabricx calls are not refused, such as those of FSDP in a forward.
     """
 
-    def __init__(self, reason: str, absent: Collection[int] | None = None) -> None:
-        self.reason, self._absent = reason, absent
+    def __init__(
+        self, reason: str, absent: Collection[int] | None = None, *, allows_libraries: bool = False
+    ) -> None:  # fmt: skip
+        self.reason, self._absent, self.allows_libraries = reason, absent, allows_libraries
         self._before: list[RefuseCollectives | None] = []
 
     def __enter__(self) -> None:
@@ -161,6 +169,8 @@ class RefuseCollectives:
             RanksApart: a rank of the group would not join, and the caller is a collective.
         """
         outside: bool = _is_outside(group)
+        if group is None and self.allows_libraries:
+            group = _members.WORLD
         if group is None or outside or isinstance(group, _NoGroup):
             return outside
         if sys._getframe(1).f_code.co_name not in _QUERIES:
@@ -187,10 +197,18 @@ class RefuseCollectives:
         Raises:
             RanksApart: a rank of the group would not join.
         """
-        if group.size() == 1:
+        if group.size() == 1 or (self.allows_libraries and _called_by_library()):
             return
         if self._absent is None or not set(self._absent).isdisjoint(_c10d.get_process_group_ranks(group)):
             raise RanksApart(self.reason)
+
+
+def _called_by_library() -> bool:
+    """Return whether torch or fabricx has called the collective, and not the user's program."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "") in _PASSED_THROUGH:
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "fabricx")
 
 
 ALL_JOIN: Final = threading.RLock()  # context that allows collectives; entered without a Python call
@@ -217,6 +235,37 @@ def without_sample(
         f"it. Call it in {hooks}, which all ranks call, or let each global "
         "batch be whole (drop_last=True). self.log needs no collective",
         ranks,
+    )
+
+
+def check_users_collective() -> None:
+    """Refuse a collective over all ranks that the user calls through fabricx, inside of `along`.
+
+    Raises:
+        RanksApart: some ranks compute another sample.
+    """
+    if _refusal is not None and _refusal.allows_libraries:
+        raise RanksApart(_refusal.reason)
+
+
+def along(
+    ranks: Collection[int], step: str = "training_step", hooks: str = "on_before_optimizer_step or on_train_epoch_end"
+) -> RefuseCollectives:
+    """Return a context for a step that ranks without a sample call with another sample, which has no weight.
+
+    Collectives of the strategy need these ranks; collectives of the user would receive a sample too much.
+
+    Args:
+        ranks: ranks without a sample of the batch.
+        step: name of the step.
+        hooks: names of hooks that all ranks call.
+    """
+    return RefuseCollectives(
+        f"a collective in {step} at a batch of which some ranks have no sample: ranks {', '.join(map(str, ranks))} "
+        "compute another sample, which has no weight in gradients and in self.log, but the collective would count it. "
+        f"Call it in {hooks}, or let each global batch be whole (drop_last=True). self.log needs no collective",
+        ranks,
+        allows_libraries=True,
     )
 
 

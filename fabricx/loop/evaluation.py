@@ -14,7 +14,7 @@ from fabricx.core.rng import random_kept
 from fabricx.core.state import Phase
 from fabricx.core.transfer import cpu
 from fabricx.data import Feed, Microbatch
-from fabricx.distributed.collective_guard import ALL_JOIN, without_sample
+from fabricx.distributed.collective_guard import ALL_JOIN, along, without_sample
 from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
@@ -156,8 +156,9 @@ def _guards(session: Session, word: str, micro: Microbatch) -> tuple[AbstractCon
     """Return contexts for the step and for hooks of a batch, which refuse collectives that some rank does not join."""
     if not micro.idle:
         return ALL_JOIN, ALL_JOIN
-    guard = without_sample(micro.idle, f"{word}_step", f"on_{word}_epoch_end")
-    return ALL_JOIN if session.sharding.sharded_parameters() else guard, guard  # sharded weights: see `_along`
+    names = f"{word}_step", f"on_{word}_epoch_end"
+    in_hook = without_sample(micro.idle, *names)
+    return along(micro.idle, *names) if session.sharding.sharded_parameters() else in_hook, in_hook
 
 
 def _batches(session: Session, feed: Feed) -> Iterator[Microbatch]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabricx.distributed.collective_guard import ALL_JOIN, along, together
 from fabricx.errors import RanksDisagree
 from fabricx.session.schedule import count_without_update
 
@@ -62,7 +63,8 @@ def train_manually(session: Session, micro: Microbatch, batch: Any) -> Any:
     """
     session.window.took_part(micro)
     session.window.loss_factor = micro.factor * session.gradient_factor
-    outputs = session.training_step(batch, micro.index)
+    with along(micro.idle) if micro.idle else ALL_JOIN:
+        outputs = session.training_step(batch, micro.index)
     count_manual_steps(session)
     return outputs
 
@@ -156,8 +158,9 @@ def step(session: Session, optimizer: Optimizer, closure: Callable[[], Any] | No
 
     def with_gradients() -> None:
         session.precision.unscale(optimizer)
-        for hook in session.hooks.on_before_optimizer_step:
-            hook(optimizer)
+        with together() if session.batch.idle_ranks else ALL_JOIN:  # gradients are those of all ranks
+            for hook in session.hooks.on_before_optimizer_step:
+                hook(optimizer)
 
     def computed() -> Any:
         assert closure is not None

@@ -12,7 +12,7 @@ from torch import Tensor
 from fabricx.core.hooks import call
 from fabricx.core.steps import checked_loss
 from fabricx.data import Microbatch
-from fabricx.distributed.collective_guard import ALL_JOIN, without_sample
+from fabricx.distributed.collective_guard import ALL_JOIN, along, without_sample
 from fabricx.loop.update import zero_grad
 from fabricx.session.accumulation import NO_LOSS
 from fabricx.telemetry.events import Span
@@ -37,8 +37,9 @@ def step_and_backward(
     """
     guard = without_sample(micro.idle) if micro.idle else ALL_JOIN
     step = session.training_step
-    if micro.idle and not session.strategy.traits.sharded:
-        step = functools.partial(_guarded, guard, step)
+    if micro.idle:
+        in_step = along(micro.idle) if session.strategy.traits.sharded else guard
+        step = functools.partial(_guarded, in_step, step)
     return step, functools.partial(_backward, session, micro, batch, guard)
 
 

@@ -18,7 +18,7 @@ from fabricx.core.state import Phase, RunState
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.data.order import Balance
 from fabricx.data.run_data import BatchCounts, RunData
-from fabricx.distributed.collective_guard import together
+from fabricx.distributed.collective_guard import check_users_collective, together
 from fabricx.distributed.world import World
 from fabricx.errors import NamesChecked
 from fabricx.loop import manual_optimization
@@ -443,9 +443,13 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
         Returns:
             `data`, with each tensor of shape [...] replaced by a tensor of shape [world_size, ...].
+
+        Raises:
+            RanksApart: some ranks have no sample of this batch.
         """
         from lightning_utilities.core.apply_func import apply_to_collection
 
+        check_users_collective()
         return apply_to_collection(data, Tensor, lambda item: self.world.all_gather(item, sync_grads))
 
     def manual_backward(self, loss: Tensor, *args: Any, **options: Any) -> None:

@@ -110,8 +110,9 @@ LIMITS: Final = """
   the evaluation of streams without a length that end earlier on some ranks. The ranks then wait until the run's hang
   report names the lines of all ranks.
 - **Under `fsdp` and manual optimization**, a rank without a sample of a batch calls `training_step` (under `fsdp`
-  also the steps of evaluations) with another sample, with weight zero. The gradients and `self.log` do not count it,
-  but your own collective in the step receives it. Use complete batches (`drop_last=True`) there.
+  also the steps of evaluations) with another sample, with weight zero. The gradients and `self.log` do not count it.
+  Your own collective in the step would: it is an error at such a batch. Not detected is a collective that other
+  libraries call within fabricx or torch (`trainer.world`, `torch.distributed.optim`).
 - **`fsdp`: parameters that are frozen and released within a step** through the optimizer (`optimizer.param_groups`)
   have an effect if the forward of their submodule is between the two. A step that reads such a parameter without this
   forward (a penalty on `self.layer.weight`) trains it. Freeze the module's own parameters

@@ -362,6 +362,16 @@ def evaluate_here(cases: list[tuple[Any, GathersInEvaluation, int]]) -> list[str
     return found
 
 
+def test_an_evaluation_of_sharded_weights_refuses_a_collective_that_would_count_another_sample() -> None:
+    def fit(samples: int) -> None:
+        trainer = fx.Trainer(devices=2, strategy=FSDP(wrap="Linear"), **options(""))  # blocks are gathered by all ranks
+        trainer.fit(GathersInEvaluation("validation_step"), val_dataloaders=DataLoader(data(samples), 2))
+
+    fit(8)
+    with pytest.raises(WorkerFailed, match=r"in validation_step at a batch .*: ranks 1 compute another sample"):
+        fit(5)
+
+
 @pytest.mark.parametrize("where", ["validation_step", "on_validation_batch_end", "predict_step"])
 def test_a_collective_in_an_evaluation_that_a_rank_without_a_sample_would_not_join_is_an_error(where: str) -> None:
     kind = where.removeprefix("on_").split("_")[0]
@@ -387,7 +397,42 @@ def test_a_collective_in_an_evaluation_that_all_ranks_join_is_none() -> None:
 
 
 def test_a_collective_that_all_ranks_join_is_none() -> None:
-    cases = [(DDP(), "on_before_optimizer_step"), (FSDP(), "training_step")]  # ranks of fsdp all compute
-    given = [(strategy, kind(where)) for strategy, where in cases for kind in (Gathers, OfAGroup)]
+    strategies: list[Any] = [DDP(), FSDP()]
+    given = [(strategy, kind("on_before_optimizer_step")) for strategy in strategies for kind in (Gathers, OfAGroup)]
+    given += [(DDP(), Manual("on_before_optimizer_step"))]
     for found in run_ranks(fit_here, 2, given):
-        assert found == ["", "", "", ""]
+        assert found == [""] * 5
+
+
+class Manual(Gathers):
+    """Calls a collective in a step of manual optimization, or in a hook of it."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class ManualOfAGroup(OfAGroup, Manual):
+    """The same on a group of its own."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "module"),
+    [
+        (FSDP(), Gathers("training_step")), (FSDP(), OfAGroup("training_step")), (DDP(), Manual("training_step")),
+        (ParameterServer(), ManualOfAGroup("training_step")),
+    ],
+    ids=["fsdp", "fsdp group", "manual", "manual group"],
+)  # fmt: skip
+def test_a_collective_that_would_count_the_sample_of_a_rank_without_one_is_an_error(strategy: Any, module: Any) -> None:
+    told = (
+        "RanksApart: a collective in training_step at a batch .*: ranks 1 compute another sample, which has no weight"
+    )
+    with pytest.raises(WorkerFailed, match=told):
+        fx.Trainer(devices=2, strategy=strategy, **options("")).fit(module)
