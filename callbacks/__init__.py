@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fabricx.callbacks.progress_bar import ProgressBar as ProgressBar
     from fabricx.callbacks.progress_bar import RichProgressBar as RichProgressBar
     from fabricx.callbacks.progress_bar import TQDMProgressBar as TQDMProgressBar
+    from fabricx.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
     from fabricx.callbacks.timer import Timer as Timer
     from fabricx.callbacks.tracing import Tracing as Tracing
 
@@ -57,6 +58,7 @@ _MODULES = {
     "ProgressBar": "progress_bar",
     "RichModelSummary": "model_summary",
     "RichProgressBar": "progress_bar",
+    "StochasticWeightAveraging": "stochastic_weight_averaging",
     "TQDMProgressBar": "progress_bar",
     "Timer": "timer",
     "Tracing": "tracing",
@@ -66,6 +68,8 @@ _MODULES = {
 _ABSENT = {
     "ModelPruning": "call torch.nn.utils.prune in a Callback of your own, or in a hook of the module",
     "SpikeDetection": "EarlyStopping(check_finite=True, divergence_threshold=...) stops at diverging values",
+    "EMAWeightAveraging": "use EMA(decay, every_n_steps, start_step)",
+    "WeightAveraging": "use EMA (each step, also on servers) or StochasticWeightAveraging (each epoch, with avg_fn)",
     "ThroughputMonitor": 'each run records samples per second (see "fabricx report"); Profiler prints a table',
 }
 
@@ -91,6 +95,7 @@ __all__ = [
     "ProgressBar",
     "RichModelSummary",
     "RichProgressBar",
+    "StochasticWeightAveraging",
     "TQDMProgressBar",
     "Timer",
     "Tracing",

@@ -39,6 +39,7 @@ _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
         "on_exception_checkpoint": "fabricx.callbacks.on_exception_checkpoint:OnExceptionCheckpoint",
         "profiler": "fabricx.callbacks.profiler:Profiler",
         "progress_bar": "fabricx.callbacks.progress_bar:ProgressBar",
+        "stochastic_weight_averaging": ("fabricx.callbacks.stochastic_weight_averaging:StochasticWeightAveraging"),
         "timer": "fabricx.callbacks.timer:Timer",
         "tracing": "fabricx.callbacks.tracing:Tracing",
     },

@@ -31,6 +31,7 @@ from fabricx.callbacks import (
     ProgressBar,
     RichModelSummary,
     RichProgressBar,
+    StochasticWeightAveraging,
     Timer,
     TQDMProgressBar,
     Tracing,
@@ -60,6 +61,7 @@ CALLBACKS: dict[str, Callable[[], Callback]] = {
     "RichModelSummary": RichModelSummary,
     "RichProgressBar": RichProgressBar,
     "TQDMProgressBar": TQDMProgressBar,
+    "StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.1),
     "Timer": lambda: Timer("1h"),
     "Tracing": lambda: Tracing(operators=[2, 3]),
 }

@@ -101,7 +101,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     ),
     "log": ("plain", "objects", "kinds"),
     "save": ("none", *IN_HOOKS, "from-single", "to-single"),
-    "callback": ("none", "ema", "finetuning"),
+    "callback": ("none", "ema", "finetuning", "swa"),
     "change": (
         "none", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_after_backward",
         "on_before_optimizer_step", "on_train_batch_end", "on_validation_epoch_end", "on_train_epoch_end",
@@ -197,6 +197,8 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     yield cell.manual and cell.schedule in ("epoch", "plateau", "two")
     yield cell.manual and cell.update == "manual-submodule" and cell.model != "plain"
     yield cell.schedule == "plateau" and cell.loop == "limit"
+    # Its rates are set in a hook of each optimizer, and its average is of whole epochs.
+    yield cell.callback == "swa" and (cell.manual or cell.optimizer == "own-step" or cell.loop == "stop-early")
     if cell.callback == "finetuning":
         # Its frozen layer is an optimizer's only part there, or shares weights with another.
         yield cell.update in ("several", "manual-two") or cell.model in ("tied", "shared", "toggled")

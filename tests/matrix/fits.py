@@ -21,7 +21,7 @@ import torch
 
 import fabricx as fx
 from fabricx import checkpoint
-from fabricx.callbacks import EMA, BaseFinetuning, EarlyStopping, LoadBalancer
+from fabricx.callbacks import EMA, BaseFinetuning, EarlyStopping, LoadBalancer, StochasticWeightAveraging
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.distributed.world import World
 from fabricx.errors import WorkerFailed
@@ -198,6 +198,8 @@ def callbacks(cell: Cell, ranks: int) -> list[fx.Callback]:
     found: list[fx.Callback] = []
     if cell.callback == "ema":
         found.append(EMA(0.5))
+    if cell.callback == "swa":
+        found.append(StochasticWeightAveraging(0.15, swa_epoch_start=0, annealing_epochs=2))
     if cell.callback == "finetuning":
         found.append(Unfreezes())
     if cell.loop == "lr-callback":

@@ -242,6 +242,16 @@ REFUSALS = (
         steps=9,
     ),
     Refusal(
+        lambda c: c.callback == "swa" and c.way.startswith(("ps", "bounded", "async", "rounds", "local_sgd")),
+        "StochasticWeightAveraging needs the weights",
+        "Ranks do not have the weights or the rate of each update. Use `ddp` or `fsdp`, or `EMA`.",
+    ),
+    Refusal(
+        lambda c: c.callback == "swa" and c.model in ("batchnorm", "sync-batchnorm"),
+        "the statistics of batch normalisation belong to",
+        "Batch statistics belong to the weights of the last step. Use `EMA(use_buffers=True)` or GroupNorm.",
+    ),
+    Refusal(
         lambda c: c.callback == "finetuning"
         and c.way.startswith(("ps", "bounded", "async", "rounds", "local_sgd", "reproducible")),
         "adds parameters to the optimizers during training",

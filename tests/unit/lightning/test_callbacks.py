@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch.callbacks as theirs
 import pytest
+import torch
 
 import fabricx as fx
 import fabricx.callbacks as ours
@@ -84,6 +85,12 @@ SAME = [
     (theirs.TQDMProgressBar(refresh_rate=0), ours.TQDMProgressBar(refresh_rate=0)),
     (theirs.RichProgressBar(), ours.RichProgressBar()),
     (theirs.DeviceStatsMonitor(cpu_stats=False), ours.DeviceStatsMonitor(cpu_stats=False)),
+    (theirs.OnExceptionCheckpoint("/out", "failed"), ours.OnExceptionCheckpoint("/out", "failed")),
+    (theirs.BackboneFinetuning(3, backbone_initial_lr=0.1, train_bn=False),
+     ours.BackboneFinetuning(3, lambda_func=theirs.finetuning.multiplicative, backbone_initial_lr=0.1, train_bn=False)),
+    (theirs.StochasticWeightAveraging([0.1, 0.2], 5, annealing_strategy="linear"),
+     ours.StochasticWeightAveraging([0.1, 0.2], 5, annealing_strategy="linear",
+                                    avg_fn=theirs.StochasticWeightAveraging.avg_fn)),
     (theirs.LearningRateFinder(max_lr=0.5), ours.LearningRateFinder(max_lr=0.5)),
     (theirs.BatchSizeFinder("binsearch", init_val=3), ours.BatchSizeFinder("binsearch", init_val=3)),
     (theirs.BasePredictionWriter("epoch"), ours.BasePredictionWriter("epoch")),
@@ -137,6 +144,32 @@ def test_a_users_subclass_of_lightnings_callback_keeps_its_hooks():
     assert callback.ended == 1
     assert isinstance(callback, ours.EarlyStopping)
     assert callback.patience == 2
+
+
+class Unfreezes(theirs.BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.layer)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.layer, optimizer, lr=0.1)
+
+
+def test_a_users_finetuning_of_lightning_unfreezes():
+    class Net(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = torch.nn.Linear(1, 1)
+
+        def forward(self, inputs: Any) -> Any:
+            return self.more(self.layer(inputs))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    trainer = fx.Trainer(max_epochs=2, callbacks=[Unfreezes()], **QUIET)
+    trainer.fit(Net(), tiny_loader())
+    assert [len(group["params"]) for group in trainer.optimizers[0].param_groups] == [2, 2]
 
 
 def test_a_lambda_callback_runs_as_it_is():

@@ -1,0 +1,176 @@
+"""Stochastic weight averaging: the mean of the weights of the last epochs, at a constant learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fabricx.core.callback import Callback
+from fabricx.core.strategy_parts import HasServers
+
+if TYPE_CHECKING:
+    from fabricx.core.module import Module
+    from fabricx.core.trainer import TrainerProtocol
+
+
+def annealed(begin: float, end: float, part: float, strategy: str) -> float:
+    """Return a learning rate on its way to the constant rate.
+
+    >>> annealed(1.0, 0.0, 0.5, "cos"), annealed(1.0, 0.0, 0.25, "linear")
+    (0.5, 0.75)
+
+    Args:
+        begin, end: rates at the ends of the way.
+        part: of the way, from 0 to 1.
+        strategy: "cos" or "linear".
+    """
+    weight = (1 - math.cos(math.pi * part)) / 2 if strategy == "cos" else part
+    return begin + (end - begin) * weight
+
+
+class StochasticWeightAveraging(Callback):
+    """Average the weights at the ends of the last epochs (Izmailov et al., 2018), while the learning rate is constant.
+
+    From `swa_epoch_start` on, the learning rate moves to `swa_lrs` within `annealing_epochs`, in place of the schedules
+    of the module. After training, the module holds the mean of the weights at the ends of these epochs. A resumed run
+    continues the average. `EMA` averages at each step, under every strategy.
+
+    Args:
+        swa_lrs: final learning rate, or a rate for each parameter group of all optimizers.
+        swa_epoch_start: first epoch of the average, from 0; a fraction is that of `max_epochs`.
+        annealing_epochs: epochs until the rate is constant; 0 sets it at once.
+        annealing_strategy: "cos" or "linear".
+        avg_fn: returns the new average of (average, weights, number of averaged epochs); default: the mean.
+        device: must be None or that of the weights; averages are kept beside the weights.
+
+    Raises:
+        ValueError: an argument is out of range; or (at set-up) there is no limit by epochs, the module has batch
+            normalisation, or ranks hold different weights at the end of an epoch.
+    """
+
+    needs_all_ranks: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        swa_lrs: float | list[float],
+        swa_epoch_start: int | float = 0.8,
+        annealing_epochs: int = 10,
+        annealing_strategy: Literal["cos", "linear"] = "cos",
+        avg_fn: Callable[[Tensor, Tensor, Any], Tensor] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        rates = swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]
+        fraction = isinstance(swa_epoch_start, float)
+        if not rates or not all(isinstance(rate, (int, float)) and rate > 0 for rate in rates):
+            raise ValueError(
+                f"StochasticWeightAveraging(swa_lrs={swa_lrs!r}): must be positive, or a list of such rates"
+            )
+        if swa_epoch_start < 0 or (fraction and swa_epoch_start > 1):
+            raise ValueError(
+                f"StochasticWeightAveraging(swa_epoch_start={swa_epoch_start}): must be an epoch from 0, or a fraction "
+                "from 0.0 to 1.0"
+            )
+        if annealing_epochs < 0 or annealing_strategy not in ("cos", "linear"):
+            raise ValueError(
+                f"StochasticWeightAveraging(annealing_epochs={annealing_epochs}, annealing_strategy="
+                f'{annealing_strategy!r}): must be 0 or more epochs, and "cos" or "linear"'
+            )
+        self.swa_lrs, self.swa_epoch_start, self.annealing_epochs = swa_lrs, swa_epoch_start, annealing_epochs
+        self.annealing_strategy, self.avg_fn = annealing_strategy, avg_fn
+        self.averages: dict[str, Tensor] = {}
+        self.n_averaged = 0
+        self._newest_epoch = -1  # that is in the average
+        self._first_rates: list[float] = []
+        self._rates: list[float] = []  # of this epoch, for each group; empty before `swa_epoch_start`
+
+    def swa_start(self, max_epochs: int) -> int:
+        """Return the first epoch of the average.
+
+        Args:
+            max_epochs: of the run.
+        """
+        start = self.swa_epoch_start
+        return int(max_epochs * start) if isinstance(start, float) else start
+
+    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+        if stage != "fit":
+            return
+        strategy = trainer.strategy
+        if isinstance(strategy, HasServers) or not strategy.traits.synchronous:
+            raise ValueError(
+                f"StochasticWeightAveraging needs the weights and the learning rate of each update on the ranks, and "
+                f"{type(strategy).__name__} has them elsewhere: use strategy=ddp or fsdp, or the callback EMA"
+            )
+        if trainer.max_epochs is None or trainer.max_epochs < 1:
+            raise ValueError("StochasticWeightAveraging averages the last epochs: set max_epochs")
+        if any(isinstance(part, _BatchNorm) for part in module.modules()):
+            raise ValueError(
+                "StochasticWeightAveraging: the statistics of batch normalisation belong to the weights of the last "
+                "step and not to the average; use EMA(use_buffers=True), or GroupNorm"
+            )
+        self.averages, self.n_averaged, self._newest_epoch = {}, 0, -1
+        self._first_rates, self._rates = [], []
+
+    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
+        start, epoch = self.swa_start(trainer.max_epochs or 0), trainer.current_epoch
+        if epoch < start:
+            return
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        if not self._first_rates:
+            self._first_rates = [float(group["lr"]) for group in groups]
+        final = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * len(groups)
+        if len(final) != len(groups):
+            raise ValueError(
+                f"StochasticWeightAveraging(swa_lrs={self.swa_lrs}): {len(groups)} parameter groups need as many rates"
+            )
+        part = min(1.0, (epoch - start + 1) / self.annealing_epochs) if self.annealing_epochs else 1.0
+        self._rates = [
+            annealed(begin, end, part, self.annealing_strategy)
+            for begin, end in zip(self._first_rates, final, strict=True)
+        ]
+
+    def on_before_optimizer_step(self, trainer: TrainerProtocol, module: Module, optimizer: Any) -> None:
+        # At each step, since schedules change the rates, and on all ranks, also without a sample of the batch.
+        if self._rates:
+            groups = [group for each in trainer.optimizers for group in each.param_groups]
+            for group, rate in zip(groups, self._rates, strict=True):
+                group["lr"] = rate
+
+    @torch.no_grad()
+    def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
+        epoch = trainer.current_epoch
+        if epoch < self.swa_start(trainer.max_epochs or 0) or epoch <= self._newest_epoch or trainer.interrupted:
+            return
+        self._newest_epoch = epoch
+        for name, parameter in module.named_parameters():
+            if name not in self.averages:
+                self.averages[name] = parameter.detach().clone()
+            elif self.avg_fn is not None:
+                self.averages[name] = self.avg_fn(self.averages[name], parameter.detach(), self.n_averaged)
+            else:
+                self.averages[name].add_(parameter.detach() - self.averages[name], alpha=1 / (self.n_averaged + 1))
+        self.n_averaged += 1
+
+    @torch.no_grad()
+    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
+        if trainer.interrupted:  # the checkpoint of an interrupted run has the trained weights
+            return
+        for name, parameter in module.named_parameters():
+            if name in self.averages:
+                parameter.copy_(self.averages[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "averages": dict(self.averages), "n_averaged": self.n_averaged, "epoch": self._newest_epoch,
+            "first_rates": list(self._first_rates), "rates": list(self._rates),
+        }  # fmt: skip
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.averages, self.n_averaged = dict(state_dict["averages"]), state_dict["n_averaged"]
+        self._newest_epoch = state_dict["epoch"]
+        self._first_rates, self._rates = list(state_dict["first_rates"]), list(state_dict["rates"])

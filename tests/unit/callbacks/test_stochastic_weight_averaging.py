@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fabricx as fx
+from fabricx.callbacks import StochasticWeightAveraging
+from fabricx.testing import TinyModule, tiny_loader
+
+
+class Watched(TinyModule):
+    """Notes its weights at the ends of epochs, and the rates of its steps; a schedule changes the rate at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[Tensor] = []
+        self.rates: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.4)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.ends.append(self.layer.weight.detach().clone())
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step(optimizer_closure)
+
+
+def train(quiet: dict[str, Any], ckpt: Path | None = None, **options: Any) -> tuple[Watched, fx.Trainer]:
+    torch.manual_seed(0)
+    module, callback = Watched(), StochasticWeightAveraging(0.1, 0.5, annealing_epochs=1)
+    trainer = fx.Trainer(callbacks=callback, **quiet, **options)
+    trainer.fit(module, tiny_loader(), ckpt_path=ckpt)
+    return module, trainer
+
+
+def test_the_module_ends_with_the_mean_of_the_last_epochs_trained_at_a_constant_rate(quiet: dict[str, Any]) -> None:
+    module, _ = train(quiet, max_epochs=4)
+    each = len(module.ends) // 4
+    expected = (module.ends[3 * each - 1] + module.ends[-1]) / 2
+    assert torch.allclose(module.layer.weight, expected)
+    assert module.rates[:3] == [0.4, 0.2, 0.1]
+    assert module.rates[2 * each :] == [0.1] * (2 * each)
+
+
+def test_a_resumed_run_continues_the_average(quiet: dict[str, Any], tmp_path: Path) -> None:
+    whole, _ = train(quiet, max_epochs=4)
+
+    class Saves(fx.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.current_epoch == 3 and not (tmp_path / "middle.ckpt").exists():
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    torch.manual_seed(0)
+    callbacks = [Saves(), StochasticWeightAveraging(0.1, 0.5, annealing_epochs=1)]
+    fx.Trainer(max_epochs=4, callbacks=callbacks, **quiet).fit(Watched(), tiny_loader())
+    rest, _ = train(quiet, tmp_path / "middle.ckpt", max_epochs=4)
+    assert torch.equal(rest.layer.weight, whole.layer.weight)
+
+
+def test_wrong_arguments_and_what_has_no_such_average_are_refused(quiet: dict[str, Any]) -> None:
+    for arguments in ({"swa_lrs": 0.0}, {"swa_lrs": []}, {"swa_epoch_start": 1.5}, {"annealing_strategy": "log"}):
+        with pytest.raises(ValueError, match="StochasticWeightAveraging"):
+            StochasticWeightAveraging(**{"swa_lrs": 0.1, **arguments})  # type: ignore[arg-type]
+
+    def refused(module: Any, message: str, rates: Any = 0.1, **options: Any) -> None:
+        trainer = fx.Trainer(callbacks=StochasticWeightAveraging(rates, 0), **{**quiet, "max_epochs": 2, **options})
+        with pytest.raises(ValueError, match=message):
+            trainer.fit(module, tiny_loader())
+
+    normed = TinyModule()
+    normed.norm = nn.BatchNorm1d(4)
+    refused(normed, "batch normalisation")
+    refused(TinyModule(), "set max_epochs", max_epochs=-1)
+    refused(TinyModule(), "LocalSGD has them elsewhere", strategy="local_sgd")
+    refused(TinyModule(), "1 parameter groups need as many rates", rates=[0.1, 0.2])
