@@ -102,6 +102,7 @@ class RunState:
         again: samples of the global order in windows that begin before the end of the previous window.
         validating: a validation of the present weights is due or has begun, and is not complete.
         evaluated: validation batches of the run, for the values of single batches in the loggers.
+        plateau_step: newest update after which schedules with interval "step" that read a metric have advanced.
         judging: the validation is complete, but callbacks that watch metrics have not processed it.
         run: random name of the run, which restarts and resumes keep.
         fn: newest call of the Trainer.
@@ -124,6 +125,7 @@ class RunState:
     validating: bool = False
     judging: bool = False
     evaluated: int = 0
+    plateau_step: int = 0
     passed: int = 0
     trained: int = 0
     left_out: int = 0

@@ -24,7 +24,8 @@ def progress(session: Session) -> tuple[Any, ...]:
     state, ft = session.state, session.fault_tolerance
     return (
         state.epoch, state.batch, state.samples, ft.meeting is not None, state.drained, int(ft.stage),
-        ft.stage > Stage.BATCH_WATCHERS and not state.validating, state.closing, session.world.generation,
+        ft.stage > Stage.BATCH_WATCHERS and not state.validating, state.plateau_step, state.closing,
+        session.world.generation,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from fabricx.core.steps import detached
 from fabricx.data import Microbatch
 from fabricx.distributed import heartbeat
 from fabricx.loop.evaluation import validate_in_fit
+from fabricx.loop.lr_schedules import step_plateaus
 from fabricx.session.save_points import publish_hooks_done
 from fabricx.session.schedule import agree_at_boundary, limit_reached, validation_due
 from fabricx.telemetry.events import Span
@@ -57,6 +58,7 @@ def end_batch(session: Session, micro: Microbatch) -> bool:
         validate_in_fit(session)
     if not micro.closes:
         return False
+    step_plateaus(session)
     if agree_at_boundary(session) or limit_reached(session):
         return True
     session.fault_tolerance.after_step()

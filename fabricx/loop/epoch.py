@@ -10,6 +10,7 @@ from fabricx.core.rng import random_kept
 from fabricx.core.state import Stage
 from fabricx.loop.boundary import call_last_hooks
 from fabricx.loop.evaluation import validate_in_fit
+from fabricx.loop.lr_schedules import step_plateaus
 from fabricx.loop.manual_optimization import check_options
 from fabricx.session.checkpoint import recount_batches, report_global_batch
 from fabricx.session.schedule import agree_at_boundary, epoch_pending, limit_reached
@@ -39,8 +40,9 @@ def begin_epoch(session: Session) -> bool | None:
     session.batch.validated = session.state.validating or session.state.judging
     if session.batch.validated:  # after a batch that an earlier run has trained
         validate_in_fit(session)
-        if agree_at_boundary(session) or limit_reached(session):
-            return epoch_pending(session)
+    step_plateaus(session)
+    if session.batch.validated and (agree_at_boundary(session) or limit_reached(session)):
+        return epoch_pending(session)
     if not session.state.batch and agree_at_boundary(session):  # a hook of the epoch's start has requested the stop
         return False
     session.fault_tolerance.begin_batches(saved_within=_saved_within_batches(session))

@@ -28,13 +28,33 @@ def follow_schedules(session: Session, step: int) -> None:
         step_schedules(session, "step", batch)
 
 
-def step_schedules(session: Session, interval: str, count: int) -> None:
+def step_plateaus(session: Session) -> None:
+    """Advance the schedulers with interval "step" that read a metric, after the hooks and the validation of an update.
+
+    Args:
+        session: between two batches; its ranks are in lockstep.
+
+    Raises:
+        ValueError: the metric of a strict schedule is missing.
+    """
+    state = session.state
+    reads = session.overridden.metrics_each_step and session.module.automatic_optimization
+    if not reads or state.plateau_step == state.step:
+        return
+    if session.world.size > 1:
+        session.metrics.publish_step()
+    step_schedules(session, "step", state.step, metrics=True)
+    state.plateau_step = state.step
+
+
+def step_schedules(session: Session, interval: str, count: int, *, metrics: bool | None = None) -> None:
     """Advance the due schedulers of an interval; in manual optimization the user advances them.
 
     Args:
         session: has made an update, or ends an epoch.
         interval: "step" or "epoch".
         count: number of updates or epochs so far.
+        metrics: only schedulers that read a metric, or only those that don't; None for all.
 
     Raises:
         ValueError: the metric of a strict schedule is missing.
@@ -43,6 +63,8 @@ def step_schedules(session: Session, interval: str, count: int) -> None:
         return
     for schedule in session.lr_schedulers:
         if schedule.interval != interval or count % schedule.frequency:
+            continue
+        if metrics is not None and metrics != schedule.reduce_on_plateau:
             continue
         metric = None
         if schedule.reduce_on_plateau:

@@ -108,9 +108,7 @@ def _count_update(session: Session) -> None:
     session.batch.without_update = 0
     if session.strategy.traits.lockstep:
         session.state.trained += 1
-        if session.overridden.metrics_each_step and session.world.size > 1:
-            session.metrics.publish_step()
-        step_schedules(session, "step", session.state.step)
+        step_schedules(session, "step", session.state.step, metrics=False)
 
 
 def _clip(session: Session, optimizer: Optimizer, *, own_clipping: bool) -> None:

@@ -100,3 +100,47 @@ def test_in_manual_optimization_the_user_advances_it(quiet: dict[str, Any]) -> N
     module.automatic_optimization = False
     fx.Trainer(max_epochs=1, **quiet).fit(module, tiny_loader())
     assert module.counts.metrics == []
+
+
+class _PlateauBySteps(TinyModule):
+    """A plateau scheduler by steps that reads a metric of the validation, which rises from the second on."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        options = {"scheduler": scheduler, "interval": "step", "frequency": 2, "monitor": "level"}
+        return {"optimizer": optimizer, "lr_scheduler": options}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx) * 0.0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("level", float(max(4, self.global_step)))
+
+
+def test_a_plateau_by_steps_reads_the_metric_of_the_validation_after_its_update(
+    quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    class Rates(fx.Callback):
+        watches_metrics = True
+
+        def __init__(self, saves_at: int = 0) -> None:
+            self.rates: list[float] = []
+            self.saves_at = saves_at
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:  # between the update and its validation
+            self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+            if trainer.global_step == self.saves_at:
+                trainer.save_checkpoint(tmp_path / f"{self.saves_at}.ckpt")
+
+    def rates(saves_at: int = 0, path: Path | None = None) -> list[float]:
+        watches = Rates(saves_at)
+        trainer = fx.Trainer(max_epochs=2, val_check_interval=2, callbacks=[watches], **quiet)
+        trainer.fit(_PlateauBySteps(), tiny_loader(16, 4), tiny_loader(4, 4), ckpt_path=path)
+        return [*watches.rates, trainer.optimizers[0].param_groups[0]["lr"]]
+
+    whole = [1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125]  # levels 4, 4, 6, 8 after updates 2, 4, 6, 8
+    for saved in (1, 4, 5, 6):
+        assert rates(saved) == whole
+        assert rates(path=tmp_path / f"{saved}.ckpt") == whole[saved:]
