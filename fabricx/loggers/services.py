@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch.distributed as dist
-
 from fabricx.core.hparams import plain
 from fabricx.core.logger import Ending, Logger, Silent
+from fabricx.distributed.world import current
 
 LogModel = bool | Literal["all"]
 
@@ -139,7 +138,8 @@ class ServiceLogger(Logger):
 
         On ranks that do not log it is `Silent`.
         """
-        elsewhere = self._sent or os.environ.get("RANK", "0") != "0" or (dist.is_initialized() and dist.get_rank() != 0)
+        world = current()
+        elsewhere = self._sent or os.environ.get("RANK", "0") != "0" or (world is not None and not world.main_rank)
         if self._run is None and not elsewhere:
             self.open(self._run_dir or Path.cwd())
         return self._run or Silent()
