@@ -58,6 +58,7 @@ def main(command: str, arguments: Sequence[str]) -> int:
 
 _WIDTH: Final = 80  # columns, if the output is no terminal
 _LABEL: Final = 12  # columns of the labels of facts
+_SHORTEST_MS: Final = 0.005  # a shorter part of a step is not shown
 _GAP: Final = 2  # columns between two columns of a table
 _DESCRIPTIONS = {
     "report": "Report a run: print tables, and write report.html, which needs no network, into its folder. Works also "
@@ -72,7 +73,7 @@ def _report(console: Console, loaded: LoadedRun) -> None:
     for complaint in loaded.complaints:
         _fact(console, "note", complaint)
     lines = report.rank_lines(loaded.run)
-    spans = [span for span in SPAN_LABELS if any(span in line.spans for line in lines)]
+    spans = [span for span in SPAN_LABELS if any(line.spans.get(span, 0.0) >= _SHORTEST_MS for line in lines)]
     rows = []
     for line in lines:
         times = [f"{line.spans.get(span, 0.0):.2f}" for span in spans]

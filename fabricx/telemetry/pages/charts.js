@@ -41,7 +41,7 @@
     const spread = high - low || 0.1 * Math.abs(high);
     const kept = ordered.filter((v) => low - 0.5 * spread <= v && v <= high + 0.5 * spread);
     const width = Math.max(kept[kept.length - 1] - kept[0], 0.25 * Math.max(Math.abs(low), Math.abs(high)));
-    return ordered[last] - ordered[0] < 4 * width ? [ordered[0], ordered[last]] : [kept[0], kept[kept.length - 1]];
+    return kept[0] === kept[kept.length - 1] || ordered[last] - ordered[0] < 4 * width ? [ordered[0], ordered[last]] : [kept[0], kept[kept.length - 1]];
   }
 
   function zoom(kind, range) {

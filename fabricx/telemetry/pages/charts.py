@@ -164,8 +164,10 @@ def robust_range(values: Sequence[float]) -> tuple[float, float]:
         low, high = ordered[1], ordered[last - 1]
     spread = (high - low) or 0.1 * abs(high)
     kept = [value for value in ordered if low - 0.5 * spread <= value <= high + 0.5 * spread]
-    # Differences of less than a quarter of the values themselves need no room.
-    if ordered[last] - ordered[0] < _FLATTENED * max(kept[-1] - kept[0], 0.25 * max(abs(low), abs(high))):
+    # Equal values, and differences of less than a quarter of the values themselves, need no room.
+    if kept[0] == kept[-1] or ordered[last] - ordered[0] < _FLATTENED * max(
+        kept[-1] - kept[0], 0.25 * max(abs(low), abs(high))
+    ):
         return ordered[0], ordered[last]
     return kept[0], kept[-1]
 

@@ -35,6 +35,8 @@ _MAX_LINES: Final = 200  # warnings, and events
 _MAX_LINE: Final = 400  # characters of a warning or event
 _MAX_DETAILS: Final = 40  # events with details
 _MAX_DETAIL: Final = 4_000  # characters of the details
+_SHORTEST_S: Final = 0.005  # a shorter activity is not shown
+_SHORTEST_MS: Final = 0.005  # neither is a shorter part of a step
 _MAX_MARKS: Final = 100  # marks of a kind in the charts
 _FAILURES: Final = ("failure", "death", "hang", "lost rank", "bad gradient")
 _POINT: Final = "Where a point stands for several values it is their median, and the band is their range."
@@ -153,12 +155,19 @@ def speed_curves(run: Run) -> list[Curves]:
         return row.samples / max(1e-9, row.steps * row.step_s)
 
     waiting = by_rank(lambda row: 1e3 * row.mean(Span.WAIT, Span.PULL))
-    return moving([
-        Curves("samples per second, by rank", by_rank(speed), help="samples of a rank by the time of its steps"),
+    throughput = Curves(
+        "samples per second, by rank", by_rank(speed), help="samples of a rank by the time of its steps"
+    )
+    times = [
         Curves("busy time of a step, ms", by_rank(lambda row: 1e3 * row.busy_s), help=_COLUMN_HELP["busy"]),
         Curves("waiting for others, ms", waiting, help="ms of a step"),
         Curves("waiting for data, ms", by_rank(lambda row: 1e3 * row.mean(Span.DATA)), help="ms of a step"),
-    ])  # fmt: skip
+    ]
+
+    def is_visible(one: Curves) -> bool:
+        return any(value >= 10 * _SHORTEST_MS for points in one.points.values() for _, value in points)
+
+    return moving([throughput, *(one for one in times if is_visible(one))])
 
 
 def resource_curves(loaded: LoadedRun) -> list[Curves]:
@@ -201,7 +210,11 @@ def gauge_curves(run: Run) -> list[Curves]:
 
 def _lane_facts(loaded: LoadedRun, found: Sequence[Lane], seconds: float) -> dict[str, Any]:
     """Return the timeline, and the account of the run's time."""
-    used = [number for number in range(len(ACTIVITIES)) if any(number in lane.seconds for lane in found)]
+    used = [
+        number
+        for number in range(len(ACTIVITIES))
+        if any(lane.seconds.get(number, 0.0) >= _SHORTEST_S for lane in found)
+    ]
     drawn = {lane.rank: lane_svg(lane, seconds) for lane in lanes(loaded.history.timelines, SVG_CELLS)}
     rows = []
     for lane in found:
@@ -238,7 +251,8 @@ def _seconds(seconds: float) -> str:
 
 def _step_facts(lines: Sequence[RankLine]) -> dict[str, Any]:
     """Return the parts of a step by rank."""
-    spans = [span for span in SPAN_LABELS if any(span in line.spans for line in lines) and span not in NOT_OF_A_STEP]
+    parts_of_step = [span for span in SPAN_LABELS if span not in NOT_OF_A_STEP]
+    spans = [s for s in parts_of_step if any(line.spans.get(s, 0.0) >= _SHORTEST_MS for line in lines)]
     longest = max((line.step_ms for line in lines), default=1.0) or 1.0
     names = [
         "rank",
