@@ -88,7 +88,7 @@ def _logged_run(run_dir: Path) -> LoadedRun:
     run = Run()
     run.metrics = metrics_of(run_dir)
     run.steps = max((step for values in run.metrics.values() for step in values), default=0)
-    return LoadedRun(run_dir, run, [f"{_UNMEASURED}: only the metrics of its loggers are shown"], measured=False)
+    return LoadedRun(run_dir, run, [], measured=False)
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -155,7 +155,8 @@ def summary(loaded: LoadedRun) -> dict[str, str]:
     """
     run, facts = loaded.run, {}
     if not loaded.measured:
-        return {"state": loaded.state, "verdict": f"{_UNMEASURED}: its times are unknown", "steps": str(run.steps)}
+        verdict = f"{_UNMEASURED}: its times are unknown, and only the metrics of its loggers are shown"
+        return {"state": loaded.state, "verdict": verdict, "steps": str(run.steps)}
     attributes: Mapping[str, Any] = next((rank.attributes for rank in run.present), {})
     hosts = sorted({str(rank.attributes.get("host", "")) for rank in run.present} - {""})
     facts["state"] = loaded.state
