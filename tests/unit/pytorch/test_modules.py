@@ -104,7 +104,7 @@ def test_a_logger_with_lightnings_methods_works_with_the_import_swapped(tmp_path
 
     from fabricx.testing import TinyModule, tiny_loader
 
-    class Mine(Logger):
+    class Mine(base.Logger):
         def __init__(self) -> None:
             super().__init__()
             self.rows: list[Any] = []
@@ -119,7 +119,7 @@ def test_a_logger_with_lightnings_methods_works_with_the_import_swapped(tmp_path
             return "0"
 
         @property
-        @rank_zero_experiment
+        @base.rank_zero_experiment
         def experiment(self) -> Any:
             return self.rows
 
