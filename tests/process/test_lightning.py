@@ -274,3 +274,47 @@ def test_a_logger_of_lightning_writes_on_one_rank(tmp_path):
     rows = (folder / "metrics.csv").read_text().splitlines()
     assert "own" in rows[0]
     assert len(rows) > 1
+
+
+class Swapped(fx.pytorch.LightningModule):
+    """A module as users of Lightning write it, with the import swapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.once = self.not_once = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.layer(batch[0]).square().mean()
+        self.log("loss", loss, True, on_epoch=True, sync_dist=True, reduce_fx="avg")
+        return loss
+
+    def on_train_start(self) -> None:
+        rank, strategy = self.global_rank, self.trainer.strategy
+        total = float(strategy.reduce(torch.tensor(float(rank + 1)), reduce_op="sum"))
+        mean = float(strategy.reduce(torch.tensor(rank), reduce_op="mean"))
+        strategy.barrier("a name")
+        assert (total, mean, strategy.broadcast(f"of {rank}")) == (3.0, 0.5, "of 0")
+        assert (strategy.world_size, strategy.is_global_zero) == (2, rank == 0)
+        assert (self.trainer.num_devices, self.trainer.node_rank) == (2, 0)
+        fx.pytorch.utilities.rank_zero_only(self._count)()
+        ran = torch.tensor([self.once])
+        assert int(self.all_gather(ran).sum()) == 1  # on the main rank only
+
+    def _count(self) -> None:
+        self.once += 1
+
+    def on_train_batch_end(self) -> None:  # type: ignore[override]
+        self.not_once += 1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_an_import_swap_trains_on_two_ranks():
+    module, data = Swapped(), TensorDataset(torch.randn(16, 4))
+    trainer = fx.pytorch.Trainer(max_epochs=1, devices=2, strategy="ddp_find_unused_parameters_true", **QUIET)
+    trainer.fit(model=module, datamodule=fx.pytorch.LightningDataModule.from_datasets(data, batch_size=4))
+    assert (module.once, module.not_once, trainer.global_step) == (1, 2, 2)
+    assert (trainer.state.fn, trainer.state.finished) == ("fit", True)
+    assert {"loss", "loss_step", "loss_epoch"} <= set(trainer.callback_metrics)
