@@ -132,6 +132,13 @@ class ModelCheckpoint(Callback):
     """
 
     trainer_role: ClassVar = "checkpoint"
+    former_arguments: ClassVar = {  # of Lightning 1
+        "filepath": "set dirpath=... and filename=...",
+        "period": "set every_n_epochs=...",
+        "every_n_val_epochs": "set every_n_epochs=...",
+        "prefix": "begin filename=... with it",
+        "save_best_only": "set save_top_k=1",
+    }
     watches_metrics: ClassVar[bool] = True
     needs_all_ranks: ClassVar[bool] = True
     # Set these on the class or on an object, before the run.

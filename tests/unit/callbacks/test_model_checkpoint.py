@@ -445,3 +445,9 @@ def test_weights_of_a_run_that_ends_before_the_metric_is_logged_are_saved(traine
     with pytest.warns(UserWarning, match=r"'no_such_metric'\): no metric.*no checkpoint could be ranked; saved .*=3"):
         run.end()
     assert names(tmp_path / "checkpoints") == ["unranked-epoch=0-step=3.ckpt"]
+
+
+@pytest.mark.parametrize("name", ModelCheckpoint.former_arguments)
+def test_an_argument_of_lightning_1_names_its_successor(name: str) -> None:
+    with pytest.raises(TypeError, match=f"ModelCheckpoint has no argument '{name}': (set|begin) "):
+        ModelCheckpoint(**{name: 1})
