@@ -67,7 +67,7 @@ def test_a_log_file_gets_a_line_every_few_seconds(
     for _ in range(24):
         clock.now += 0.5
         run.step()
-    assert capsys.readouterr().err.splitlines() == ["epoch 1  10  2 it/s", "epoch 1  20  2 it/s"]
+    assert capsys.readouterr().err.splitlines() == ["epoch 0  10  2 it/s", "epoch 0  20  2 it/s"]
     run.call("on_exception", RuntimeError())
 
 
