@@ -109,7 +109,7 @@ class BasePredictionWriter(Callback):
     def on_predict_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
         if "epoch" not in self.interval:
             return
-        loaders = len(trainer.num_val_batches)
+        loaders = len(trainer.num_predict_batches)
         outputs = self._outputs + [[] for _ in range(loaders - len(self._outputs))]  # loaders without a batch here
         indices = self._indices + [[] for _ in range(loaders - len(self._indices))]
         self._outputs, self._indices = [], []

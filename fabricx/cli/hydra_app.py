@@ -193,18 +193,21 @@ def _full_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_logging() -> Iterator[None]:
-    """Close the handlers that Hydra adds to the root logger, and restore those of the caller."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    try:
+    """Close the handlers that Hydra adds to the root logger and to that of fabricx, and restore those of the caller."""
+    with contextlib.ExitStack() as stack:
+        for logger in (logging.getLogger(), logging.getLogger("fabricx")):
+            stack.callback(_restore_logger, logger, list(logger.handlers), logger.level, logger.propagate)
         yield
-    finally:
-        for handler in [handler for handler in root.handlers if handler not in handlers]:
-            root.removeHandler(handler)
-            handler.close()
-        for handler in [handler for handler in handlers if handler not in root.handlers]:
-            root.addHandler(handler)
-        root.setLevel(level)
+
+
+def _restore_logger(logger: logging.Logger, handlers: list[logging.Handler], level: int, propagate: bool) -> None:
+    for handler in [handler for handler in logger.handlers if handler not in handlers]:
+        logger.removeHandler(handler)
+        handler.close()
+    for handler in [handler for handler in handlers if handler not in logger.handlers]:
+        logger.addHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = propagate
 
 
 def _config_name(arguments: Sequence[str]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ def explained(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         with pytest.raises(SystemExit) as ended:
             run_app(function or (lambda cfg: check_settings(plain(cfg))), arguments, None, "config")
         assert ended.value.code == 1
+        logger = logging.getLogger("fabricx")  # as the caller had it, without the log of the run
+        assert (logger.handlers, logger.level, logger.propagate) == ([], logging.NOTSET, True)
         said = capsys.readouterr().err
         assert "Error executing job" not in said
         assert "hydra.cc" not in said

@@ -279,7 +279,7 @@ def test_another_batch_size_is_said_and_the_same_product_is_not(
 
 
 def data_of(global_batch: int) -> Any:
-    return SimpleNamespace(train_feed=SimpleNamespace(global_batch=global_batch))
+    return SimpleNamespace(train_feed=SimpleNamespace(global_batch=global_batch), train_dataloader=None)
 
 
 @pytest.mark.parametrize(("batch", "said"), [(8, False), (16, True)])
