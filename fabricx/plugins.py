@@ -75,6 +75,19 @@ def registered(kind: str) -> dict[str, metadata.EntryPoint]:
     return {entry.name: entry for entry in metadata.entry_points(group=f"fabricx.{kind}")}
 
 
+def path_of(kind: str, name: str) -> str:
+    """Return the path of a plugin's class as MODULE:CLASS, without importing it; "" for an unknown name.
+
+    Args:
+        kind: "strategies", "callbacks" or "loggers".
+        name: registered name.
+    """
+    if name in _BUILT_IN[kind]:
+        return _BUILT_IN[kind][name]
+    entry = registered(kind).get(name)
+    return entry.value if entry is not None else ""
+
+
 def find(kind: str, name: str) -> Any:
     """Return the class of a name or dotted path.
 

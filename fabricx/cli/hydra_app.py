@@ -31,6 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fabricx import config
+from fabricx.cli import help
 from fabricx.cli.mistakes import Composition, explain
 from fabricx.cli.overrides import arranged, parsed
 from fabricx.errors import ALL_FRAMES, FabricxError, brief_traceback, is_user_module
@@ -38,7 +39,7 @@ from fabricx.redaction import masked_text, records_masked
 from fabricx.trainer import provenance
 
 CONFIG_PACKAGE = "pkg://fabricx.conf"
-_DISPLAY_FLAGS = ("--cfg", "-c", "--info", "-i", "--help", "-h")  # flags with which Hydra prints a configuration
+_DISPLAY_FLAGS = ("--cfg", "-c", "--info", "-i")  # flags with which Hydra prints a configuration
 
 
 def main(
@@ -78,7 +79,7 @@ def main(
     return decorate
 
 
-def run_app(function: Callable[..., Any], arguments: list[str], folder: str | None, name: str) -> Any:
+def run_app(function: Callable[..., Any], arguments: list[str], folder: str | None, name: str, usage: str = "") -> Any:
     """Compose the configuration and run a function with it; print user errors as a message without a traceback.
 
     Args:
@@ -86,6 +87,7 @@ def run_app(function: Callable[..., Any], arguments: list[str], folder: str | No
         arguments: command line, without the program.
         folder: folder of the main configuration; None for fabricx's configuration.
         name: name of the main configuration.
+        usage: first part of the help; "" for a general text.
 
     Returns:
         result of the function.
@@ -106,6 +108,11 @@ def run_app(function: Callable[..., Any], arguments: list[str], folder: str | No
         kept = _choose_open_groups(_take_config_dir(arguments))
         composition = Composition(_config_name(kept) or name, folder)
         overrides = arranged(kept, composition.keys)
+        if any(argument in ("--help", "-h") for argument in overrides):
+            settings = [argument for argument in overrides if not argument.startswith("-")]
+            usage = usage or f"{Path(before[0]).name} [GROUP=CHOICE ...] [KEY=VALUE ...]"
+            print(masked_text(help.text(usage, composition, composition.compose(settings))))
+            return None
         sys.argv = [before[0], *overrides]
         decorated = hydra.main(version_base="1.3", config_path=folder or CONFIG_PACKAGE, config_name=name)(
             _job(function, failed)

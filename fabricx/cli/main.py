@@ -24,6 +24,53 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger(__name__)  # to fabricx.log in the folder of the run
 STAGES = ("fit", "validate", "test", "predict")
 COMMANDS = (*STAGES, "resume", "scale", "report", "status", "checkpoint", "doctor")
+_SETTINGS: Final = "[GROUP=CHOICE ...] [KEY=VALUE ...]"
+USAGE: Final = {
+    "fit": f"""\
+fabricx fit {_SETTINGS}
+
+Train; without settings, on handwritten digits in a single process.
+GROUP=CHOICE selects a choice of a group, KEY=VALUE sets a value.
+
+  fabricx fit strategy=ddp trainer.devices=2        the same in two processes
+  fabricx fit experiment=charlm trainer.max_epochs=3         other experiment
+  fabricx fit --multirun module.lr=0.01,0.001            a run for each value
+  fabricx fit module._target_=my_project.Net module.hidden=3  your own module
+  fabricx fit ckpt_path=last        a new run that continues a checkpoint
+  fabricx fit --cfg job             print the configuration, and exit
+  fabricx fit --config-dir conf     your own groups, from a folder
+""",
+    "validate": f"""\
+fabricx validate ckpt_path=PATH {_SETTINGS}
+
+Run the module's validation loop with the weights of a checkpoint, and print
+its metrics. No weights change. Module and data are those of the settings.
+
+  fabricx validate ckpt_path=last                      of the newest run
+  fabricx validate ckpt_path=runs/.../checkpoints/last.ckpt
+  fabricx validate ckpt_path=last trainer.limit_val_batches=10
+  fabricx validate ckpt_path=none       the weights of the constructor
+""",
+    "test": f"""\
+fabricx test ckpt_path=PATH {_SETTINGS}
+
+Run the module's test loop with the weights of a checkpoint, and print its
+metrics. No weights change. Module and data are those of the settings.
+
+  fabricx test ckpt_path=last                          of the newest run
+  fabricx test ckpt_path=runs/.../checkpoints/last.ckpt trainer.devices=2
+  fabricx test ckpt_path=none           the weights of the constructor
+""",
+    "predict": f"""\
+fabricx predict ckpt_path=PATH {_SETTINGS}
+
+Write the predictions of a checkpoint, in the order of the data, to
+predictions.pt in the run's folder (read it with torch.load).
+
+  fabricx predict ckpt_path=last                       of the newest run
+  fabricx predict ckpt_path=runs/.../checkpoints/last.ckpt trainer.devices=2
+""",
+}
 RESUME_HELP = """\
 fabricx resume RUN_DIR [KEY=VALUE ...]
 
@@ -114,7 +161,7 @@ def _run(command: str, arguments: list[str]) -> None:
             raise SystemExit(130)
         return value
 
-    run_app(task, [*_demonstration(arguments), *arguments], None, "config")
+    run_app(task, [*_demonstration(arguments), *arguments], None, "config", USAGE[command])
 
 
 def _resume(arguments: list[str]) -> int:

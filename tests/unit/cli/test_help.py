@@ -1,0 +1,46 @@
+"""The help: groups with choices, and keys with values and the explanations of docstrings."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from fabricx.cli.hydra_app import run_app
+
+NET = """
+class Net:
+    '''A net.
+
+    Args:
+        width: neurons of
+            a layer.
+    '''
+    def __init__(self, width=3): ...
+
+raise RuntimeError("not imported for the help")
+"""
+
+
+def test_keys_are_listed_with_explanations_without_importing_classes(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (own_folder / "netfile.py").write_text(NET)
+    arguments = ["-h", "module=custom", "module._target_=netfile.Net", "module.width=5", "strategy=ddp", "logger=csv"]
+    run_app(print, arguments, None, "config", "mine [KEY=VALUE]")
+    said = capsys.readouterr().out
+    assert said.startswith("mine [KEY=VALUE]\n\nGroups: GROUP=CHOICE\n")
+    assert "  experiment: charlm, digits\n" in said
+    assert "  module.width=5\n      neurons of a layer.\n" in said
+    assert "  trainer.accumulate_grad_batches=1\n      batches of each rank for a weight update.\n" in said
+    assert "  seed=0\n      seed of all" in said
+    lines = said.splitlines()
+    assert max(map(len, lines)) <= 80
+    unexplained = [
+        key
+        for key, after in itertools.pairwise(lines)
+        if key.startswith(("  trainer.", "  strategy.", "  callbacks.")) and not after.startswith("      ")
+    ]
+    assert unexplained == ["  strategy.name=ddp"]
+    assert not (own_folder / "runs").exists()
