@@ -67,8 +67,11 @@ class Hooks:
             setattr(self, name, (*before, *of_module, *_bound(name, watching, trainer, module)))
         self.train_batch_end_watching: Hook = _bound("on_train_batch_end", watching, trainer, module)
         self.train_batch_end_others = _without(self.on_train_batch_end, self.train_batch_end_watching)
-        every = [callback for callback in first if callback.every_batch]
-        self.train_batch_end_empty: Hook = _bound("on_train_batch_end", every, trainer, module)
+        overriding = [callback for callback in first if overrides(callback, "on_train_batch_end", Callback)]
+        # The same functions as in `train_batch_end_others`, in which the loop looks for them.
+        self.train_batch_end_empty: Hook = tuple(
+            hook for callback, hook in zip(overriding, self.on_train_batch_end, strict=False) if callback.every_batch
+        )
         self.train_epoch_end_watching: Hook = _bound("on_train_epoch_end", watching, trainer, module)
         self.train_epoch_end_others = _without(self.on_train_epoch_end, self.train_epoch_end_watching)
         self.validation_end_watching: Hook = _bound("on_validation_end", watching, trainer, module)

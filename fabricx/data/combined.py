@@ -47,7 +47,8 @@ class CombinedLoader:
             raise ValueError(
                 f"CombinedLoader(mode={mode!r}): known modes: {', '.join(MODES)}.{did_you_mean(mode, MODES)}"
             )
-        self.iterables, self.mode = iterables, mode
+        self.iterables: Any = iterables
+        self.mode: CombineMode = mode
         if not self.flattened or any(isinstance(loader, CombinedLoader) for loader in self.flattened):
             raise ValueError("CombinedLoader: pass a dict or a list of loaders, none of which is a CombinedLoader")
 
@@ -263,8 +264,8 @@ class JoinedDataset:
         samples: list[tuple[int, Any]] = []
         for number, group in itertools.groupby(places, key=lambda place: place[0]):
             indices, dataset = [index for _, index in group], self.datasets[number]
-            several = getattr(dataset, "__getitems__", None)
-            found = several(indices) if callable(several) else [dataset[index] for index in indices]
+            several: Any = getattr(dataset, "__getitems__", None)
+            found: Any = several(indices) if callable(several) else [dataset[index] for index in indices]
             samples += [(number, sample) for sample in found]
         return samples
 

@@ -72,7 +72,7 @@ the tables with the installed Lightning. All members of `Trainer`, `LightningMod
 
 def page() -> str:
     """Return the text of the page."""
-    lines = _HEAD.splitlines()
+    lines: list[str] = [*_HEAD.splitlines()]
     for path in TREE:
         objects = [name for name in available(path) if names_of(f"{path}.{name}" if path else name) is None]
         if objects:

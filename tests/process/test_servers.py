@@ -212,7 +212,10 @@ class Meetings(fx.Callback):
     """Notes step and weights at each meeting, without a collective; rank 1 is late to receive the weights."""
 
     watches_metrics = True
-    meeting_interval = 1
+
+    @property
+    def meeting_interval(self) -> int:
+        return 1
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         weights, self.met = trainer.strategy._exchange.weights, []

@@ -80,3 +80,16 @@ def test_methods_of_other_names_are_the_users_own() -> None:
         check_hooks(Mine())
     Mine.on_my_way = "no function"  # type: ignore[assignment, method-assign]
     check_hooks(Mine())
+
+
+def test_hooks_of_every_batch_are_among_the_hooks_of_a_batch_with_samples() -> None:
+    class Averages(Callback):
+        every_batch = True
+
+        def on_train_batch_end(self, *arguments: Any) -> None: ...
+
+    class Counts(Callback):
+        def on_train_batch_end(self, *arguments: Any) -> None: ...
+
+    hooks = Hooks(None, TinyModule(), [Counts(), Callback(), Averages()])  # type: ignore[arg-type]
+    assert hooks.train_batch_end_empty == hooks.train_batch_end_others[1:]
