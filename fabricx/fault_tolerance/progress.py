@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fabricx.core.state import Stage
 from fabricx.session.rank_state import RankState
@@ -13,16 +13,40 @@ if TYPE_CHECKING:
 NO_SUMS: Final[dict[str, Any]] = {"sums": {}, "logged": {}}  # in a record: the values of the epoch are published
 
 
-def progress(session: Session) -> tuple[Any, ...]:
-    """Return the progress of this rank: a tuple that increases with every collective action.
+class Progress(NamedTuple):
+    """Progress of a rank; increases with every collective action.
 
-    The last element is the generation, because members of a generation have received a state with new metric sums.
+    Attributes:
+        epoch, batch, samples: position in the data.
+        meeting: the meeting of asynchronous ranks after the batch is incomplete.
+        drained: the batches of the epoch are trained.
+        stage: see `Stage`.
+        validated: the validation after the batch is complete, or none is due.
+        plateau_step: see `RunState.plateau_step`.
+        closing: the values of the epoch are published.
+        generation: of the group; last, because its members have received a state with new metric sums.
+    """
+
+    epoch: int
+    batch: int
+    samples: int
+    meeting: bool
+    drained: bool
+    stage: int
+    validated: bool
+    plateau_step: int
+    closing: bool
+    generation: int
+
+
+def progress(session: Session) -> Progress:
+    """Return the progress of this rank.
 
     Args:
         session: of this rank.
     """
     state, ft = session.state, session.fault_tolerance
-    return (
+    return Progress(
         state.epoch, state.batch, state.samples, ft.meeting is not None, state.drained, int(ft.stage),
         ft.stage > Stage.BATCH_WATCHERS and not state.validating, state.plateau_step, state.closing,
         session.world.generation,

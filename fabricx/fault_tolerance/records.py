@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fabricx.core.state import Stage
 from fabricx.distributed.generations import Membership, membership
-from fabricx.fault_tolerance.progress import NO_SUMS, progress, record_of
+from fabricx.fault_tolerance.progress import NO_SUMS, Progress, progress, record_of
 from fabricx.fault_tolerance.rank_record import Slot
 from fabricx.session.fault_tolerance import FaultTolerance
 from fabricx.session.rank_state import RankState
@@ -88,14 +88,12 @@ class RankRecords(FaultTolerance):
         if self.slot is None:
             return
         session = self._session
-        key = progress(session)
-        key = (*key[:5], int(Stage.EPOCH_WATCHERS), key[6], session.state.drained, *key[8:])
+        key = progress(session)._replace(stage=int(Stage.EPOCH_WATCHERS), closing=session.state.drained)
         self.slot.write(key, {**record_of(session, session.rank_state()), **NO_SUMS})
 
     def after_validation_steps(self) -> None:
         if self.slot is not None:
-            key = progress(self._session)
-            self._write((*key[:6], self.stage > Stage.BATCH_WATCHERS, *key[7:]), None)
+            self._write(progress(self._session)._replace(validated=self.stage > Stage.BATCH_WATCHERS), None)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -169,13 +167,13 @@ class RankRecords(FaultTolerance):
 
     def _record_batch(self, batch: Microbatch) -> None:
         """Write a batch that the other ranks may count before this rank does."""
-        session = self._session
-        position = (session.state.epoch, batch.index + 1, batch.position)
-        self._write(
-            (*position, False, False, int(Stage.BATCH_WATCHERS), False, False, session.world.generation), None
+        key = progress(self._session)._replace(
+            batch=batch.index + 1, samples=batch.position, meeting=False, drained=False,
+            stage=int(Stage.BATCH_WATCHERS), validated=False, closing=False,
         )  # fmt: skip
+        self._write(key, None)
 
-    def _write(self, key: tuple[Any, ...], point: RankState | None) -> None:
+    def _write(self, key: Progress, point: RankState | None) -> None:
         assert self.slot is not None
         session = self._session
         self.slot.write(key, record_of(session, point or session.rank_state(objects=self.metric_objects)))
