@@ -22,6 +22,8 @@ def covers(cell: Cell) -> bool:
     loops = ("plain", "limit", "max-steps", "val-interval", "overfit", "reload", "two-val", "evaluate", "one-val")
     drawn = cell.data in ("shuffled", *STREAMS) or cell.model == "dropout"  # random numbers, or a stream of each rank
     called = cell.change != "none" or cell.save != "none" or cell.optimizer == "lbfgs" or cell.model == "toggled"
+    # Their own tests compare them with torch: tests/unit/callbacks, tests/unit/data/test_combined.py.
+    called = called or cell.callback in ("finetuning", "swa") or cell.data == "combined"
     return cell.loop in loops and not drawn and not called and not cell.manual and cell.precision != "bf16-mixed"
 
 

@@ -147,6 +147,7 @@ class SkipsSome(Recorded):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
+@pytest.mark.filterwarnings("ignore:training_step returned no loss")
 def test_a_batch_without_a_loss_makes_no_update() -> None:
     for accumulate in (1, 2):
         options: Any = {"batch": 4, "accumulate_grad_batches": accumulate}

@@ -66,7 +66,7 @@ def test_a_command_on_the_page_uses_what_it_selects(project: Path, command: str)
         assert sum("training stops" in line for line in said) == 1
         return
     said = run("-m", "fabricx", *arguments, *SHORT)
-    assert "3 steps, 1 epochs" in said
+    assert "3 steps, 1 epoch" in said
     if "logger.text" in command or "logger=text" in command:
         [values] = (project / "runs").glob("*/other.txt" if "other.txt" in command else "*/values.txt")
         assert {line.split("\t")[0] for line in values.read_text().splitlines()} == {"1", "2", "3"}

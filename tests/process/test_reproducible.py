@@ -109,6 +109,7 @@ def fitted(module: fx.Module, loader: Any, **options: Any) -> None:
     fx.Trainer(max_steps=2, **{"deterministic": "elastic", "devices": 1, **QUIET, **options}).fit(module, loader)
 
 
+@pytest.mark.filterwarnings("ignore:training_step returned no loss")
 def test_what_would_depend_on_the_ranks_is_refused() -> None:
     loader = DataLoader(layered_data(12), 4)
     module = Noisy()

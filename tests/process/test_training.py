@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -264,7 +265,7 @@ def test_a_manual_loop_with_two_optimizers_trains_the_same_on_two_ranks(tmp_path
 
 def test_what_cannot_be_sent_to_workers_is_named(tmp_path: Path) -> None:
     module = TinyModule()
-    module.activation = lambda x: x
+    module.activation = threading.Lock()
     trainer = fx.Trainer(max_epochs=1, devices=2, strategy="ddp", default_root_dir=tmp_path, **QUIET)
     with pytest.raises(NotPicklable, match=r"module\.activation can't be sent"):
         trainer.fit(module, tiny_loader())
