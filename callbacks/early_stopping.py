@@ -99,6 +99,7 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: check at the end of training epochs instead of after validation. The default is True
             if validation runs once at the end of every epoch, or never.
         verbose: print improvements and the reason for stopping.
+        log_rank_zero_only: without an effect; messages are printed on the main rank.
 
     Raises:
         ValueError: an argument is out of range, or (during training) `monitor` was not logged and `strict` is True.
@@ -120,6 +121,7 @@ class EarlyStopping(Callback):
         divergence_threshold: float | None = None,
         check_on_train_epoch_end: bool | None = None,
         verbose: bool = False,
+        log_rank_zero_only: bool = False,
     ) -> None:
         if mode not in ("min", "max"):
             raise ValueError(f'EarlyStopping(mode={mode!r}): must be "min" or "max"')

@@ -127,7 +127,7 @@ class Logger(NamesChecked, ABC):
         return None
 
     @property
-    def log_dir(self) -> Path | None:
+    def log_dir(self) -> str | Path | None:
         """Return the destination folder; None without."""
         return None
 

@@ -263,7 +263,7 @@ def check_devices(devices: Any, accelerator: str) -> list[int]:
             devices = [int(part) for part in devices.split(",") if part] if "," in devices else int(devices)
         except ValueError:
             raise ValueError(f"devices={devices!r}: set 'auto', a number, or a list of numbers") from None
-    if isinstance(devices, (list, tuple)):
+    if isinstance(devices, Sequence) and not isinstance(devices, str):
         chosen = [int(number) for number in devices]
     elif isinstance(devices, int) and not isinstance(devices, bool) and (devices > 0 or devices == -1):
         chosen = list(range((count or os.cpu_count() or 1) if devices == -1 else devices))

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Final, Literal, final
 
 from fabricx.core.logger import Ending
-from fabricx.loggers.services import ServiceLogger, client, new_id, parameters, prefixed, require
+from fabricx.loggers.files import prefixed
+from fabricx.loggers.services import ServiceLogger, client, new_id, parameters, require
 
 # Arguments of earlier versions of Lightning.
 _FORMER: Final[Mapping[str, str]] = {"experiment_name": "name", "save_dir": "offline_directory"}

@@ -9,12 +9,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO, final
 
-from fabricx.core.logger import Ending, Logger, Silent
-from fabricx.loggers.files import LoggerFolder, truncate_partial_line, write_hyperparameters
+from fabricx.core.logger import Ending, Silent
+from fabricx.loggers.files import (
+    FolderLogger,
+    LoggerFolder,
+    by_name,
+    prefixed,
+    truncate_partial_line,
+    write_hyperparameters,
+)
 
 
 @final
-class CSVLogger(Logger):
+class CSVLogger(FolderLogger):
     """Write `metrics.csv`, with a row for each call of `log_metrics`, and `hparams.json`.
 
     A new metric adds a column: the file is rewritten and replaced atomically, so that it can be read at any time. A
@@ -24,6 +31,8 @@ class CSVLogger(Logger):
         save_dir: parent folder; default: the run's folder.
         name: subfolder of `save_dir`.
         version: subfolder of `name`; default with a `save_dir`: the first unused of "version_0", "version_1", ...
+        prefix: of the names of metrics.
+        flush_logs_every_n_steps: without an effect; each row is written at once.
     """
 
     def __init__(
@@ -31,8 +40,11 @@ class CSVLogger(Logger):
         save_dir: str | os.PathLike[str] | None = None,
         name: str | None = None,
         version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 1,
     ) -> None:
-        self._location = LoggerFolder(save_dir, name, version)
+        super().__init__(LoggerFolder(save_dir, name, version))
+        self._prefix = prefix
         self._folder: Path | None = None
         self._file: TextIO | None = None
         self._columns: list[str] = []
@@ -48,9 +60,10 @@ class CSVLogger(Logger):
         truncate_partial_line(self._folder / "metrics.csv")
         self._columns = _header(self._folder / "metrics.csv")
         self._file = (self._folder / "metrics.csv").open("a", newline="")
+        self.log_hyperparams(self._waiting)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        row = {"step": step, **metrics}
+        row = {"step": step, **prefixed(metrics, self._prefix)}
         if (text := {name: str(value) for name, value in row.items()}) in self._kept:
             self._kept.remove(text)  # already written: callbacks after the checkpoint repeat it
             return
@@ -83,8 +96,10 @@ class CSVLogger(Logger):
         self._file = path.open("a", newline="")
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        if self._folder is not None:
-            write_hyperparameters(self._folder, params)
+        if self._file is None:
+            self._waiting.update(by_name(params))
+        elif self._folder is not None and params:
+            write_hyperparameters(self._folder, by_name(params))
 
     def flush(self) -> None:
         if self._file is not None:
@@ -94,18 +109,6 @@ class CSVLogger(Logger):
         file, self._file = self._file, None
         if file is not None:
             file.close()
-
-    @property
-    def name(self) -> str:
-        return self._location.name or "csv"
-
-    @property
-    def version(self) -> int | str | None:
-        return self._location.version
-
-    @property
-    def log_dir(self) -> Path | None:
-        return self._folder
 
     @property
     def experiment(self) -> Any:

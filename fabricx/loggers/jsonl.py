@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO, final
 
-from fabricx.core.logger import Ending, Logger, Silent
-from fabricx.loggers.files import LoggerFolder, truncate_partial_line, write_hyperparameters
+from fabricx.core.logger import Ending, Silent
+from fabricx.loggers.files import FolderLogger, LoggerFolder, by_name, truncate_partial_line, write_hyperparameters
 
 
 @final
-class JSONLogger(Logger):
+class JSONLogger(FolderLogger):
     """Write `metrics.jsonl`, an object per line, and `hparams.json`.
 
     Each object has "step", "time" (seconds since 1970) and the metrics. NaN and infinity, which JSON lacks, are null.
@@ -32,7 +32,7 @@ class JSONLogger(Logger):
         name: str | None = None,
         version: int | str | None = None,
     ) -> None:
-        self._location = LoggerFolder(save_dir, name, version)
+        super().__init__(LoggerFolder(save_dir, name, version))
         self._folder: Path | None = None
         self._file: TextIO | None = None
         self._kept: list[dict[str, Any]] = []  # rows of the step that a rollback returned to
@@ -45,6 +45,7 @@ class JSONLogger(Logger):
             self._folder = self._location.make(run_dir)
             truncate_partial_line(self._folder / "metrics.jsonl")
             self._file = (self._folder / "metrics.jsonl").open("a")
+            self.log_hyperparams(self._waiting)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -68,8 +69,10 @@ class JSONLogger(Logger):
         self._file = path.open("a")
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        if self._folder is not None:
-            write_hyperparameters(self._folder, params)
+        if self._file is None:
+            self._waiting.update(by_name(params))
+        elif self._folder is not None and params:
+            write_hyperparameters(self._folder, by_name(params))
 
     def flush(self) -> None:
         if self._file is not None:
@@ -79,18 +82,6 @@ class JSONLogger(Logger):
         file, self._file = self._file, None
         if file is not None:
             file.close()
-
-    @property
-    def name(self) -> str:
-        return self._location.name or "jsonl"
-
-    @property
-    def version(self) -> int | str | None:
-        return self._location.version
-
-    @property
-    def log_dir(self) -> Path | None:
-        return self._folder
 
     @property
     def experiment(self) -> Any:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from fabricx.core.logger import Ending
-from fabricx.loggers.services import LogModel, ServiceLogger, Uploads, client, new_id, parameters, prefixed, require
+from fabricx.loggers.files import prefixed
+from fabricx.loggers.services import LogModel, ServiceLogger, Uploads, client, new_id, parameters, require
 from fabricx.loggers.tensorboard import flatten
 
 _STATUS: Final[Mapping[Ending, str]] = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, final
 
 from fabricx.core.logger import Ending
-from fabricx.loggers.services import ServiceLogger, client, new_id, parameters, prefixed, require
+from fabricx.loggers.files import prefixed
+from fabricx.loggers.services import ServiceLogger, client, new_id, parameters, require
 
 
 @final

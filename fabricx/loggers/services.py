@@ -52,20 +52,6 @@ def new_id(length: int = 8) -> str:
     return secrets.token_hex(length // 2)
 
 
-def prefixed(metrics: Mapping[str, float], prefix: str, join: str = "-") -> dict[str, float]:
-    """Return metrics with a prefix before each name.
-
-    >>> prefixed({"loss": 1.0}, "train")
-    {'train-loss': 1.0}
-
-    Args:
-        metrics: by name.
-        prefix: "" for none.
-        join: between prefix and name.
-    """
-    return {f"{prefix}{join}{name}": value for name, value in metrics.items()} if prefix else dict(metrics)
-
-
 def parameters(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyperparameters as plain data.
 

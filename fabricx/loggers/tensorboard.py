@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, final
 import torch
 from torch import nn
 
-from fabricx.core.logger import Ending, Logger, Silent
-from fabricx.loggers.files import LoggerFolder
+from fabricx.core.logger import Ending, Silent
+from fabricx.loggers.files import FolderLogger, LoggerFolder, by_name, prefixed
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -22,7 +22,7 @@ _SESSION: Final = ".hparams"  # suffix of the file with the HPARAMS session
 
 
 @final
-class TensorBoardLogger(Logger):
+class TensorBoardLogger(FolderLogger):
     """Write an event file; `tensorboard --logdir runs` shows all runs by the names of their folders.
 
     At the end of the run, hyperparameters are written with the last value of every metric and the status of the run,
@@ -33,6 +33,10 @@ class TensorBoardLogger(Logger):
         name: subfolder of `save_dir`.
         version: subfolder of `name`; default with a `save_dir`: the first unused of "version_0", "version_1", ...
         log_graph: also write the module's graph, traced with its `example_input_array`.
+        default_hp_metric: without an effect; the HPARAMS page has the last value of every metric.
+        prefix: of the names of metrics.
+        sub_dir: subfolder below the version.
+        **kwargs: of `torch.utils.tensorboard.SummaryWriter`, such as `flush_secs`.
     """
 
     shows_telemetry: ClassVar[bool] = True
@@ -43,8 +47,13 @@ class TensorBoardLogger(Logger):
         name: str | None = None,
         version: int | str | None = None,
         log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
     ) -> None:
-        self._location = LoggerFolder(save_dir, name, version)
+        super().__init__(LoggerFolder(save_dir, name, version, sub_dir))
+        self._prefix, self._options = prefix, kwargs
         self._graph_enabled = log_graph
         self._folder: Path | None = None
         self._writer: SummaryWriter | None = None
@@ -64,12 +73,14 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = self._location.make(run_dir)
-        self._writer = SummaryWriter(log_dir=str(self._folder))
+        self._writer = SummaryWriter(log_dir=str(self._folder), **self._options)
         self._reset()
+        self.log_hyperparams(self._waiting)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         if self._writer is None:
             return
+        metrics = prefixed(metrics, self._prefix)
         for name, value in metrics.items():
             if self._kept and (row := (step, name, _single(value))) in self._kept:
                 self._kept.remove(row)  # already written: callbacks after the checkpoint repeat it
@@ -89,9 +100,12 @@ class TensorBoardLogger(Logger):
             self._writer._get_file_writer().add_event(messages.Event(step=step + 1, session_log=began))  # type: ignore[no-untyped-call]
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        self._params.update(flatten(params))
+        if self._writer is None:
+            self._waiting.update(by_name(params))
+            return
+        self._params.update(flatten(by_name(params)))
         for name, value in (metrics or {}).items():
-            if name not in self._final and self._writer is not None:
+            if name not in self._final:
                 self._writer.add_scalar(name, value, 0)  # the HPARAMS page reads values from the charts
                 self._final[name] = value
 
@@ -169,18 +183,6 @@ class TensorBoardLogger(Logger):
         for path in earlier:
             if path.name != newest.name + _SESSION:
                 path.unlink()
-
-    @property
-    def name(self) -> str:
-        return self._location.name or "tensorboard"
-
-    @property
-    def version(self) -> int | str | None:
-        return self._location.version
-
-    @property
-    def log_dir(self) -> Path | None:
-        return self._folder
 
     @property
     def experiment(self) -> Any:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from fabricx.core.logger import Ending
-from fabricx.loggers.services import LogModel, ServiceLogger, Uploads, client, new_id, parameters, prefixed, require
+from fabricx.loggers.files import prefixed
+from fabricx.loggers.services import LogModel, ServiceLogger, Uploads, client, new_id, parameters, require
 
 
 @final

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from fabricx import plugins
@@ -90,9 +90,8 @@ def choose_loggers(logger: Any) -> list[Logger]:
         return [plugins.build("loggers", "tensorboard")]
     if not logger:
         return []
-    chosen = list(logger) if isinstance(logger, (list, tuple)) else [logger]
     loggers: list[Logger] = []
-    for candidate in map(adapt_logger, chosen):
+    for candidate in map(adapt_logger, listed(logger)):
         if isinstance(candidate, type) or not isinstance(candidate, (Logger, FourMethods)):
             raise ValueError(
                 f"logger={_described(candidate)} is not a logger: it needs open, log_metrics, log_hyperparams "
@@ -114,8 +113,7 @@ def choose_callbacks(callbacks: Any, defaults: Mapping[str, Mapping[str, Any]], 
         ValueError: an object is not a callback, or has a method with an unknown hook name.
         LookupError: no callback has this name.
     """
-    several = isinstance(callbacks, (list, tuple, set)) or callbacks is None
-    named = list(callbacks or []) if several else [callbacks]
+    named = [] if callbacks is None else listed(callbacks)
     chosen = [plugins.build("callbacks", item) if isinstance(item, str) else adapt_callback(item) for item in named]
     for callback in chosen:
         if not isinstance(callback, Callback):
@@ -128,6 +126,16 @@ def choose_callbacks(callbacks: Any, defaults: Mapping[str, Mapping[str, Any]], 
         if not any(isinstance(callback, type(default)) for callback in chosen):
             chosen.append(default)
     return chosen
+
+
+def listed(value: Any) -> Iterable[Any]:
+    """Return the objects of an argument that accepts an object or several objects.
+
+    Args:
+        value: an object, or a list, tuple or set; also a list of a configuration, such as Hydra's.
+    """
+    # Hydra passes lists as omegaconf.ListConfig, which is a sequence and no list.
+    return value if isinstance(value, (Sequence, Set)) and not isinstance(value, str) else [value]
 
 
 def _described(value: Any) -> str:

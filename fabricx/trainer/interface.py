@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -357,7 +358,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
         A resumed run continues exactly as an uninterrupted run. At points where this is impossible the call raises an
         error: within a training step (where only weights can be saved), before training, or while ranks train
-        asynchronously.
+        asynchronously. After a fit in worker processes, which have ended, it has the weights only, with a warning.
 
         Args:
             path: folder to create, or a URL that fsspec supports, such as "s3://bucket/run/a.ckpt".
@@ -376,6 +377,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
             RuntimeError: a checkpoint cannot be saved at this point; the message names the right hook.
         """
         session, folder = self._session_to_save(weights_only=weights_only), as_path(path)
+        weights_only = weights_only or (session is not self._session and session is not self._fit_session)
         with together():  # ranks without a sample of this batch take part
             save_checkpoint(session, folder, weights_only=weights_only, wait=wait, after=after, failed=failed)
             if wait or self.state.phase is Phase.IDLE:
@@ -391,10 +393,11 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         if self.module is None:
             raise ValueError("save_checkpoint: the trainer has run nothing yet, so there is nothing to save")
         if not weights_only:
-            raise RuntimeError(
-                "save_checkpoint: this process has not trained (worker processes have, and they have ended), so it has "
-                "no state of optimizers and data. Pass weights_only=True, or let ModelCheckpoint(save_last=True) "
-                "or a hook such as on_train_end save"
+            warnings.warn(
+                "save_checkpoint: worker processes have trained, and they have ended, so that this checkpoint has "
+                "the weights only, and a fit from it begins with new optimizers. Pass weights_only=True to confirm "
+                "this; ModelCheckpoint(save_last=True) or a hook such as on_train_end saves the whole state",
+                stacklevel=3,
             )
         return self._session_of_weights(self.module)
 

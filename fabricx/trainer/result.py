@@ -83,6 +83,7 @@ class Outcome:
             part.training = self.modes.get(name, part.training)
         vars(trainer).update(self.trainer)
         trainer.module, trainer.datamodule = job.module, job.datamodule
+        job.module.trainer = trainer
         for callback, attributes in zip(trainer.callbacks, self.callbacks, strict=False):
             vars(callback).update(attributes)
         for logger, attributes in zip(trainer.loggers, self.loggers, strict=False):

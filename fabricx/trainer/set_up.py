@@ -53,6 +53,7 @@ from fabricx.session.status import Overridden
 from fabricx.telemetry import events as telemetry
 from fabricx.telemetry.recorder import NoopRecorder, Results, open_recorder
 from fabricx.trainer import provenance
+from fabricx.trainer.factory import listed
 from fabricx.trainer.result import Outcome
 
 if TYPE_CHECKING:
@@ -251,7 +252,7 @@ def _backend_flags(options: TrainerOptions, *, on: bool = True) -> None:
 def _with_module_callbacks(callbacks: list[Callback], module: Module) -> list[Callback]:
     """Return the callbacks, with those of the module in place of callbacks of the same class."""
     configured = module.configure_callbacks()
-    for callback in configured if isinstance(configured, (list, tuple)) else [configured]:
+    for callback in listed(configured):
         adapt_callback(callback)
         check_hooks(callback)
         callbacks = [*(other for other in callbacks if type(other) is not type(callback)), callback]

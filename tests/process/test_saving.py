@@ -11,6 +11,7 @@ import torch
 
 import fabricx as fx
 from fabricx import checkpoint
+from fabricx.checkpoint.files import read_manifest
 from fabricx.errors import WorkerFailed
 from fabricx.session import save_points
 from fabricx.strategies import AsyncSGD, ParameterServer
@@ -172,14 +173,17 @@ def test_what_ranks_add_otherwise_than_rank_0_is_said(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "a.ckpt")["of_all"].tolist() == [0.0, 1.0]
 
 
-def test_the_caller_of_workers_saves_their_weights_and_is_told_that_it_has_no_more(tmp_path: Path) -> None:
+def test_the_caller_of_workers_saves_their_weights_and_warns_that_it_has_no_more(tmp_path: Path) -> None:
     trainer, module = fx.Trainer(devices=2, strategy="fsdp", max_steps=2, **QUIET), TinyModule()
     trainer.fit(module, tiny_loader(16, 4))
-    with pytest.raises(RuntimeError, match=r"this process has not trained .* Pass weights_only=True"):
-        trainer.save_checkpoint(tmp_path / "all.ckpt")
+    with pytest.warns(UserWarning, match=r"the weights only, .* Pass weights_only=True to confirm"):
+        whole = trainer.save_checkpoint(tmp_path / "all.ckpt")
     path = trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert read_manifest(whole)["weights_only"]
+    assert read_manifest(path)["weights_only"]
     loaded = TinyModule.load_from_checkpoint(path)
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), module.parameters(), strict=True))
+    assert module.trainer is trainer  # also after the run
 
 
 def test_an_evaluation_after_a_fit_leaves_what_is_saved_as_it_is(tmp_path: Path) -> None:

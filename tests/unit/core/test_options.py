@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from omegaconf import ListConfig
 
 import fabricx as fx
 from fabricx.core.options import TrainerOptions, check_devices, check_limit, check_max_time
@@ -62,6 +63,7 @@ def test_a_fast_run_limits_each_loader_and_writes_nothing() -> None:
     [
         ("auto", "cpu", [0]), (3, "cpu", [0, 1, 2]), ("3", "cpu", [0, 1, 2]), ([2, 5], "cpu", [2, 5]),
         ("2,5", "cpu", [2, 5]), ("5,", "cpu", [5]), ("auto", "mps", [0]), (1, "mps", [0]),
+        (ListConfig([2, 5]), "cpu", [2, 5]),
     ],
 )  # fmt: skip
 def test_devices_are_a_number_or_a_list(devices: Any, accelerator: str, chosen: list[int]) -> None:

@@ -66,8 +66,16 @@ def test_a_folder_of_its_own_is_numbered(tmp_path: Path) -> None:
         logger.open(tmp_path / "run")
         folders.append(logger.log_dir)
         logger.close()
-    assert folders == [tmp_path / "logs" / "mine" / "version_0", tmp_path / "logs" / "mine" / "version_1"]
+    assert folders == [str(tmp_path / "logs" / "mine" / f"version_{number}") for number in range(2)]
     assert not (tmp_path / "run").exists()
+
+
+def test_names_have_the_prefix(tmp_path: Path) -> None:
+    logger = CSVLogger(prefix="net", flush_logs_every_n_steps=10)
+    logger.open(tmp_path)
+    logger.log_metrics({"loss": 0.5}, step=1)
+    logger.close()
+    assert (tmp_path / "metrics.csv").read_text().split() == ["step,net-loss", "1,0.5"]
 
 
 @pytest.mark.parametrize(("version", "folder"), [(3, "version_3"), ("first", "first"), ("", ".")])
@@ -75,7 +83,7 @@ def test_a_version_can_be_given(tmp_path: Path, version: int | str, folder: str)
     logger = CSVLogger(tmp_path, version=version)
     logger.open(tmp_path / "run")
     logger.close()
-    assert logger.log_dir == tmp_path / folder
+    assert logger.log_dir == str(tmp_path / folder)
 
 
 def test_nothing_happens_before_it_is_open_and_after_it_is_closed(tmp_path: Path) -> None:

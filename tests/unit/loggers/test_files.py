@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,37 @@ def test_a_running_process_goes_back_without_losing_or_repeating_a_row(
             logger.rewind(step)
     logger.close()
     assert read(logger, tmp_path) == [(step, 0.0), (step + 1, 1.75)]
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLogger, TensorBoardLogger])
+def test_the_folder_is_known_before_the_run_and_stays_that_of_the_logger(
+    tmp_path: Path, kind: type[Logger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    logger, other = kind(tmp_path, name="net"), kind(tmp_path, name="net")  # type: ignore[call-arg]
+    folder = logger.log_dir
+    assert folder == str(tmp_path / "net" / "version_0")
+    assert Path(folder).is_dir()  # no other run takes it
+    assert (logger.version, other.log_dir) == (0, str(tmp_path / "net" / "version_1"))
+    in_worker = pickle.loads(pickle.dumps(logger))
+    for _ in range(2):  # a fit and a test
+        in_worker.open(tmp_path / "run")
+        in_worker.log_hyperparams({"lr": 0.1})
+        in_worker.close()
+    vars(logger).update(in_worker.for_caller())
+    assert logger.log_dir == in_worker.log_dir == folder
+    assert (logger.save_dir, logger.root_dir) == (str(tmp_path), str(tmp_path / "net"))  # type: ignore[attr-defined]
+    monkeypatch.setenv("RANK", "1")
+    ranks = [kind(tmp_path, name="net") for _ in range(2)]  # type: ignore[call-arg]
+    assert [rank.log_dir for rank in ranks] == [str(tmp_path / "net" / "version_2")] * 2  # the same on all ranks
+    assert kind().log_dir is None  # the folder of a run, which is not known yet
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLogger])
+def test_hyperparameters_logged_before_the_run_are_written(tmp_path: Path, kind: type[Logger]) -> None:
+    logger = kind()
+    logger.log_hyperparams({"width": 8})
+    logger.open(tmp_path)
+    logger.log_hyperparams({"lr": 0.1})
+    logger.close()
+    assert json.loads((tmp_path / "hparams.json").read_text()) == {"width": 8, "lr": 0.1}

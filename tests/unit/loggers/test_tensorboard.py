@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,28 @@ def test_scalars_go_straight_into_the_runs_folder(tmp_path: Path) -> None:
     logger.log_metrics({"loss": 0.5}, step=10)
     logger.log_metrics({"loss": 0.25}, step=20)
     logger.close()
-    assert logger.log_dir == tmp_path
+    assert logger.log_dir == str(tmp_path)
     assert [(event.step, event.value) for event in events(tmp_path).Scalars("loss")] == [(10, 0.5), (20, 0.25)]
+
+
+def test_arguments_are_those_of_lightning(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(
+        tmp_path, "net", 3, default_hp_metric=False, prefix="first", sub_dir="part", flush_secs=10
+    )  # fmt: skip
+    logger.open(tmp_path / "run")
+    logger.log_metrics({"loss": 0.5}, step=10)
+    logger.close()
+    assert events(tmp_path / "net" / "version_3" / "part").Tags()["scalars"] == ["first-loss"]
+
+
+def test_hyperparameters_that_were_logged_before_the_run_are_in_its_session(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    logger.log_hyperparams(Namespace(lr=0.1))
+    logger = pickle.loads(pickle.dumps(logger))  # in a worker
+    logger.open(tmp_path / "run")
+    logger.close()
+    _, begin, _ = session(tmp_path / "version_0")
+    assert begin.hparams["lr"].number_value == 0.1
 
 
 @pytest.mark.parametrize(("status", "code"), [("success", 1), ("failed", 2), ("interrupted", 2)])

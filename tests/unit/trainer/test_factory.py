@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from omegaconf import ListConfig, OmegaConf
 
 import fabricx as fx
 from fabricx.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ProgressBar
@@ -60,9 +61,10 @@ def test_loggers_are_flags_objects_and_lists() -> None:
     own, csv = FourMethods(), CSVLogger()
     assert [type(logger) for logger in choose_loggers(True)] == [TensorBoardLogger]
     assert choose_loggers(False) == choose_loggers(None) == choose_loggers([]) == []
-    first, second = choose_loggers((csv, own))
-    assert first is csv
-    assert isinstance(second, Adapted)
+    for listed in ((csv, own), OmegaConf.create([csv, own], flags={"allow_objects": True})):  # Hydra's instantiate
+        first, second = choose_loggers(listed)
+        assert first is csv
+        assert isinstance(second, Adapted)
 
 
 @pytest.mark.parametrize("wrong", [CSVLogger, FourMethods, "csv", object()])
@@ -82,6 +84,7 @@ def test_defaults_are_added_unless_the_user_has_such_a_callback() -> None:
     chosen = choose_callbacks([own, "learning_rate_monitor"], {"progress_bar": {}}, fast=False)
     assert chosen[0] is own
     assert [type(callback) for callback in chosen[1:]] == [LearningRateMonitor]
+    assert choose_callbacks(ListConfig([own], flags={"allow_objects": True}), {}, fast=False) == [own]
 
 
 def test_a_fast_run_neither_saves_nor_stops_early() -> None:

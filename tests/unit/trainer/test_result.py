@@ -51,6 +51,7 @@ def test_weights_are_written_into_the_callers_parameters() -> None:
     assert module.layer.weight is before  # the user's optimizers and references stay valid
     assert set(before.flatten().tolist()) == {7.0}
     assert (trainer.module, trainer.datamodule, trainer.batches) == (module, "data", 3)
+    assert module.trainer is trainer  # as after a run in this process
     assert trainer.callbacks[0].best == 9
     assert module.seen == 5
 
