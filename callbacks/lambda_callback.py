@@ -11,7 +11,7 @@ from fabricx.errors import did_you_mean
 
 @final
 class LambdaCallback(Callback):
-    """Call a function at each given hook.
+    """Call functions at hooks.
 
     >>> callback = LambdaCallback(on_train_start=lambda trainer, module: print("begins"))
     >>> callback.on_train_start(None, None)

@@ -1,4 +1,4 @@
-"""Arguments of Lightning's Trainers that fabricx has in another form, and the arguments of `barebones`."""
+"""Arguments of Lightning's Trainer without an equal in fabricx: their successors; the arguments of `barebones`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from fabricx.errors import did_you_mean
 
-# Arguments of the Trainer in Lightning 1, and what replaces them.
+# Arguments of the Trainer in Lightning 1, with their successors.
 FORMER_ARGUMENTS: Final[Mapping[str, str]] = {
     "gpus": 'set accelerator="gpu" and devices=...',
     "tpu_cores": "fabricx runs on CPUs, CUDA and MPS; set accelerator and devices",
@@ -69,7 +69,7 @@ _ABSENT: Final[Mapping[str, str]] = {
 }
 _NONE_HAS_A_MEANING: Final = ("check_val_every_n_epoch",)  # other arguments that are None have their default
 
-# The values of `barebones`; another value of these arguments is an error.
+# The values of `barebones`; any different value of these arguments is an error.
 _BARE: Final[Mapping[str, Any]] = {
     "enable_checkpointing": False, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
     "log_every_n_steps": 0, "num_sanity_val_steps": 0, "fast_dev_run": False, "detect_anomaly": False, "profiler": None,
@@ -78,7 +78,7 @@ _BARE: Final[Mapping[str, Any]] = {
 
 
 def lightnings(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor of the Trainer whose arguments may have the values of Lightning.
+    """Return a constructor of the Trainer that accepts the argument values of Lightning.
 
     None is the default of each argument, `barebones` sets all arguments that cost time, and arguments without an
     equivalent may be None or empty.
@@ -88,31 +88,33 @@ def lightnings(init: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(init)
-    def with_defaults(self: Any, **given: Any) -> None:
+    def with_defaults(self: Any, **arguments: Any) -> None:
         for name, remedy in _ABSENT.items():
-            if value := given.pop(name, None):
+            if value := arguments.pop(name, None):
                 raise ValueError(f"Trainer({name}={value!r}): {remedy}")
-        given = {name: value for name, value in given.items() if value is not None or name in _NONE_HAS_A_MEANING}
-        if given.get("barebones"):
-            given |= barebones(given)
-        init(self, **given)
+        arguments = {
+            name: value for name, value in arguments.items() if value is not None or name in _NONE_HAS_A_MEANING
+        }
+        if arguments.get("barebones"):
+            arguments |= barebones(arguments)
+        init(self, **arguments)
 
     return with_defaults
 
 
-def barebones(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a Trainer without all that costs time, to measure the rest.
+def barebones(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a Trainer without costly features, for measurements of the training alone.
 
     Args:
-        given: arguments of the caller.
+        arguments: of the caller.
 
     Raises:
         ValueError: an argument contradicts it.
     """
     for name, value in _BARE.items():
-        if name in given and given[name] != value:
+        if name in arguments and arguments[name] != value:
             raise ValueError(
-                f"Trainer(barebones=True, {name}={given[name]!r}): barebones measures training without what costs "
+                f"Trainer(barebones=True, {name}={arguments[name]!r}): barebones measures training without what costs "
                 f"time, so {name} is {value!r}; remove one of the two"
             )
     return dict(_BARE)
@@ -121,7 +123,7 @@ def barebones(given: Mapping[str, Any]) -> dict[str, Any]:
 _DDP: Final = 'set strategy="ddp"'
 _FSDP: Final = 'set strategy="fsdp", which shards weights, gradients and optimizer state'
 _ELSEWHERE: Final = "fabricx runs on CPUs, CUDA and MPS"
-# Strategies of Lightning by the begin of their names, and what replaces them.
+# Prefixes of strategy names of Lightning, with their successors.
 _FORMER_STRATEGIES: Final[Mapping[str, str]] = {
     "ddp_sharded": _FSDP, "ddp_fully_sharded": _FSDP, "fsdp_native": _FSDP, "deepspeed": _FSDP, "colossalai": _FSDP,
     "fairscale": _FSDP, "ddp2": _DDP, "ddp_cpu": 'set strategy="ddp" and accelerator="cpu"', "ddp": _DDP, "dp": _DDP,
@@ -133,7 +135,7 @@ _FORMER_STRATEGIES: Final[Mapping[str, str]] = {
 
 
 def former_strategy(name: str) -> str | None:
-    """Return what replaces a strategy of Lightning; None for other names.
+    """Return the successor of a strategy of Lightning; None for unknown names.
 
     Args:
         name: of the strategy.

@@ -251,8 +251,8 @@ class JoinedDataset:
     def __len__(self) -> int:
         return sum(len(dataset) for dataset in self.datasets)
 
-    def __getitem__(self, place: tuple[int, Any]) -> tuple[int, Any]:
-        number, index = place
+    def __getitem__(self, pair: tuple[int, Any]) -> tuple[int, Any]:
+        number, index = pair
         return number, self.datasets[number][index]
 
     def __getitems__(self, places: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
@@ -262,11 +262,11 @@ class JoinedDataset:
             places: indices.
         """
         samples: list[tuple[int, Any]] = []
-        for number, group in itertools.groupby(places, key=lambda place: place[0]):
+        for number, group in itertools.groupby(places, key=lambda pair: pair[0]):
             indices, dataset = [index for _, index in group], self.datasets[number]
             several: Any = getattr(dataset, "__getitems__", None)
-            found: Any = several(indices) if callable(several) else [dataset[index] for index in indices]
-            samples += [(number, sample) for sample in found]
+            items: Any = several(indices) if callable(several) else [dataset[index] for index in indices]
+            samples += [(number, sample) for sample in items]
         return samples
 
 

@@ -18,7 +18,7 @@ _FORMER: Final[Mapping[str, str]] = {"experiment_name": "name", "save_dir": "off
 class CometLogger(ServiceLogger):
     """Log to Comet (pip install 'fabricx[comet]'); arguments are those of Lightning's `CometLogger`.
 
-    A fit that resumes, or a worker that replaces another, continues the same experiment.
+    A resumed fit and a replacement of a dead worker continue the same experiment.
 
     Args:
         api_key: default: that of comet's configuration or $COMET_API_KEY.

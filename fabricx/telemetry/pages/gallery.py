@@ -68,25 +68,25 @@ def sections_of(
     for title, text, shown, more in kept:
         drawn = [chart(c.title, c.points, most, x=c.x, help=c.help, best=c.best) for c in shown]
         section = Section(title, text, [], len(more))
-        section.charts = [{"chart": one} for one in drawn if one is not None]
-        charts += [one for one in drawn if one is not None]
+        section.charts = [{"chart": figure} for figure in drawn if figure is not None]
+        charts += [figure for figure in drawn if figure is not None]
         sections.append(section)
     ends = {"step": _ends(charts), "time": (0.0, seconds)}
     lines = {key: [mark[key] for mark in marks if key in mark and mark["kind"] == "failure"] for key in ends}
     number = 0
     for section in sections:
         for entry in section.charts:
-            one = entry.pop("chart")
+            figure = entry.pop("chart")
             entry |= {
-                "number": number, "title": one.title, "help": one.help, "note": one.note, "curves": one.curves,
-                "x": one.x, "drawing": draw(one, *ends[one.x], lines[one.x]),
+                "number": number, "title": figure.title, "help": figure.help, "note": figure.note,
+                "curves": figure.curves, "x": figure.x, "drawing": draw(figure, *ends[figure.x], lines[figure.x]),
             }  # fmt: skip
             number += 1
-    return sections, {"charts": [one.data() for one in charts], "ends": ends}
+    return sections, {"charts": [figure.data() for figure in charts], "ends": ends}
 
 
 def _ends(charts: Sequence[Chart]) -> tuple[float, float]:
-    xs = [x for one in charts if one.x == "step" for curve in one.curves for x in (curve.xs[0], curve.xs[-1])]
+    xs = [x for chart in charts if chart.x == "step" for curve in chart.curves for x in (curve.xs[0], curve.xs[-1])]
     return min(xs, default=0.0), max(xs, default=1.0)
 
 
@@ -96,4 +96,4 @@ def moving(curves: Sequence[Curves]) -> list[Curves]:
     Args:
         curves: curves of each chart.
     """
-    return [one for one in curves if any(len(points) > 1 for points in one.points.values())]
+    return [lines for lines in curves if any(len(points) > 1 for points in lines.points.values())]

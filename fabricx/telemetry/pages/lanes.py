@@ -86,11 +86,14 @@ def lanes(timelines: Mapping[int, Timeline], most: int = _MAX_CELLS) -> list[Lan
         most: most bins of all lanes.
     """
     longest = max((timeline.activity.width for timeline in timelines.values()), default=0.0)
-    each = max(8, most // max(1, len(timelines)))
-    count = max((len(t.activity.bins) * t.activity.width / longest for t in timelines.values()), default=1.0)
-    while count > each:
+    most_each = max(8, most // max(1, len(timelines)))
+    count = max(
+        (len(timeline.activity.bins) * timeline.activity.width / longest for timeline in timelines.values()),
+        default=1.0,
+    )
+    while count > most_each:
         longest, count = 2 * longest, count / 2
-    found = []
+    drawn = []
     for rank, timeline in sorted(timelines.items()):
         merge = round(longest / timeline.activity.width)
         bins = timeline.activity.bins
@@ -98,8 +101,8 @@ def lanes(timelines: Mapping[int, Timeline], most: int = _MAX_CELLS) -> list[Lan
         groups = groups if not groups or groups[-1] else groups[:-1]  # the run ended where a bin begins
         seconds = _summed(bins)
         shares = [{n: spent / sum(group.values()) for n, spent in group.items()} for group in groups]
-        found.append(Lane(rank, longest, shares, seconds))
-    return found
+        drawn.append(Lane(rank, longest, shares, seconds))
+    return drawn
 
 
 def _summed(bins: Sequence[Mapping[str, float]]) -> dict[int, float]:

@@ -164,10 +164,10 @@ def speed_curves(run: Run) -> list[Curves]:
         Curves("waiting for data, ms", by_rank(lambda row: 1e3 * row.mean(Span.DATA)), help="ms of a step"),
     ]
 
-    def is_visible(one: Curves) -> bool:
-        return any(value >= 10 * _SHORTEST_MS for points in one.points.values() for _, value in points)
+    def is_visible(curves: Curves) -> bool:
+        return any(value >= 10 * _SHORTEST_MS for points in curves.points.values() for _, value in points)
 
-    return moving([throughput, *(one for one in times if is_visible(one))])
+    return moving([throughput, *(curves for curves in times if is_visible(curves))])
 
 
 def resource_curves(loaded: LoadedRun) -> list[Curves]:
@@ -189,7 +189,7 @@ def resource_curves(loaded: LoadedRun) -> list[Curves]:
             ]
             for rank, bins in sorted(loaded.history.resources.items())
         }
-        curves.append(Curves(title, {rank: found for rank, found in points.items() if found}, "time", text))
+        curves.append(Curves(title, {rank: series for rank, series in points.items() if series}, "time", text))
     return moving(curves)
 
 
@@ -208,16 +208,16 @@ def gauge_curves(run: Run) -> list[Curves]:
     return moving([Curves(name, points) for name, points in sorted(groups.items())])
 
 
-def _lane_facts(loaded: LoadedRun, found: Sequence[Lane], seconds: float) -> dict[str, Any]:
+def _lane_facts(loaded: LoadedRun, present: Sequence[Lane], seconds: float) -> dict[str, Any]:
     """Return the timeline, and the account of the run's time."""
     used = [
         number
         for number in range(len(ACTIVITIES))
-        if any(lane.seconds.get(number, 0.0) >= _SHORTEST_S for lane in found)
+        if any(lane.seconds.get(number, 0.0) >= _SHORTEST_S for lane in present)
     ]
     drawn = {lane.rank: lane_svg(lane, seconds) for lane in lanes(loaded.history.timelines, SVG_CELLS)}
     rows = []
-    for lane in found:
+    for lane in present:
         parts = [_part(ACTIVITIES[number], lane.seconds[number], seconds) for number in used if number in lane.seconds]
         rows.append({
             "rank": lane.rank, "svg": drawn[lane.rank], "parts": parts, "total": _seconds(sum(lane.seconds.values())),
@@ -226,18 +226,18 @@ def _lane_facts(loaded: LoadedRun, found: Sequence[Lane], seconds: float) -> dic
     ticks = [Tick(100 * at / max(1e-9, seconds), duration_text(at)) for at in nice_ticks(0.0, seconds, 6, time=True)]
     return {
         "lanes": rows, "activities": [ACTIVITIES[number] for number in used], "time_ticks": ticks,
-        "account": _account(found, seconds, loaded.run.size),
+        "account": _account(present, seconds, loaded.run.size),
     }  # fmt: skip
 
 
-def _account(found: Sequence[Lane], seconds: float, size: int) -> str:
+def _account(present: Sequence[Lane], seconds: float, size: int) -> str:
     """Return a sentence about the sum of all activities."""
     whole = f"the {_seconds(seconds)} from the first to the newest record of the run"
-    short = [str(lane.rank) for lane in found if abs(sum(lane.seconds.values()) - seconds) > 0.01 * seconds + 0.01]
+    short = [str(lane.rank) for lane in present if abs(sum(lane.seconds.values()) - seconds) > 0.01 * seconds + 0.01]
     if short:
         return f"Of {whole}, some are missing on rank {', '.join(short)}: clocks were set, or records are missing."
     text = f"The activities of each rank add up to {whole}."
-    return text if len(found) >= size else f"{text} Ranks without records are not shown."
+    return text if len(present) >= size else f"{text} Ranks without records are not shown."
 
 
 def _part(activity: Activity, seconds: float, whole: float) -> dict[str, Any]:
@@ -324,7 +324,7 @@ def _event_rows(run: Run, relative: Callable[[str], str], scale: float) -> list[
         text = relative(str(event["text"])[:10_000]).strip()
         first, _, rest = text.partition("\n")
         if len(group) > 1:
-            lines = [relative(str(one["text"])[:_MAX_LINE]).partition("\n")[0] for one in group]
+            lines = [relative(str(member["text"])[:_MAX_LINE]).partition("\n")[0] for member in group]
             first, rest = f"{len(group)} times, the last: {first}", "\n".join(lines)
         details += bool(rest)
         rows.append({

@@ -104,7 +104,7 @@ def axis_of(values: Sequence[str | None]) -> Axis:
         low, high = min(numbers), max(numbers)
         logarithmic = low > 0.0 and high >= _LOGARITHMIC * low
 
-        def place(number: float) -> float:
+        def position_of(number: float) -> float:
             if high == low:
                 return 0.5
             if logarithmic:
@@ -113,8 +113,8 @@ def axis_of(values: Sequence[str | None]) -> Axis:
 
         distinct = sorted(set(numbers))
         shown = distinct if len(distinct) <= 5 else [low, high] if logarithmic else nice_ticks(low, high, 5)
-        places = [None if value is None else place(float(value)) for value in values]
-        return Axis(places, _apart([Tick(100 * place(number), number_text(number)) for number in shown]))
+        places = [None if value is None else position_of(float(value)) for value in values]
+        return Axis(places, _apart([Tick(100 * position_of(number), number_text(number)) for number in shown]))
     names = sorted(set(known))
     step = max(1, len(names) - 1)
     position = {name: number / step if len(names) > 1 else 0.5 for number, name in enumerate(names)}
@@ -150,9 +150,9 @@ def scatters(sweep: Sweep) -> list[dict[str, Any]]:
     for key in sweep.varied[:_MAX_SCATTERS]:
         axis = axis_of([entry.swept.get(key) for entry in scored])
         lines = [f'<path class="gridline" d="M0 {_down(y, bottom, height):.1f}h{_WIDTH:.0f}"/>' for y in ticks]
-        for entry, place in zip(scored, axis.places, strict=True):
-            if place is not None:
-                x, y = _WIDTH * (0.05 + 0.9 * place), _down(entry.score, bottom, height)
+        for entry, position in zip(scored, axis.places, strict=True):
+            if position is not None:
+                x, y = _WIDTH * (0.05 + 0.9 * position), _down(entry.score, bottom, height)
                 lines.append(_mark(sweep, entry, "point", f"M{x:.1f} {y:.1f}h.01"))
         plots.append({
             "title": f"{sweep.monitor} against {short_names(sweep.varied)[key]}", "x": key, "svg": _svg(key, lines),
@@ -176,11 +176,13 @@ def parallel(sweep: Sweep) -> dict[str, Any] | None:
     axes.append(axis_of([f"{entry.score:.9g}" for entry in scored]))
     lefts = [_WIDTH * number / (len(axes) - 1) for number in range(len(axes))]
     order = sorted(range(len(scored)), key=lambda n: scored[n].score, reverse=sweep.mode != "max")
-    rank = {index: place for place, index in enumerate(order)}
+    rank = {index: position for position, index in enumerate(order)}
     lines = [f'<path class="axisline" d="M{x:.1f} 0v{_HEIGHT:.0f}"/>' for x in lefts]
     for index in order:  # better runs above worse runs
         places = [axis.places[index] for axis in axes]
-        points = [(x, _HEIGHT * (1 - place)) for x, place in zip(lefts, places, strict=True) if place is not None]
+        points = [
+            (x, _HEIGHT * (1 - position)) for x, position in zip(lefts, places, strict=True) if position is not None
+        ]
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
         colour = f"path q{rank[index] * _CLASSES // len(scored)}"
         lines.append(_mark(sweep, scored[index], colour, f"M{path}"))
