@@ -145,3 +145,7 @@ class SimpleProfiler:
 
 class PassThroughProfiler(SimpleProfiler):
     """`Trainer(profiler=PassThroughProfiler())`, as profiler=None."""
+
+
+def cli_lightning_logo() -> None:
+    """Do nothing; Lightning's examples call it, and it prints their logo."""

@@ -83,6 +83,7 @@ TREE: Final[Mapping[str, Names]] = {
             **_CORE_NAMES,
             "Trainer": "fabricx:Trainer",
             "Callback": "fabricx:Callback",
+            "cli_lightning_logo": f"{_FUNCTIONS}:cli_lightning_logo",
             "seed_everything": "fabricx:seed_everything",
         },
         absent={"LightningLite": "use fabricx.Trainer", "Fabric": "use fabricx.Trainer"},

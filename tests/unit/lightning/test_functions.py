@@ -70,3 +70,8 @@ def test_warnings_of_a_module_are_ignored() -> None:
     with warnings.catch_warnings():
         functions.disable_possible_user_warnings(module=__name__)
         warnings.warn("possible", UserWarning, stacklevel=1)
+
+
+def test_the_logo_of_lightnings_examples_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    functions.cli_lightning_logo()
+    assert capsys.readouterr() == ("", "")
