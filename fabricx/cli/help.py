@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from fabricx import plugins
 from fabricx.cli.mistakes import Composition
@@ -48,12 +48,16 @@ def text(usage: str, composition: Composition, config: DictConfig) -> str:
 
 
 def _entries(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key in map(str, node):
-        child = node._get_node(key)
-        if isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation() and len(child):
-            yield from _entries(child, f"{prefix}{key}.")
-        elif not key.startswith("_") or key == "_target_":
-            yield f"{prefix}{key}", child._value() if child is not None else None
+    """Yield keys and values as they are written: interpolations and missing values are not resolved."""
+    return _of_plain(OmegaConf.to_container(node, resolve=False), prefix)
+
+
+def _of_plain(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, child in node.items():
+        if isinstance(child, dict) and child:
+            yield from _of_plain(child, f"{prefix}{key}.")
+        elif not str(key).startswith("_") or key == "_target_":
+            yield f"{prefix}{key}", child
 
 
 def _shown(value: Any) -> str:
