@@ -48,10 +48,10 @@ def logger_class(cls: type) -> type:
             return Silent()
         return writer.__get__(self, type(self))
 
-    def log_text(self: Any, name: str, *text: Any, **options: Any) -> None:
+    def log_text(self: Any, *text: Any, **options: Any) -> None:
         of_user = options or not all(isinstance(part, (str, int)) for part in text)  # a table, for some loggers
         if table is not None and of_user:
-            table.__get__(self, type(self))(name, *text, **options)
+            table.__get__(self, type(self))(*text, **options)
 
     return adapted_class(cls, _Contract, {"experiment": property(experiment), "log_text": log_text})
 

@@ -89,21 +89,21 @@ class WandbLogger(ServiceLogger):
             self._run.config.update(parameters(params), allow_val_change=True)
 
     def log_text(  # type: ignore[override]
-        self, name: str, text: Any = None, step: int = 0, *, columns: Sequence[str] | None = None,
+        self, key: str, text: Any = None, step: int = 0, *, columns: Sequence[str] | None = None,
         data: Sequence[Sequence[Any]] | None = None, dataframe: Any = None,
     ) -> None:  # fmt: skip
         """Save a text as a file of the run, or log a table.
 
         Args:
-            name: of the text or the table.
+            key: name of the text or the table.
             text: to save; None for a table.
             step: weight updates so far.
             columns, data, dataframe: content of a table.
         """
         if text is None or columns is not None or data is not None or dataframe is not None:
-            self.log_table(name, columns, data, dataframe, step or None)
+            self.log_table(key, columns, data, dataframe, step or None)
         elif self._run is not None:
-            file = Path(self._run.dir) / f"{name.replace('/', '_')}.txt"
+            file = Path(self._run.dir) / f"{key.replace('/', '_')}.txt"
             with file.open("a") as opened:
                 opened.write(f"{text}\n")
 

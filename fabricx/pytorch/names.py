@@ -126,6 +126,7 @@ TREE: Final[Mapping[str, Names]] = {
     "utilities": Names(
         names={
             **_UTILITIES,
+            "apply_to_collection": "lightning_utilities.core.apply_func:apply_to_collection",
             "disable_possible_user_warnings": f"{_FUNCTIONS}:disable_possible_user_warnings",
         },
         absent={

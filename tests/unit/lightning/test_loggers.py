@@ -70,7 +70,7 @@ def test_a_users_logger_gets_metrics_and_the_end_and_keeps_its_methods():
     assert "metrics" in kinds
     assert kinds[-1] == "success"
     assert "table" not in kinds
-    logger.log_text("name", columns=["a"], data=[[1]])
+    logger.log_text(key="name", columns=["a"], data=[[1]])
     assert logger.seen[-1] == ("table", "name", ["a"], [[1]])
 
 

@@ -48,7 +48,7 @@ def test_tables_images_and_checkpoints(service: Any, tmp_path: Path) -> None:
     logger = WandbLogger(log_model="all", version="abc")
     logger.open(tmp_path)
     run = service.init.return_value
-    logger.log_text("samples", columns=["a"], data=[[1]])
+    logger.log_text(key="samples", columns=["a"], data=[[1]])
     assert run.log.call_args.args == ({"samples": service.Table.return_value},)
     logger.log_image("faces", ["a.png", "b.png"], step=2, caption=["x", "y"])
     assert [call.kwargs["caption"] for call in service.Image.call_args_list] == ["x", "y"]
