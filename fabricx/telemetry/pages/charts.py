@@ -99,11 +99,6 @@ class Chart:
             notes.append(f"{self.outside} outside of the axis (all: {ends})")
         return "values: " + "; ".join(notes) if notes else ""
 
-    @property
-    def is_positive(self) -> bool:
-        """Return whether a logarithmic axis can show all values."""
-        return self.lowest > 0.0
-
     def data(self) -> dict[str, Any]:
         """Return the chart as plain data for the script of the page."""
         series, before = [], None
