@@ -1,0 +1,1 @@
+"""Model parallelism: tensor, pipeline and context parallelism of an unchanged module."""
