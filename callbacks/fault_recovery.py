@@ -313,7 +313,8 @@ class FaultRecovery(Callback):
         if step == self._step_saved or trainer.fast_dev_run:
             return
         path = self._folder(trainer) / f"step={step}"
-        trainer.save_checkpoint(path, wait=False, after=functools.partial(self._complete, path, time.monotonic()))
+        after = functools.partial(self._complete, path, time.monotonic())
+        trainer.save_checkpoint(path, wait=False, after=after, single_file=False)
         self._step_saved = step
 
     @staticmethod

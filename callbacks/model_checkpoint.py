@@ -126,6 +126,9 @@ class ModelCheckpoint(Callback):
         auto_insert_metric_name: format "{epoch}" as "epoch=3" rather than "3".
         enable_version_counter: append "-v1", "-v2", ... to a name that exists; False overwrites that checkpoint.
         verbose: print the path of each checkpoint.
+        single_file: True writes a file that `torch.load` and Lightning read, with the same content, instead of a
+            folder that all ranks write; the default is the module's `single_file_checkpoints`, which is True for a
+            `LightningModule`.
 
     Raises:
         ValueError: an argument is out of range, or (during training) `monitor` was not logged.
@@ -167,6 +170,7 @@ class ModelCheckpoint(Callback):
         auto_insert_metric_name: bool = True,
         verbose: bool = False,
         enable_version_counter: bool = True,
+        single_file: bool | None = None,
     ) -> None:
         self._chosen_dirpath = None if dirpath is None else str(as_path(dirpath).expanduser().absolute())
         self.dirpath: str | None = self._chosen_dirpath
@@ -188,6 +192,7 @@ class ModelCheckpoint(Callback):
         self.auto_insert_metric_name = auto_insert_metric_name
         self.verbose = verbose
         self.enable_version_counter = enable_version_counter
+        self.single_file = single_file
         self._check_arguments()
 
         self.best_model_path = ""
@@ -455,6 +460,7 @@ class ModelCheckpoint(Callback):
                 wait=not self.asynchronous,
                 after=after,
                 failed=self._undo,
+                single_file=self.single_file,
             )
         except Exception:
             self._step_saved = saved

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
+from fabricx.checkpoint import remove
 from fabricx.checkpoint.storage import as_path
 from fabricx.core.callback import Callback
 
@@ -87,6 +88,6 @@ class OnExceptionCheckpoint(Callback):
             return
         goal: Any = as_path(self.ckpt_path)
         if str(newest.resolve()) != str(goal):
-            shutil.rmtree(goal, ignore_errors=True)
-            shutil.copytree(newest, goal)
+            remove(goal)
+            shutil.copy2(newest, goal) if newest.is_file() else shutil.copytree(newest, goal)
         print(f"OnExceptionCheckpoint: copied the newest checkpoint of the run to {goal}")

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from fabricx.core.datamodule import DataModule
     from fabricx.core.datamodule import DataModule as LightningDataModule
     from fabricx.core.logger import Logger
+    from fabricx.core.module import LightningModule as LightningModule
     from fabricx.core.module import Module
-    from fabricx.core.module import Module as LightningModule
     from fabricx.core.rng import seed_everything
     from fabricx.core.strategy import Strategy, Traits
     from fabricx.data.combined import CombinedLoader
@@ -42,7 +42,7 @@ _MODULES = {
     "CombinedLoader": "fabricx.data.combined",
     "DataModule": "fabricx.core.datamodule",
     "LightningDataModule": "fabricx.core.datamodule:DataModule",
-    "LightningModule": "fabricx.core.module:Module",
+    "LightningModule": "fabricx.core.module",
     "Logger": "fabricx.core.logger",
     "Module": "fabricx.core.module",
     "Strategy": "fabricx.core.strategy",

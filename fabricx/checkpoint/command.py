@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Final
 
 from fabricx.checkpoint.files import MARKER, is_committed, oldest_first, read_manifest, verify, written
 from fabricx.checkpoint.storage import as_path, is_local
 from fabricx.core.hparams import plain
 from fabricx.errors import CheckpointError
 from fabricx.redaction import masked, printable
+
+_FILES: Final = (".ckpt", ".pt", ".pth")  # extensions of files that may be checkpoints
 
 
 def main(arguments: list[str]) -> int:
@@ -62,6 +65,7 @@ def find(folder: Path) -> list[Path]:
     if is_committed(folder):
         return [folder]
     checkpoints = [marker.parent for marker in folder.rglob(MARKER)]
+    checkpoints += [file for file in folder.rglob("*") if file.suffix in _FILES and file.is_file()]
     checkpoints = [path for path in checkpoints if is_committed(path) and not path.is_symlink()]
     return oldest_first(checkpoints)
 
@@ -70,7 +74,7 @@ def table(checkpoints: list[Path]) -> str:
     """Format checkpoints as a table with a line per checkpoint.
 
     Args:
-        checkpoints: folders of complete checkpoints.
+        checkpoints: complete checkpoints.
     """
     rows: list[tuple[str, ...]] = [("step", "epoch", "ranks", "strategy", "MiB", "written", "checkpoint")]
     for path in checkpoints:

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: a folder with a manifest, valid if its marker file exists."""
+"""Files of a checkpoint: a folder with a manifest, valid if its marker file exists; or a single file."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 
+from fabricx.checkpoint import archive
 from fabricx.checkpoint.storage import Place, as_path, discard, is_local
 from fabricx.distributed import plain_data
 from fabricx.errors import CheckpointError
@@ -32,15 +33,16 @@ _FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)  # no se
 _LARGEST: Final = {MARKER: 1 << 10, MANIFEST: 1 << 28}  # maximum bytes; no checksum covers these files when read
 
 
-def folder_to_write(path: Path) -> Path:
+def folder_to_write(path: Path, *, hidden: bool = False) -> Path:
     """Return the working folder of a checkpoint: a hidden folder beside `path`, to be renamed when complete.
 
     In an object store, where renaming means copying, it is `path` itself if nothing exists at `path`.
 
     Args:
-        path: folder of the checkpoint.
+        path: of the checkpoint.
+        hidden: it is always beside `path`.
     """
-    if not is_local(path) and not path.exists():
+    if not hidden and not is_local(path) and not path.exists():
         return path
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
 
@@ -97,26 +99,38 @@ def complete(
     """
     small = {STATE: rest, INDEX: json.dumps(index).encode()}
     listed = {**files, **{name: {"bytes": len(data), "crc32": zlib.crc32(data)} for name, data in small.items()}}
-    now = datetime.now(UTC).isoformat()
-    whole = {"format": FORMAT, **manifest, "written": now, "versions": _versions(), "files": listed}
-    written = (json.dumps(whole, indent=2) + "\n").encode()
+    written = (json.dumps({**dated(manifest), "files": listed}, indent=2) + "\n").encode()
     for name, data in {**small, MANIFEST: written}.items():
         _write(work / name, data)
     _write(work / MARKER, _mark(written).encode())
     _sync(work)
 
 
+def dated(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest with format, time and versions.
+
+    Args:
+        manifest: information for users.
+    """
+    now = datetime.now(UTC).isoformat()
+    return {"format": FORMAT, **manifest, "written": now, "versions": _versions()}
+
+
 def put_in_place(work: Path, path: Path) -> None:
-    """Rename a complete working folder to `path`.
+    """Rename a complete working folder or file to `path`.
 
     An existing checkpoint at `path` is replaced; after a crash at any time, either the old or the new checkpoint
     exists.
 
     Args:
-        work: result of `folder_to_write`.
-        path: folder of the checkpoint.
+        work: beside `path`; a folder is the result of `folder_to_write`.
+        path: of the checkpoint.
     """
     if work == path:
+        return
+    if work.is_file() and not path.is_dir():
+        os.replace(work, path)
+        _sync(path.parent)
         return
     aside = None
     if path.exists():  # rename it to another valid name first, and delete it afterwards
@@ -142,25 +156,31 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint.
 
     Args:
-        path: folder of the checkpoint.
+        path: of the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, has a newer format, or names files outside of its folder.
     """
     if not is_committed(path):
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MARKER}")
+    if path.is_file():
+        return _of_this_format(path, archive.read_record(path))
     damaged = CheckpointError(f"{path / MANIFEST} is damaged: its checksum isn't that of {MARKER}")
     try:
         data, wanted = _small(path, MANIFEST), _small(path, MARKER)
         manifest: dict[str, Any] = json.loads(data)
-        version = int(manifest["format"])
+        manifest = {**manifest, "format": int(manifest["format"])}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise damaged from None
     if wanted != _mark(data).encode():
         raise damaged
-    if version > FORMAT:
+    _check_files(path, _of_this_format(path, manifest).get("files"))
+    return manifest
+
+
+def _of_this_format(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    if (version := manifest["format"]) > FORMAT:
         raise CheckpointError(f"{path} has format {version}, this fabricx reads up to {FORMAT}; update fabricx")
-    _check_files(path, manifest.get("files"))
     return manifest
 
 
@@ -225,6 +245,9 @@ def verify(path: Place) -> dict[str, Any]:
     """
     path = as_path(path)
     manifest = read_manifest(path)
+    if path.is_file():
+        archive.check_records(path)
+        return manifest
     for name, listed in manifest["files"].items():
         check_size(path, name, listed)
         if _crc32(path / name) != listed["crc32"]:
@@ -278,7 +301,8 @@ def is_committed(path: Place) -> bool:
         path: folder of the checkpoint.
     """
     path = as_path(path)
-    return (path / MARKER).is_file() and not path.name.endswith(".partial")
+    complete = (path / MARKER).is_file() or archive.is_single_file(path)
+    return complete and not path.name.endswith(".partial")
 
 
 def list_committed(folder: Place) -> list[Path]:
@@ -318,7 +342,7 @@ def written(path: Path) -> datetime:
     try:
         return datetime.fromisoformat(read_manifest(path)["written"])
     except (CheckpointError, KeyError, ValueError, TypeError):  # a damaged checkpoint is sorted by its marker's time
-        return datetime.fromtimestamp((path / MARKER).stat().st_mtime, UTC)
+        return datetime.fromtimestamp((path if path.is_file() else path / MARKER).stat().st_mtime, UTC)
 
 
 def sweep(folder: Place) -> None:
@@ -342,7 +366,8 @@ def remove(path: Place) -> None:
         path: folder of the checkpoint.
     """
     path = as_path(path)
-    (path / MARKER).unlink(missing_ok=True)
+    if not path.is_file():
+        (path / MARKER).unlink(missing_ok=True)
     discard(path)
 
 

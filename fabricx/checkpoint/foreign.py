@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fabricx.checkpoint.archive import is_single_file
 from fabricx.checkpoint.files import MANIFEST, MARKER, SHARDS, member
 from fabricx.checkpoint.storage import Place, as_path, local_copy
 from fabricx.distributed.plain_data import check_sizes, reason
@@ -72,14 +73,14 @@ class Foreign:
 
 
 def is_foreign(path: Place) -> bool:
-    """Return whether a path is a file, or a folder of safetensors without a manifest of fabricx.
+    """Return whether a path is a file or a folder of safetensors that fabricx has not written.
 
     Args:
         path: any path.
     """
     path = as_path(path)
     if path.is_file():
-        return path.name not in (MANIFEST, MARKER)
+        return path.name not in (MANIFEST, MARKER) and not is_single_file(path)
     if not path.is_dir() or (path / MANIFEST).exists() or (path / MARKER).exists() or any(path.glob(SHARDS)):
         return False
     return any(path.glob(f"*{_SAFETENSORS}")) or any(path.glob(f"*{_INDEX}"))
@@ -98,7 +99,7 @@ def read_foreign(path: Place, map_location: Any = "cpu") -> Foreign:
     path = as_path(path)
     files = _safetensors(path)
     if files is None:
-        return _from_torch(path, _torch_load(path, map_location))
+        return _from_torch(path, torch_load(path, map_location))
     weights: dict[str, Tensor] = {}
     for file in files:
         weights |= _from_safetensors(file, map_location)
@@ -142,13 +143,23 @@ def _from_safetensors(file: Path, map_location: Any) -> dict[str, Tensor]:
         raise CheckpointError(f"{file} is damaged, or is no file of safetensors: {error}") from None
 
 
-def _torch_load(path: Path, map_location: Any) -> Any:
+def torch_load(path: Path, map_location: Any, *, mapped: bool = False) -> Any:
+    """Return the content of a file of torch; no code of the file is executed.
+
+    Args:
+        path: of the file.
+        map_location: device of the tensors.
+        mapped: map the tensors into memory.
+
+    Raises:
+        CheckpointError: the file is damaged, or holds objects other than tensors and plain data.
+    """
     try:
         with local_copy(path) as local, torch.serialization.safe_globals(_PLAIN), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch describes files that it refuses
             if zipfile.is_zipfile(local):
                 check_sizes(local, os.path.getsize(local))
-            return torch.load(local, map_location=map_location, weights_only=True)
+            return torch.load(local, map_location=map_location, weights_only=True, mmap=mapped or None)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} was refused, and nothing in it was executed: {reason(error)}\n  files of tensors and plain data "

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import yaml
 from torch import Tensor, nn
 
-from fabricx.checkpoint import sharded_tensors, tree
+from fabricx.checkpoint import sharded_tensors, single_file, tree
 from fabricx.checkpoint.files import INDEX, STATE, check_size, deserialized, read_listed, read_manifest, verify
 from fabricx.checkpoint.foreign import is_foreign, mismatch, read_foreign
 from fabricx.checkpoint.index import parse
-from fabricx.checkpoint.storage import Place, as_path
+from fabricx.checkpoint.storage import Place, as_path, is_local
 from fabricx.distributed.fsdp_internals import shard_like
 from fabricx.errors import CheckpointError
 from fabricx.redaction import masked_keys
@@ -34,7 +34,7 @@ def load(
     """Load a checkpoint of any number of ranks and any strategy; the files are never executed.
 
     Args:
-        path: folder of the checkpoint; or weights of another program, see `read_foreign`.
+        path: of the checkpoint; or weights of another program, see `read_foreign`.
         map_location: device of the tensors.
         sharded: sharded parameters by name; all tensors saved for them (weights, moments, averages) are loaded as the
             same shards.
@@ -53,6 +53,8 @@ def load(
         weights |= {n: _shard(weights[n], like, path) for n, like in (sharded or {}).items() if n in weights}
         return state
     manifest = read_manifest(path) if verified else verify(path)
+    if path.is_file():
+        return _load_single_file(path, map_location, sharded or {})
     for name, listed in manifest["files"].items():  # also if verified, which may be some time ago in another process
         check_size(path, name, listed)
     index = parse(read_listed(path, INDEX, manifest), manifest["files"], path / INDEX)
@@ -66,6 +68,21 @@ def load(
         ) from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path / STATE} is damaged: it holds a {type(state).__name__}, and no state")
+    return state
+
+
+def _load_single_file(path: Path, map_location: Any, sharded: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Load the state of a single file; of tensors of sharded parameters, this rank's shards."""
+    if not sharded:
+        return single_file.read_state(path, map_location)
+    rest, tensors = tree.split(single_file.read_state(path, "cpu", mapped=is_local(path)))
+    parameter_of = tree.owner(sharded)
+
+    def place(name: str, tensor: Tensor) -> Tensor:
+        like = parameter_of(name, tensor.shape)
+        return tensor.to(map_location, copy=True) if like is None else shard_like(tensor, like).clone()
+
+    state: dict[str, Any] = tree.join(rest, {name: place(name, tensor) for name, tensor in tensors.items()})
     return state
 
 

@@ -51,12 +51,15 @@ def is_local(path: Path) -> bool:
 
 
 def discard(path: Path) -> None:
-    """Delete a folder and its content; errors are ignored.
+    """Delete a file, or a folder and its content; errors are ignored.
 
     Args:
         path: result of `as_path`.
     """
-    if is_local(path):
+    if path.is_file():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    elif is_local(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):

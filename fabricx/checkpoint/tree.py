@@ -82,12 +82,27 @@ def like(sharded: Mapping[str, Tensor], map_location: Any) -> Callable[[str, tor
         sharded: sharded parameters by name.
         map_location: device of all other tensors.
     """
-    shapes = {escape(name): tensor for name, tensor in sharded.items()}
+    parameter_of = owner(sharded)
 
     def room(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
-        for part in name.split("/"):
-            if part in shapes and shapes[part].shape == size:
-                return torch.empty_like(shapes[part], dtype=dtype, requires_grad=False)
+        parameter = parameter_of(name, size)
+        if parameter is not None:
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         return torch.empty(size, dtype=dtype, device=map_location)
 
     return room
+
+
+def owner(sharded: Mapping[str, Tensor]) -> Callable[[str, torch.Size], Tensor | None]:
+    """Return a function that finds the sharded parameter to which a tensor (a weight, a moment) belongs, if any.
+
+    Args:
+        sharded: sharded parameters by name.
+    """
+    shapes = {escape(name): tensor for name, tensor in sharded.items()}
+
+    def parameter_of(name: str, size: torch.Size) -> Tensor | None:
+        named = (shapes[part] for part in name.split("/") if part in shapes)
+        return next((tensor for tensor in named if tensor.shape == size), None)
+
+    return parameter_of

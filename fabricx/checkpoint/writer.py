@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
 
 import torch
 
-from fabricx.checkpoint import files, sharded_tensors, tree
+from fabricx.checkpoint import files, sharded_tensors, single_file, tree
 from fabricx.checkpoint.storage import Place, as_path, discard
 from fabricx.distributed.generations import SAVING, membership
 from fabricx.distributed.world import World
@@ -31,6 +33,7 @@ class _Snapshot:
     rest: bytes
     manifest: Mapping[str, Any]
     copied: Any  # event on a GPU, after which the copies are complete
+    shown: Sequence[str] | None  # for a single file: names of further entries; None for a folder
 
 
 PARTS_S: Final = 3600.0  # maximum time of the slowest rank to write its part
@@ -76,16 +79,18 @@ class Writer:
     def begin(
         self, path: Path, state: Mapping[str, Any], manifest: Mapping[str, Any],
         after: Callable[[], None] | None = None, failed: Callable[[], None] | None = None, *, repeated: bool = False,
+        shown: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         """Take a snapshot and start to write it; every rank calls this in the same step.
 
         Args:
-            path: folder of the checkpoint.
+            path: of the checkpoint.
             state: tensors (also DTensors) and plain data; everything except DTensors is equal on all ranks.
             manifest: information for users.
             after: called in the main rank's thread when the checkpoint is committed.
             failed: called on every rank, in `finish`, if the disk was full.
             repeated: if this checkpoint is lost with a rank, a callback will write it again.
+            shown: write a single file, with these entries of the state beside those of Lightning; None writes a folder.
 
         Raises:
             CheckpointError: the state contains more than tensors and plain data, or the previous write has failed.
@@ -98,7 +103,7 @@ class Writer:
             data = files.serialized(rest)
         except CheckpointError as error:
             refused = str(error)
-        answers = self._world.gather_objects((refused, str(files.folder_to_write(path))))
+        answers = self._world.gather_objects((refused, str(files.folder_to_write(path, hidden=shown is not None))))
         if reasons := [text for text, _ in answers if text]:
             raise CheckpointError(reasons[0])
         work = as_path(answers[0][1])
@@ -108,7 +113,7 @@ class Writer:
         if torch.cuda.is_initialized():
             copied = torch.cuda.Event()
             copied.record()
-        snapshot = _Snapshot(path, work, part, data, manifest, copied)
+        snapshot = _Snapshot(path, work, part, data, manifest, copied, shown)
         self._path, self._failed, self._warned = path, failed, False
         self._write = _Write(snapshot, after, repeated)
         if not repeated:
@@ -233,9 +238,10 @@ class Writer:
                 snapshot.copied.synchronize()
             if write.abandoned:  # before the thread has begun it
                 return
-            snapshot.work.mkdir(parents=True, exist_ok=True)
-            file = snapshot.part.file
-            written = {file: sharded_tensors.write(snapshot.work / file, snapshot.part.tensors)}
+            if snapshot.shown is None or self._world.size > 1:
+                snapshot.work.mkdir(parents=True, exist_ok=True)
+                file = snapshot.part.file
+                written = {file: sharded_tensors.write(snapshot.work / file, snapshot.part.tensors)}
         except OSError as error:
             error.filename = error.filename or str(snapshot.work / snapshot.part.file)
             self._error = error
@@ -253,14 +259,28 @@ class Writer:
             discard(snapshot.work)
 
     def _commit(self, write: _Write, everything: dict[str, Any]) -> None:
-        snapshot = write.snapshot
-        files.complete(snapshot.work, snapshot.rest, snapshot.part.index, snapshot.manifest, everything)
-        with write.committing:
-            if write.abandoned:
-                return
-            files.put_in_place(snapshot.work, snapshot.path)
-        if write.after is not None:
-            write.after()
+        with self._written(write.snapshot, everything) as put_in_place:
+            with write.committing:
+                if write.abandoned:
+                    return
+                put_in_place()
+            if write.after is not None:
+                write.after()
+
+    @contextlib.contextmanager
+    def _written(self, snapshot: _Snapshot, everything: dict[str, Any]) -> Iterator[Callable[[], None]]:
+        """Complete a folder or a file beside the checkpoint's path; yields a function that moves it to the path."""
+        if snapshot.shown is None:
+            files.complete(snapshot.work, snapshot.rest, snapshot.part.index, snapshot.manifest, everything)
+            yield functools.partial(files.put_in_place, snapshot.work, snapshot.path)
+            return
+        tensors = snapshot.part.tensors
+        if self._world.size > 1:  # the ranks have written their parts into a folder, which becomes a file
+            tensors = sharded_tensors.read(snapshot.work, snapshot.part.index, tree.like({}, "cpu"))
+        state = tree.join(files.deserialized(snapshot.rest, snapshot.work), tensors)
+        with single_file.written(snapshot.path, state, snapshot.manifest, snapshot.shown) as put_in_place:
+            yield put_in_place
+        discard(snapshot.work)
 
     def _wait(self, store: Any, keys: list[str], write: _Write) -> None:
         """Wait for the reports of all ranks by polling, since other threads use the store, too."""

@@ -35,19 +35,22 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         example_input_array: an input of `forward`, for the summary, the graph and exports.
         strict_loading: False ignores weights that a checkpoint lacks, or has in addition.
         prepare_data_per_node: False runs `prepare_data` on the main rank only, instead of on a rank of each machine.
+        single_file_checkpoints: True writes each checkpoint as a file that `torch.load` and Lightning read, instead of
+            a folder that all ranks write in parallel.
     """
 
     automatic_optimization: bool = True
     example_input_array: Any = None
     strict_loading: bool = True
     prepare_data_per_node: bool = True
+    single_file_checkpoints: bool = False
     __jit_unused_properties__: ClassVar[list[str]] = [  # a script module has neither a trainer nor hyperparameters
         "current_epoch", "device", "dtype", "global_rank", "global_step", "hparams", "hparams_initial", "local_rank",
         "logger", "loggers", "on_gpu", "trainer",
     ]  # fmt: skip
     __jit_ignored_attributes__: ClassVar[list[str]] = [
-        "automatic_optimization", "example_input_array", "strict_loading", "prepare_data_per_node", "_trainer",
-        "_log_to",
+        "automatic_optimization", "example_input_array", "strict_loading", "prepare_data_per_node",
+        "single_file_checkpoints", "_trainer", "_log_to",
     ]  # fmt: skip
 
     def __init__(self) -> None:
@@ -425,3 +428,9 @@ def batch_weight(module: Module, batch: Any) -> float:
             f"{type(module).__name__}.batch_weight returned {weight:g}; return a finite number of terms, 0 or more"
         )
     return weight
+
+
+class LightningModule(Module):
+    """A module with the defaults of Lightning's class of this name: its checkpoints are single files."""
+
+    single_file_checkpoints = True

@@ -187,6 +187,7 @@ class TrainerProtocol(Protocol):
     def save_checkpoint(
         self, path: str | Path, weights_only: bool = False, *, wait: bool = True,
         after: Callable[[], None] | None = None, failed: Callable[[], None] | None = None,
+        single_file: bool | None = None,
     ) -> Path:  # fmt: skip
         """Write a checkpoint; all ranks call this at the same point."""
         ...

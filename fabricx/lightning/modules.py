@@ -48,7 +48,7 @@ def adapt_module(module: Any) -> Any:
 
 
 def _add_loading(cls: type) -> None:
-    """Let `load_from_checkpoint` of a user's class also load checkpoints of fabricx, which are folders."""
+    """Let `load_from_checkpoint` of a user's class also load checkpoints of fabricx."""
     base: Any = lightning_base(cls, "LightningModule")
     original = vars(base)["load_from_checkpoint"]
     if not is_lightning(cls) and inspect.getattr_static(cls, "load_from_checkpoint") is original:
@@ -60,7 +60,7 @@ def _load_from_checkpoint(cls: Any, checkpoint_path: Any, *args: Any, **options:
 
     Args:
         cls: of the user, or its adapted class.
-        checkpoint_path: a folder of fabricx, or a file of Lightning.
+        checkpoint_path: of fabricx or Lightning.
         args, options: further arguments.
     """
     if issubclass(cls, Module) or is_committed(checkpoint_path):
@@ -88,6 +88,7 @@ def module_class(cls: type) -> type:
 @functools.cache
 def _bridge(base: type) -> type:
     kept = {name: inspect.getattr_static(base, name) for name in _KEPT}
+    kept["single_file_checkpoints"] = True
     kept["__jit_unused_properties__"] = [*base.__jit_unused_properties__, *Module.__jit_unused_properties__]  # type: ignore[attr-defined]
     return type("FabricxModule", (Module, base), {**kept, **{name: Absent() for name in _EMPTY}})
 

@@ -108,7 +108,8 @@ class MLFlowLogger(ServiceLogger):
 
     def _upload(self, paths: list[str]) -> None:
         for path in paths:
-            self._run.log_artifacts(self._run_id, path, f"model/checkpoints/{Path(path).stem}")
+            log = self._run.log_artifact if Path(path).is_file() else self._run.log_artifacts
+            log(self._run_id, path, f"model/checkpoints/{Path(path).stem}")
 
     def _finish(self, status: Ending) -> None:
         self._upload(self._uploads.at_end())

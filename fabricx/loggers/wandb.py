@@ -154,7 +154,8 @@ class WandbLogger(ServiceLogger):
     def _upload(self, paths: Sequence[str]) -> None:
         for path in paths:
             artifact = client("wandb").Artifact(name=self._artifact or f"model-{self._id}", type="model")
-            artifact.add_dir(path, policy=self._policy)
+            add = artifact.add_file if Path(path).is_file() else artifact.add_dir
+            add(path, policy=self._policy)
             self._run.log_artifact(artifact, aliases=["latest", Path(path).stem.replace("=", "_")])
 
     def _finish(self, status: Ending) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fabricx import strategies as strategies
     from fabricx.core.callback import Callback as Callback
     from fabricx.core.datamodule import DataModule as LightningDataModule
-    from fabricx.core.module import Module as LightningModule
+    from fabricx.core.module import LightningModule as LightningModule
     from fabricx.core.rng import seed_everything as seed_everything
     from fabricx.trainer.trainer import Trainer as Trainer
 

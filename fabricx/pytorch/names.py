@@ -72,7 +72,7 @@ _UTILITIES: Final = {
     "move_data_to_device": f"{_CORE}.transfer:to_device",
 }
 _CORE_NAMES: Final = {
-    "LightningModule": f"{_CORE}.module:Module",
+    "LightningModule": f"{_CORE}.module:LightningModule",
     "LightningDataModule": f"{_CORE}.datamodule:DataModule",
 }
 _SHARDED: Final = 'set strategy="fsdp"'

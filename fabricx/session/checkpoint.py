@@ -35,16 +35,18 @@ _NEEDED: Final = ("state", "schedules", "metrics", "precision", "callbacks", "da
 def save_checkpoint(
     session: Session, path: Path, *, weights_only: bool, wait: bool = True,
     after: Callable[[], None] | None = None, failed: Callable[[], None] | None = None,
+    single_file: bool | None = None,
 ) -> None:  # fmt: skip
     """Start to write a checkpoint of the run; every rank calls it. `finish_checkpoint` waits for its end.
 
     Args:
         session: of the run.
-        path: folder of the checkpoint.
+        path: of the checkpoint.
         weights_only: save no state of optimizers, schedulers, callbacks and data.
         wait: the caller waits until the checkpoint is complete; ranks without a sample do the same.
         after: called on the main rank when the checkpoint is complete; set by callbacks of fabricx.
         failed: called on every rank if the disk was full.
+        single_file: write a file instead of a folder; None for the module's `single_file_checkpoints`.
 
     Raises:
         RanksApart, RanksDisagree, RuntimeError: see `check_savable` and `meet_to_save`.
@@ -55,10 +57,12 @@ def save_checkpoint(
     if (
         after is None or session.batch.idle_ranks
     ):  # otherwise a callback of fabricx saves, on all ranks in the same step
-        meet_to_save(session, path, weights_only=weights_only, wait=wait)
+        meet_to_save(session, path, weights_only=weights_only, wait=wait, single_file=single_file)
     # inference_mode off, also within a validation: the next snapshot could not overwrite inference tensors.
     with session.recorder.within(Span.CHECKPOINT), torch.inference_mode(False):
-        _begin_checkpoint(session, path, weights_only, after, failed)
+        if single_file is None:
+            single_file = bool(getattr(session.module, "single_file_checkpoints", False))
+        _begin_checkpoint(session, path, weights_only, after, failed, single_file)
 
 
 def _begin_checkpoint(
@@ -67,6 +71,7 @@ def _begin_checkpoint(
     weights_only: bool,
     after: Callable[[], None] | None,
     failed: Callable[[], None] | None,
+    single_file: bool,
 ) -> None:
     began = time.monotonic()
     point = session.fault_tolerance.resume_point or (None if weights_only else session.rank_state())
@@ -88,7 +93,8 @@ def _begin_checkpoint(
                 hook(state)
     finally:
         session.checkpoints.collecting = False
-    _warn_if_lost(session, {name: value for name, value in state.items() if name not in known})
+    added = {name: value for name, value in state.items() if name not in known}
+    _warn_if_lost(session, added)
     # fully_shard derives a class with `reshard`; save the user's class.
     module_class = next(c for c in type(session.module).__mro__ if not hasattr(c, "reshard"))
     manifest: dict[str, Any] = {
@@ -119,7 +125,8 @@ def _begin_checkpoint(
             after()
 
     writer = session.checkpoints.writer = session.checkpoints.writer or checkpoint.Writer(session.world)
-    writer.begin(path, state, manifest, done, full, repeated=after is not None)
+    shown = [str(name) for name in added] if single_file else None
+    writer.begin(path, state, manifest, done, full, repeated=after is not None, shown=shown)
 
 
 @contextlib.contextmanager

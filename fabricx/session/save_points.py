@@ -59,13 +59,15 @@ def check_savable(session: Session, *, weights_only: bool) -> None:
         )
 
 
-def meet_to_save(session: Session, path: Path, *, weights_only: bool, wait: bool) -> None:
+def meet_to_save(
+    session: Session, path: Path, *, weights_only: bool, wait: bool, single_file: bool | None = None
+) -> None:  # fmt: skip
     """Wait until all ranks have called `save_checkpoint` with the same arguments.
 
     Args:
         session: of the run.
         path: of the checkpoint.
-        weights_only, wait: further arguments of `save_checkpoint`, which ranks without a sample copy.
+        weights_only, wait, single_file: further arguments of `save_checkpoint`, which ranks without a sample copy.
 
     Raises:
         RanksDisagree: a rank has not called it, or with other arguments.
@@ -73,7 +75,7 @@ def meet_to_save(session: Session, path: Path, *, weights_only: bool, wait: bool
     world = session.world
     if world.size == 1 or world.store is None or session.state.phase is Phase.IDLE:
         return
-    key, call = _next_save(session), json.dumps([str(path), weights_only, wait])
+    key, call = _next_save(session), json.dumps([str(path), weights_only, wait, single_file])
     if session.batch.idle_ranks:
         world.store.set(f"{key}/call", call)
     world.store.set(f"{key}/{world.rank}", call)
@@ -92,7 +94,7 @@ def meet_to_save(session: Session, path: Path, *, weights_only: bool, wait: bool
     if any(other != calls[0] for other in calls):
         listed = "; ".join(
             f"rank {rank}: {other!r}, weights_only={weights}, wait={waits}"
-            for rank, (other, weights, waits) in enumerate(calls)
+            for rank, (other, weights, waits, _) in enumerate(calls)
         )
         raise RanksDisagree(f"save_checkpoint is called with other paths or options on other ranks: {listed}")
 
@@ -133,8 +135,8 @@ def follow_hooks(session: Session) -> bool:
         done = store.add(f"{key}/done", 0) >= world.size - session.batch.idle_ranks
         call = f"{_key_of_save(session, _saves(session) + 1)}/call"
         if store.check([call]):
-            path, weights_only, wait = json.loads(store.get(call))
-            session.trainer.save_checkpoint(path, weights_only, wait=wait)
+            path, weights_only, wait, single_file = json.loads(store.get(call))
+            session.trainer.save_checkpoint(path, weights_only, wait=wait, single_file=single_file)
         elif done:
             if store.check([f"{key}/changes"]):
                 session.checks.apply_changes(store.get(f"{key}/changes").decode(), idle=True)

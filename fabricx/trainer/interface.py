@@ -353,6 +353,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         wait: bool = True,
         after: Callable[[], None] | None = None,
         failed: Callable[[], None] | None = None,
+        single_file: bool | None = None,
     ) -> Path:
         """Write a checkpoint; all ranks call this at the same point.
 
@@ -361,28 +362,31 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         asynchronously. After a fit in worker processes, which have ended, it has the weights only, with a warning.
 
         Args:
-            path: folder to create, or a URL that fsspec supports, such as "s3://bucket/run/a.ckpt".
+            path: folder or file to create, or a URL that fsspec supports, such as "s3://bucket/run/a.ckpt".
             weights_only: omit the state that only training needs.
             wait: return when the checkpoint is complete; else training continues during the write, and the next call,
                 or `finish_checkpoint`, waits for its end.
             after: called on the main rank, in a thread, when the checkpoint is complete.
             failed: called on every rank if the disk was full.
+            single_file: write a file for `torch.load` and Lightning instead of a folder; the default is the module's
+                `single_file_checkpoints`, which is True for a `LightningModule`.
 
         Returns:
-            the folder.
+            the path.
 
         Raises:
             CheckpointError: this checkpoint or the previous checkpoint was not written.
             RanksDisagree: another rank does not make this call, or has another path.
             RuntimeError: a checkpoint cannot be saved at this point; the message names the right hook.
         """
-        session, folder = self._session_to_save(weights_only=weights_only), as_path(path)
+        session, place = self._session_to_save(weights_only=weights_only), as_path(path)
         weights_only = weights_only or (session is not self._session and session is not self._fit_session)
         with together():  # ranks without a sample of this batch take part
-            save_checkpoint(session, folder, weights_only=weights_only, wait=wait, after=after, failed=failed)
+            chosen: dict[str, Any] = {"weights_only": weights_only, "wait": wait, "single_file": single_file}
+            save_checkpoint(session, place, after=after, failed=failed, **chosen)
             if wait or self.state.phase is Phase.IDLE:
                 finish_checkpoint(session)
-        return folder
+        return place
 
     def _session_to_save(self, *, weights_only: bool) -> Session:
         """Return the run to save: the present run, or after it the newest fit of this process."""

@@ -308,13 +308,21 @@ class Swapped(fx.pytorch.LightningModule):
         self.not_once += 1
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
-def test_an_import_swap_trains_on_two_ranks():
+def test_an_import_swap_trains_on_two_ranks_and_its_checkpoint_is_a_file(tmp_path):
     module, data = Swapped(), TensorDataset(torch.randn(16, 4))
-    trainer = fx.pytorch.Trainer(max_epochs=1, devices=2, strategy="ddp_find_unused_parameters_true", **QUIET)
+    saver = fx.pytorch.callbacks.ModelCheckpoint(tmp_path, save_last=True)
+    options: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "callbacks": [saver]}
+    trainer = fx.pytorch.Trainer(max_epochs=1, devices=2, strategy="ddp_find_unused_parameters_true", **options)
     trainer.fit(model=module, datamodule=fx.pytorch.LightningDataModule.from_datasets(data, batch_size=4))
     assert (module.once, module.not_once, trainer.global_step) == (1, 2, 2)
     assert (trainer.state.fn, trainer.state.finished) == ("fit", True)
     assert {"loss", "loss_step", "loss_epoch"} <= set(trainer.callback_metrics)
+    saved = torch.load(tmp_path / "last.ckpt")  # ranks have written parts, which the main rank has joined
+    assert torch.equal(saved["state_dict"]["layer.weight"], module.layer.weight)
+    assert [len(states) for states in (saved["fabricx"]["ranks"], saved["fabricx"]["strategy"]["optimizers"])] == [2, 1]
+    trainer = fx.pytorch.Trainer(max_epochs=2, devices=2, strategy="fsdp", **QUIET)
+    trainer.fit(Swapped(), DataLoader(data, 4), ckpt_path=tmp_path / "last.ckpt")  # and each rank reads its shards
+    assert trainer.global_step == 4

@@ -90,8 +90,9 @@ class FakeTrainer:
         return True
 
     def save_checkpoint(
-        self, path: str | Path, weights_only: bool = False, *, wait: bool = True, after: Any = None, failed: Any = None
-    ) -> Path:
+        self, path: str | Path, weights_only: bool = False, *, wait: bool = True, after: Any = None, failed: Any = None,
+        single_file: bool | None = None,
+    ) -> Path:  # fmt: skip
         state = {
             "strategy": {"module": self.module.state_dict()},
             "callbacks": {callback.state_key: callback.state_dict() for callback in self.callbacks},

@@ -26,8 +26,8 @@ def session(rank: int = 0, ranks: int = 1, store: Any = None, **batch: Any) -> A
         checks=SimpleNamespace(apply_changes=lambda changes, idle: saved.append(changes)),
     )  # fmt: skip
 
-    def save(path: str, weights_only: bool, *, wait: bool) -> None:
-        meet_to_save(result, path, weights_only=weights_only, wait=wait)  # type: ignore[arg-type]
+    def save(path: str, weights_only: bool, *, wait: bool, single_file: bool | None = None) -> None:
+        meet_to_save(result, path, weights_only=weights_only, wait=wait, single_file=single_file)  # type: ignore[arg-type]
         saved.append(path)
 
     trainer.save_checkpoint = save

@@ -1,0 +1,100 @@
+"""A checkpoint as a single file that `torch.load` and Lightning read, with the state from which a run resumes.
+
+The file is an archive of `torch.save` with Lightning's entries (`state_dict`, `hyper_parameters`, `epoch`, ...), the
+state of fabricx as the entry `fabricx`, whose tensors are stored once, and the manifest as a further record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from fabricx.checkpoint.archive import add_record
+from fabricx.checkpoint.files import dated, put_in_place
+from fabricx.checkpoint.foreign import torch_load
+from fabricx.checkpoint.storage import is_local
+from fabricx.errors import CheckpointError
+from fabricx.scratch import private_folder
+
+ENTRY: Final = "fabricx"
+_LIGHTNING: Final = "2.6.6"  # version of Lightning whose entries these are
+
+
+def read_state(path: Path, map_location: Any, *, mapped: bool = False) -> dict[str, Any]:
+    """Return the state in a single-file checkpoint; no code of the file is executed.
+
+    Args:
+        path: of the file.
+        map_location: device of the tensors.
+        mapped: map tensors of a local file into memory, so that only what is used is read.
+
+    Raises:
+        CheckpointError: the file holds more than tensors and plain data, or no state.
+    """
+    content = torch_load(path, map_location, mapped=mapped)
+    state = content.get(ENTRY) if isinstance(content, dict) else None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} is damaged: it holds no state of fabricx")
+    return state
+
+
+@contextlib.contextmanager
+def written(
+    path: Path, state: Mapping[str, Any], manifest: Mapping[str, Any], shown: Iterable[str] = ()
+) -> Iterator[Callable[[], None]]:
+    """Write a single-file checkpoint beside its path.
+
+    Args:
+        path: of the file.
+        state: tensors and plain data.
+        manifest: information for users; format, versions and time are added.
+        shown: names of entries of the state that are also entries of the file.
+
+    Returns:
+        context with a function that moves the file to its path, or uploads it, and replaces what exists there.
+    """
+    content = {**{name: state[name] for name in shown}, **_entries(state, manifest), ENTRY: dict(state)}
+    if not is_local(path):
+        with private_folder() as folder:
+            file = Path(folder) / "archive"
+            _write_archive(file, content, manifest)
+            yield functools.partial(_upload, file, path)
+        return
+    work = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _write_archive(work, content, manifest)
+        yield functools.partial(put_in_place, work, path)
+    finally:
+        work.unlink(missing_ok=True)
+
+
+def _upload(file: Path, path: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.fs.put_file(str(file), path.path)
+
+
+def _write_archive(file: Path, content: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+    torch.save(dict(content), file)
+    add_record(file, dated(manifest))
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
+
+
+def _entries(state: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of Lightning, which share their tensors with the state of fabricx."""
+    strategy = state.get("strategy")
+    return {
+        "epoch": manifest.get("epoch", 0),
+        "global_step": manifest.get("step", 0),
+        "pytorch-lightning_version": _LIGHTNING,
+        "state_dict": strategy.get("module", {}) if isinstance(strategy, Mapping) else {},
+        "hyper_parameters": state.get("hparams", {}),
+    }

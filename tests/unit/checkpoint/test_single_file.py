@@ -1,0 +1,174 @@
+"""A checkpoint in one file: torch and Lightning read it, and a run resumes from it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from torch import nn
+
+import fabricx as fx
+from fabricx import checkpoint
+from fabricx.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from fabricx.checkpoint import single_file
+from fabricx.checkpoint.command import find, main
+from fabricx.checkpoint.storage import as_path
+from fabricx.errors import CheckpointError
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+
+class OfLightningsUser(fx.LightningModule):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.5), nn.Linear(width, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch[0]).square().mean()
+        return loss
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["vocabulary"] = ["a", "b"]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+def fit(folder: Path, module: fx.Module, epochs: int, **options: Any) -> tuple[fx.Trainer, ModelCheckpoint]:
+    fx.seed_everything(3)
+    saver = ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=3, save_last=True)
+    trainer = fx.Trainer(max_epochs=epochs, **{**QUIET, "enable_checkpointing": True}, callbacks=[saver])
+    trainer.fit(module, tiny_loader(20, shuffle=True), **options)
+    return trainer, saver
+
+
+def test_torch_loads_the_checkpoint_of_a_lightning_project_as_lightnings(tmp_path: Path) -> None:
+    module = OfLightningsUser()
+    _, saver = fit(tmp_path, module, 2)
+    assert os.path.isfile(saver.best_model_path)
+    content = torch.load(saver.last_model_path)
+    assert (content["epoch"], content["global_step"], content["vocabulary"]) == (2, 10, ["a", "b"])
+    assert content["hyper_parameters"] == {"width": 3}
+    module.load_state_dict(content["state_dict"])
+    names = torch.load(saver.best_model_path, mmap=True)["state_dict"]
+    assert list(names) == list(module.state_dict())
+
+
+def test_a_run_resumed_from_a_file_ends_as_the_undisturbed_run(tmp_path: Path) -> None:
+    whole, resumed = OfLightningsUser(), OfLightningsUser()
+    _, saver = fit(tmp_path / "whole", whole, 2)
+    early = next(iter(saver.best_k_models))
+    trainer, _ = fit(tmp_path / "resumed", resumed, 2, ckpt_path=early)
+    assert trainer.global_step == 10
+    for name, weight in whole.state_dict().items():  # also the state of Adam, the order of samples, and dropout
+        assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+def test_lightning_loads_weights_and_hyperparameters(tmp_path: Path) -> None:
+    class Theirs(lightning.LightningModule):
+        def __init__(self, width: int = 1) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.5), nn.Linear(width, 1))
+
+    module = OfLightningsUser(5)
+    fit(tmp_path, module, 1)
+    theirs = Theirs.load_from_checkpoint(tmp_path / "last.ckpt", map_location="cpu")
+    assert theirs.hparams["width"] == 5
+    assert torch.equal(theirs.net[0].weight, torch.load(tmp_path / "last.ckpt")["state_dict"]["net.0.weight"])
+
+
+def test_the_class_the_callback_and_the_call_choose_between_file_and_folder(tmp_path: Path) -> None:
+    class Folders(OfLightningsUser):
+        single_file_checkpoints = False
+
+    def is_file(module: fx.Module, name: str, **chosen: Any) -> bool:
+        saver = ModelCheckpoint(tmp_path / name, **chosen)
+        trainer = fx.Trainer(max_steps=1, **{**QUIET, "enable_checkpointing": True}, callbacks=[saver])
+        trainer.fit(module, tiny_loader())
+        assert checkpoint.list_committed(tmp_path / name) == [Path(saver.best_model_path)]
+        return os.path.isfile(saver.best_model_path)
+
+    assert not is_file(TinyModule(), "own")
+    assert not is_file(Folders(), "class")
+    assert is_file(OfLightningsUser(), "theirs")
+    assert is_file(TinyModule(), "callback", single_file=True)
+    assert not is_file(OfLightningsUser(), "callback of theirs", single_file=False)
+    trainer = fx.Trainer(max_steps=1, **QUIET)
+    trainer.fit(TinyModule(), tiny_loader())
+    assert trainer.save_checkpoint(tmp_path / "a.ckpt", single_file=True).is_file()
+    assert trainer.save_checkpoint(tmp_path / "a.ckpt").is_dir()  # replaces the file
+    assert trainer.save_checkpoint(tmp_path / "a.ckpt", single_file=True).is_file()  # and the file the folder
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("a.ckpt")] == ["a.ckpt"]
+
+
+def saved(path: Path, state: dict[str, Any]) -> Path:
+    with single_file.written(path, state, {"step": 7}) as put_in_place:
+        assert not path.exists()
+        put_in_place()
+    return path
+
+
+STATE = {"strategy": {"module": {"weight": torch.arange(1000.0)}}, "names": ["a"]}
+
+
+@pytest.fixture(params=["a folder", "a URL"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return tmp_path if request.param == "a folder" else as_path(f"memory://{tmp_path.name}")
+
+
+def test_a_file_is_listed_verified_loaded_and_removed_as_a_folder_is(place: Path) -> None:
+    path = saved(place / "one.ckpt", STATE)
+    assert checkpoint.list_committed(place) == find(place) == [path]
+    assert checkpoint.verify(path)["step"] == 7
+    assert not checkpoint.is_foreign(path)
+    loaded = checkpoint.load(path)
+    assert torch.equal(loaded["strategy"]["module"]["weight"], torch.arange(1000.0))
+    assert loaded["names"] == ["a"]
+    checkpoint.remove(path)
+    assert not path.exists()
+
+
+def test_a_tensor_is_stored_once(tmp_path: Path) -> None:
+    assert saved(tmp_path / "a.ckpt", STATE).stat().st_size < 2 * 4000
+
+
+def test_a_flipped_bit_of_a_tensor_and_a_lost_end_are_found(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.ckpt", STATE)
+    content = bytearray(path.read_bytes())
+    at = content.index(torch.tensor([500.0, 501.0]).numpy().tobytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        checkpoint.load(path)
+    assert main(["verify", str(path)]) == 1
+    path.write_bytes(content[:-100])
+    assert not checkpoint.is_committed(path)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        checkpoint.load(path)
+
+
+def test_a_file_without_the_manifest_is_another_programs(tmp_path: Path) -> None:
+    torch.save({"state_dict": STATE["strategy"]["module"]}, tmp_path / "a.ckpt")  # type: ignore[index]
+    assert checkpoint.is_foreign(tmp_path / "a.ckpt")
+    assert not checkpoint.is_committed(tmp_path / "a.ckpt")
+
+
+def test_files_that_a_killed_run_has_not_completed_are_swept(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.ckpt", STATE)
+    path.rename(tmp_path / ".a.ckpt.0123.partial")
+    assert checkpoint.list_committed(tmp_path) == []
+    checkpoint.sweep(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_after_a_failure_the_newest_file_is_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    newest = saved(tmp_path / "newest.ckpt", STATE)
+    OnExceptionCheckpoint(tmp_path).after_failure(newest)
+    OnExceptionCheckpoint(tmp_path).after_failure(newest)  # replaces it
+    assert checkpoint.verify(tmp_path / "on_exception.ckpt")["step"] == 7
+    assert "copied the newest checkpoint" in capsys.readouterr().out
