@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from typing import Any, Final, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,15 @@ from fabricx.errors import check_choice
 
 Outer = Literal["average", "nesterov"]
 _OUTERS = ("average", "nesterov")
+_BLOCK: Final = 16 << 20  # elements of a fragment that are combined at once, to bound temporary memory
 
 
 @dataclass
 class _Fragment:
-    """Parameters that are synchronised at the same steps.
+    """Parameters that are synchronised at the same steps: a block of a fragment, all of a small fragment.
 
     Attributes:
-        number: index among the fragments.
+        number: index of the fragment; several blocks have the same.
         parameters: of this rank.
         base: weights of all ranks after the latest synchronisation, shape [elements].
         velocity: outer momentum, shape [elements]; empty without momentum.
@@ -153,9 +155,10 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
                 "strategy=ddp"
             )
         self._fragments = [
-            _Fragment(number, part, base, torch.zeros_like(base if self.outer == "nesterov" else base[:0]))
+            _Fragment(number, block, base, torch.zeros_like(base if self.outer == "nesterov" else base[:0]))
             for number, part in enumerate(_in_parts(trained, self.fragments))
-            for base in [_flat(part)]
+            for block in _in_blocks(part)
+            for base in [_flat(block)]
         ]
 
     def teardown(self) -> None:
@@ -204,7 +207,7 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
                 if fragment.begun is not None:
                     self._end(fragment, self.keep_local)
                 local = fragment.flat()
-                fragment.set(self.data_ranks.all_reduce(local.clone()) / self.data_ranks.size)
+                fragment.set(self.data_ranks.all_reduce(local.clone()).div_(self.data_ranks.size))
                 self._local.append((local, fragment.flat()))
         super().synchronize(copies, ends=ends)
 
@@ -241,17 +244,28 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         for optimizer in optimizers:
             self.data_ranks.average_moments(optimizer)
         state = super().state_dict(module, optimizers)
-        velocity = {str(fragment.number): fragment.velocity for fragment in self._fragments}
-        return {**state, "outer": velocity} if optimizers and self.outer == "nesterov" else state
+        if not optimizers or self.outer != "nesterov":
+            return state
+        return {
+            **state,
+            "outer": {number: torch.cat([f.velocity for f in blocks]) for number, blocks in self._blocks()},
+        }
 
     def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
         super().load_state_dict(state, module, optimizers)
-        velocity = state.get("outer", {})
         for fragment in self._fragments:
             fragment.base.copy_(fragment.flat())
-            saved = velocity.get(str(fragment.number))
-            if saved is not None and saved.shape == fragment.velocity.shape:
-                fragment.velocity.copy_(saved)
+        velocity = state.get("outer", {})
+        for number, blocks in self._blocks():
+            saved, sizes = velocity.get(number), [fragment.velocity.numel() for fragment in blocks]
+            if saved is not None and saved.numel() == sum(sizes):
+                for fragment, part in zip(blocks, saved.split(sizes), strict=True):
+                    fragment.velocity.copy_(part)
+
+    def _blocks(self) -> list[tuple[str, list[_Fragment]]]:
+        """Return the blocks of each fragment."""
+        groups = itertools.groupby(self._fragments, lambda fragment: str(fragment.number))
+        return [(number, list(blocks)) for number, blocks in groups]
 
     def local_state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         self._restore_local()
@@ -259,8 +273,8 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             fragment.wait()
         rounds = [
             {
-                "base": f.base, "velocity": None if self.outer == "average" else f.velocity,
-                "moved": None if f.begun is None else f.moved, "apart": f.apart, "begun": f.begun,
+                "shares": {name: self._share(values) for name, values in _equal_on_ranks(f).items()},
+                "apart": f.apart, "begun": f.begun,
             }
             for f in self._fragments
         ]  # fmt: skip
@@ -269,24 +283,36 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
     def load_local_states(
         self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer], *, own: bool
     ) -> None:  # fmt: skip
+        for fragment, *saved in zip(self._fragments, *(state["rounds"] for state in states), strict=True):
+            fragment.begun, fragment.apart = saved[0]["begun"], saved[0]["apart"]
+            if fragment.begun is not None:
+                fragment.moved = torch.empty_like(fragment.base)
+            for name, values in _equal_on_ranks(fragment).items():
+                self._join([shares["shares"][name] for shares in saved], values, own=own)
         moved = []
         for state in states:
             super().load_state_dict(state, module, optimizers)
-            self._local = []
-            for fragment, saved in zip(self._fragments, state["rounds"], strict=True):
-                fragment.base.copy_(saved["base"])
-                if self.outer != "average":
-                    fragment.velocity.copy_(saved["velocity"])
-                if saved["begun"] is not None:
-                    fragment.moved = saved["moved"]
-                fragment.begun, fragment.apart = saved["begun"], saved["apart"]
             moved.append([fragment.base - fragment.flat() for fragment in self._fragments])
+        self._local = []
         if not own:  # the number of ranks has changed: end the round of the former ranks
             moments = _mean([state["optimizers"] for state in states])
             super().load_state_dict({**states[0], "optimizers": moments}, module, optimizers)
             for fragment, parts in zip(self._fragments, zip(*moved, strict=True), strict=True):
                 fragment.moved = torch.stack(parts).mean(0)
                 self._step_from_base(fragment, 0.0)
+
+    def _share(self, values: Tensor) -> Tensor:
+        """Return the part of a vector, equal on all ranks, that this rank stores in an in-memory checkpoint."""
+        return values.tensor_split(self.data_ranks.size)[self.data_ranks.rank]
+
+    def _join(self, shares: Sequence[Tensor], values: Tensor, *, own: bool) -> None:
+        """Write the shares of all ranks to a vector; with this rank's share only (`own`), collective."""
+        if own:
+            self._share(values).copy_(shares[0])
+            for rank, share in enumerate(values.tensor_split(self.data_ranks.size)):
+                self.data_ranks.broadcast(share, rank)
+        else:
+            values.copy_(torch.cat(list(shares)))
 
     def world_changed(self, world: World) -> None:
         self.world = world
@@ -328,6 +354,12 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         fragment.moved = torch.empty(0)  # frees a copy of the weights until the next round ends
 
 
+def _equal_on_ranks(fragment: _Fragment) -> dict[str, Tensor]:
+    """Return the vectors of a fragment, without a pending all-reduce, that are equal on all ranks."""
+    moved = {} if fragment.begun is None else {"moved": fragment.moved}
+    return {"base": fragment.base, "velocity": fragment.velocity, **moved}
+
+
 def _mean(states: Sequence[Any]) -> Any:
     """Average nested states of the same structure; integers and scalars are those of the first state."""
     (rest, first), *others = (tree.split(state) for state in states)
@@ -341,6 +373,19 @@ def _mean(states: Sequence[Any]) -> Any:
 def _flat(parameters: list[Tensor]) -> Tensor:
     widest = torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
     return torch.cat([parameter.detach().reshape(-1).to(widest) for parameter in parameters])
+
+
+def _in_blocks(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Split parameters in their order into blocks of up to `_BLOCK` elements, or of a single larger parameter."""
+    blocks: list[list[Tensor]] = []
+    room = 0
+    for parameter in parameters:
+        if not blocks or parameter.numel() > room:
+            blocks.append([])
+            room = _BLOCK
+        blocks[-1].append(parameter)
+        room -= parameter.numel()
+    return blocks
 
 
 def _in_parts(parameters: Sequence[Tensor], count: int) -> list[list[Tensor]]:

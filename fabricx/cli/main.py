@@ -222,17 +222,14 @@ def _run_resumed(config: dict[str, Any], run_dir: Path, newest: Path) -> bool:
 
 def _scale(arguments: list[str]) -> int:
     """Request a number of workers of a run in progress; return the exit status."""
-    if (
-        len(arguments) != 2
-        or arguments[0].startswith("-")
-        or not arguments[1].isascii()
-        or not arguments[1].isdecimal()
-    ):
+    if len(arguments) != 2 or arguments[0].startswith("-"):
         print("fabricx scale RUN_DIR WORKERS\n\nChange the number of workers of a run in progress, at its next step.")
         return 0 if arguments and arguments[0] in ("-h", "--help") else 1
     from fabricx.launch.resize import request_workers
 
     try:
+        if not arguments[1].isascii() or not arguments[1].isdecimal():
+            raise ValueError(f"{arguments[1]!r} is not a number of workers; for example: fabricx scale {arguments[0]} 3")
         request_workers(Path(arguments[0]), int(arguments[1]))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -85,7 +85,7 @@ class KeepsLocalState:
     def load_local_states(
         self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer], *, own: bool
     ) -> None:  # fmt: skip
-        """Load local states.
+        """Load local states; collective, and the former ranks have the same numbers if `own`.
 
         Args:
             states: results of `local_state_dict`: this rank's (`own`), or those of all former ranks.

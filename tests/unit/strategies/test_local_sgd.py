@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 from fabricx.distributed.world import World
-from fabricx.strategies import LocalSGD
+from fabricx.fault_tolerance.memory_checkpoint import bytes_of
+from fabricx.strategies import LocalSGD, local_sgd
 
 
 def copies(strategy: LocalSGD, module: nn.Module) -> float:
@@ -76,3 +78,51 @@ def test_what_hooks_change_of_the_mean_of_all_ranks_is_kept_and_the_rest_is_each
         module.weight.data[0, 1] = 9.0
         go_on()
         assert module.weight.tolist() == [[1.0, 9.0, 3.0]]
+
+
+def test_a_large_fragment_is_combined_in_blocks_that_a_checkpoint_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    states, weights = [], []
+    for block in (1 << 20, 12):
+        monkeypatch.setattr(local_sgd, "_BLOCK", block)
+        torch.manual_seed(1)
+        module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5), nn.Linear(5, 2))
+        strategy = LocalSGD(every=2, outer="nesterov", fragments=2)
+        strategy.setup(module)
+        for step in range(1, 5):
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.mul_(1.1)
+            strategy.after_update(step)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        states.append(strategy.state_dict(module, [optimizer]))
+        weights.append([parameter.detach().clone() for parameter in module.parameters()])
+        assert len(strategy._fragments) == (2 if block > 12 else 5)
+        strategy.load_state_dict(states[0], module, [optimizer])
+        again = strategy.state_dict(module, [optimizer])
+        assert all(torch.equal(again["outer"][number], velocity) for number, velocity in states[0]["outer"].items())
+    assert states[0]["outer"].keys() == {"0", "1"}
+    for number, velocity in states[0]["outer"].items():
+        assert torch.equal(states[1]["outer"][number], velocity)
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_an_in_memory_checkpoint_has_a_share_of_what_is_equal_on_all_ranks() -> None:
+    module = nn.Linear(3, 3, bias=False)  # 9 weights, of 3 ranks
+    strategy = LocalSGD(every=4, outer="nesterov")
+    strategy.setup(module)
+    base, start = torch.arange(9.0), module.weight.detach().clone()
+    [fragment] = strategy._fragments
+    fragment.base.copy_(base)
+    fragment.velocity.copy_(-base)
+    states = []
+    for rank in range(3):
+        strategy.world = World(rank=rank, size=3)
+        states.append(copy.deepcopy(strategy.local_state_dict(module, [])))
+        assert bytes_of(states[-1]) == 4 * (9 + 3 + 3)
+    fragment.base.zero_()
+    fragment.velocity.zero_()
+    strategy.world = World(size=2)
+    strategy.load_local_states(states, module, [], own=False)
+    assert torch.allclose(
+        module.weight.flatten(), base - 0.7 * 1.9 * (base - start.flatten()) + 0.567 * base, atol=1e-5
+    )
