@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from fabricx.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
     from fabricx.callbacks.timer import Timer as Timer
     from fabricx.callbacks.tracing import Tracing as Tracing
+    from fabricx.callbacks.validation_interval import ValidationInterval as ValidationInterval
+    from fabricx.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
+    from fabricx.callbacks.weight_averaging import WeightAveraging as WeightAveraging
 
 # Callbacks are imported on first access, so that a run imports only the callbacks that it uses.
 _MODULES = {
@@ -43,6 +46,7 @@ _MODULES = {
     "BasePredictionWriter": "prediction_writer",
     "BatchSizeFinder": "batch_size_finder",
     "DeviceStatsMonitor": "device_stats_monitor",
+    "EMAWeightAveraging": "weight_averaging",
     "EarlyStopping": "early_stopping",
     "FaultRecovery": "fault_recovery",
     "GradientAccumulation": "gradient_accumulation",
@@ -62,14 +66,14 @@ _MODULES = {
     "TQDMProgressBar": "progress_bar",
     "Timer": "timer",
     "Tracing": "tracing",
+    "ValidationInterval": "validation_interval",
+    "WeightAveraging": "weight_averaging",
 }
 
 # Names of Lightning that fabricx has not, with the alternative.
 _ABSENT = {
     "ModelPruning": "call torch.nn.utils.prune in a Callback of your own, or in a hook of the module",
     "SpikeDetection": "EarlyStopping(check_finite=True, divergence_threshold=...) stops at diverging values",
-    "EMAWeightAveraging": "use EMA(decay, every_n_steps, start_step)",
-    "WeightAveraging": "use EMA (each step, also on servers) or StochasticWeightAveraging (each epoch, with avg_fn)",
     "ThroughputMonitor": 'each run records samples per second (see "fabricx report"); Profiler prints a table',
 }
 
@@ -80,6 +84,7 @@ __all__ = [
     "BasePredictionWriter",
     "BatchSizeFinder",
     "DeviceStatsMonitor",
+    "EMAWeightAveraging",
     "EarlyStopping",
     "FaultRecovery",
     "GradientAccumulation",
@@ -99,6 +104,8 @@ __all__ = [
     "TQDMProgressBar",
     "Timer",
     "Tracing",
+    "ValidationInterval",
+    "WeightAveraging",
 ]
 
 

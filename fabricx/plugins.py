@@ -42,6 +42,7 @@ _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
         "stochastic_weight_averaging": ("fabricx.callbacks.stochastic_weight_averaging:StochasticWeightAveraging"),
         "timer": "fabricx.callbacks.timer:Timer",
         "tracing": "fabricx.callbacks.tracing:Tracing",
+        "validation_interval": "fabricx.callbacks.validation_interval:ValidationInterval",
     },
     "loggers": {
         "comet": "fabricx.loggers.comet:CometLogger",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from fabricx.core.logger import FourMethods, Logger
     from fabricx.core.strategy import Strategy
 
+_COUNTED: Final = re.compile(r"\s*\d[\d_]*\s*(st|ep|ba)?\s*")  # "500st"; other text is a duration
 ACCELERATORS: Final = ("auto", "cpu", "gpu", "cuda", "mps")
 
 
@@ -44,7 +46,7 @@ class TrainerOptions:
         limit_test_batches: int | float | None = 1.0,
         limit_predict_batches: int | float | None = 1.0,
         overfit_batches: int | float = 0,
-        val_check_interval: int | float | str | None = 1.0,
+        val_check_interval: int | float | str | timedelta | Mapping[str, int] | None = 1.0,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int = 2,
         log_every_n_steps: int = 50,
@@ -91,7 +93,7 @@ class TrainerOptions:
                 each rank (int), or fraction of all batches (float).
             overfit_batches: train and validate on the same few batches: their number (int) or fraction (float).
             val_check_interval: interval between validations: a fraction of an epoch (float), a number of batches (int),
-                or a number of steps ("500st").
+                a number of steps ("500st"), or a duration ("30m", "DD:HH:MM:SS", a timedelta).
             check_val_every_n_epoch: validate only in every n-th epoch; None counts the batches of `val_check_interval`
                 across epochs.
             num_sanity_val_steps: validation batches before training, to detect errors early; -1 for all batches.
@@ -317,12 +319,17 @@ def check_validation_interval(every: Any) -> Any:
     """Return the interval between validations.
 
     Args:
-        every: a fraction of an epoch (float), a number of batches (int), steps ("500st"), or None for no validation.
+        every: a fraction of an epoch (float), a number of batches (int), steps ("500st"), a duration (a timedelta, text
+            such as "30m" or "00:00:30:00", arguments of `timedelta` as a dict), or None for no validation.
 
     Raises:
-        ValueError: the interval is 0, negative, or a fraction above 1.
+        ValueError: the interval is 0, negative, or a fraction above 1, or the text can't be parsed.
     """
-    if every is None or isinstance(every, str):  # text is parsed later, when the length of an epoch is known
+    if isinstance(every, timedelta | Mapping):
+        return _duration("val_check_interval", every)
+    if isinstance(every, str):
+        return every if _COUNTED.fullmatch(every) else _duration("val_check_interval", every)
+    if every is None:
         return every
     if isinstance(every, int) and not isinstance(every, bool) and every > 0:
         return every
@@ -330,7 +337,7 @@ def check_validation_interval(every: Any) -> Any:
         return every
     raise ValueError(
         f"val_check_interval={every!r}: set a fraction of an epoch (a float above 0, at most 1.0), a number "
-        "of batches (100), or weight updates ('500st'); limit_val_batches=0 disables validation"
+        "of batches (100), weight updates ('500st'), or a duration ('30m'); limit_val_batches=0 disables validation"
     )
 
 
@@ -340,12 +347,14 @@ def check_max_time(max_time: Any) -> timedelta | None:
     Args:
         max_time: a timedelta, text such as "2h30m" or "00:12:00:00", arguments of `timedelta` as a dict, or None.
     """
-    if max_time is None or isinstance(max_time, timedelta):
-        return max_time
+    return None if max_time is None else _duration("max_time", max_time)
+
+
+def _duration(name: str, value: Any) -> timedelta:
     try:
-        return parse_duration(max_time)
+        return parse_duration(value)
     except ValueError as error:
-        raise ValueError(f"max_time: {error}") from None
+        raise ValueError(f"{name}: {error}") from None
 
 
 def check_compile(value: bool | Mapping[str, Any]) -> bool | Mapping[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -207,7 +208,7 @@ class RunData:
 
     def _validation_interval(self) -> float:
         every, total = self._options.val_check_interval, self.batches.training
-        if not self.val_feeds or every is None:
+        if not self.val_feeds or every is None or isinstance(every, timedelta):
             return float("inf")
         if isinstance(every, str):
             return float(check_count("val_check_interval", every, "step", 1) or 1)

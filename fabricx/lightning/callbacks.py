@@ -120,9 +120,12 @@ def _check_overrides(cls: type, provided: type, counterpart: type) -> None:
 def _arguments(callback: Any, provided: type, counterpart: type) -> dict[str, Any]:
     """Return the constructor arguments of a callback of Lightning, for its counterpart."""
     known, state, name_of = inspect.signature(counterpart).parameters, vars(callback), provided.__name__
-    arguments = {}
+    arguments: dict[str, Any] = {}
     for name, parameter in list(inspect.signature(provided.__init__).parameters.items())[1:]:  # type: ignore[misc]
-        if name in _DROPPED.get(name_of, ()) or parameter.kind is parameter.VAR_KEYWORD:
+        if name in _DROPPED.get(name_of, ()):
+            continue
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments |= state.get("_kwargs", {})  # of WeightAveraging: the rule of the average
             continue
         stored = _STORED.get((name_of, name), name)
         value = state.get(f"_{stored}", state.get(stored, parameter.default))

@@ -96,9 +96,6 @@ TREE: Final[Mapping[str, Names]] = {
             "XLAStatsMonitor": "DeviceStatsMonitor",
             "ProgressBarBase": "ProgressBar",
             "ModelPruning": "call torch.nn.utils.prune in a callback of your own",
-            **_each("BackboneFinetuning BaseFinetuning", "freeze layers in __init__, and unfreeze them in a hook"),
-            "OnExceptionCheckpoint": "ModelCheckpoint(save_on_exception=True)",
-            **_each("EMAWeightAveraging StochasticWeightAveraging WeightAveraging", "EMA"),
             "QuantizationAwareTraining": "torch.ao.quantization, in configure_model",
         },
         paths=(

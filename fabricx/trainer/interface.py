@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,8 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         self.callbacks: list[Callback] = choose_callbacks(given["callbacks"], defaults, fast=fast)
         if self.max_time is not None:
             self.callbacks.append(plugins.build("callbacks", "timer", duration=self.max_time))
+        if isinstance(self.val_check_interval, timedelta):
+            self.callbacks.append(plugins.build("callbacks", "validation_interval", interval=self.val_check_interval))
         self.state = RunState()
         self.module: Module | None = None
         self.datamodule: DataModule | None = None

@@ -18,6 +18,7 @@ from fabricx.callbacks import (
     BatchSizeFinder,
     DeviceStatsMonitor,
     EarlyStopping,
+    EMAWeightAveraging,
     FaultRecovery,
     GradientAccumulation,
     LambdaCallback,
@@ -35,6 +36,8 @@ from fabricx.callbacks import (
     Timer,
     TQDMProgressBar,
     Tracing,
+    ValidationInterval,
+    WeightAveraging,
 )
 from fabricx.core.callback import Callback
 from fabricx.core.hooks import check_hooks
@@ -46,6 +49,7 @@ CALLBACKS: dict[str, Callable[[], Callback]] = {
     "BatchSizeFinder": BatchSizeFinder,
     "DeviceStatsMonitor": DeviceStatsMonitor,
     "EMA": EMA,
+    "EMAWeightAveraging": EMAWeightAveraging,
     "EarlyStopping": lambda: EarlyStopping("val_loss"),
     "FaultRecovery": FaultRecovery,
     "LoadBalancer": LoadBalancer,
@@ -64,6 +68,8 @@ CALLBACKS: dict[str, Callable[[], Callback]] = {
     "StochasticWeightAveraging": lambda: StochasticWeightAveraging(0.1),
     "Timer": lambda: Timer("1h"),
     "Tracing": lambda: Tracing(operators=[2, 3]),
+    "ValidationInterval": lambda: ValidationInterval("30m"),
+    "WeightAveraging": WeightAveraging,
 }
 
 every = pytest.mark.parametrize("make", CALLBACKS.values(), ids=CALLBACKS)
@@ -117,7 +123,7 @@ def test_it_says_what_it_is_for(make: Callable[[], Callback]) -> None:
 
 def test_only_those_that_look_at_metrics_run_last() -> None:
     last = {name for name, make in CALLBACKS.items() if make().watches_metrics}
-    assert last == {"EarlyStopping", "FaultRecovery", "LoadBalancer", "ModelCheckpoint"}
+    assert last == {"EarlyStopping", "FaultRecovery", "LoadBalancer", "ModelCheckpoint", "ValidationInterval"}
 
 
 def test_absent_names_of_lightning_name_the_alternative() -> None:

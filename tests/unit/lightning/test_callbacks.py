@@ -91,6 +91,7 @@ SAME = [
     (theirs.StochasticWeightAveraging([0.1, 0.2], 5, annealing_strategy="linear"),
      ours.StochasticWeightAveraging([0.1, 0.2], 5, annealing_strategy="linear",
                                     avg_fn=theirs.StochasticWeightAveraging.avg_fn)),
+    (theirs.WeightAveraging(use_buffers=False, avg_fn=max), ours.WeightAveraging(use_buffers=False, avg_fn=max)),
     (theirs.LearningRateFinder(max_lr=0.5), ours.LearningRateFinder(max_lr=0.5)),
     (theirs.BatchSizeFinder("binsearch", init_val=3), ours.BatchSizeFinder("binsearch", init_val=3)),
     (theirs.BasePredictionWriter("epoch"), ours.BasePredictionWriter("epoch")),

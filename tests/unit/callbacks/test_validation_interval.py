@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+import fabricx as fx
+from fabricx.callbacks import ModelCheckpoint, time_interval
+from fabricx.testing import TinyModule, tiny_loader
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(time_interval, "time", found)
+    return found
+
+
+class Timed(TinyModule):
+    """Each step takes a second, each validation 10; notes the steps of validations."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock, self.validations = clock, list[int]()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.clock.now += 1
+
+    def on_validation_start(self) -> None:
+        self.clock.now += 10
+        if not self.trainer.sanity_checking:
+            self.validations.append(self.global_step)
+
+
+def validated(clock: Clock, quiet: dict[str, Any], ckpt: Any = None, **options: Any) -> list[int]:
+    module = Timed(clock)
+    trainer = fx.Trainer(**{"max_epochs": 3, **quiet, **options})
+    trainer.fit(module, tiny_loader(), tiny_loader(), ckpt_path=ckpt)
+    assert trainer.current_epoch == 3
+    return module.validations
+
+
+@pytest.mark.parametrize("interval", [timedelta(seconds=5), "00:00:00:05", {"seconds": 5}, "5s"], ids=str)
+def test_a_validation_follows_a_duration_since_the_newest_validation(
+    interval: Any, clock: Clock, quiet: dict[str, Any]
+) -> None:
+    assert validated(clock, quiet, val_check_interval=interval) == [5, 10]  # of 12 steps; none at the end of an epoch
+
+
+def test_only_in_the_epochs_that_validate(clock: Clock, quiet: dict[str, Any]) -> None:
+    assert validated(clock, quiet, val_check_interval="2s", check_val_every_n_epoch=2) == [5, 7]
+    assert validated(clock, quiet, val_check_interval="3s", check_val_every_n_epoch=None) == [3, 6, 9, 12]
+
+
+def test_updates_of_several_batches_are_not_interrupted(clock: Clock, quiet: dict[str, Any]) -> None:
+    assert validated(clock, quiet, val_check_interval="2s", accumulate_grad_batches=2) == [2, 4, 6]
+
+
+def test_a_checkpoint_before_the_validation_continues_with_it(
+    clock: Clock, quiet: dict[str, Any], tmp_path: Any
+) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
+    options: dict[str, Any] = {"val_check_interval": "5s", "enable_checkpointing": True, "callbacks": [saver]}
+    assert validated(clock, {**quiet, **options}) == [5, 10]
+    assert validated(clock, {**quiet, "val_check_interval": "5s"}, tmp_path / "epoch=1-step=5.ckpt") == [5, 10]
+
+
+@pytest.mark.parametrize("interval", ["", "fast", "5x", timedelta(0), {"years": 1}, "00:30"], ids=str)
+def test_what_is_neither_a_count_nor_a_duration_is_refused(interval: Any, quiet: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="val_check_interval"):
+        fx.Trainer(val_check_interval=interval, **quiet)

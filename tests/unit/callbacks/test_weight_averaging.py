@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L  # noqa: N812
+import pytest
+import torch
+from lightning.pytorch import callbacks as theirs
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
+
+import fabricx as fx
+from fabricx import checkpoint
+from fabricx.callbacks import EMA, EMAWeightAveraging, WeightAveraging
+from fabricx.testing import tiny_loader
+
+
+class Body:
+    """The same module for Lightning and fabricx, with buffers that change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.validated: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch[0]).square().mean()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.validated.append(self.net[0].weight.detach().clone())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.2)
+
+
+class OfFabricx(Body, fx.Module):  # type: ignore[misc]
+    pass
+
+
+class OfLightning(Body, L.LightningModule):  # type: ignore[misc]
+    pass
+
+
+class Chosen:
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx in (1, 4, 5) or epoch_idx == 1
+
+
+class OursChosen(Chosen, WeightAveraging):
+    pass
+
+
+class TheirsChosen(Chosen, theirs.WeightAveraging):  # type: ignore[misc]
+    pass
+
+
+@pytest.mark.parametrize("arguments", [
+    ("EMAWeightAveraging", {"decay": 0.7}),
+    ("EMAWeightAveraging", {"decay": 0.7, "update_every_n_steps": 3, "update_starting_at_step": 2}),
+    ("EMAWeightAveraging", {"decay": 0.5, "update_every_n_steps": 0, "update_starting_at_epoch": 1}),
+    ("WeightAveraging", {}),
+    ("WeightAveraging", {"avg_fn": get_ema_avg_fn(0.6), "use_buffers": False}),
+    ("WeightAveraging", {"multi_avg_fn": get_ema_multi_avg_fn(0.6)}),
+    ("Chosen", {}),
+], ids=str)  # fmt: skip
+@pytest.mark.filterwarnings("ignore")  # of Lightning
+def test_averages_are_those_of_lightning(arguments: Any, quiet: dict[str, Any]) -> None:
+    name, options = arguments
+    ours, same = OfFabricx(), OfLightning()
+    callback = OursChosen() if name == "Chosen" else getattr(fx.callbacks, name)(**options)
+    fx.Trainer(max_epochs=3, callbacks=[callback], **quiet).fit(ours, tiny_loader(), tiny_loader())
+    callback = TheirsChosen() if name == "Chosen" else getattr(theirs, name)(**options)
+    trainer = L.Trainer(max_epochs=3, callbacks=[callback], **quiet)
+    trainer.fit(same, tiny_loader(), tiny_loader())
+    for (key, wanted), found in zip(same.state_dict().items(), ours.state_dict().values(), strict=True):
+        if "num_batches" not in key and not ("running" in key and options.get("use_buffers") is False):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)  # another order of multiplications
+    for found, wanted in zip(ours.validated[1:], same.validated[1:], strict=True):  # after the sanity check
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_callbacks_of_lightning_average_in_a_run_of_fabricx(quiet: dict[str, Any]) -> None:
+    def end(callback: Any) -> Tensor:
+        module = OfFabricx()
+        fx.Trainer(max_epochs=2, callbacks=[callback], **quiet).fit(module, tiny_loader())
+        return module.net[0].weight.detach()
+
+    torch.testing.assert_close(end(theirs.EMAWeightAveraging(decay=0.6)), end(EMAWeightAveraging(decay=0.6)))
+    assert torch.equal(end(TheirsChosen()), end(OursChosen()))
+
+
+def test_a_checkpoint_has_the_averages_and_a_resumed_run_the_weights(quiet: dict[str, Any], tmp_path: Path) -> None:
+    class Saves(fx.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 5:
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    def fit(callback: WeightAveraging, *others: fx.Callback, ckpt: Path | None = None) -> OfFabricx:
+        module = OfFabricx()
+        fx.Trainer(max_epochs=2, callbacks=[callback, *others], **quiet).fit(module, tiny_loader(), ckpt_path=ckpt)
+        return module
+
+    whole = fit(EMAWeightAveraging(decay=0.6, update_every_n_steps=2), Saves())
+    state = checkpoint.load(tmp_path / "middle.ckpt")
+    live = state["callbacks"]["EMAWeightAveraging"]["live"]["net.0.weight"]
+    assert not torch.equal(state["strategy"]["module"]["net.0.weight"], live)
+    rest = fit(EMAWeightAveraging(decay=0.6, update_every_n_steps=2), ckpt=tmp_path / "middle.ckpt")
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(rest.state_dict()[name], weight), name
+
+
+def test_what_can_not_be_averaged_is_refused(quiet: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="set one of them"):
+        WeightAveraging(avg_fn=max, multi_avg_fn=max)
+    with pytest.raises(ValueError, match="decay must be from 0"):
+        EMAWeightAveraging(decay=2)
+    trainer = fx.Trainer(max_epochs=1, callbacks=[EMA(), WeightAveraging()], **quiet)
+    with pytest.raises(ValueError, match=r"several averages of weights \(EMA, WeightAveraging\)"):
+        trainer.fit(OfFabricx(), tiny_loader())
+    trainer = fx.Trainer(max_epochs=1, callbacks=[WeightAveraging()], strategy="local_sgd", **quiet)
+    with pytest.raises(ValueError, match="use strategy=ddp or fsdp, or the callback EMA"):
+        trainer.fit(OfFabricx(), tiny_loader())
