@@ -286,6 +286,7 @@ def test_torch_distributed_is_imported_by_few_packages_only():
         "fabricx/distributed",
         "fabricx/parameter_server/wire",
         "fabricx/launch",
+        "fabricx/model_parallel",
         "fabricx/cli/doctor.py",
         "strategies",
     }

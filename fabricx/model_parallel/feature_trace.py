@@ -1,0 +1,288 @@
+"""Follow the output features of each linear layer through a run of the step to the layers that read them.
+
+Source: the idea of pairing layers by their dataflow is that of Megatron-LM (Shoeybi et al., 2019, section 3), whose
+pairs are written by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from fabricx.model_parallel.feature_dims import (
+    Features,
+    Index,
+    broadcast,
+    indices,
+    merges,
+    narrowed,
+    permuted,
+    sections,
+    viewed,
+)  # fmt: skip
+from fabricx.model_parallel.parallel_layers import kind_of, layers_of
+
+ADDS: Final[set[Any]] = {
+    torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, Tensor.add_,
+}  # fmt: skip
+VIEWS: Final[set[Any]] = {
+    Tensor.view, Tensor.reshape, torch.reshape, Tensor.unflatten, torch.unflatten, Tensor.flatten, torch.flatten,
+    Tensor.view_as, Tensor.reshape_as, Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze,
+}  # fmt: skip
+PERMUTES: Final[set[Any]] = {
+    Tensor.permute, torch.permute, Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes, Tensor.swapdims,
+    torch.swapdims, Tensor.movedim, torch.movedim, Tensor.moveaxis, torch.moveaxis, Tensor.t, torch.t,
+    *(getattr(Tensor, name).__get__ for name in ("T", "mT")),
+}  # fmt: skip
+SPLITS: Final[set[Any]] = {torch.split, Tensor.split, torch.split_with_sizes, Tensor.split_with_sizes}
+CHUNKS: Final[set[Any]] = {torch.chunk, Tensor.chunk, torch.tensor_split, Tensor.tensor_split}
+UNBINDS: Final[set[Any]] = {torch.unbind, Tensor.unbind}
+SOFTMAXES: Final[set[Any]] = {
+    F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, Tensor.log_softmax, F.normalize,
+}  # fmt: skip
+NORMS: Final[set[Any]] = {F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm}
+
+
+class FeatureTrace(TorchFunctionMode):
+    """Follows output features of linear layers while the step runs in this context.
+
+    Args:
+        module: root module, with whole parameters.
+        ranks: number of ranks that heads would be divided by.
+
+    Attributes:
+        called: names of layers that were called, in order.
+        read: features in the input of a linear layer, by its name, for each call.
+        cuts: features at which the output of a layer is cut into parts.
+        unfit: layers that can't be sharded, and the reason.
+        logits: layers whose output was an input of `cross_entropy`.
+    """
+
+    def __init__(self, module: nn.Module, ranks: int) -> None:
+        super().__init__()
+        self._ranks = ranks
+        self.called: dict[str, None] = {}
+        self.read: dict[str, list[Features]] = {}
+        self.cuts: dict[str, list[int]] = {}
+        self.unfit: dict[str, str] = {}
+        self.logits: dict[str, None] = {}
+        self._layers: dict[int, dict[str, str]] = {}  # by weight: names of the layers, by kind
+        self._biases: dict[str, nn.Parameter | None] = {}
+        for name, layer, kind in layers_of(module):
+            weights = layer._parameters.values() if kind == "attention" else [layer._parameters["weight"]]
+            for weight in weights:
+                self._layers.setdefault(id(weight), {}).setdefault(kind_of(layer), name)
+            self._biases[name] = layer._parameters.get("bias")
+        self._features: dict[int, Features] = {}
+        self._kept: list[Tensor] = []  # keeps tensors alive, so that their ids stay unique
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        options = kwargs or {}
+        out = func(*args, **options)
+        if func is F.linear and self._linear(out, *args, **options):
+            return out
+        if func is torch.addmm and self._addmm(out, *args, **options):
+            return out
+        if func is F.embedding:
+            self._note_call(args[1] if len(args) > 1 else options["weight"], "embedding")
+        elif func is F.multi_head_attention_forward:
+            self._attention(args, options)
+        else:
+            self._follow(func, args, options, out)
+        return out
+
+    # -- layers -------------------------------------------------------------------------------------------------
+
+    def _note_call(self, weight: Any, kind: str) -> str:
+        name = self._layers.get(id(weight), {}).get(kind, "")
+        if name:
+            self.called[name] = None
+        return name
+
+    def _linear(self, out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+        return self._layer(out, input, bias, self._note_call(weight, "linear"))
+
+    def _addmm(self, out: Tensor, bias: Tensor, mat1: Tensor, mat2: Tensor, **_: Any) -> bool:
+        return self._layer(out, mat1, bias, self._note_call(mat2, "conv1d"))
+
+    def _layer(self, out: Tensor, inputs: Tensor, bias: Tensor | None, name: str) -> bool:
+        """Note a call of a layer; returns False for an operation like any other."""
+        features = self._features.get(id(inputs))
+        last = inputs.dim() - 1
+        if not name or (features is not None and features.dims and last not in features.dims[:1]):
+            if name:
+                self.unfit.setdefault(name, "it is applied to each head")
+            return False
+        if bias is not None and bias is not self._biases[name]:
+            self.unfit[name] = "its bias is computed"
+        if features is not None:
+            self.read.setdefault(name, []).append(features)
+            if features.dims == (last,):
+                return True  # a rowwise layer: its output is whole on each rank
+        self._put(out, Features(((name, 0, out.shape[-1]),), (out.dim() - 1,)))
+        return True
+
+    def _attention(self, args: Sequence[Any], options: dict[str, Any]) -> None:
+        packed = args[5] if len(args) > 5 else options["in_proj_weight"]
+        weight = packed if packed is not None else options.get("q_proj_weight")
+        self._note_call(weight, "attention")
+
+    # -- all other functions ------------------------------------------------------------------------------------
+
+    def _put(self, tensor: Tensor, features: Features) -> None:
+        self._kept.append(tensor)
+        self._features[id(tensor)] = features
+
+    def _follow(self, func: Any, args: Any, options: dict[str, Any], out: Any) -> None:
+        read = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
+        tracked = [(tensor, self._features[id(tensor)]) for tensor in read if id(tensor) in self._features]
+        if not tracked:
+            return
+        if func is F.cross_entropy:
+            self.logits.update(dict.fromkeys(name for _, features in tracked for name in features.layers))
+            return
+        outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        first, features = tracked[0]
+        rule = self._rule(func) if first is args[0] and len(tracked) == 1 and features.dims else None
+        if rule is not None:
+            for tensor, after in zip(outs, rule(features, func, args, options, outs), strict=True):
+                self._put(tensor, after)
+        elif not self._ends(func, args, options, read, tracked, outs):
+            for tensor in outs:
+                self._put(tensor, self._joined(func, tracked, tensor))
+
+    def _rule(self, func: Any) -> Callable[..., list[Features]] | None:
+        if func in VIEWS:
+            return self._view
+        if func in PERMUTES:
+            return self._permute
+        if func in SPLITS or func in CHUNKS or func in UNBINDS:
+            return self._split
+        return self._index if func is Tensor.__getitem__ else None
+
+    def _ends(
+        self, func: Any, args: Any, options: dict[str, Any], read: list[Tensor], tracked: list[tuple[Tensor, Features]],
+        outs: list[Tensor],
+    ) -> bool:  # fmt: skip
+        """Return whether the features become part of the residual stream, which is whole on each rank."""
+        tensor, features = tracked[0]
+        if not features.dims:
+            return False
+        if func in NORMS and tensor is read[0]:
+            shape = args[1] if len(args) > 1 else options["normalized_shape"]
+            ends = features.dims[0] >= tensor.dim() - len(shape)
+            for name in features.layers if ends else ():
+                self.unfit.setdefault(name, "a norm reads all of its features")
+            return ends
+        if func not in ADDS or not features.is_flat(tensor.shape):
+            return False
+        others = [other for other in read if id(other) not in self._features]
+        return any(other.shape == outs[0].shape and not isinstance(other, nn.Parameter) for other in others)
+
+    def _joined(self, func: Any, tracked: list[tuple[Tensor, Features]], out: Tensor) -> Features:
+        """Return the features after an operation on single elements, or a product of matrices."""
+        operation = getattr(func, "__name__", str(func))
+        spans = tuple(dict.fromkeys(span for _, features in tracked for span in features.spans))
+        lost = next((features.lost for _, features in tracked if not features.dims), "")
+        if lost:
+            return Features(spans, (), lost)
+        if func is F.scaled_dot_product_attention:
+            return self._attended(spans, tracked, out)
+        found = [broadcast(features, tensor.shape, out.shape) for tensor, features in tracked]
+        if func in SOFTMAXES:
+            found = [each for each in found if each is not None and not self._normalised(func, tracked, each, out)]
+        if any(each is None for each in found) or not found:
+            return Features(spans, (), operation)
+        dims = [each.dims for each in found if each is not None]
+        if len({each[0] for each in dims}) > 1:
+            return Features(spans, (), operation)
+        return Features(spans, max(dims, key=len))
+
+    def _attended(self, spans: Any, tracked: list[tuple[Tensor, Features]], out: Tensor) -> Features:
+        """Return the features after attention, which is computed for each head; k and v may have fewer heads than q."""
+        for tensor, features in tracked:
+            self._require_whole_heads(features, tensor.shape[features.dims[0]])
+        heads = {features.dims[0] - tensor.dim() for tensor, features in tracked}
+        if heads != {-3}:
+            return Features(spans, (), "attention over a dim that is not heads")
+        return Features(spans, (out.dim() - 3, out.dim() - 1))
+
+    @staticmethod
+    def _normalised(func: Any, tracked: Any, features: Features, out: Tensor) -> bool:
+        """Return whether a softmax may be over the outermost dim of the features; it is over the last dim mostly."""
+        return features.dims[0] == out.dim() - 1
+
+    # -- rules --------------------------------------------------------------------------------------------------
+
+    def _view(self, features: Features, func: Any, args: Any, _: Any, outs: list[Tensor]) -> list[Features]:
+        before, after = args[0].shape, outs[0].shape
+        if merges(features, before, after):
+            self._require_whole_heads(features, before[features.dims[0]])
+        return [viewed(features, before, after) or features.without_dims(f"{func.__name__} to {list(after)}")]
+
+    def _permute(self, features: Features, func: Any, args: Any, options: Any, _: Any) -> list[Features]:
+        return [permuted(features, func, args, options)]
+
+    def _split(self, features: Features, func: Any, args: Any, options: Any, outs: list[Tensor]) -> list[Features]:
+        given = (args[1] if len(args) > 1 else options.get("dim", 0)) if func in UNBINDS else None
+        dim = given if given is not None else args[2] if len(args) > 2 else options.get("dim", 0)
+        dim %= args[0].dim()
+        shape, drops = args[0].shape, func in UNBINDS
+        ends = sections(shape[dim], tuple(1 if drops else out.shape[dim] for out in outs))
+        found = [[Index(dim, begin, end, 1, drops)] for begin, end in ends]
+        return [
+            _moved(self._taken(features, shape, each), each) if drops else self._taken(features, shape, each)
+            for each in found
+        ]
+
+    def _index(self, features: Features, _: Any, args: Any, __: Any, ___: list[Tensor]) -> list[Features]:
+        found = indices(args[0].shape, args[1])
+        if found is None:
+            return [features.without_dims("an index that is a tensor")]
+        return [_moved(self._taken(features, args[0].shape, found), found)]
+
+    def _taken(self, features: Features, shape: Sequence[int], found: list[Index]) -> Features:
+        """Return the features in a range or an element of some dims, numbered as before; notes where layers are cut."""
+        for entry in found:
+            if not features.dims or entry.dim not in features.dims:
+                continue
+            size, (outer, *inner) = shape[entry.dim], features.dims
+            if entry.dim != outer:
+                if entry.drops:
+                    features = replace(features, dims=tuple(dim for dim in features.dims if dim != entry.dim))
+                continue
+            if (entry.begin, entry.end, entry.step) != (0, size, 1):
+                divisible = all((stop - start) % size == 0 for _, start, stop in features.spans)
+                if entry.step != 1 or not divisible or not (inner or features.is_flat(shape)):
+                    return features.without_dims("an index")
+                features = narrowed(features, size, entry.begin, entry.end)
+                for name, start, stop in features.spans:
+                    self.cuts.setdefault(name, []).extend((start, stop))
+            if entry.end - entry.begin == 1 and (inner or entry.drops):
+                features = replace(features, dims=tuple(inner), lost="" if inner else "an index")
+        return features
+
+    def _require_whole_heads(self, features: Features, heads: int) -> None:
+        if heads % self._ranks:
+            for name in features.layers:
+                self.unfit.setdefault(name, f"its {heads} heads can't be divided by {self._ranks} ranks")
+
+
+def _moved(features: Features, found: list[Index]) -> Features:
+    """Return the features with their dims after an index has dropped dims and made new dims."""
+    if len(found) == 1 and found[0].drops:  # `unbind`: all other dims stay
+        gone = found[0].dim or 0
+        return replace(features, dims=tuple(dim - (dim > gone) for dim in features.dims))
+    place, after = {}, 0
+    for entry in found:
+        if entry.dim is not None and not entry.drops:
+            place[entry.dim] = after
+        after += not entry.drops
+    return replace(features, dims=tuple(place[dim] for dim in features.dims))

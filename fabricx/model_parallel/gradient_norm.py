@@ -1,0 +1,70 @@
+"""Gradient clipping over the whole model, for parameters with any placement on any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fabricx.core.gradient_checks import SPARSE_CLIPPED
+from fabricx.distributed.world import World
+
+
+def clip_norm(
+    parameters: Iterable[Tensor], max_norm: float, world: World, copies: Callable[[Tensor], float]
+) -> Tensor:  # fmt: skip
+    """Scale gradients down to a 2-norm of at most `max_norm`; each element counts once. One all-reduce.
+
+    Args:
+        parameters: of this rank, with gradients that are complete.
+        max_norm: limit.
+        world: all ranks that have parts of the model.
+        copies: number of ranks of `world` that have the same elements of a parameter's gradient.
+
+    Returns:
+        the norm before, shape [], equal on all ranks.
+
+    Raises:
+        ValueError: a gradient is sparse.
+    """
+    gradients = [(p, _local(p.grad)) for p in parameters if p.grad is not None]
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    for parameter, gradient in gradients:
+        total += gradient.double().square().sum().to(total.device) / copies(parameter)
+    norm = world.all_reduce(total).sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_; without a wait for the device
+    for _, gradient in gradients:
+        gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    dtypes = {gradient.dtype for _, gradient in gradients}
+    return norm.to(dtypes.pop() if len(dtypes) == 1 else torch.get_default_dtype())
+
+
+def clip_value(parameters: Iterable[Tensor], limit: float) -> None:
+    """Clip each element of this rank's gradients to [-limit, limit].
+
+    Args:
+        parameters: with gradients.
+        limit: 0 or more.
+
+    Raises:
+        ValueError: a gradient is sparse.
+    """
+    for parameter in parameters:
+        if parameter.grad is not None:
+            _local(parameter.grad).clamp_(-limit, limit)
+
+
+def _local(gradient: Any) -> Tensor:
+    """Return the elements of a gradient on this rank.
+
+    Raises:
+        ValueError: the gradient is sparse.
+    """
+    placements = getattr(gradient, "placements", ())
+    assert not any(placement.is_partial() for placement in placements), "a gradient is not summed over ranks yet"
+    local: Tensor = (gradient.to_local() if placements else gradient).detach()
+    if local.layout is not torch.strided:
+        raise ValueError(SPARSE_CLIPPED)
+    return local

@@ -1,0 +1,121 @@
+"""Attention on the heads of a rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from fabricx.model_parallel.sharded_activations import Activations
+
+HEADS: Final = -3  # dim of heads in [..., heads, length, features of a head]
+
+
+def attend(
+    activations: Activations, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None,
+    dropout: float = 0.0, causal: bool = False, scale: float | None = None, grouped: bool = False,
+    with_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Compute scaled dot-product attention of this rank's heads.
+
+    Dropout equals that of a single process on a CPU: each rank draws the mask of all heads. On other devices, whose
+    kernels draw inside of the attention, each rank uses a stream of its own, and the ranks' common stream advances
+    equally on all of them.
+
+    Args:
+        activations: of the group.
+        query: shape [..., heads of this rank, length, features].
+        key: shape [..., heads, length of keys, features].
+        value: as `key`.
+        mask: for this rank's heads; floating-point or boolean (True: attend).
+        dropout: probability.
+        causal: whether a position attends to earlier positions and itself only.
+        scale: of the products; None for 1 / sqrt(features).
+        grouped: whether several heads of the query share a head of the key.
+        with_weights: whether the attention weights are returned, too.
+
+    Returns:
+        the attention, and the weights after dropout or None.
+    """
+    options: Any = {"is_causal": causal, "scale": scale, "enable_gqa": grouped}
+    if not with_weights and dropout == 0.0:
+        return F.scaled_dot_product_attention(query, key, value, mask, **options), None
+    if not with_weights and query.device.type != "cpu":
+        seed = int(torch.randint(2**31, ()))
+        with torch.random.fork_rng(devices=[query.device], device_type=query.device.type):
+            torch.manual_seed(seed + activations.world.rank)
+            return F.scaled_dot_product_attention(query, key, value, mask, dropout, **options), None
+    if grouped:
+        repeats = query.shape[HEADS] // key.shape[HEADS]
+        key, value = key.repeat_interleave(repeats, HEADS), value.repeat_interleave(repeats, HEADS)
+    scores = query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale) @ key.transpose(-2, -1)
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    weights = scores.softmax(-1)
+    if dropout > 0.0:
+        weights = weights * _dropout_mask(activations, weights, dropout)
+    return weights @ value, weights
+
+
+def _dropout_mask(activations: Activations, weights: Tensor, dropout: float) -> Tensor:
+    """Return this rank's part of the mask of all heads, which every rank draws."""
+    heads, rank = weights.shape[HEADS], activations.world.rank
+    shape = list(weights.shape)
+    shape[HEADS] = heads * activations.world.size
+    return F.dropout(weights.new_ones(shape), dropout).narrow(HEADS, rank * heads, heads)
+
+
+def local_mask(activations: Activations, mask: Any, heads: int) -> Any:
+    """Return the part of an attention mask for this rank's heads.
+
+    Args:
+        activations: of the group.
+        mask: for all heads, or with a single head for all of them; ordinary or DTensor; None without.
+        heads: number of all heads.
+    """
+    if mask is None:
+        return None
+    own = mask.dim() >= -HEADS and mask.shape[HEADS] == heads and heads > 1
+    if own:
+        return activations.shard_of(mask, mask.dim() + HEADS)
+    if activations.dim_of(mask) is None and not mask.requires_grad:
+        return activations.whole(mask)
+    return activations.input_of(activations.replicated(mask))
+
+
+def scaled_dot_product_attention(
+    activations: Activations, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """Do what `F.scaled_dot_product_attention` does, for tensors that are sharded by heads.
+
+    Args:
+        activations: of the group.
+        query: as of torch, with global shapes.
+        key: as of torch.
+        value: as of torch.
+        attn_mask: as of torch.
+        dropout_p: as of torch.
+        is_causal: as of torch.
+        scale: as of torch.
+        enable_gqa: as of torch.
+
+    Returns:
+        the attention of all heads, sharded by heads; NotImplemented if the tensors are sharded in another way.
+    """
+    if activations.dim_of(query) != query.dim() + HEADS or query.shape[HEADS] % activations.world.size:
+        return NotImplemented
+    heads = query.shape[HEADS]
+    if any(tensor.shape[HEADS] % activations.world.size or tensor.dim() != query.dim() for tensor in (key, value)):
+        return NotImplemented
+    key, value = (activations.shard_of(tensor, tensor.dim() + HEADS) for tensor in (key, value))
+    mask = local_mask(activations, attn_mask, heads)
+    output, _ = attend(
+        activations, query.to_local(), key, value, mask, dropout_p, is_causal, scale, grouped=enable_gqa
+    )  # fmt: skip
+    return activations.sharded(output, output.dim() + HEADS)

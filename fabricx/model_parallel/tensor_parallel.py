@@ -1,0 +1,267 @@
+"""Tensor parallelism of an unchanged module: shards its layers by a plan, and runs its step on the shards.
+
+Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019;
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022 (sequence parallelism).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional as F  # noqa: N812
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_map
+
+from fabricx.distributed.world import World
+from fabricx.model_parallel.layer_functions import LayerFunctions, Weight
+from fabricx.model_parallel.parallel_layers import placements_of
+from fabricx.model_parallel.placement import Placement
+from fabricx.model_parallel.sharded_activations import Activations
+from fabricx.model_parallel.sharded_functions import ShardedFunctions
+from fabricx.model_parallel.tensor_collectives import gathered
+from fabricx.model_parallel.tensor_plan import TensorPlan, check_not_compiled
+
+_OUTSIDE = (
+    "{name} is sharded over tensor-parallel ranks, and was called outside of the module's steps; call it in "
+    "training_step, validation_step, test_step or predict_step. If this is a recomputation of activation "
+    "checkpointing, use use_reentrant=False"
+)
+
+
+@final
+class TensorParallel:
+    """Shards the layers of a module over the ranks of a group; user code sees the shapes of the whole model.
+
+    Sharded parameters are the same objects as before, with this rank's shard as data; tied parameters stay tied.
+
+    Args:
+        module: root module, with whole parameters that are equal on all ranks, and without gradients.
+        plan: of `find_tensor_plan`, equal on all ranks.
+        world: ranks of the group, on the same device types.
+        sequence: shard the residual stream between `blocks` along the sequence (dim 1).
+        blocks: the module's blocks in the order of their calls; each has the residual stream as first argument and as
+            output, or as the first element of its output.
+
+    Attributes:
+        placements: of each sharded parameter, by all of its names.
+    """
+
+    def __init__(
+        self, module: nn.Module, plan: TensorPlan, world: World, *, sequence: bool = False,
+        blocks: Sequence[nn.Module] = (),
+    ) -> None:  # fmt: skip
+        check_not_compiled(module)
+        self.placements: dict[str, Placement] = {}
+        self._module, self._world = module, world
+        self._activations = Activations(world)
+        self._functions = LayerFunctions(self._activations)
+        self._mode = ShardedFunctions(self._activations, self._layer, self._weight)
+        self._weights: dict[int, tuple[Tensor, Weight]] = {}
+        self._hooks: list[Any] = []
+        self._depth = 0
+        self._shard_parameters(plan)
+        if sequence and blocks:
+            self._shard_sequence(blocks)
+
+    # -- parameters ---------------------------------------------------------------------------------------------
+
+    def _shard_parameters(self, plan: TensorPlan) -> None:
+        for name, layer in plan.layers.items():
+            part = self._module.get_submodule(name)
+            weights: dict[str, Weight] = {}
+            for key, placement in placements_of(part, layer, plan.ranks).items():
+                full = f"{name}.{key}" if name else key
+                weights[key] = Weight(full, layer, placement)
+            for key, weight in weights.items():
+                self._shard(part.get_parameter(key), weight)
+            self._hooks.append(part.register_forward_pre_hook(self._entering(name, weights)))
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            if id(parameter) in self._weights:
+                self.placements[name] = self._weights[id(parameter)][1].placement
+
+    @torch.no_grad()
+    def _shard(self, parameter: nn.Parameter, weight: Weight) -> None:
+        if id(parameter) not in self._weights:
+            parameter.data = weight.placement.shard(parameter.data, self._world.rank)
+            self._weights[id(parameter)] = (parameter, weight)
+
+    def _entering(self, name: str, weights: Mapping[str, Weight]) -> Callable[..., None]:
+        def hook(part: nn.Module, args: Any) -> None:
+            if not self._depth:
+                raise RuntimeError(_OUTSIDE.format(name=name or type(part).__name__))
+            for key, weight in weights.items():  # fsdp replaces parameters in the forward; copies have their own
+                parameter = part.get_parameter(key)
+                self._weights.setdefault(id(parameter), (parameter, weight))
+
+        return hook
+
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        """Return the whole tensor of a parameter, or of an optimizer's moment; collective.
+
+        Args:
+            name: of the parameter, as in `module.named_parameters()`.
+            local: shard of this rank; a tensor of another shape, such as a step count, is returned as it is.
+        """
+        placement = self.placements.get(name)
+        if placement is None or tuple(local.shape) != placement.local_shape(self._world.rank):
+            return local
+        if self._world.size == 1:
+            return local.detach()
+        largest = placement.local_shape(0)
+        padded = local.detach().new_zeros(largest)
+        padded[tuple(slice(size) for size in local.shape)] = local.detach()
+        shards = []
+        for rank, shard in enumerate(gathered(padded, self._world)):
+            shards.append(shard[tuple(slice(size) for size in placement.local_shape(rank))])
+        return placement.join(shards)
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's shard of a whole tensor; the inverse of `whole`, without communication.
+
+        Args:
+            name: of the parameter.
+            whole: its tensor, or a moment; a tensor of another shape is returned as it is.
+        """
+        placement = self.placements.get(name)
+        if placement is None or tuple(whole.shape) != placement.shape:
+            return whole
+        return placement.shard(whole, self._world.rank)
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Give the module whole parameters again; collective. The parameters stay the same objects."""
+        done: set[int] = set()
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            if name in self.placements and id(parameter) not in done:
+                done.add(id(parameter))
+                parameter.grad = None
+                parameter.data = self.whole(name, parameter.data)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._weights, self.placements = [], {}, {}
+
+    # -- the step -----------------------------------------------------------------------------------------------
+
+    def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a step that runs on the shards; its outputs are ordinary tensors.
+
+        Args:
+            step: training, validation, test or predict step of the module.
+        """
+
+        @functools.wraps(step)
+        def sharded_step(*args: Any, **options: Any) -> Any:
+            with self.active():
+                return tree_map(self._activations.whole, step(*args, **options))
+
+        return sharded_step
+
+    @contextmanager
+    def active(self, sequence: bool = False) -> Iterator[None]:
+        """Return a context in which sharded layers can be called.
+
+        Args:
+            sequence: whether the residual stream is sharded at its beginning.
+        """
+        before, fast_path = self._functions.sequence, torch.backends.mha.get_fastpath_enabled()
+        self._functions.forget()
+        self._functions.sequence = sequence
+        torch.backends.mha.set_fastpath_enabled(False)
+        self._depth += 1
+        try:
+            with self._mode, self._recomputing():
+                yield
+        finally:
+            self._depth -= 1
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+            self._functions.sequence = before
+            self._functions.forget()
+
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        """Make activation checkpointing recompute on the shards, too: the backward is outside of the step."""
+        original = checkpoint._checkpoint_without_reentrant_generator
+
+        def generator(
+            fn: Any, preserve_rng_state: bool = True, context_fn: Any = checkpoint.noop_context_fn, *args: Any,
+            **options: Any,
+        ) -> Any:  # fmt: skip
+            contexts = functools.partial(self._contexts, context_fn)
+            return original(fn, preserve_rng_state, contexts, *args, **options)
+
+        checkpoint._checkpoint_without_reentrant_generator = generator
+        try:
+            yield
+        finally:
+            checkpoint._checkpoint_without_reentrant_generator = original
+
+    def _contexts(self, context_fn: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+        forward, recomputation = context_fn()
+        return forward, self._again(recomputation, self._functions.sequence)
+
+    @contextmanager
+    def _again(self, recomputation: Any, sequence: bool) -> Iterator[None]:
+        with self.active(sequence), recomputation:
+            yield
+
+    def _layer(self, func: Any, args: Any, options: dict[str, Any]) -> Any:
+        """Compute a sharded layer; returns NotImplemented for all other functions."""
+        if func is F.linear:
+            weight = self._sharded_weight(args, options, 1, "weight")
+            if weight is not None and weight.placement.dim < 2:
+                return self._functions.linear(weight, *args, **options)
+        elif func is torch.addmm:
+            weight = self._sharded_weight(args, options, 2, "mat2")
+            if weight is not None and len(args) + len(options) == 3:
+                return self._functions.addmm(weight, *args, **options)
+        elif func is F.embedding:
+            weight = self._sharded_weight(args, options, 1, "weight")
+            if weight is not None and weight.placement.dim == 0:
+                ids = args[0] if args else options["input"]
+                return self._functions.embedding(weight, ids, args[1] if len(args) > 1 else options["weight"])
+        elif func is F.multi_head_attention_forward:
+            weight = self._sharded_weight(args, options, 5, "in_proj_weight")
+            weight = weight or self._sharded_weight((), options, 0, "q_proj_weight")
+            if weight is not None:
+                return self._functions.multi_head_attention(weight, *args, **options)
+        return NotImplemented
+
+    def _sharded_weight(self, args: Any, options: dict[str, Any], place: int, name: str) -> Weight | None:
+        tensor = args[place] if len(args) > place else options.get(name)
+        found = self._weights.get(id(tensor))
+        return None if found is None else found[1]
+
+    def _weight(self, tensor: Any) -> Any:
+        """Return a sharded weight that a function other than its layer's reads, as a DTensor with its global shape."""
+        found = self._weights.get(id(tensor))
+        if found is None:
+            return tensor
+        placement = found[1].placement
+        return self._activations.sharded(tensor, placement.dim, placement.parts, placement.shape)
+
+    # -- sequence parallelism -----------------------------------------------------------------------------------
+
+    def _shard_sequence(self, blocks: Sequence[nn.Module]) -> None:
+        self._hooks.append(blocks[0].register_forward_pre_hook(self._enter_blocks))
+        self._hooks.append(blocks[-1].register_forward_hook(self._leave_blocks))
+
+    def _enter_blocks(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        self._functions.sequence = True
+        stream: Any = self._activations.replicated(args[0])
+        return (stream.redistribute(placements=[Shard(1)]), *args[1:])
+
+    def _leave_blocks(self, _: nn.Module, __: Any, output: Any) -> Any:
+        self._functions.sequence = False
+        if isinstance(output, tuple):
+            return (self._gathered(output[0]), *output[1:])
+        return self._gathered(output)
+
+    @staticmethod
+    def _gathered(stream: Any) -> Any:
+        return stream.redistribute(placements=[Replicate()]).to_local() if isinstance(stream, DTensor) else stream

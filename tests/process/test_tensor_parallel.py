@@ -1,0 +1,137 @@
+"""Training on the ranks of a tensor-parallel group gives the losses, gradient norms and weights of one process.
+
+In float64, because the gradient of a key's bias is rounding error, which Adam turns into steps.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fabricx.distributed import world as worlds
+from fabricx.model_parallel.gradient_norm import clip_norm
+from fabricx.model_parallel.tensor_parallel import TensorParallel
+from fabricx.model_parallel.tensor_plan import find_tensor_plan
+from fabricx.testing import run_ranks
+from tests.process.parallel_models import ROWS, HandTied, LanguageModel, Penalised, T, Torch
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+CLOSE = 1e-9
+VOCABULARY = {"embed": "vocab", "head": "head"}
+
+
+def batches(number: int, rows: int = 4) -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(ROWS, (rows, T + 1), generator=generator) for _ in range(number)]
+
+
+def train(module: Any, step: Any, clip: Any, steps: int, optimizer: Any) -> dict[str, Any]:
+    torch.manual_seed(5)
+    optimizer = optimizer(module.parameters())
+    losses, norms = [], []
+    for index, batch in enumerate(batches(steps)):
+        optimizer.zero_grad()
+        loss = step(batch, index)
+        loss.backward()
+        norms.append(float(clip(module.parameters())))
+        optimizer.step()
+        losses.append(loss.item())
+    module.eval()
+    with torch.no_grad():
+        losses.append(step(batches(1)[0], 0).item())
+    random = torch.rand(()).item()
+    return {"losses": losses, "norms": norms, "random": random, "logged": module.logged}
+
+
+def compare(build: Any, given: dict[str, str], sequence: bool, optimizer: Any, steps: int) -> dict[str, float]:
+    """Train on all ranks and in this process alone; return the largest differences."""
+    world = worlds.current()
+    assert world is not None
+    torch.manual_seed(0)
+    module = build()
+    alone = copy.deepcopy(module)
+    plan = find_tensor_plan(module, lambda: module.training_step(batches(1, 2)[0], 0), world.size, given)
+    module.logged.clear()
+    blocks = list(module.blocks) if sequence else ()
+    parallel = TensorParallel(module, plan, world, sequence=sequence, blocks=blocks)
+    sharded = {id(p) for name, p in module.named_parameters() if name in parallel.placements}
+
+    def clip(parameters: Any) -> torch.Tensor:
+        return clip_norm(parameters, 0.5, world, lambda p: 1 if id(p) in sharded else world.size)
+
+    found = train(module, parallel.wrap_step(module.training_step), clip, steps, optimizer)
+    stored = sum(p.numel() for p in module.parameters())
+    parallel.undo()
+    wanted = train(alone, alone.training_step, lambda p: nn.utils.clip_grad_norm_(p, 0.5), steps, optimizer)
+    weights = zip(module.parameters(), alone.parameters(), strict=True)
+    logged = zip(found["logged"], wanted["logged"], strict=True)
+    return {
+        "losses": max(abs(a - b) for a, b in zip(found["losses"], wanted["losses"], strict=True)),
+        "norms": max(abs(a - b) for a, b in zip(found["norms"], wanted["norms"], strict=True)),
+        "weights": max(float((a - b).detach().abs().max()) for a, b in weights),
+        "logged": max((abs(float(a) - float(b)) for a, b in logged), default=0.0),
+        "random": abs(found["random"] - wanted["random"]),
+        "stored": stored / sum(p.numel() for p in alone.parameters()),
+        "layers": len(plan.layers),
+    }
+
+
+def adamw(parameters: Any) -> Any:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def sgd(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+
+
+# name -> module, plan's overrides, sequence parallel, optimizer
+CASES: dict[str, tuple[Any, dict[str, str], bool, Any]] = {
+    "gpt": (lambda: LanguageModel("gpt", 0.2), {}, False, adamw),
+    "gpt, sgd": (lambda: LanguageModel("gpt"), {}, False, sgd),
+    "manual attention": (lambda: LanguageModel("manual", 0.2), {}, False, adamw),
+    "llama": (lambda: LanguageModel("llama"), {}, False, adamw),
+    "vocabulary": (lambda: LanguageModel("gpt"), VOCABULARY, False, adamw),
+    "tied": (lambda: LanguageModel("llama", tied=True), VOCABULARY, False, adamw),
+    "tied by hand": (HandTied, {"embed": "vocab"}, False, adamw),
+    "recomputed": (lambda: LanguageModel("gpt", 0.2, recompute=True), VOCABULARY, False, adamw),
+    "penalised": (Penalised, {}, False, adamw),
+    "torch's layers": (lambda: Torch(0.2), {}, False, adamw),
+    "sequence": (lambda: LanguageModel("gpt", 0.2), {}, True, adamw),
+    "sequence, recomputed": (lambda: LanguageModel("llama", recompute=True), {}, True, adamw),
+    "replicated": (lambda: LanguageModel("gpt"), {"*": "replicate"}, False, adamw),
+    "single layers": (
+        lambda: LanguageModel("gpt"),
+        {"*.qkv": "replicate", "*.up": "replicate", "*.out": "colwise", "*.down": "rowwise"},
+        False,
+        adamw,
+    ),
+}
+
+
+def all_cases(steps: int, names: list[str]) -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    found: dict[str, Any] = {}
+    try:
+        for name in names:
+            build, given, sequence, optimizer = CASES[name]
+            found[name] = compare(build, given, sequence, optimizer, steps)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_training_on_several_ranks_is_that_of_one_process(ranks: int) -> None:
+    names = list(CASES)
+    if ranks == 4:  # two heads of keys can't be divided by four
+        names = ["gpt", "llama", "tied", "torch's layers", "sequence"]
+    for found in run_ranks(all_cases, ranks, 20 if ranks == 2 else 5, names):
+        for name, differences in found.items():
+            for what in ("losses", "norms", "weights", "logged", "random"):
+                assert differences[what] < CLOSE, (name, what, differences)
+            whole = name == "replicated"
+            assert (differences["stored"] == 1) == whole, (name, differences)
