@@ -25,6 +25,7 @@ from tests import pool, warm
 if warm.CLONE is not None:
     warm.use_clone_as_fork_server()
 GRACE_S = 2.0  # how long something that is ending already may take
+CHILDREN_IN_PROC = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 # Set once in a process by a library, at its import or first use; they belong to nobody.
 LIBRARIES_SET = {
     "PYTEST_CURRENT_TEST",
@@ -57,11 +58,12 @@ def leaves_nothing_behind(tmp_path: Path) -> Iterator[None]:
     leaks = [*groups, *_processes(), *_wait_for(lambda: _threads(before["threads"])), *_open_files(tmp_path)]
     after = _state()
     for kind in ("environment", "signal handlers", "torch's switches"):
-        for name in sorted(before[kind].keys() | after[kind].keys()):
-            was, now = before[kind].get(name), after[kind].get(name)
-            if was != now:
-                leaks.append(f"{kind}: {name} was {was!r} and is {now!r}")
-    _restore(before)
+        if before[kind] != after[kind]:
+            for name in sorted(before[kind].keys() | after[kind].keys()):
+                was, now = before[kind].get(name), after[kind].get(name)
+                if was != now:
+                    leaks.append(f"{kind}: {name} was {was!r} and is {now!r}")
+            _restore(before)
     if leaks:
         pytest.fail("the test left behind:\n  " + "\n  ".join(leaks), pytrace=False)
 
@@ -95,7 +97,7 @@ def _state() -> dict[str, dict[str, Any]]:
 
 
 def _restore(before: dict[str, dict[str, Any]]) -> None:
-    """Undo what can be undone, so that one leak fails one test."""
+    """Undo what can be undone, so that a leak fails one test only."""
     for name in set(os.environ) - set(before["environment"]) - LIBRARIES_SET:
         del os.environ[name]
     os.environ.update(before["environment"])
@@ -125,16 +127,30 @@ def _processes() -> list[str]:
     """Name processes that the test has started, and end them; those that stay warm are kept."""
     kept = {getattr(forkserver._forkserver, "_forkserver_pid", None), resource_tracker._resource_tracker._pid}
     kept |= warm.templates() | pool.processes()
-    mine = psutil.Process()
 
     def found() -> list[psutil.Process]:
-        children = [process for process in mine.children(recursive=True) if process.pid not in kept]
+        children = [psutil.Process(pid) for pid in _descendants(os.getpid()) if pid not in kept]
         return [process for process in children if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
     left = _wait_for(lambda: _that_exist(found))
     for process in left:
         process.kill()
     return [f"process {process.pid}" for process in left]
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    """Yield a process's children, and theirs; psutil reads about all processes of the machine for that."""
+    tasks = Path(f"/proc/{pid}/task")
+    if not CHILDREN_IN_PROC:
+        yield from (process.pid for process in psutil.Process(pid).children(recursive=True))
+        return
+    try:
+        lists = [(tasks / task / "children").read_text().split() for task in os.listdir(tasks)]
+    except (FileNotFoundError, ProcessLookupError):
+        return  # it has ended meanwhile
+    for child in (int(number) for numbers in lists for number in numbers):
+        yield child
+        yield from _descendants(child)
 
 
 def _that_exist(found: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
