@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -34,11 +36,22 @@ def as_path(location: Place) -> Path:
     from upath import UPath
 
     try:
+        _find_class(text.partition("://")[0])
         path: Any = UPath(text)
         kind = path.fs.protocol  # raises if the scheme is unknown or its package is missing
     except (ImportError, ValueError) as error:
         raise ValueError(f"{text!r}: {error}") from None
     return Path(path.path) if "file" in kind else cast(Path, path)
+
+
+@functools.cache
+def _find_class(scheme: str) -> None:
+    """Let universal_pathlib find the class of a scheme without its warning about file systems of users."""
+    from upath import UPath
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="UPath .* filesystem not explicitly implemented")
+        UPath(f"{scheme}://")  # the library keeps the class
 
 
 def is_local(path: Path) -> bool:

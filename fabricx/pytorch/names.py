@@ -37,7 +37,7 @@ _COMMAND: Final = (
 )
 _PRECISION: Final = "set Trainer(precision=...)"
 _CLUSTER: Final = "torchrun and SLURM are detected; remove it"
-_CHECKPOINTS: Final = "checkpoints have one format; ModelCheckpoint(dirpath='s3://...') writes to any storage of fsspec"
+_CHECKPOINTS: Final = "ModelCheckpoint(dirpath='s3://...') writes to storages of fsspec and your own: docs/extending.md"
 _MACHINERY: Final = "fabricx has its own loops; hooks of modules and callbacks are the public interface"
 _DEMO: Final = "fabricx.demo has other modules; define the module in your program"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from fabricx.checkpoint.storage import as_path
+from fabricx.checkpoint.storage import as_path, is_local
 from fabricx.core.callback import recovery_policy_of
 from fabricx.core.state import TrainerFn, TrainerStatus
 from fabricx.core.strategy_parts import HasServers, as_part
@@ -170,7 +170,9 @@ def _prepare_run_dir(
     if earlier is not None:
         lock(earlier)
     resolved = decided_by_main_rank(here, resolve)
-    job.ckpt_path = None if resolved is None else as_path(resolved)
+    place = None if resolved is None else as_path(resolved)
+    # A worker makes the path of a URL, after it has imported the module, which may define the storage.
+    job.ckpt_path = place if place is None or is_local(place) else resolved
     trainer.note_ckpt_path(job.ckpt_path)
     if earlier is None:
         root = Path(trainer.default_root_dir)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
+from fabricx import checkpoint
 from fabricx.checkpoint.storage import as_path, discard, is_local, local_copy
 
 
@@ -56,3 +59,21 @@ def test_a_folder_is_discarded_with_its_content_and_a_missing_one_is_no_error(
     discard(folder)
     assert not folder.exists()
     discard(folder)
+
+
+def test_a_storage_of_the_user_is_found_by_its_scheme_without_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Store(LocalFileSystem):  # type: ignore[misc]
+        protocol = "ofuser"
+
+    monkeypatch.setitem(
+        importlib.import_module("fsspec.registry")._registry, "ofuser", Store
+    )  # as fsspec.register_implementation does
+    place = as_path(f"ofuser://{tmp_path}/first") / "a.ckpt"
+    assert not is_local(place)
+    checkpoint.save(place, {"epoch": 3}, {"step": 7})
+    assert checkpoint.load(str(place)) == {"epoch": 3}
+    assert [path.name for path in checkpoint.list_committed(place.parent)] == ["a.ckpt"]
+    checkpoint.remove(place)
+    assert not place.exists()
