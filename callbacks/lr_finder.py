@@ -69,6 +69,6 @@ class LearningRateFinder(Callback):
             module: of the run.
         """
         raise ValueError(
-            "LearningRateFinder.lr_find: a search within a run is not supported; end the run (max_epochs), call "
-            "fx.Tuner(trainer).lr_find(module, ...), and fit again"
+            "LearningRateFinder.lr_find can't search within a run: call fx.Tuner(trainer).lr_find(module, ...) "
+            "between two fits"
         )

@@ -139,7 +139,7 @@ class ModelCheckpoint(Callback):
         "filepath": "set dirpath=... and filename=...",
         "period": "set every_n_epochs=...",
         "every_n_val_epochs": "set every_n_epochs=...",
-        "prefix": "begin filename=... with it",
+        "prefix": "put it at the start of filename=...",
         "save_best_only": "set save_top_k=1",
     }
     watches_metrics: ClassVar[bool] = True

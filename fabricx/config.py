@@ -313,7 +313,7 @@ def _module(node: Mapping[str, Any]) -> Module:
     made = adapt_module(_instantiate("module", node))
     if not isinstance(made, Module):
         raise ValueError(
-            f"module._target_={node['_target_']} makes a {type(made).__name__}, which is no fabricx.Module"
+            f"module._target_={node['_target_']} creates a {type(made).__name__}, which is not a fabricx.Module"
         )
     return made
 
@@ -325,7 +325,7 @@ def _data(node: Mapping[str, Any]) -> DataModule:
     made = adapt_data(_instantiate("data", node))
     if not isinstance(made, DataModule):
         raise ValueError(
-            f"data._target_={node['_target_']} makes a {type(made).__name__}, which is no fabricx.DataModule"
+            f"data._target_={node['_target_']} creates a {type(made).__name__}, which is not a fabricx.DataModule"
         )
     return made
 
@@ -345,7 +345,9 @@ def check_settings(config: Mapping[str, Any]) -> None:
             continue
         if isinstance(value, str) and "." in value and group in OPEN_GROUPS:
             raise ValueError(f"{group}={value}: for a class of your own, write {group}._target_={value}")
-        raise ValueError(f"{group}={value!r}: {group} is a group of keys; set one of them: {group}.KEY=VALUE")
+        raise ValueError(
+            f"{group}={value!r}: {group} is a group of keys, not a value; set one of its keys: {group}.KEY=VALUE"
+        )
     for group in ("callbacks", "logger"):
         for name, options in (config.get(group) or {}).items():
             if options is not None and not isinstance(options, Mapping):

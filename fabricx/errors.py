@@ -38,7 +38,7 @@ def full_disk_costs(output: str) -> Iterator[None]:
     except OSError as error:
         if not is_full(error):
             raise
-        warnings.warn(f"the disk is full: {output} will be missing", stacklevel=3)
+        warnings.warn(f"the disk is full, so {output} will be missing; delete files to make room", stacklevel=3)
 
 
 class FabricxError(RuntimeError):

@@ -24,8 +24,8 @@ from fabricx.distributed.world import World
 from fabricx.errors import check_choice
 
 _GRAPH_CHANGED = (
-    "static_graph=True needs gradients of the same parameters in each step, and in this step other parameters have "
-    "them than in the first; remove static_graph"
+    "static_graph=True needs gradients of the same parameters in each step, but in this step other parameters have "
+    "gradients than in the first; remove static_graph"
 )
 # torch 2.13 renamed the argument, and warns about the old name.
 _SIGNATURE = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters

@@ -356,7 +356,7 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
         if not batches or self._step is None:
             raise ValueError(
                 f"rank {self.world.rank} has not had a batch yet, and sharded training needs all ranks to compute; "
-                "begin each rank's stream with a batch, or use fewer devices"
+                "give each rank data for at least one batch, or use fewer devices"
             )
         devices = [self.world.device] if self.world.device.type == "cuda" else []
         for args in batches:  # the step may return no loss for this batch, and may not even compute

@@ -113,7 +113,9 @@ def _import(source: Path, target: Path, strip: str, add: str) -> int:
         if target.exists():
             raise CheckpointError(f"{target} exists already: choose another folder, or delete it first")
         if not is_foreign(source):
-            raise CheckpointError(f"{source} is no file of Lightning, torch or safetensors, and no folder with weights")
+            raise CheckpointError(
+                f"{source} is neither a file of Lightning, torch or safetensors nor a folder with weights"
+            )
         foreign = read_foreign(source)
         before = len(foreign.weights)
         names = list(foreign.weights)
@@ -130,14 +132,17 @@ def _import(source: Path, target: Path, strip: str, add: str) -> int:
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    left = f"; {before - len(foreign.weights)} without the prefix are left out" if before > len(foreign.weights) else ""
+    left = f"; {before - len(foreign.weights)} without the prefix were omitted" if before > len(foreign.weights) else ""
     print(f"{len(foreign.weights)} tensors, {len(foreign.hparams)} hyperparameters: {target}{left}")
     return 0
 
 
 def _export(checkpoints: list[Path], target: Path | None) -> int:
     if len(checkpoints) > 1:
-        print(f"error: there are several checkpoints, choose one of them\n{table(checkpoints)}", file=sys.stderr)
+        print(
+            f"error: there are several checkpoints; pass the path of one of them:\n{table(checkpoints)}",
+            file=sys.stderr,
+        )
         return 1
     from safetensors.torch import save_file
 

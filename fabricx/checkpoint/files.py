@@ -60,8 +60,9 @@ def serialized(rest: Any) -> bytes:
         return plain_data.dumps(rest)
     except TypeError as error:
         raise CheckpointError(
-            "the checkpoint holds something that is neither a tensor nor plain data, so reading it would run code: "
-            f"{error}\n  keep numbers, text, lists, dicts and tensors in state_dict() and on_save_checkpoint"
+            "the checkpoint contains an object that is neither a tensor nor plain data, and reading it would run "
+            f"code: {error}\n  return only numbers, text, lists, dicts and tensors from state_dict() and "
+            "on_save_checkpoint"
         ) from None
 
 
@@ -79,9 +80,9 @@ def deserialized(data: bytes, file: Path) -> Any:
         return plain_data.loads(data)
     except ValueError as error:
         raise CheckpointError(
-            f"{file} was refused, and nothing in it was executed: {error}\n  fabricx writes tensors and "
-            "plain data only, so this file was altered or comes from another program; load a checkpoint of a source "
-            "that you trust. Weights alone are exchanged as safetensors: fabricx checkpoint export"
+            f"{file} was refused, and nothing in it was executed: {error}\n  fabricx writes tensors and plain data "
+            "only, so this file was altered or comes from another program; load a checkpoint from a source that you "
+            "trust. To pass on weights alone, write them as safetensors: fabricx checkpoint export"
         ) from None
 
 
@@ -162,7 +163,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         CheckpointError: the checkpoint is incomplete, has a newer format, or names files outside of its folder.
     """
     if not is_committed(path):
-        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MARKER}")
+        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MARKER}, which is written last")
     if path.is_file():
         return _of_this_format(path, archive.read_record(path))
     damaged = CheckpointError(f"{path / MANIFEST} is damaged: its checksum isn't that of {MARKER}")
@@ -180,7 +181,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def _of_this_format(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     if (version := manifest["format"]) > FORMAT:
-        raise CheckpointError(f"{path} has format {version}, this fabricx reads up to {FORMAT}; update fabricx")
+        raise CheckpointError(
+            f"{path} has format {version}, and this version of fabricx reads formats up to {FORMAT}; update fabricx"
+        )
     return manifest
 
 
@@ -188,7 +191,7 @@ def _small(path: Path, name: str) -> bytes:
     """Read a file that no checksum covers; pipes, which would block, and large sparse files are refused."""
     file = member(path, name)
     if not file.is_file() or file.stat().st_size > _LARGEST[name]:
-        raise OSError(f"{file} is no file of {name}'s size")
+        raise OSError(f"{file} is not a file of the expected kind and size")
     return file.read_bytes()
 
 
@@ -204,14 +207,14 @@ def member(path: Path, name: object) -> Path:
     """
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
         raise CheckpointError(
-            f"{path} names the file {name!r}, which is no plain name in its own folder; nothing outside of a "
-            "checkpoint is read. It was altered, or wasn't written by fabricx: don't load it"
+            f"{path} refers to the file {name!r}, which is outside of its folder, and nothing outside of a checkpoint "
+            "is read. The checkpoint was altered, or was not written by fabricx: do not load it"
         )
     file = path / name
     if file.is_symlink():
         raise CheckpointError(
-            f"{file} is a symbolic link; nothing outside of a checkpoint is read. If it is yours, copy the folder with "
-            "the files in the place of the links (cp -rL), and load the copy"
+            f"{file} is a symbolic link, and nothing outside of a checkpoint is read. If the checkpoint is yours, "
+            "copy its folder with the files that links point to (cp -rL), and load the copy"
         )
     return file
 
@@ -220,7 +223,7 @@ def _check_files(path: Path, files: Any) -> None:
     """Validate the manifest's list of files before any of them is opened."""
     if not isinstance(files, dict) or not {STATE, INDEX} <= files.keys():
         raise CheckpointError(
-            f"{path / MANIFEST} is damaged: it lists no {STATE} and {INDEX}, so neither has a checksum"
+            f"{path / MANIFEST} is damaged: it does not list {STATE} and {INDEX} with their checksums"
         )
     for name, listed in files.items():
         member(path, name)

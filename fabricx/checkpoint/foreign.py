@@ -140,7 +140,7 @@ def _from_safetensors(file: Path, map_location: Any) -> dict[str, Tensor]:
         with local_copy(file) as local, safe_open(local, "pt", device=device) as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is damaged, or is no file of safetensors: {error}") from None
+        raise CheckpointError(f"{file} is damaged, or is not a safetensors file: {error}") from None
 
 
 def torch_load(path: Path, map_location: Any, *, mapped: bool = False) -> Any:
@@ -162,9 +162,9 @@ def torch_load(path: Path, map_location: Any, *, mapped: bool = False) -> Any:
             return torch.load(local, map_location=map_location, weights_only=True, mmap=mapped or None)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} was refused, and nothing in it was executed: {reason(error)}\n  files of tensors and plain data "
-            "are read; the program that made it writes such a file with "
-            'torch.save({"state_dict": module.state_dict(), "hyper_parameters": {...}}, "plain.ckpt")'
+            f"{path} was refused, and nothing in it was executed: {reason(error)}\n  only tensors and plain data are "
+            "read. In the program that made the file, write them to a new file: "
+            f'torch.save({{"state_dict": module.state_dict(), "hyper_parameters": {{...}}}}, "plain.ckpt")'
         ) from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         detail = reason(error) if "weights_only" in str(error) else str(error)
@@ -227,8 +227,9 @@ def mismatch(saved_names: Iterable[str], wanted: Iterable[str], path: object) ->
         lines.append(f"  the names lack {prefix!r}: fabricx checkpoint import {path} NEW --add-prefix {prefix}")
     else:
         lines.append(
-            "  create the module with the arguments of the checkpoint, rename the entries of checkpoint['state_dict'] "
-            "in on_load_checkpoint, or load the rest with Module.load_from_checkpoint(path, strict=False)"
+            "  create the module with the arguments of the checkpoint; or rename the entries of "
+            "checkpoint['state_dict'] in on_load_checkpoint; or load the matching weights only: "
+            "Module.load_from_checkpoint(path, strict=False)"
         )
     return "\n".join(lines)
 

@@ -63,11 +63,9 @@ def load(
     try:
         state = tree.join(rest, tensors)
     except (KeyError, TypeError, RecursionError):
-        raise CheckpointError(
-            f"{path / STATE} is damaged: it has places for tensors that {INDEX} doesn't have"
-        ) from None
+        raise CheckpointError(f"{path / STATE} is damaged: it refers to tensors that {INDEX} does not list") from None
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path / STATE} is damaged: it holds a {type(state).__name__}, and no state")
+        raise CheckpointError(f"{path / STATE} is damaged: it contains a {type(state).__name__}, not a dict")
     return state
 
 
@@ -107,7 +105,10 @@ def weights_of(state: Mapping[str, Any], path: Place) -> dict[str, Tensor]:
     try:
         weights: dict[str, Tensor] = dict(state["strategy"]["module"])
     except (KeyError, TypeError, ValueError):
-        raise CheckpointError(f"{path} holds no weights of a module: it isn't a checkpoint of a trainer") from None
+        raise CheckpointError(
+            f"{path} contains no weights of a module: it was not written by a trainer. Pass a checkpoint of "
+            "ModelCheckpoint or trainer.save_checkpoint"
+        ) from None
     return weights
 
 

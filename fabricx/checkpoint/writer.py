@@ -214,8 +214,9 @@ class Writer:
             return
         self._warned = True
         warnings.warn(
-            f"the checkpoint {self._path} could not be written: the disk is full. Training goes on; the earlier "
-            "checkpoints are in place, and the next one is tried as planned",
+            f"the checkpoint {self._path} could not be written: the disk is full. Training continues, earlier "
+            "checkpoints are unchanged, and later ones are written if there is space: delete files, or set "
+            "ModelCheckpoint(dirpath=...) to another disk",
             stacklevel=3,
         )
 
@@ -337,7 +338,10 @@ def save(path: Place, state: Mapping[str, Any], manifest: Mapping[str, Any], wor
     writer.begin(path, state, manifest)
     try:
         if not writer.finish():
-            raise CheckpointError(f"the checkpoint {path} could not be written: the disk is full")
+            raise CheckpointError(
+                f"the checkpoint {path} could not be written: the disk is full; delete files, or choose a path on "
+                "another disk"
+            )
     finally:
         writer.close()
     return path

@@ -20,7 +20,7 @@ _WIDTH: Final = 79
 _PLUGINS: Final = {"callbacks": "callbacks", "logger": "loggers"}
 _TOP: Final = {
     "seed": "seed of all random number generators; null: a different seed in each run",
-    "ckpt_path": "checkpoint to continue from or to evaluate: a path or last; none: the weights of the constructor",
+    "ckpt_path": "checkpoint to continue from or to evaluate: a path, last, or none (the initial weights)",
     "monitor": "metric that ranks checkpoints and that sweepers optimise",
     "mode": "min or max of the monitored metric",
     "test": "test the best weights after training",

@@ -49,7 +49,7 @@ its metrics. No weights change. Module and data are those of the settings.
   fabricx validate ckpt_path=last                      of the newest run
   fabricx validate ckpt_path=runs/.../checkpoints/last.ckpt
   fabricx validate ckpt_path=last trainer.limit_val_batches=10
-  fabricx validate ckpt_path=none       the weights of the constructor
+  fabricx validate ckpt_path=none       the initial weights of the module
 """,
     "test": f"""\
 fabricx test ckpt_path=PATH {_SETTINGS}
@@ -59,7 +59,7 @@ metrics. No weights change. Module and data are those of the settings.
 
   fabricx test ckpt_path=last                          of the newest run
   fabricx test ckpt_path=runs/.../checkpoints/last.ckpt trainer.devices=2
-  fabricx test ckpt_path=none           the weights of the constructor
+  fabricx test ckpt_path=none           the initial weights of the module
 """,
     "predict": f"""\
 fabricx predict ckpt_path=PATH {_SETTINGS}
@@ -182,7 +182,10 @@ def _resume(arguments: list[str]) -> int:
         for key, (old, new) in changed.items():
             print(f"{key}: {old} -> {new}")
         if "seed" in changed:
-            print("the order of the data and random numbers continue with those of the checkpoint, not with the seed")
+            print(
+                "seed has no effect on a resumed run: the order of the data and random numbers continue from the "
+                "checkpoint"
+            )
         stopped = _run_resumed({**config, "ckpt_path": str(newest)}, run_dir, newest)
     except Exception as error:
         if os.environ.get(ALL_FRAMES):
@@ -312,18 +315,18 @@ def _check_checkpoint(command: str, config: dict[str, Any], *, resumes: bool) ->
     if command != "fit" and (path is None or (path == "last" and newest is None)):
         found = "there is none in runs" if newest is None else f"the newest is ckpt_path={os.path.relpath(newest)}"
         raise ValueError(
-            f"fabricx {command} needs a checkpoint: set ckpt_path to its path, or to last; {found}\n  for the weights "
-            "that the module's constructor sets: ckpt_path=none"
+            f"fabricx {command} needs a checkpoint: set ckpt_path to its path, or to last; {found}\n  to use the "
+            "initial weights of the module: ckpt_path=none"
         )
     if path == "none":
         config["ckpt_path"] = None
-        print(f"{command}: the weights that the module's constructor sets, without a checkpoint", file=sys.stderr)
+        print(f"{command}: with the initial weights of the module, without a checkpoint", file=sys.stderr)
         return
     checkpoint = newest if path == "last" else as_path(path) if path not in (None, "best") else None
     if checkpoint is not None and is_committed(checkpoint):
         differing = check_same_model(config, read_manifest(checkpoint).get("configuration"), str(path))
         for key, (old, new) in differing.items() if not resumes else ():
-            print(f"note: {key}={new}, and the checkpoint's run had {old}", file=sys.stderr)
+            print(f"note: {key}={new} differs from {old} in the run of the checkpoint", file=sys.stderr)
 
 
 def _say_if_nothing_was_left(trainer: Trainer, run_dir: Path) -> None:
@@ -337,7 +340,8 @@ def _say_if_nothing_was_left(trainer: Trainer, run_dir: Path) -> None:
     if trainer.global_step == read_manifest(begun).get("step"):
         command = f"{_command('fabricx')} resume {os.path.relpath(run_dir)}"
         print(
-            f"nothing was left to train; to train on: {command} trainer.max_epochs={2 * max(1, trainer.current_epoch)}"
+            f"the training was already complete; to continue it: {command} "
+            f"trainer.max_epochs={2 * max(1, trainer.current_epoch)}"
         )
 
 

@@ -45,9 +45,9 @@ COMPARED: Final = 2**20  # maximum bytes of a checkpoint's tensor whose values a
 AT_SET_UP: Final = "the ranks at set-up"
 NOTHING: Final = "nothing"
 BUILD_ALIKE: Final = (
-    "build the same on all ranks, in __init__, setup, configure_model, configure_optimizers, DataLoaders and the "
-    "Trainer (weights may differ: those of rank 0 are used; a rank's own data may differ in an IterableDataset or "
-    "another iterable of batches)"
+    "create the same objects on all ranks, in __init__, setup, configure_model, configure_optimizers, DataLoaders "
+    "and the Trainer (weights may differ: those of rank 0 are used; a rank's own data may differ in an "
+    "IterableDataset or another iterable of batches)"
 )
 NO_CONDITION: Final = (
     "without a condition that depends on the rank (such as self.global_rank or a loss of this rank; join a value with "
@@ -78,7 +78,7 @@ def compare(world: World, described: Mapping[str, str], when: str = "at set-up",
         return
     by_rank: list[dict[str, str]] = world.gather_objects(dict(described))
     raise RanksDisagree(
-        f"ranks differ {when}, and would not train one model:\n  {_lines(differences(by_rank))}\n  {remedy}"
+        f"ranks differ {when}, so they would not train the same model:\n  {_lines(differences(by_rank))}\n  {remedy}"
     )
 
 
@@ -110,7 +110,7 @@ def compare_at_set_up(world: World, part: str, described: Mapping[str, str]) -> 
     first = json.loads(world.store.get(key))
     if list(first.items()) != list(described.items()):
         raise RanksDisagree(
-            "a worker that joins the run has built other objects than its ranks at set-up:\n  "
+            "a worker that joins the run has created other objects than the ranks at set-up:\n  "
             + _lines(differences([first, described], [AT_SET_UP, "this worker"]))
             + f"\n  {BUILD_ALIKE}. Until it has joined, its global_rank is its worker number, {world.rank}"
         )

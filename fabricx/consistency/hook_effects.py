@@ -198,9 +198,9 @@ class HookChecks:
         # A checkpoint that is saved in a hook fetches the newest weights.
         if self._serving.weight_pulls == brought and not torch.equal(before, fingerprint(self._module)):
             raise ValueError(
-                f"{name} changes weights, and the servers own them: changes of a worker are lost. Change them in "
-                "on_fit_start, or in the loss, or use parameter_server with optimizer='worker' and mode='sync', or "
-                "strategy=ddp"
+                f"{name} changes weights, but servers hold the weights, so a worker's change would be lost. Change "
+                "weights in on_fit_start, or add a term to the loss; or use parameter_server with optimizer='worker' "
+                "and mode='sync', or strategy=ddp"
             )
 
     # -- hooks of some ranks only -------------------------------------------------------------------------------

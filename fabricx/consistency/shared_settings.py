@@ -151,7 +151,7 @@ class SharedSettings(OwnSettings):
         if any(described != settings[0] for described in settings):
             what = "\n  ".join(differences(settings))
         else:
-            what = "the same is changed on all ranks, but not in the same batch"
+            what = "all ranks have made the same change, but not in the same batch"
         return (
             f"step {self._state.step}: hooks have changed settings on some ranks only, and all ranks must share "
             f"them:\n  {what}\n"

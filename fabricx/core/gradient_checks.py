@@ -34,8 +34,8 @@ def warn_of_lost_residuals(world: World) -> None:
     """
     if world.main_rank:
         warnings.warn(
-            "the number of ranks has changed: the compression errors of gradients are dropped; resume with the same "
-            "number of ranks to keep them",
+            "the number of ranks has changed, so the compression errors of gradients are dropped; resume with the "
+            "same number of ranks to keep them",
             stacklevel=3,
         )
 
@@ -71,7 +71,7 @@ def check_frozen(module: nn.Module | None, frozen: Sequence[Tensor], option: str
         if parameter.requires_grad:
             names = {id(tensor): name for name, tensor in module.named_parameters()} if module is not None else {}
             raise ValueError(
-                f"{names.get(id(parameter), 'a parameter')} was frozen at set-up and is trained now, and {option} "
-                "reduces only parameters that required a gradient at set-up; freeze it in on_train_start instead, or "
-                "use strategy=ddp"
+                f"{names.get(id(parameter), 'a parameter')} was frozen at set-up and is trained now, but {option} "
+                "reduces only gradients of parameters that were not frozen at set-up; freeze it in on_train_start "
+                "instead, or use strategy=ddp"
             )

@@ -175,8 +175,8 @@ def check_signature(obj: object, name: str) -> None:
         )
     if unknown:
         raise ValueError(
-            f"{type(obj).__name__}.{name} requires {unknown[0]!r}, and its arguments are ({', '.join(passed)}): remove "
-            "the parameter, or give it a default"
+            f"{type(obj).__name__}.{name} has the required parameter {unknown[0]!r}, but is called with "
+            f"({', '.join(passed)}): remove the parameter, or give it a default"
         )
 
 

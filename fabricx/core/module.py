@@ -107,7 +107,8 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
             log_to = self._log_of_run(name)
         if sync_dist_group is not None:
             raise ValueError(
-                f"self.log({name!r}, ..., sync_dist_group=...): values are reduced over the ranks that train; remove it"
+                f"self.log({name!r}, ..., sync_dist_group=...): values are always reduced over all ranks that train; "
+                "remove sync_dist_group"
             )
         if type(value) is Tensor and value.dim() == 0:
             value = value.detach()

@@ -85,9 +85,12 @@ class TrainerOptions:
                 each rank is a process.
             num_nodes: number of machines; for more than 1, start the script on each machine with torchrun or SLURM.
             precision: "32-true", "64-true", "16-true", "bf16-true", "16-mixed" (CUDA) or "bf16-mixed".
-            max_epochs, max_steps: training ends at the limit that is reached first; steps are weight updates. Without a
-                limit by epochs, steps or time, training ends after 1000 epochs; -1 is no limit.
-            min_epochs, min_steps: a requested stop is delayed until both are reached, unless a signal requests it.
+            max_epochs: number of epochs; -1 for no limit. Training ends at the first limit of epochs, steps and time
+                that is reached; if none is set, after 1000 epochs.
+            min_epochs: a requested stop (early stopping, `trainer.should_stop`) is delayed until `min_epochs` and
+                `min_steps` are reached; a signal is not delayed.
+            max_steps: number of weight updates after which training ends; -1 for no limit.
+            min_steps: number of weight updates before which no requested stop takes effect, as `min_epochs`.
             max_time: time limit of training: a timedelta, or text such as "2h30m".
             limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: number of batches for
                 each rank (int), or fraction of all batches (float).
@@ -114,7 +117,7 @@ class TrainerOptions:
                 (slow).
             barebones: measure training without all that costs time: checkpoints, loggers, `self.log`, progress bar,
                 summary, sanity check, telemetry and fault recovery are off.
-            plugins: None; Lightning's plugins are other arguments, which an error names.
+            plugins: not used; for a plugin of Lightning, an error names the argument that replaces it.
             sync_batchnorm: compute the statistics of batch normalisation over the samples of all ranks; each rank then
                 needs samples in each batch.
             reload_dataloaders_every_n_epochs: create the loaders again every n epochs; 0 for never.
@@ -123,8 +126,9 @@ class TrainerOptions:
             logger: True for TensorBoard, False for no logger, a `Logger`, any object with the same four methods, or a
                 list of them.
             callbacks: a `Callback`, a name, or a list of them.
-            enable_checkpointing, enable_progress_bar, enable_model_summary: add the default callback for this purpose,
-                unless `callbacks` contains such a callback.
+            enable_checkpointing: add a `ModelCheckpoint` that keeps the newest checkpoint, unless `callbacks` has one.
+            enable_progress_bar: add a `ProgressBar`, unless `callbacks` has one.
+            enable_model_summary: print layers and parameters at the start (`ModelSummary`), unless `callbacks` has one.
             enable_fault_recovery: add the callback for recovery from failures, with several ranks on this machine. With
                 enable_checkpointing=False it replaces lost workers in place or from memory, and writes no snapshots for
                 restarts.

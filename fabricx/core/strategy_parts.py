@@ -50,8 +50,9 @@ def check_parts(strategy: type) -> None:
         names = [name for name in methods if not name.startswith("_") and name in vars(strategy)]
         if names and not issubclass(strategy, part):
             raise TypeError(
-                f"{strategy.__name__}.{names[0]} is never called: inherit {part.__name__}, too, as in "
-                f"class {strategy.__name__}(fabricx.Strategy, fabricx.core.strategy_parts.{part.__name__})"
+                f"{strategy.__name__}.{names[0]} would never be called: {strategy.__name__} must inherit "
+                f"{part.__name__}, too, as in class {strategy.__name__}(fabricx.Strategy, "
+                f"fabricx.core.strategy_parts.{part.__name__})"
             )
 
 

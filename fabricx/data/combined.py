@@ -206,9 +206,9 @@ def joined(loader: CombinedLoader, ranks: int) -> Any:
     if ranks > 1 and any(ordered):
         other = next(type(part).__name__ for part, divisible in zip(loaders, ordered, strict=True) if not divisible)
         raise ValueError(
-            f"a map-style DataLoader beside {other}, which each rank reads as it is: with {ranks} ranks one would be "
-            "divided and the other not. Use map-style DataLoaders without samplers of their own rank, or set "
-            "use_distributed_sampler=False and divide all data in the loaders"
+            f"a CombinedLoader has a map-style DataLoader, whose samples are divided over the {ranks} ranks, and a "
+            f"{other}, which each rank reads whole. Use map-style DataLoaders only, without samplers that depend on "
+            "the rank; or set use_distributed_sampler=False and divide all data in the loaders"
         )
     return Batches(loader)
 

@@ -92,8 +92,9 @@ class OrderedFeed(Feed):
         self._picked = _Picked()
         if undivided and self._began_with > world.size and (own_batches or loader.batch_sampler is None):
             raise ValueError(
-                f"a manually optimised module steps once per batch, and each global batch of this run consists of "
-                f"{self._began_with} batches that can't be joined: resume with {self._began_with} ranks"
+                "a manually optimised module steps once per batch, but each global batch of this run consists of "
+                f"{self._began_with} batches, one for each rank that the run began with: resume with "
+                f"{self._began_with} ranks"
             )
         self._loader = _copy_loader(loader, self._picked, max(1, world.local_size), seeded=parts > 0)
 

@@ -101,7 +101,7 @@ def _check(dataset: Any, function: Any, workers: Any, memory_mib: float, options
     if not len(dataset):
         raise ValueError("Preprocess: the dataset is empty")
     if not callable(function):
-        raise ValueError(f"Preprocess: function={function!r} can't be called with a sample")
+        raise ValueError(f"Preprocess: function={function!r} is not callable; pass a function of a sample")
     if workers != "auto" and (not isinstance(workers, int) or workers < 0):
         raise ValueError(f"Preprocess(workers={workers!r}): must be 0 or more processes, or 'auto'")
     if memory_mib <= 0.0:

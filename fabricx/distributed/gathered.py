@@ -98,9 +98,9 @@ class GatheredWeights:
         self.settle()
         if self.unfrozen:
             raise ValueError(
-                f"training_step has set requires_grad=True on the optimizer's {self.unfrozen[0]}, and strategy=fsdp "
-                "had gathered the weights of this step before: it would be trained from the next step on. Set it on "
-                "the module's own parameters (self.parameters()), or in on_train_batch_start"
+                f"training_step has set requires_grad=True on the optimizer's {self.unfrozen[0]} after strategy=fsdp "
+                "had gathered the weights of this step, so the parameter would be trained from the next step on "
+                "only. Set it on the module's own parameters (self.parameters()), or in on_train_batch_start"
             )
 
     def shard(self) -> None:

@@ -78,5 +78,5 @@ def reason(error: Exception) -> str:
     if refused is not None:
         return f"it contains {refused.group(1) or refused.group(2)}, whose construction would run code"
     if "weights_only" in text:
-        return "its pickle does more than making plain data"
+        return "its pickle does more than create plain data"
     return f"it can't be read ({type(error).__name__})"

@@ -31,9 +31,9 @@ MEET: Final = timedelta(seconds=4)  # time for members of a later generation to 
 CONFIRM: Final = timedelta(seconds=20)  # minimum time for ranks to compare their connections afterwards
 OPERATION: Final = timedelta(minutes=30)  # timeout of a collective
 KEYLESS: Final = (
-    "\n  without a key, processes on several machines exchange plain data and tensors only, as anything else could "
-    "run code: umask 077; openssl rand -hex 32 > key; then set FABRICX_KEY_FILE=key (a path) for all processes "
-    "(docs/security.md)"
+    "\n  without a key, processes on several machines exchange plain data and tensors only, because other objects "
+    "could run code. To create a key: umask 077; openssl rand -hex 32 > key. Then set FABRICX_KEY_FILE=key (a path) "
+    "for all processes (docs/security.md)"
 )
 AXES: Final = ("data",)  # axes of parallelism
 DEPARTURE_S: Final = 60.0  # all ranks have run the same collectives: they differ by moments, and by users' hooks

@@ -22,7 +22,7 @@ def explain(diagnoses: Mapping[int, Diagnosis | None]) -> str:
     """
     at = {rank: _state(diagnosis) for rank, diagnosis in sorted(diagnoses.items())}
     if not at:
-        return "no rank is left to ask"
+        return "no rank could be asked"
     usual, many = Counter(at.values()).most_common(1)[0]
     odd: dict[str, list[int]] = {}
     for rank, state in at.items():

@@ -195,7 +195,7 @@ def _join_others(session: Session, ft: RankRecords, *, holds: bool) -> None:
 def _report(session: Session, before: int, reached: int, seconds: float) -> None:
     """Report failures after the first `before`, the repeated steps and the duration, in the log."""
     what = "; ".join(session.failures.errors[before:]) or "workers have joined"
-    workers = f"{session.world.size} workers go on" if session.world.size > 1 else "1 worker goes on"
+    workers = f"{session.world.size} workers continue" if session.world.size > 1 else "1 worker continues"
     again = reached - session.state.step
     lost = f", train {again} step{'s' if again > 1 else ''} again" if again > 0 else ""
     text = f"{what}; {workers} from step {session.state.step}{lost}, after {seconds:.2f} s"
@@ -207,7 +207,7 @@ def _report_lost_checkpoint(session: Session, abandoned: list[Path | None]) -> N
     """Report the user's checkpoint that was abandoned because a worker died, if any."""
     if path := next((path for path in abandoned if path is not None), None):
         text = (
-            f"the checkpoint {path} was lost: it was being written when the workers changed, and is not there unless a "
+            f"the checkpoint {path} was lost: it was being written when the workers changed, and is missing unless a "
             "hook saves it again"
         )
         session.metrics.loggers.event("checkpoint", text, session.state.step)

@@ -87,8 +87,10 @@ class Requests:
         except OSError as error:
             reason = str(error)
         self._refused = (status.st_ino, status.st_mtime_ns)
-        text = f"ignored a request to change the number of workers: {self._path}: {reason}; use fabricx scale"
-        print(text, file=sys.stderr, flush=True)  # a warning would end a run under `-W error`
+        print(  # a warning would end a run under `-W error`
+            f"ignored a request to change the number of workers: {self._path}: {reason}. To request a number: fabricx "
+            f"scale {self._path.parent} WORKERS", file=sys.stderr, flush=True,
+        )  # fmt: skip
         return None
 
     def _content(self, status: os.stat_result) -> bytes:

@@ -58,7 +58,8 @@ class WandbLogger(ServiceLogger):
         require("WandbLogger", "wandb", "wandb", "wandb")
         if offline and log_model:
             raise ValueError(
-                f"WandbLogger(offline=True, log_model={log_model!r}): checkpoints can't be uploaded offline"
+                f"WandbLogger(offline=True, log_model={log_model!r}): checkpoints can't be uploaded offline; set "
+                "log_model=False"
             )
         self._project = project or os.environ.get("WANDB_PROJECT", "lightning_logs")
         self._name, self._dir, self._id = name, save_dir or dir, version or id or new_id()

@@ -89,7 +89,7 @@ def train_without_data(session: Session, micro: Microbatch, example: tuple[Any, 
     if not example:
         raise ValueError(
             f"rank {session.world.rank} has not had a batch yet, and a manually optimised module needs all ranks in "
-            "each step; begin each rank's stream with a batch, or use fewer devices"
+            "each step; give each rank data for at least one batch, or use fewer devices"
         )
     devices = [session.world.device] if session.world.device.type == "cuda" else []
     with session.metrics.logbook.muted(), torch.random.fork_rng(devices=devices), _statistics_kept(session.module):

@@ -40,9 +40,9 @@ def _compute(session: Session, micro: Microbatch) -> None:
     if micro.size is None:
         source = type(session.data.train_dataloader).__name__
         raise ValueError(
-            f"rank {session.world.rank}: {source} has ended after {micro.index} batches of this epoch, and its length, "
-            "or limit_train_batches, promised more, by which the other ranks have weighted their batches. Give it no "
-            "length, or set limit_train_batches to the number that each rank has at least"
+            f"rank {session.world.rank}: {source} ended after {micro.index} batches of this epoch, although its "
+            "length or limit_train_batches promised more, and other ranks have weighted their batches accordingly. "
+            "Remove its length, or set limit_train_batches to a number of batches that every rank has"
         )
     if not session.module.automatic_optimization:
         train_without_data(session, micro, example_batch(session, micro))

@@ -76,7 +76,7 @@ def step_optimizer(
         if session.serving.servers:
             raise ValueError(
                 f"step({', '.join(f'{name}=...' for name in options)}): servers step {type(optimizer).__name__}, and "
-                "have no further arguments of a worker; set them in the constructor of the optimizer"
+                "call it without further arguments; set them in the constructor of the optimizer"
             )
         with _step_with(optimizer, options):
             return step_optimizer(session, optimizer, closure)
@@ -130,9 +130,9 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
     """Step through the module's own `optimizer_step`, or with an optimizer that computes the loss again."""
     if session.window.planned > 1 and id(optimizer) in session.overridden.closures:
         raise ValueError(
-            f"{type(optimizer).__name__} computes the loss of one batch again, and a global batch is "
-            f"{session.window.planned} microbatches on this rank, as {session.state.ranks} ranks began this run: "
-            "continue with that number of ranks"
+            f"{type(optimizer).__name__} computes the loss of a batch several times, but this run began with "
+            f"{session.state.ranks} ranks, so that a global batch is divided into {session.window.planned} "
+            f"microbatches on this rank: continue with {session.state.ranks} ranks"
         )
     fresh = True  # the first call returns the loss of the backward that has run already
 

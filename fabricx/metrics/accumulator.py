@@ -356,8 +356,8 @@ class Metrics:
             return
         if not path or self.module is None:
             raise ValueError(
-                f"self.log({name!r}, metric): a rank without a batch has to join this metric too, and can't find it: "
-                "make it an attribute of the module"
+                f"self.log({name!r}, metric): a rank without a batch has to take part in the reduction of this "
+                "metric, and finds only metrics that are attributes of the module: assign it to self in __init__"
             )
         metric: Any = self.module.get_submodule(path)
         if cached:  # the value of the step is then available without a collective

@@ -112,7 +112,9 @@ class LoggerDispatcher:
                 raise
             if number not in self._lost:
                 warnings.warn(
-                    f"{logger.name} can't write: the disk is full. Training goes on without its rows", stacklevel=4
+                    f"{logger.name} can't write: the disk is full. Training continues without its rows; delete files "
+                    "to make room",
+                    stacklevel=4,
                 )
                 self._lost[number] = []
             with contextlib.suppress(OSError):

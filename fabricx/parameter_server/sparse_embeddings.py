@@ -45,8 +45,9 @@ def check_servers_can_step(optimizers: Sequence[Optimizer], tables: Collection[T
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         if group.get("momentum") and any(id(parameter) in sparse for parameter in group["params"]):
             raise ValueError(
-                "momentum moves rows of a sparse embedding that have no gradient, and servers have gradients of rows: "
-                "set momentum=0 for the table (in a group of its own), sparse=False, or use optimizer='worker'"
+                "momentum also changes rows of a sparse embedding that have no gradient, but servers receive only "
+                "rows with a gradient: set momentum=0 for the table (in a group of its own), sparse=False, or use "
+                "optimizer='worker'"
             )
 
 

@@ -68,11 +68,14 @@ class ServedStrategy(
         alone = asynchronous is None and not design.compresses and self.link == "auto" and self.overlap == "backward"
         if self.servers < 0 or (self.servers == 0 and not alone):
             raise ValueError(
-                f"servers={self.servers}: 1 or more processes keep the parameters; without servers, workers of a "
-                "machine do so in shared memory (mode='sync', link='auto', no compression, overlap='backward')"
+                f"servers={self.servers}: must be 1 or more processes; 0, where the workers of a machine keep the "
+                "parameters in shared memory, needs mode='sync', link='auto', overlap='backward' and no compression"
             )
         if self.overlap == "forward" and (not servers_step or settings.outer is not None):
-            raise ValueError("overlap='forward' needs servers that step: workers that step need the complete sum first")
+            raise ValueError(
+                "overlap='forward' needs servers that step the optimizer (workers that step need the complete sum "
+                "first): set overlap='backward', or optimizer='server'"
+            )
         self.traits = Traits(
             synchronous=asynchronous is None,
             lockstep=asynchronous is None,
@@ -106,11 +109,14 @@ class ServedStrategy(
         if self._dealer is not None and synchronised(module):
             raise ValueError(
                 "SyncBatchNorm needs all ranks in each forward, but each rank works at its own pace: use BatchNorm "
-                "(its statistics are joined for validation and checkpoints), or strategy=ddp"
+                "(its statistics are pooled for validation and checkpoints), or strategy=ddp"
             )
         for name, parameter in module.named_parameters():
             if parameter.is_complex():
-                raise ValueError(f"{name} is complex, and servers keep real numbers: train its view_as_real")
+                raise ValueError(
+                    f"{name} is complex, and servers support real numbers only: train torch.view_as_real of it, or "
+                    "use strategy=ddp"
+                )
         for tensor in (*module.parameters(), *module.buffers()):
             self.world.broadcast(tensor.data)
 
@@ -384,7 +390,7 @@ def _warn_of_momentum(optimizers: Sequence[Optimizer], settings: Settings) -> No
     strongest = max((group.get("momentum", 0.0) for group in groups), default=0.0)
     if strongest >= 0.5 and settings.outer is None and not settings.aggregate and not settings.damp:
         warnings.warn(
-            f"momentum={strongest} with gradients that are applied as they arrive, without damping: delays act like "
-            "additional momentum, and training may diverge. Set damp=true, a small max_staleness, or less momentum",
+            f"momentum={strongest}: gradients are applied as they arrive, without damping, and delays act like "
+            "additional momentum, so training may diverge. Set damp=true, a small max_staleness, or less momentum",
             stacklevel=2,
         )

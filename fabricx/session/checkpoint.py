@@ -115,7 +115,9 @@ def _begin_checkpoint(
         manifest["datamodule_hparams"] = masked(plain(session.datamodule.hparams))
 
     def full() -> None:
-        session.metrics.loggers.event("checkpoint", f"{path} could not be written: the disk is full", manifest["step"])
+        session.metrics.loggers.event(
+            "checkpoint", f"{path} could not be written: the disk is full; delete files to make room", manifest["step"]
+        )
         if failed is not None:
             failed()
 
@@ -148,9 +150,9 @@ def _warn_if_lost(session: Session, added: Mapping[str, Any]) -> None:
     names = sorted({str(name) for other in by_rank for name in other if other[name] != by_rank[0].get(name)})
     if names and session.world.main_rank:
         warnings.warn(
-            f"on_save_checkpoint adds other values on other ranks ({', '.join(names)}), and a checkpoint has those of "
-            "rank 0 only: let each rank add the values of all ranks, gathered by self.all_gather or "
-            "torch.distributed.all_gather_object, and select its own in on_load_checkpoint",
+            f"on_save_checkpoint adds values that differ between ranks ({', '.join(names)}), and a checkpoint stores "
+            "those of rank 0 only: gather the values of all ranks in on_save_checkpoint, by self.all_gather or "
+            "torch.distributed.all_gather_object, and select this rank's in on_load_checkpoint",
             stacklevel=2,
         )
 
@@ -203,8 +205,8 @@ def _check_same_number(known: Mapping[str, Callback], saved: Mapping[str, Any]) 
         if key == callback.state_key and before and before != now and max(before, now) > 1:
             raise ValueError(
                 f"the checkpoint has the states of {before} callbacks with state_key={key!r}, and this run has {now} "
-                "such callbacks, so it is unknown to which a state belongs: pass as many callbacks as before, or let "
-                "their class define the property `state_key`, with a different value for each"
+                "such callbacks, so it is unknown which state belongs to which callback: pass as many callbacks as "
+                "before, or define the property `state_key` in their class, with a different value for each"
             )
 
 
@@ -300,9 +302,15 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
         load_weights(session.module, weights_of(state, path), path)
         return
     if "schedules" not in state:
-        raise CheckpointError(f"{path} holds weights only: it can be evaluated, but training can't go on from it")
+        raise CheckpointError(
+            f"{path} has the weights only: it can be evaluated, but training can't continue from it. To begin a new "
+            "run with its weights: Module.load_from_checkpoint(path)"
+        )
     if missing := [part for part in _NEEDED if part not in state]:
-        raise CheckpointError(f"{path} lacks {', '.join(missing)}: training can't go on from it")
+        raise CheckpointError(
+            f"{path} lacks {', '.join(missing)}, so training can't continue from it. To begin a new run with its "
+            "weights: Module.load_from_checkpoint(path)"
+        )
     configured = _hyperparameters(session)
     try:
         session.strategy.load_state_dict(state["strategy"], session.module, session.optimizers)
@@ -395,7 +403,10 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None) ->
     known = _by_key(session.callbacks)
     _check_same_number(known, state["callbacks"])
     if unused := [key for key, kept in state["callbacks"].items() if kept and key not in known]:
-        session.print(f"the checkpoint has state of {', '.join(unused)}, and this run has no such callback")
+        session.print(
+            f"the checkpoint has the state of {', '.join(unused)}, and this run has no such callback: the state is "
+            "not used"
+        )
     for key, callback in known.items():
         if key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][key])
@@ -430,9 +441,7 @@ def report_global_batch(session: Session) -> None:
     if session.state.samples or not same_batch or changed:
         _print_global_batch(session, before)
     if changed and not (before and now):
-        session.print(
-            f"each update has {accumulate} batches of each rank from here on, where it had {accumulated} before"
-        )
+        session.print(f"each update now has {accumulate} batches of each rank, and had {accumulated} before")
 
 
 def _print_global_batch(session: Session, before: int) -> None:
@@ -449,8 +458,8 @@ def _print_global_batch(session: Session, before: int) -> None:
     per_batch = max(1, now // max(1, _batch_size(session)))  # updates have so many times the batch size
     keep = f"; to keep {before}, set batch_size={before // per_batch}" if before % per_batch == 0 else ""
     session.print(
-        f"each update has {now} samples from here on, where it had {before} before the checkpoint: {why}; learning "
-        f"rates are not adapted{keep}"
+        f"each update now has {now} samples, and had {before} before the checkpoint: {why}; learning rates are not "
+        f"adapted{keep}"
     )
 
 
@@ -492,8 +501,8 @@ def _end_shortened_epoch(session: Session, trained: int, before: int | float) ->
     if not (0 < trained < before and 0 < now <= state.batch):
         return
     session.print(
-        f"epoch {state.epoch} has {now} batches from here on, where it had {before} before the checkpoint, and "
-        f"{trained} were trained: it ends here"
+        f"epoch {state.epoch} now has {now} batches, and had {before} before the checkpoint; {trained} of them were "
+        "trained, so the epoch ends here"
     )
     state.validating = state.validating or validation_due_of_end(session, trained, before)
 
@@ -505,8 +514,8 @@ def _report_lost_position(session: Session, before: int) -> None:
         and session.state.batch
     ):
         session.print(
-            f"the checkpoint was written by {before} ranks, and {session.world.size} go on: each rank reads from its "
-            "own loader, so some samples of this epoch may be trained twice or not at all"
+            f"the checkpoint was written by {before} ranks, and {session.world.size} continue: each rank reads from "
+            "its own loader, so some samples of this epoch may be trained twice or not at all"
         )
 
 
@@ -517,7 +526,7 @@ def _report_reading(session: Session) -> None:
     session.print(
         f"{type(session.data.train_dataloader).__name__} has no state_dict, so its position is unknown: its first "
         f"{session.state.batch} batches of this epoch are read again, with the epoch's initial random numbers. The "
-        "run goes on exactly if these are the same batches; if their order is drawn from other random "
-        "numbers, or between batches, some samples are trained twice and others not at all. A map-style "
-        "DataLoader, or a loader with state_dict and load_state_dict, goes on exactly"
+        "run continues exactly if these are the same batches; if their order is drawn from other random numbers, or "
+        "between batches, some samples are trained twice and others not at all. A map-style DataLoader, or a loader "
+        "with state_dict and load_state_dict, continues exactly"
     )

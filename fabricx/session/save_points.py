@@ -35,12 +35,14 @@ def check_savable(session: Session, *, weights_only: bool) -> None:
         RuntimeError: a training step is running, training has not begun, or another checkpoint is being collected.
     """
     if session.checkpoints.collecting:
-        raise RuntimeError("save_checkpoint is called within on_save_checkpoint, for the checkpoint that calls it")
+        raise RuntimeError(
+            "save_checkpoint was called in on_save_checkpoint, which saving calls itself; call it in another hook"
+        )
     if session.batch.asynchronous:
         raise RanksApart(
-            "save_checkpoint: each rank works at its own pace, and a checkpoint needs all ranks. Save "
-            "in on_train_epoch_end or on_validation_end, or let ModelCheckpoint(every_n_train_steps=...) do it: all "
-            "ranks meet for that"
+            "save_checkpoint: each rank works at its own pace, and a checkpoint needs all ranks. Save in "
+            "on_train_epoch_end or on_validation_end, or use ModelCheckpoint(every_n_train_steps=...), which brings "
+            "all ranks together"
         )
     if session.state.phase is Phase.IDLE and session.running:
         raise RuntimeError(
@@ -96,7 +98,10 @@ def meet_to_save(
             f"rank {rank}: {other!r}, weights_only={weights}, wait={waits}"
             for rank, (other, weights, waits, _) in enumerate(calls)
         )
-        raise RanksDisagree(f"save_checkpoint is called with other paths or options on other ranks: {listed}")
+        raise RanksDisagree(
+            f"save_checkpoint was called with different paths or options on the ranks: {listed}. Pass the same on all "
+            "ranks"
+        )
 
 
 def publish_hooks_done(session: Session, changes: str = "", *, skip: bool = False) -> None:

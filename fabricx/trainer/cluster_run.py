@@ -187,7 +187,7 @@ def memory_checkpoints_held(here: World, folder: Path) -> Iterator[None]:
     if not here.secret:
         if here.main_rank:
             print(
-                "no state is copied to memory: copies from other machines are unpickled, which needs a key "
+                "in-memory checkpoints are off: copies from other machines are unpickled, which needs a key "
                 "(FABRICX_KEY_FILE; see docs/security.md). After a restart by torchrun the run continues from its "
                 "newest checkpoint", file=sys.stderr, flush=True,
             )  # fmt: skip
@@ -207,8 +207,8 @@ def memory_checkpoints_held(here: World, folder: Path) -> Iterator[None]:
         enter_membership(Membership(here.rank, str(folder), slot=here.local_rank))
     elif here.main_rank:
         print(
-            f"no memory is held in {folder}, which may belong to another user: after a restart by torchrun the run "
-            "continues from its newest checkpoint", file=sys.stderr, flush=True,
+            f"in-memory checkpoints are off: {folder} can't be used, and may belong to another user. After a restart "
+            "by torchrun the run continues from its newest checkpoint", file=sys.stderr, flush=True,
         )  # fmt: skip
     try:
         yield

@@ -49,8 +49,8 @@ def choose_strategy(
         )
     if chosen.traits.elastic and not isinstance(chosen, Elastic):
         raise ValueError(
-            f"{type(chosen).__name__} declares traits.elastic, and can't continue with other ranks: inherit "
-            "fabricx.core.strategy_parts.Elastic and implement world_changed, or set elastic=False"
+            f"{type(chosen).__name__} declares traits.elastic, but has no method to continue with other ranks: "
+            "inherit fabricx.core.strategy_parts.Elastic and implement world_changed, or set elastic=False"
         )
     most, name = chosen.traits.max_ranks, strategy if isinstance(strategy, str) else type(chosen).__name__
     if most is not None and ranks > most:

@@ -398,12 +398,15 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         if self._fit_session is not None:
             return self._fit_session
         if self.module is None:
-            raise ValueError("save_checkpoint: the trainer has run nothing yet, so there is nothing to save")
+            raise ValueError(
+                "save_checkpoint: this trainer has not run yet, so there is nothing to save; call it after fit, or "
+                "in a hook"
+            )
         if not weights_only:
             warnings.warn(
-                "save_checkpoint: worker processes have trained, and they have ended, so that this checkpoint has "
-                "the weights only, and a fit from it begins with new optimizers. Pass weights_only=True to confirm "
-                "this; ModelCheckpoint(save_last=True) or a hook such as on_train_end saves the whole state",
+                "save_checkpoint: the worker processes that trained have ended, so this checkpoint has the weights "
+                "only, and a fit from it begins with new optimizers. Pass weights_only=True to confirm this. To save "
+                "the whole state, use ModelCheckpoint(save_last=True), or save in a hook such as on_train_end",
                 stacklevel=3,
             )
         return self._session_of_weights(self.module)

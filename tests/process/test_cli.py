@@ -47,13 +47,13 @@ def test_a_run_says_what_came_out_and_where_it_is(own_folder: Path) -> None:
     assert "fit ended" in (run / "fabricx.log").read_text()
     said = fabricx("test", f"ckpt_path={last}", "module.lr=0.1")
     assert "test_accuracy" in said
-    assert "note: module.lr=0.1, and the checkpoint's run had 0.005" in said
+    assert "note: module.lr=0.1 differs from 0.005 in the run of the checkpoint" in said
     assert "(step 10, epoch 1; its run is complete)" in said
     said = fabricx("validate", "ckpt_path=last")
     assert "val_accuracy" in said
     assert f"validates runs/{run.name}/checkpoints/" in said
     assert f"the newest is ckpt_path=runs/{run.name}/checkpoints/" in fabricx("test", fails=True)
-    assert "constructor" in fabricx("test", "ckpt_path=none", "trainer.limit_test_batches=1")
+    assert "initial weights" in fabricx("test", "ckpt_path=none", "trainer.limit_test_batches=1")
     said = fabricx("test", "ckpt_path=last", "experiment=charlm", fails=True)
     assert "module._target_=fabricx.demo.digits.DigitsClassifier module.hidden=128" in said
     assert "predictions.pt" in fabricx("predict", f"ckpt_path={last}", "trainer.devices=2")
@@ -66,7 +66,7 @@ def test_a_run_is_resumed_in_its_folder_and_its_checkpoints_are_looked_after(own
     assert "15 steps, 3 epochs" in said
     assert "trainer.max_epochs: 2 -> 3" in said
     assert "the optimizer continues with the checkpoint's lr=0.005 (configured: 0.5)" in said
-    assert "each update has 32 samples from here on, where it had 64" in said
+    assert "each update now has 32 samples, and had 64" in said
     assert "to keep 64, set batch_size=32" in said
     assert yaml.safe_load((run / "config.yaml").read_text())["module"]["lr"] == 0.005
     assert yaml.safe_load((run / "config-resumed-1.yaml").read_text())["module"]["lr"] == 0.5
@@ -74,7 +74,9 @@ def test_a_run_is_resumed_in_its_folder_and_its_checkpoints_are_looked_after(own
     said = fabricx("resume", str(run), "module.hidden=7", "trainer.max_epochs=4", fails=True)
     assert "are not those of the module" in said
     assert not (run / "config-resumed-2.yaml").exists()
-    assert "nothing was left to train; to train on:" in fabricx("resume", str(run))  # with 3 epochs, as resumed
+    assert "the training was already complete; to continue it:" in fabricx(
+        "resume", str(run)
+    )  # with 3 epochs, as resumed
     listed = fabricx("checkpoint", "ls", "runs").splitlines()
     assert [line.split()[:4] for line in listed] == [["step", "epoch", "ranks", "strategy"], ["15", "2", "2", "DDP"]]
     assert fabricx("checkpoint", "verify", str(run)).startswith("whole")

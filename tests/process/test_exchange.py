@@ -183,7 +183,7 @@ class Momentum(LooksUp):
 
 
 def test_momentum_of_sparse_tables_is_refused_on_servers() -> None:
-    with pytest.raises(WorkerFailed, match="momentum moves rows of a sparse embedding"):
+    with pytest.raises(WorkerFailed, match="momentum also changes rows of a sparse embedding"):
         train(AsyncSGD(), module=Momentum("sgd"))
 
 
@@ -242,7 +242,7 @@ def test_weights_may_come_while_the_next_step_has_begun(make: Any, devices: int,
 
 
 def test_weights_that_are_used_before_they_have_come_are_an_error() -> None:
-    with pytest.raises(WorkerFailed, match=r"head\.weight.*: used before its newest value was received"):
+    with pytest.raises(WorkerFailed, match=r"head\.weight.*: used before the newest value was received"):
         train(AsyncSGD(overlap="forward"), module=Direct())
     train(AsyncSGD(), module=Direct(), max_epochs=1)
 

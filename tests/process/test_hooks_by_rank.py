@@ -109,7 +109,7 @@ def fit_here(cases: list[tuple[Any, Changed]]) -> list[str]:
     return found
 
 
-START = "ranks differ at the start of epoch 1, and would not train one model"
+START = "ranks differ at the start of epoch 1, so they would not train the same model"
 FROZEN = "first.weight: parameter, shape [4, 3], float32, frozen on rank 0, parameter, shape [4, 3], float32, trained"
 TOLD = {
     "unfreezes": (START, FROZEN),

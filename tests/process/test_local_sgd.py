@@ -160,7 +160,7 @@ def test_streams_of_different_lengths_are_trained_to_their_ends() -> None:
     assert trainer.global_step == alone.global_step == 6
     for a, b in zip(some.parameters(), one.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=0.0, atol=1e-10)  # sums of doubles in another order
-    with pytest.raises(WorkerFailed, match=r"Promising has ended after 2 batches .* limit_train_batches"):
+    with pytest.raises(WorkerFailed, match=r"Promising ended after 2 batches .* limit_train_batches"):
         fx.Trainer(devices=2, strategy=LocalSGD(every=1), **options).fit(Plain(), Promising())
 
 

@@ -182,7 +182,7 @@ def test_a_worker_that_joins_and_builds_something_else_is_an_error_of_that_worke
     options: dict[str, Any] = {"default_root_dir": tmp_path, "callbacks": [FaultRecovery(max_restarts=1)], **QUIET}
     trainer = fx.Trainer(devices=2, strategy=kind(), max_epochs=2, **options)
     trainer.fit(module)
-    assert module.error.startswith("RanksDisagree: a worker that joins the run has built other objects")
+    assert module.error.startswith("RanksDisagree: a worker that joins the run has created other objects")
     assert DIFFERENCES[what].replace("rank 0", "the ranks at set-up").replace("rank 1", "this worker") in module.error
     assert (trainer.current_epoch, len(trainer.failures), trainer.world.size) == (2, 1, 1)
 

@@ -222,7 +222,7 @@ def test_rows_and_checkpoints_are_those_of_one_run(tmp_path: Path) -> None:
     events.Reload()
     event, last = events.Tensors("events/recovery/text_summary")
     assert b"recovered 1 time, 0 samples lost" in last.tensor_proto.string_val[0]
-    assert re.search(rb"rank 1 failed: .*; 2 workers go on from step 7", event.tensor_proto.string_val[0])
+    assert re.search(rb"rank 1 failed: .*; 2 workers continue from step 7", event.tensor_proto.string_val[0])
     assert trainer.failures
 
 

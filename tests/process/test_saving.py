@@ -168,7 +168,7 @@ def warned(path: Path) -> list[str]:
 
 def test_what_ranks_add_otherwise_than_rank_0_is_said(tmp_path: Path) -> None:
     [told], none = run_ranks(warned, 2, tmp_path / "a.ckpt")
-    assert told.startswith("on_save_checkpoint adds other values on other ranks (of 1, of_rank), and a checkpoint has")
+    assert told.startswith("on_save_checkpoint adds values that differ between ranks (of 1, of_rank), and a checkpoint")
     assert not none  # rank 0 says it
     assert checkpoint.load(tmp_path / "a.ckpt")["of_all"].tolist() == [0.0, 1.0]
 

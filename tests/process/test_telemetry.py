@@ -247,7 +247,7 @@ def test_a_rank_that_hangs_is_found_at_its_line_and_the_others_in_their_collecti
     assert "rank 0:" in stacks
     assert "thread MainThread" in stacks
     assert trainer.global_step == 10
-    assert explain({}) == "no rank is left to ask"
+    assert explain({}) == "no rank could be asked"
 
 
 @pytest.mark.parametrize("strategy", [AsyncSGD(), ParameterServer()], ids=["async_sgd", "parameter_server"])

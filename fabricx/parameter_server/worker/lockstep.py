@@ -144,7 +144,10 @@ class ServerStep(Lockstep[Client]):
         clipped = self.gradients.check_dense(parameters)
         before = {id(parameter) for earlier, _ in (*self._scales, *self._limits) for parameter in earlier}
         if any(id(parameter) in before for parameter in clipped):
-            raise ValueError("a gradient is clipped twice in an update, and servers clip once: use optimizer=worker")
+            raise ValueError(
+                "a gradient is clipped twice in an update, and servers clip once: clip it once, or use "
+                "optimizer='worker'"
+            )
         return clipped
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:

@@ -117,8 +117,8 @@ class PrefetchHooks:
         """
         names = ", ".join(sorted(self.names[number] for number in numbers))
         return RuntimeError(
-            f"{names}: used before its newest value was received, because its submodule was not called: set "
-            "overlap='backward', or call the submodule"
+            f"{names}: used before the newest value was received, because the submodule that owns it was not called: "
+            "call the submodule, or set overlap='backward'"
         )
 
     def end(self) -> None:

@@ -449,5 +449,5 @@ def test_weights_of_a_run_that_ends_before_the_metric_is_logged_are_saved(traine
 
 @pytest.mark.parametrize("name", ModelCheckpoint.former_arguments)
 def test_an_argument_of_lightning_1_names_its_successor(name: str) -> None:
-    with pytest.raises(TypeError, match=f"ModelCheckpoint has no argument '{name}': (set|begin) "):
+    with pytest.raises(TypeError, match=f"ModelCheckpoint has no argument '{name}': (set|put) "):
         ModelCheckpoint(**{name: 1})

@@ -36,7 +36,7 @@ def test_no_name_in_a_checkpoint_leads_out_of_its_folder(tmp_path: Path, place: 
             rewrite(path, lambda manifest, name=name: manifest["files"].update({str(name): listed(secret)}))
             if isinstance(name, str):
                 assert main(["verify", str(path)]) == 1
-                is_refused(path, "names the file")
+                is_refused(path, "refers to the file")
         else:
             index = json.loads((path / "index.json").read_text())
             index["strategy/module/w"]["chunks"][0]["file"] = name
@@ -59,7 +59,7 @@ def test_all_that_is_loaded_has_a_checksum(tmp_path: Path) -> None:
     for name in ("state.pt", "index.json", SHARD):
         path = saved(tmp_path / name)
         rewrite(path, lambda manifest, name=name: manifest["files"].pop(name))
-        is_refused(path, "lists no|doesn't list")
+        is_refused(path, "does not list|doesn't list")
     for number, wrong in enumerate([{}, None, 3, {"bytes": -1, "crc32": 0}, {"bytes": 1.0, "crc32": 0}, {"bytes": 9}]):
         path = saved(tmp_path / str(number))
         rewrite(path, lambda manifest, wrong=wrong: manifest["files"].update({SHARD: wrong}))

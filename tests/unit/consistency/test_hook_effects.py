@@ -49,7 +49,7 @@ def fit(*callbacks: fx.Callback) -> None:
 )  # fmt: skip
 def test_a_hook_that_changes_weights_which_servers_have_is_refused(hook: str) -> None:
     name = "a hook of the validation" if "validation" in hook else "change"
-    with pytest.raises(ValueError, match=rf"{name} changes weights, and the servers own them"):
+    with pytest.raises(ValueError, match=rf"{name} changes weights, but servers hold the weights"):
         fit(changes(hook))
 
 

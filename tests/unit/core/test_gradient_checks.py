@@ -23,7 +23,7 @@ def test_a_parameter_that_is_unfrozen_after_set_up_is_refused() -> None:
     layer.bias.requires_grad_(False)
     check_frozen(layer, [layer.bias], "mine")
     layer.bias.requires_grad_(True)
-    with pytest.raises(ValueError, match="bias was frozen at set-up and is trained now, and mine"):
+    with pytest.raises(ValueError, match="bias was frozen at set-up and is trained now, but mine"):
         check_frozen(layer, [layer.bias], "mine")
 
 

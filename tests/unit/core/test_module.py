@@ -138,5 +138,5 @@ def test_a_group_for_a_logged_value_is_refused(quiet: dict[str, Any]) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("loss", 1.0, sync_dist_group=object())  # type: ignore[arg-type]
 
-    with pytest.raises(ValueError, match="values are reduced over the ranks that train"):
+    with pytest.raises(ValueError, match="values are always reduced over all ranks that train"):
         fx.Trainer(max_epochs=1, **quiet).fit(Mine(), tiny_loader())

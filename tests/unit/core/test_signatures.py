@@ -163,8 +163,8 @@ def _module_with(name: str, method: Callable[..., Any]) -> Any:
         ("training_step", lambda self, batch, batch_idx, hiddens: None, "'hiddens', which is of Lightning 1"),
         ("optimizer_step", lambda self, epoch, batch_idx, optimizer, optimizer_idx, closure: None, "'optimizer_idx'"),
         ("on_train_epoch_end", lambda self, outputs: None, "'outputs'.*append what it needs to a list"),
-        ("on_train_batch_start", lambda self, batch, batch_idx, dataloader_idx: None, "requires 'dataloader_idx'"),
-        ("on_fit_start", lambda self, *, stage: None, r"requires 'stage', and its arguments are \(\)"),
+        ("on_train_batch_start", lambda self, batch, batch_idx, dataloader_idx: None, "required parameter 'dataloader_idx'"),
+        ("on_fit_start", lambda self, *, stage: None, r"has the required parameter 'stage', but is called with \(\)"),
     ],
 )
 def test_a_parameter_that_no_hook_has_is_refused(name: str, method: Callable[..., Any], message: str) -> None:

@@ -104,7 +104,7 @@ class Stream(IterableDataset[Any]):
     [
         ((Stream(), noisy), {}, "Stream isn't map-style"),
         (([], noisy), {}, "the dataset is empty"),
-        (([1], 3), {}, "can't be called with a sample"),
+        (([1], 3), {}, "is not callable"),
         (([1], str), {"workers": -1}, "0 or more processes, or 'auto'"),
         (([1], str), {"memory_mib": 0}, "more than 0 MiB"),
         (([1], str), {"num_workers": 2}, "use workers instead"),

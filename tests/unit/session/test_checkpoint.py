@@ -161,7 +161,7 @@ def test_each_of_several_callbacks_of_a_class_has_its_state_back(
     with pytest.raises(ValueError, match=r"states of 3 callbacks with state_key='Counts', and this run has 1 such"):
         train(4, own_folder / "3.ckpt", 1)
     train(4, own_folder / "3.ckpt")
-    warned = "the checkpoint has state of Counts, Counts/2, Counts/3, and this run has no such callback"
+    warned = "the checkpoint has the state of Counts, Counts/2, Counts/3, and this run has no such callback"
     assert warned in capsys.readouterr().out
 
 
@@ -263,7 +263,7 @@ def train(steps: int, batch_size: int, accumulate: int, ckpt: Path | None) -> fx
 
 @pytest.mark.parametrize(
     ("batch_size", "accumulate", "said"),
-    [(4, 1, ""), (2, 2, ""), (8, 1, "each update has 8 samples from here on, where it had 4"), (2, 1, "has 2 samples")],
+    [(4, 1, ""), (2, 2, ""), (8, 1, "each update now has 8 samples, and had 4"), (2, 1, "now has 2 samples")],
 )
 def test_another_batch_size_is_said_and_the_same_product_is_not(
     own_folder: Path, batch_size: int, accumulate: int, said: str, capsys: pytest.CaptureFixture[str]
@@ -292,7 +292,7 @@ def test_batch_size_and_ranks_changed_together(batch: int, said: bool) -> None:
     )  # fmt: skip
     _print_global_batch(session, 8)
     assert bool(lines) is said
-    assert not said or ("16 samples from here on, where it had 8" in lines[0] and "the 2 ranks" in lines[0])
+    assert not said or ("16 samples, and had 8" in lines[0] and "the 2 ranks" in lines[0])
 
 
 @pytest.mark.parametrize(
@@ -311,5 +311,5 @@ def test_an_update_of_one_worker_has_its_batch(strategy: Any, samples: int) -> N
     _print_global_batch(session, samples)
     assert lines == []
     _print_global_batch(session, 4)
-    assert f"each update has {samples} samples from here on, where it had 4" in lines[0]
+    assert f"each update now has {samples} samples, and had 4" in lines[0]
     assert ("of a single worker" in lines[0]) is (samples == 8)

@@ -60,7 +60,7 @@ def test_a_run_that_has_not_begun_or_is_being_saved_is_not_saved() -> None:
     begins.running = False  # after the run
     check_savable(begins, weights_only=False)
     begins.checkpoints.collecting = True
-    with pytest.raises(RuntimeError, match="within on_save_checkpoint"):
+    with pytest.raises(RuntimeError, match="called in on_save_checkpoint"):
         check_savable(begins, weights_only=False)
 
 

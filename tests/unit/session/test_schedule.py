@@ -43,7 +43,7 @@ def test_an_epoch_that_is_shorter_than_what_was_trained_ends_with_its_validation
 
     train(max_steps=3)
     assert train(own_folder / "three.ckpt", max_epochs=2, **options) == validations
-    ends = "it ends here" in capsys.readouterr().out
+    ends = "the epoch ends here" in capsys.readouterr().out
     assert ends is (options["limit_train_batches"] in (2, 3, 0.5))
 
 

@@ -88,7 +88,7 @@ def test_recoveries_are_counted_with_what_they_took() -> None:
     run.feed([
         record("event", None, 1.0, "launcher", name="failure", text="x", step=5, steps_again=3.0),
         record("event", 0, 2.0, name="recovery", text="started again", step=2, seconds=1.5),
-        record("event", 0, 3.0, name="recovery", text="2 workers go on", step=7, seconds=0.25, steps_again=0),
+        record("event", 0, 3.0, name="recovery", text="2 workers continue", step=7, seconds=0.25, steps_again=0),
         record("event", 0, 4.0, name="recovery", text="recovered 2 times, 0 samples lost", step=9),
     ])  # fmt: skip
     assert recovery(run) == "recovered 2 times, 3 steps trained again, 1.8 s"

@@ -92,7 +92,7 @@ def test_a_parameter_that_is_used_before_it_arrived_is_an_error(weights: Any) ->
     loss = nn.functional.linear(torch.ones(2), net.layer.weight).sum()  # without a call of the layer
     weights.late = {1, 2}
     timing.settle()
-    with pytest.raises(RuntimeError, match=r"layer\.weight.*used before its newest value was received"):
+    with pytest.raises(RuntimeError, match=r"layer\.weight.*used before the newest value was received"):
         timing.backward(loss.backward)
     timing.begin_step()  # the next step has nothing to wait for
     timing.backward(net(torch.ones(2)).sum().backward)

@@ -142,7 +142,7 @@ def test_events_are_marked_and_named_by_paths_within_the_run(tmp_path: Path) -> 
     events: list[dict[str, Any]] = [
         *({"name": "checkpoint", "text": f"/at/my run/checkpoints/{n}.ckpt is complete", "step": n} for n in range(60)),
         {"name": "checkpoint", "text": f"the checkpoint {where[:10]}/my run/checkpoints/a.ckpt was lost", "step": 60},
-        {"name": "recovery", "text": "2 workers go on", "step": 61, "seconds": 2.0, "steps_again": 3},
+        {"name": "recovery", "text": "2 workers continue", "step": 61, "seconds": 2.0, "steps_again": 3},
         {"name": "rebalance", "text": "shares", "step": 62},
     ]
     lines = [json.dumps({"kind": "event", "at": 5.0 + n / 100, "rank": 0, **event}) for n, event in enumerate(events)]
