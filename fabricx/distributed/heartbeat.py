@@ -19,6 +19,7 @@ _OWN: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PYTHON: Final = os.path.dirname(os.__file__)
 _STEPS: Final = [0]
 _JOINED: Final = [0]
+_WAITS_FOR: Final = [""]
 
 
 def advance() -> None:
@@ -66,6 +67,15 @@ def waits() -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
 
 
+def waits_for(event: str) -> None:
+    """Set the event that this process is about to wait for, for the report of a hang.
+
+    Args:
+        event: such as "receive of microbatch 3 from stage 0"; "" when the wait has ended.
+    """
+    _WAITS_FOR[0] = event
+
+
 def joined() -> None:
     """Ignore collectives of earlier process groups from now on: this process has joined a new group."""
     _JOINED[0] = time.time_ns()
@@ -77,7 +87,8 @@ class Diagnosis:
 
     Attributes:
         where: current line of the main thread.
-        pending: first collective that was started and is not complete, such as "all_reduce #119"; "" if there is none.
+        pending: transfer that the process waits for, else the first collective that was started and is not complete,
+            such as "all_reduce #119"; "" if there is none.
         done: last complete collective; "" if there is none.
         stacks: stack traces of all threads.
     """
@@ -91,7 +102,7 @@ class Diagnosis:
 def diagnosis() -> Diagnosis:
     """Collect the current activity of this process."""
     pending, done = _collectives()
-    return Diagnosis(where(), pending, done, _stacks())
+    return Diagnosis(where(), _WAITS_FOR[0] or pending, done, _stacks())
 
 
 def _collectives() -> tuple[str, str]:

@@ -1,0 +1,184 @@
+"""Tensors sent from one rank to another, with sends that do not wait."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fabricx.distributed import heartbeat
+from fabricx.distributed.lost_peers import raise_peer_lost
+from fabricx.distributed.world import OPERATION, WAITED_S, World
+
+CHANNELS: Final = ("forward", "backward", "forward wrap", "backward wrap")
+
+
+def open_channels(everyone: World, parts: Sequence[Sequence[int]]) -> dict[str, dist.ProcessGroup]:
+    """Build the process groups of `Transfers` for NCCL; all ranks of the run call it. Nothing is built for gloo.
+
+    NCCL runs the operations of a group in the order of their calls. A rank that sends to a neighbour before it receives
+    from it would wait for a neighbour that does the same, so each direction has a group of its own; and messages have
+    no tags, so gradients do not share a group with activations.
+
+    Args:
+        everyone: all ranks of the run.
+        parts: ranks of each pipeline; every rank is in exactly one part.
+    """
+    return {name: everyone.new_subgroup(parts) for name in CHANNELS} if everyone.silent else {}
+
+
+@final
+class Expected:
+    """A tensor that is on its way from another rank.
+
+    Args:
+        tensor: written when `Transfers.complete` returns.
+        work: of torch; None for a tensor without elements.
+        event: description for error messages and reports of a hang.
+    """
+
+    def __init__(self, tensor: Tensor, work: Any, event: str) -> None:
+        self.tensor, self.work, self.event = tensor, work, event
+
+
+@final
+class Transfers:
+    """Sends and receives between the ranks of a world; messages with the same channel and tag arrive in their order.
+
+    Args:
+        world: ranks that exchange tensors.
+        channels: result of `open_channels`.
+        timeout: maximum time of a transfer.
+
+    Attributes:
+        sent_bytes: bytes of all tensors that this rank has sent.
+
+    Raises:
+        ValueError: the backend is NCCL and there are no channels.
+    """
+
+    def __init__(
+        self, world: World, channels: Mapping[str, dist.ProcessGroup] | None = None, timeout: timedelta = OPERATION
+    ) -> None:  # fmt: skip
+        if world.silent and world.size > 1 and not channels:
+            raise ValueError("transfers by NCCL need groups of their own for each direction: pass open_channels(...)")
+        self._world, self._channels, self._limit = world, dict(channels or {}), timeout
+        self._sent: deque[tuple[Any, Tensor, str]] = deque()
+        self.sent_bytes = 0
+
+    def begin_send(self, tensor: Tensor, to: int, channel: str, tag: int, event: str) -> None:
+        """Begin to send a tensor; it must not be changed until `finish`.
+
+        Args:
+            tensor: without a graph.
+            to: rank.
+            channel: of `CHANNELS`.
+            tag: number of the kind of message.
+            event: description for error messages and reports of a hang.
+
+        Raises:
+            PeerLost: the connection to the rank was lost.
+        """
+        if not tensor.numel():
+            return
+        raw = _raw(tensor.detach().contiguous())
+        self.sent_bytes += raw.numel() * raw.element_size()
+        try:
+            work = dist.isend(raw, group=self._group(channel), group_dst=to, tag=tag)
+        except RuntimeError as error:
+            self._fail(error, event)
+            raise
+        self._sent.append((work, raw, event))
+
+    def expect(self, tensor: Tensor, source: int, channel: str, tag: int, event: str) -> Expected:
+        """Begin to receive a tensor.
+
+        Args:
+            tensor: contiguous, of the shape and dtype of the sent tensor.
+            source: rank.
+            channel: of `CHANNELS`.
+            tag: as of the sender.
+            event: description for error messages and reports of a hang.
+
+        Raises:
+            PeerLost: the connection to the rank was lost.
+        """
+        if not tensor.numel():
+            return Expected(tensor, None, event)
+        try:
+            work = dist.irecv(_raw(tensor), group=self._group(channel), group_src=source, tag=tag)
+        except RuntimeError as error:
+            self._fail(error, event)
+            raise
+        return Expected(tensor, work, event)
+
+    def complete(self, expected: Expected) -> Tensor:
+        """Wait for a tensor, and return it.
+
+        Args:
+            expected: result of `expect`.
+
+        Raises:
+            PeerLost: a rank has died, or the group was aborted.
+            RuntimeError: the tensor was not received within the timeout.
+        """
+        if expected.work is not None:
+            self._wait(expected.work, expected.event)
+        return expected.tensor
+
+    def finish(self, newest: int = 0) -> None:
+        """Wait until sent tensors were received.
+
+        Args:
+            newest: number of sends that may still be under way.
+
+        Raises:
+            PeerLost: a rank has died, or the group was aborted.
+            RuntimeError: a tensor was not received within the timeout.
+        """
+        while len(self._sent) > newest:
+            work, _, event = self._sent[0]
+            self._wait(work, event)
+            self._sent.popleft()
+
+    @property
+    def under_way(self) -> int:
+        """Return the number of sends for which `finish` has not waited."""
+        return len(self._sent)
+
+    def _group(self, channel: str) -> dist.ProcessGroup | None:
+        return self._channels.get(channel, self._world.group)
+
+    def _wait(self, work: Any, event: str) -> None:
+        began = time.monotonic()
+        heartbeat.waits_for(event)
+        try:
+            work.wait(self._limit)
+        except Exception as error:
+            self._fail(error, event)
+            raise
+        else:
+            self._world.settle()
+        finally:
+            heartbeat.waits_for("")
+            WAITED_S[0] += time.monotonic() - began
+
+    def _fail(self, error: Exception, event: str) -> None:
+        """Raise `PeerLost` if a rank was lost; after an abort, both the data and the error are meaningless."""
+        self._world.settle()
+        place = f"rank {self._world.rank} of {self._world.size}, {event}"
+        raise_peer_lost(error, place)
+        error.add_note(place)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """Return a tensor of a dtype that all backends send, with the same memory."""
+    if tensor.dtype is torch.bool:
+        return tensor.view(torch.uint8)
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

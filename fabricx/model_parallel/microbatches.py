@@ -1,0 +1,140 @@
+"""Split a batch into microbatches by its rows."""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import pathlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from fabricx.model_parallel.nested import children, with_children
+
+_PLAIN: Final = (
+    str, bytes, int, float, complex, bool, type(None), enum.Enum, pathlib.PurePath, datetime.date, datetime.timedelta,
+    np.generic, torch.dtype, torch.device, torch.Size, slice,
+)  # fmt: skip
+REMEDY: Final = "let the loader return tensors whose first dimension are the samples, or set microbatches=1"
+
+
+def rows_of(batch: Any) -> int | None:
+    """Return the number of samples of a batch: the first dimension of its first tensor with a dimension; else None.
+
+    Args:
+        batch: nested tuples, lists, mappings and dataclasses.
+
+    >>> rows_of({"step": torch.tensor(1), "x": torch.zeros(3, 2)})
+    3
+    """
+    if isinstance(batch, (Tensor, np.ndarray)):
+        return int(batch.shape[0]) if batch.ndim else None
+    inside = children(batch)
+    found = (rows_of(child) for _, child in inside or ())
+    return next((rows for rows in found if rows is not None), None)
+
+
+def split(batch: Any, microbatches: int) -> list[Any]:
+    """Split a batch by rows; microbatches differ by one row at most, and none is empty.
+
+    Tensors, arrays and lists of texts with as many entries as the batch has samples are split. Other tensors, numbers
+    and texts are the same in each microbatch.
+
+    Args:
+        batch: nested tuples, lists, mappings and dataclasses.
+        microbatches: number of parts, fewer for a batch with fewer rows; 1 returns the batch as it is.
+
+    Raises:
+        ValueError: the batch has no tensor with rows, or an object that can't be split.
+
+    >>> [part.tolist() for part in split(torch.arange(7), 3)]
+    [[0, 1, 2], [3, 4], [5, 6]]
+    """
+    if microbatches == 1:
+        return [batch]
+    rows = rows_of(batch)
+    if not rows:
+        has = "a batch without samples" if rows == 0 else "a batch without a tensor that has samples"
+        raise ValueError(f"{has} can't be split into {microbatches} microbatches: {REMEDY}")
+    parts = min(microbatches, rows)
+    sizes = [rows // parts + (number < rows % parts) for number in range(parts)]
+    begins = [sum(sizes[:number]) for number in range(parts)]
+    return [_part(batch, rows, begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
+
+
+def _part(value: Any, rows: int, begin: int, end: int) -> Any:
+    if isinstance(value, Tensor):
+        if value.is_nested or value.layout is not torch.strided:
+            raise ValueError(f"a batch has a nested or sparse tensor, whose rows can't be split: {REMEDY}")
+        return value[begin:end] if value.dim() and value.shape[0] == rows else value
+    if isinstance(value, np.ndarray):
+        return value[begin:end] if value.ndim and value.shape[0] == rows else value
+    if isinstance(value, _PLAIN):
+        return value
+    inside = children(value)
+    if inside is None or isinstance(value, PackedSequence):
+        raise ValueError(
+            f"a batch has an object of class {type(value).__name__}, whose samples can't be split into microbatches: "
+            + REMEDY
+        )
+    if isinstance(value, (list, tuple)) and len(value) == rows and all(isinstance(item, str) for item in value):
+        return value[begin:end]
+    new = {key: part for key, child in inside if (part := _part(child, rows, begin, end)) is not child}
+    if not new:
+        return value
+    return with_children(value, new)
+
+
+def join(outputs: Sequence[Any], parts: Sequence[Any], shares: Sequence[float]) -> Any:
+    """Join the results of a step for the microbatches of a batch.
+
+    Tensors with the rows of their microbatch are concatenated. Other floating-point tensors are averaged by the parts
+    of the microbatches in the batch, so that the loss is that of the batch. Other values are those of the first
+    microbatch.
+
+    Args:
+        outputs: by microbatch; None for a microbatch without a loss.
+        parts: the microbatches.
+        shares: their parts of the batch.
+
+    Returns:
+        nested as the outputs, without graphs; None if there is no output.
+
+    >>> join([{"loss": torch.tensor(1.0)}, {"loss": torch.tensor(4.0)}], [torch.ones(2), torch.ones(1)], [2 / 3, 1 / 3])
+    {'loss': tensor(2.)}
+    """
+    given = [number for number, output in enumerate(outputs) if output is not None]
+    if not given:
+        return None
+    sizes = [rows_of(parts[number]) for number in given]
+    weights = [shares[number] for number in given]
+    total = sum(weights)
+    weights = [weight / total if total else 1.0 / len(given) for weight in weights]
+    return _joined([outputs[number] for number in given], sizes, weights)
+
+
+def _joined(values: list[Any], sizes: Sequence[int | None], weights: Sequence[float]) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor):
+        tensors = [value.detach() for value in values]
+        if len(tensors) == 1:
+            return tensors[0]
+        if all(tensor.dim() and tensor.shape[0] == size for tensor, size in zip(tensors, sizes, strict=True)):
+            return torch.cat(tensors)
+        if first.is_floating_point() and all(tensor.shape == first.shape for tensor in tensors):
+            return sum(tensor * weight for tensor, weight in zip(tensors, weights, strict=True))
+        return tensors[0]
+    inside = children(first)
+    if inside is None or not all(isinstance(value, type(first)) for value in values):
+        return first
+    others = [dict(children(value) or ()) for value in values]
+    new = {
+        key: _joined([other[key] for other in others], sizes, weights)
+        for key, _ in inside
+        if all(key in other for other in others)
+    }
+    return with_children(first, {key: value for key, value in new.items() if value is not others[0][key]})

@@ -1,0 +1,373 @@
+"""A module divided into stages: each rank runs the user's whole step, and computes its own blocks in it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from fabricx.core.rng import random_kept
+from fabricx.distributed.lost_peers import raise_peer_lost
+from fabricx.distributed.point_to_point import Transfers
+from fabricx.distributed.world import World
+from fabricx.model_parallel import microbatches as rows
+from fabricx.model_parallel import placeholders
+from fabricx.model_parallel.block_calls import intercept
+from fabricx.model_parallel.nested import leaves
+from fabricx.model_parallel.pipeline_chain import Chain
+from fabricx.model_parallel.pipeline_cuts import Cuts
+from fabricx.model_parallel.pipeline_pass import Links, Pass, StageEnd
+from fabricx.model_parallel.pipeline_schedule import Action, check_schedule, schedule
+from fabricx.model_parallel.weight_gradients import DeferredWeights
+
+Step = Callable[..., Any]
+_NOTHING: Final = contextlib.nullcontext()
+_SHARED: Final = 1 << 20  # tags of shared parameters; those of activations are smaller
+_SWALLOWED: Final = (
+    "the step has caught StageEnd, by which a stage of a pipeline ends it: use `except Exception` in place of "
+    "`except:` and `except BaseException`"
+)
+_ZERO_BUBBLE_FSDP: Final = (
+    "schedule=zero_bubble computes gradients of weights after their backward, and fsdp reduces them in the backward: "
+    "use schedule=1f1b, or data=ddp"
+)
+
+
+@final
+class Pipeline:
+    """The stages of a module on the ranks of a pipeline.
+
+    Code before the blocks runs on all stages, on placeholders of the parameters, so that masks and shapes are there.
+    Blocks of earlier stages return stand-ins of the right shapes; the first block of a stage takes what the stage
+    before has sent. At the call of the next stage's first block, its arguments are sent and the step ends there.
+
+    Args:
+        module: of the user, on its device; `fully_shard` may have been applied to own blocks and to the rest.
+        chain: of the module; the same on all ranks.
+        cuts: blocks of each chunk, by `divide`; chunk c belongs to rank `c % pipeline.size`.
+        pipeline: ranks along the pipeline.
+        schedule: a name of `pipeline_schedule.SCHEDULES`.
+        microbatches: of a batch.
+        virtual: chunks of each rank.
+        channels: result of `open_channels`, for NCCL.
+
+    Attributes:
+        own_names: parameters and buffers that this stage holds, including those that other stages hold, too.
+        shared_names: parameters that several stages use, with these stages.
+        owners: stages of each parameter and buffer.
+        transfers: to other stages; counts the bytes.
+
+    Raises:
+        ValueError: options don't fit together, or the module can't be trained by this schedule.
+    """
+
+    def __init__(
+        self, module: nn.Module, chain: Chain, cuts: Cuts, pipeline: World, *, schedule: str, microbatches: int,
+        virtual: int = 1, channels: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        check_schedule(schedule, pipeline.size, virtual, microbatches)
+        assert len(cuts) == pipeline.size * virtual
+        self.module, self.chain, self.cuts = module, chain, list(cuts)
+        self.schedule, self.microbatches, self.virtual = schedule, microbatches, virtual
+        self.world_changed(pipeline, channels)
+        self.owners = _owners(chain, self.cuts, pipeline.size)
+        self.own_names = frozenset(name for name, stages in self.owners.items() if pipeline.rank in stages)
+        self.shared_names = {
+            name: stages for name, stages in self.owners.items() if len(stages) > 1 and name not in chain.buffers
+        }
+        kept = {name for name in chain.buffers if not chain.uses[name] or -1 in chain.uses[name]}
+        if schedule == "zero_bubble" and any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
+            raise ValueError(_ZERO_BUBBLE_FSDP)
+        placeholders.release(module, self.owners.keys() - self.own_names - kept)
+        self._deferred = DeferredWeights() if schedule == "zero_bubble" else None
+        self._restore = [
+            intercept(module.get_submodule(name), functools.partial(self._call, number))
+            for number, name in enumerate(chain.blocks)
+        ]
+        self._pass: Pass | None = None
+
+    def world_changed(self, pipeline: World, channels: Mapping[str, Any] | None = None) -> None:
+        """Use another process group, and forget interrupted transfers.
+
+        Args:
+            pipeline: ranks along the pipeline; as many as before.
+            channels: result of `open_channels`, for NCCL.
+        """
+        self.world, self.transfers = pipeline, Transfers(pipeline, channels)
+        self._links = Links(self.transfers, pipeline.rank, pipeline.size, pipeline.device)
+
+    @property
+    def last(self) -> bool:
+        """Return whether this rank computes the loss."""
+        return self.world.rank == self.world.size - 1
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, step: Step, backward: Callable[[Any], Any], batch: Any, index: int, *,
+        seed: Callable[[int], None], weight: Callable[[Any], float] | None = None,
+    ) -> Any:  # fmt: skip
+        """Compute the gradients of a batch.
+
+        Args:
+            step: the user's training step; called with a microbatch and `index`.
+            backward: called on each stage for each microbatch, and calls `Pipeline.backward` with the loss. Its
+            argument
+                is the result of `step` on the last stage, whose loss is multiplied by the microbatch's part of the
+                batch; on other stages it is a surrogate loss, or None if the step has not called the blocks.
+            batch: the same on all stages.
+            index: of the batch.
+            seed: seeds random numbers; its argument numbers the pairs of microbatch and chunk. Called at the begin of
+                each step, alike on all stages, and at the first block of later chunks.
+            weight: weight of a microbatch; its number of rows, if None. `backward` is not called for a microbatch of
+                weight 0, unless all are.
+
+        Returns:
+            on the last stage, the result of the step for the whole batch; None on other stages.
+
+        Raises:
+            PeerLost: another rank has died.
+            ValueError: the batch can't be split; or the step ends, or calls the blocks, in another way than in the
+            trial
+                run.
+        """
+        parts = rows.split(batch, self.microbatches)
+        shares = _shares(parts, weight)
+        actions = schedule(self.schedule, self.world.rank, self.world.size, self.virtual, len(parts))
+        held: dict[tuple[int, int], Pass] = {}
+        delayed: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        outputs: dict[int, Any] = {}
+        flags = tuple(parameter.requires_grad for parameter in self.module.parameters())
+        with random_kept():
+            for action in actions:
+                number = action.chunk, action.microbatch
+                if action.kind == "forward":
+                    part = parts[action.microbatch]
+                    held[number] = self._begin(action, (flags, _signature(part)), seed, len(parts))
+                    self._forward(held[number], step, (part, index), functools.partial(seed, action.microbatch))
+                    if self._is_last(held[number]):
+                        outputs[action.microbatch] = held[number].output
+                elif action.kind == "weight_gradient":
+                    for compute in delayed.pop(number):
+                        compute()
+                else:
+                    self._backward(held.pop(number), backward, shares[action.microbatch])
+                    delayed[number] = self._take_deferred()
+            self.transfers.finish()
+        return rows.join([outputs[number] for number in range(len(parts))], parts, shares) if outputs else None
+
+    def evaluate(self, step: Step, batch: Any, *args: Any, seed: Callable[[int], None]) -> Any:
+        """Compute a validation, test or predict step on a whole batch.
+
+        A stage doesn't wait for the next stage, so that consecutive batches are computed at the same time.
+
+        Args:
+            step: called with the batch and `args`.
+            batch: the same on all stages.
+            *args: further arguments of the step.
+            seed: see `forward_backward`.
+
+        Returns:
+            the result of the step on the last stage; None on other stages.
+        """
+        before, output = self.transfers.under_way, None
+        with random_kept():
+            for chunk in range(self.virtual):
+                now = self._begin(Action("forward", chunk, 0), None, seed, 1)
+                self._forward(now, step, (batch, *args), functools.partial(seed, 0))
+                output = now.output if self._is_last(now) else None
+        self.transfers.finish(self.transfers.under_way - before)
+        return output
+
+    def _begin(self, action: Action, key: Any, seed: Callable[[int], None], parts: int) -> Pass:
+        chunk = action.chunk * self.world.size + self.world.rank
+        entered = functools.partial(seed, chunk * parts + action.microbatch)
+        return Pass(self.chain, self.cuts, chunk, action.microbatch, self._links, key, entered)
+
+    def _is_last(self, now: Pass) -> bool:
+        return now.chunk == len(self.cuts) - 1
+
+    def _forward(self, now: Pass, step: Step, args: tuple[Any, ...], seed: Callable[[], None]) -> None:
+        """Run the user's step until the end of a chunk."""
+        seed()
+        self._pass = now
+        try:
+            with self._deferred or _NOTHING:
+                now.output = step(*args)
+        except StageEnd:
+            return
+        except BaseException as error:
+            if now.ended:
+                raise RuntimeError(_SWALLOWED) from error
+            raise
+        finally:
+            self._pass = None
+        if now.ended:
+            raise RuntimeError(_SWALLOWED)
+        if now.reached and not self._is_last(now):
+            raise ValueError(
+                f"the step has ended before it called {self.chain.blocks[self.cuts[now.chunk][1]]}; in a pipeline a "
+                "step calls all blocks, or none"
+            )
+
+    def _backward(self, now: Pass, backward: Callable[[Any], Any], share: float) -> None:
+        """Compute the gradients of a chunk, and send those of its inputs to the chunk before."""
+        output = _scaled(now.output, share)
+        if now.ended:
+            leaf = torch.zeros((), device=self.world.device, requires_grad=True)
+            output = _Surrogate.apply(leaf, self._gradients(now), *now.sent)  # type: ignore[no-untyped-call]
+        now.again(True)
+        self._pass = now
+        try:
+            if share:
+                backward(output)
+        finally:
+            self._pass = None
+        for tensor in now.received:
+            if tensor.requires_grad:
+                gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+                self._links.post(gradient, "gradient", now.chunk, now.chunk - 1, now.microbatch)
+
+    def _gradients(self, now: Pass) -> list[Tensor | None]:
+        """Receive the gradients of the tensors that a chunk has sent."""
+        return [
+            self._links.receive(
+                torch.empty_like(tensor, memory_format=torch.contiguous_format), "gradient", now.chunk + 1, now.chunk,
+                now.microbatch,
+            ) if tensor.requires_grad else None
+            for tensor in now.sent
+        ]  # fmt: skip
+
+    def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
+        """Compute the gradients of this stage; called within `backward` of `forward_backward`.
+
+        Args:
+            loss: of the last stage; other stages have a surrogate, whose value and scale have no effect.
+            compute: called instead of `loss.backward`.
+
+        Raises:
+            PeerLost: torch communicates in this backward, and another rank has died.
+        """
+        try:
+            with self._deferred or _NOTHING:
+                (compute or loss.backward)()
+        except RuntimeError as error:
+            raise_peer_lost(error, f"stage {self.world.rank} of {self.world.size}, backward")
+            raise
+
+    def _take_deferred(self) -> list[Callable[[], None]]:
+        if self._deferred is None:
+            return []
+        taken, self._deferred.queue = self._deferred.queue, []
+        return taken
+
+    def _call(self, number: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._pass is None:
+            raise RuntimeError(
+                f"{self.chain.blocks[number]} was called outside of a step: under a pipeline this rank holds only a "
+                "part of the module, so call the model in training_step, validation_step, test_step or predict_step"
+            )
+        return self._pass.call(number, call, args, kwargs)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def reduce_shared(self) -> None:
+        """Sum the gradients of shared parameters over their stages; each stage calls it after the last backward.
+
+        The sum is computed on the first of the stages, so that it is the same to the bit on all of them.
+
+        Raises:
+            PeerLost: another rank has died.
+            ValueError: a gradient is sparse.
+        """
+        parameters = dict(self.module.named_parameters())
+        for number, (name, stages) in enumerate(sorted(self.shared_names.items())):
+            if self.world.rank in stages and parameters[name].requires_grad:
+                self._sum(name, parameters[name], stages, number)
+        self.transfers.finish()
+
+    def _sum(self, name: str, parameter: Tensor, stages: Sequence[int], number: int) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient: Any = parameter.grad
+        if gradient.layout is not torch.strided:
+            raise ValueError(
+                f"{name} is used by stages {stages} and has a sparse gradient: set sparse=False in its layer"
+            )
+        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        first, *others = stages
+        event, tag = f"sum of the gradients of {name} over stages {', '.join(map(str, stages))}", _SHARED + number
+        if self.world.rank != first:
+            self.transfers.begin_send(local.clone(), first, "backward", tag, event)
+            room = torch.empty_like(local, memory_format=torch.contiguous_format)
+            local.copy_(self.transfers.complete(self.transfers.expect(room, first, "forward", tag, event)))
+            return
+        for other in others:
+            room = torch.empty_like(local, memory_format=torch.contiguous_format)
+            local.add_(self.transfers.complete(self.transfers.expect(room, other, "backward", tag, event)))
+        for other in others:
+            self.transfers.begin_send(local.clone(), other, "forward", tag, event)
+
+    def undo(self, values: Mapping[str, Tensor] | None = None) -> None:
+        """Make the module whole again; it must not be used by the pipeline afterwards.
+
+        Args:
+            values: whole tensors of the parameters and buffers, by name; placeholders without a value stay.
+        """
+        while self._restore:
+            self._restore.pop()()
+        placeholders.restore(self.module, values or {})
+
+
+class _Surrogate(torch.autograd.Function):
+    """A loss whose gradients are those that the next stage has sent, for any incoming scale."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, gradients: list[Tensor | None], *sent: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros_like(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, None, *ctx.gradients
+
+
+def _owners(chain: Chain, cuts: Cuts, stages: int) -> dict[str, tuple[int, ...]]:
+    """Return the stages that hold each parameter and buffer."""
+    stage_of = {-1: 0, len(chain.blocks): (len(cuts) - 1) % stages}
+    stage_of |= {block: chunk % stages for chunk, (begin, end) in enumerate(cuts) for block in range(begin, end)}
+    found = {}
+    for name, places in chain.uses.items():
+        home = next((number for number, block in enumerate(chain.blocks) if name.startswith(f"{block}.")), -1)
+        found[name] = tuple(sorted({stage_of[place] for place in places or {home}}))
+    return found
+
+
+def _shares(parts: Sequence[Any], weight: Callable[[Any], float] | None) -> list[float]:
+    """Return the part of each microbatch in the batch."""
+    if len(parts) == 1:
+        return [1.0]
+    weights = [weight(part) if weight else float(rows.rows_of(part) or 0) for part in parts]
+    total = sum(weights)
+    return [one / total if total else 1.0 / len(parts) for one in weights]
+
+
+def _scaled(output: Any, share: float) -> Any:
+    """Return the result of a step with its loss multiplied by a microbatch's part of the batch."""
+    if share == 1.0 or output is None:
+        return output
+    if isinstance(output, Mapping):
+        return {**output, "loss": output["loss"] * share} if isinstance(output.get("loss"), Tensor) else output
+    return output * share if isinstance(output, Tensor) else output
+
+
+def _signature(part: Any) -> tuple[Any, ...]:
+    """Return the shapes and dtypes of a microbatch, on which the shapes of activations depend."""
+    return tuple(
+        (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf if isinstance(leaf, (int, float, bool)) else None
+        for _, leaf in leaves(part)
+    )

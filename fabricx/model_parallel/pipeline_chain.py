@@ -1,0 +1,363 @@
+"""The blocks of a module that a pipeline divides into stages: their names, their order, and what each of them needs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from fabricx.core.rng import random_kept
+from fabricx.distributed.sync_batchnorm import synchronised
+from fabricx.errors import nearest
+from fabricx.model_parallel.block_calls import intercept
+from fabricx.model_parallel.nested import Path, leaves, mapped
+from fabricx.model_parallel.pipeline_trace import Trace, tracing
+
+Blocks = list[tuple[str, nn.Module]]
+CANDIDATES: Final = 4  # chains that "auto" examines
+REPEATS: Final = 3  # runs that are timed; the shortest times count
+SAMPLES: Final = 2  # samples of the batch of `run`
+
+
+class Slot:
+    """Stands for a tensor in the structure of a block's output."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Blocks that are called one after another, and what a stage needs to compute some of them.
+
+    Positions are -1 before the blocks, i in block i and between it and the next, n after the last of n blocks. A chain
+    is plain data: rank 0 measures it and the other ranks receive it, as times differ between ranks.
+
+    Attributes:
+        blocks: names, in the order of the calls.
+        uses: positions of each parameter and each buffer; none for those that the step doesn't use.
+        buffers: names of buffers; the other names of `uses` are parameters.
+        entries: for each block, the paths of the arguments that come from earlier positions; the first begins with 0
+            for positional and 1 for keyword arguments.
+        outputs: for each block, the structure of its output; tensors are `Slot`.
+        joined: boundaries without a cut, with the reason; boundary b is before block b.
+        changing: shapes of tensors may depend on values of the batch.
+        costs: seconds of forward and backward of two samples: before the blocks, of each block, after the blocks.
+        sizes: bytes of the parameters at each position, in the order of `costs`.
+        saved: bytes per sample that autograd stores at each position, in the order of `costs`.
+        notes: what differs from training in one process, for the user.
+    """
+
+    blocks: tuple[str, ...]
+    uses: Mapping[str, frozenset[int]]
+    buffers: frozenset[str]
+    entries: tuple[tuple[Path, ...], ...]
+    outputs: tuple[Any, ...]
+    joined: Mapping[int, str]
+    changing: bool
+    costs: tuple[float, ...]
+    sizes: tuple[int, ...]
+    saved: tuple[float, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def shared_with_blocks(self) -> dict[str, frozenset[int]]:
+        """Return the positions of parameters of a block that are also used elsewhere."""
+        return {
+            name: places
+            for name, places in self.uses.items()
+            if name not in self.buffers and len(places) > 1 and any(0 <= place < len(self.blocks) for place in places)
+        }
+
+
+# -- which blocks -----------------------------------------------------------------------------------------------------
+
+
+def find_blocks(module: nn.Module, blocks: str | Sequence[str], run: Callable[[], Any]) -> Blocks:
+    """Return the blocks of a module, in their order.
+
+    Args:
+        module: of the user.
+        blocks: names of modules; or the name of their class; or "auto" for the longest run of modules in a list, a
+            `Sequential`, or of the same class, that are called one after another in the step.
+        run: computes a training step.
+
+    Raises:
+        LookupError: there is no such module or class.
+        ValueError: there are fewer than two blocks, or no chain.
+    """
+    if blocks == "auto":
+        return _detect(module, run)
+    known = dict(module.named_modules())
+    if isinstance(blocks, str):
+        found = [name for name, part in known.items() if any(c.__name__ == blocks for c in type(part).__mro__[:-2])]
+        found = [name for name in found if not any(name.startswith(f"{other}.") for other in found if other != name)]
+        if not found:
+            classes = sorted({type(part).__name__ for part in known.values()})
+            raise LookupError(f"blocks={blocks!r}: the module has no such class{_did_you_mean(blocks, classes)}")
+    else:
+        found = list(blocks)
+        for name in found:
+            if not name or name not in known:
+                raise LookupError(f"blocks: the module has no part {name!r}{_did_you_mean(name, known)}")
+    if len(found) < 2 or len(set(found)) < len(found):
+        raise ValueError(f"blocks={blocks!r}: a pipeline needs two or more different blocks, and these are {found}")
+    return [(name, known[name]) for name in found]
+
+
+def _did_you_mean(name: str, known: Any) -> str:
+    close = nearest(name, known)
+    return f". Did you mean {close!r}?" if close else f"; it has {', '.join(sorted(filter(None, known))[:20])}"
+
+
+def _detect(module: nn.Module, run: Callable[[], Any]) -> Blocks:
+    candidates = _candidates(module, _calls(module, run))
+    best: tuple[int, Blocks] | None = None
+    refused = ""
+    for blocks in candidates[:CANDIDATES]:
+        names = [name for name, _ in blocks]
+        try:
+            with _undisturbed(module), tracing(module, names) as trace:
+                run()
+        except ValueError as error:
+            refused = refused or str(error)
+            continue
+        possible = len(blocks) - 1 - len(trace.joined)
+        if possible and (best is None or possible > best[0]):
+            best = (possible, blocks)
+        if not trace.joined:
+            break
+        refused = refused or next(iter(trace.joined.values()))
+    if best is None:
+        raise ValueError(
+            "blocks='auto' finds no chain of blocks, each of which is called once and takes the output of the one "
+            "before" + (f" ({refused})" if refused else "") + "; name the blocks: blocks=CLASS, or a list of names"
+        )
+    return best[1]
+
+
+def _calls(module: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, list[tuple[int, int]]]:
+    """Return the (begin, end) of the calls of each module, as numbers in the order of time."""
+    calls: dict[nn.Module, list[tuple[int, int]]] = {}
+    begun: list[tuple[nn.Module, int]] = []
+    clock = [0]
+
+    def begin(part: nn.Module, *_: Any) -> None:
+        clock[0] += 1
+        begun.append((part, clock[0]))
+
+    def end(part: nn.Module, *_: Any) -> None:
+        while begun:
+            other, at = begun.pop()
+            if other is part:
+                clock[0] += 1
+                calls.setdefault(part, []).append((at, clock[0]))
+                return
+
+    handles = [register_module_forward_pre_hook(begin), register_module_forward_hook(end)]
+    try:
+        with _undisturbed(module):
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _candidates(module: nn.Module, calls: dict[nn.Module, list[tuple[int, int]]]) -> list[Blocks]:
+    """Return runs of modules that are called one after another, the most promising first."""
+    found: list[Blocks] = []
+    for path, parent in module.named_modules():
+        mixed = isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+        runs: list[Blocks] = [[]]
+        for name, child in parent.named_children():
+            after = calls[runs[-1][-1][1]][0][1] if runs[-1] else 0
+            once = len(calls.get(child, ())) == 1
+            alike = mixed or not runs[-1] or type(child) is type(runs[-1][-1][1])
+            if not (once and alike and calls[child][0][0] > after):
+                runs.append([])
+            if once:
+                runs[-1].append((f"{path}.{name}" if path else name, child))
+        found += [blocks for blocks in runs if _weight(blocks)[0] > 1]
+    equal = [blocks for blocks in found if len({type(block) for _, block in blocks}) == 1]
+    outer = [
+        blocks
+        for blocks in found
+        if not any(blocks[0][0].startswith(f"{name}.") for others in equal for name, _ in others)
+    ]
+    return sorted(outer, key=_weight, reverse=True)
+
+
+def _weight(blocks: Blocks) -> tuple[int, int]:
+    """Return the number of blocks with parameters, and the number of their elements."""
+    counts = [sum(parameter.numel() for parameter in block.parameters()) for _, block in blocks]
+    return sum(count > 0 for count in counts), sum(counts)
+
+
+# -- what they need ---------------------------------------------------------------------------------------------------
+
+
+def trace_chain(module: nn.Module, blocks: Blocks, run: Callable[[], Any]) -> Chain:
+    """Observe a step, and measure its parts.
+
+    Args:
+        module: of the user.
+        blocks: result of `find_blocks`.
+        run: computes a training step on two samples, in training mode; returns the step's result. Random numbers,
+            buffers and gradients are restored.
+
+    Raises:
+        ValueError: the blocks form no chain, or the module can't be trained in a pipeline; the message has the remedy.
+    """
+    if synchronised(module):
+        raise ValueError(
+            "SyncBatchNorm can't be computed in a pipeline, whose microbatches have statistics of their own: don't set "
+            "sync_batchnorm, or use GroupNorm or LayerNorm"
+        )
+    names = [name for name, _ in blocks]
+    with _undisturbed(module):
+        with tracing(module, names) as trace:
+            run()
+        costs = _measure(module, names, run)
+    places = range(-1, len(names) + 1)
+    parameters = dict(module.named_parameters())
+    sizes = dict.fromkeys(places, 0)
+    for name, parameter in parameters.items():
+        for place in trace.uses.get(name, {_home(name, names)}):
+            sizes[place] += parameter.numel() * parameter.element_size()
+    return Chain(
+        blocks=tuple(names),
+        uses={name: frozenset(trace.uses.get(name, ())) for name in (*parameters, *dict(module.named_buffers()))},
+        buffers=frozenset(name for name, _ in module.named_buffers()),
+        entries=tuple(trace.entries),
+        outputs=tuple(mapped(output, _slot) for output in trace.outputs),
+        joined=dict(sorted(_nested(module, names, trace).items())),
+        changing=trace.changing,
+        costs=costs,
+        sizes=tuple(sizes.values()),
+        saved=tuple(trace.saved[place] / SAMPLES for place in places),
+        notes=tuple(_notes(module)),
+    )
+
+
+def _slot(path: Path, leaf: Any) -> Any:
+    """Return what stands for a leaf of an output on a stage that doesn't compute it."""
+    return Slot() if isinstance(leaf, Tensor) else leaf
+
+
+def _home(name: str, names: Sequence[str]) -> int:
+    """Return the position of a parameter that the step doesn't use: that of its block, else before the blocks."""
+    return next((number for number, block in enumerate(names) if name.startswith(f"{block}.")), -1)
+
+
+def _nested(module: nn.Module, names: Sequence[str], trace: Trace) -> dict[int, str]:
+    """Return the boundaries without a cut, with those after a block whose output can't be described."""
+    joined = dict(trace.joined)
+    for number, output in enumerate(trace.outputs[:-1]):
+        for _, leaf in leaves(output):
+            if not isinstance(leaf, (Tensor, int, float, str, type(None))):
+                joined.setdefault(
+                    number + 1, f"{names[number]} returns an object of class {type(leaf).__name__}, which other stages "
+                    "don't have",
+                )  # fmt: skip
+    return joined
+
+
+def _notes(module: nn.Module) -> Iterator[str]:
+    batch = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    if batch:
+        yield (
+            f"{batch[0]} normalises each microbatch by its own statistics, as with accumulate_grad_batches: set "
+            "microbatches=1 for those of the whole batch"
+        )
+
+
+@contextlib.contextmanager
+def _undisturbed(module: nn.Module) -> Iterator[None]:
+    """Restore random numbers, buffers and gradients at the end."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    with random_kept():
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+
+# -- how long they take -----------------------------------------------------------------------------------------------
+
+
+class _Clock:
+    """Times of one step: forward until each block begins, backward until the gradient of its inputs is there.
+
+    Args:
+        entries: see `Chain`.
+        device: of the module.
+    """
+
+    def __init__(self, number: int, device: torch.device) -> None:
+        self._device = device
+        self.forward = [0.0] * (number + 1)
+        self.backward = [0.0] * (number + 1)
+
+    def now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def call(self, number: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.watch(number, (args, kwargs))
+        self.forward[number] = self.now()
+        output = call(*args, **kwargs)
+        if number == len(self.forward) - 2:
+            self.forward[-1] = self.now()
+            self.watch(number + 1, output)
+        return output
+
+    def watch(self, number: int, values: Any) -> None:
+        for _, leaf in leaves(values):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(functools.partial(self._reached, number))
+
+    def _reached(self, number: int, gradient: Tensor) -> None:
+        if not self.backward[number]:  # of several inputs, the first: others may pass the blocks by
+            self.backward[number] = self.now()
+
+
+def _measure(module: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> tuple[float, ...]:
+    """Return the shortest of several times of each part of a step, forward and backward."""
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    shortest = [float("inf")] * (len(names) + 2)
+    for _ in range(REPEATS):
+        clock = _Clock(len(names), device)
+        with contextlib.ExitStack() as stack:
+            for number, name in enumerate(names):
+                stack.callback(intercept(module.get_submodule(name), functools.partial(clock.call, number)))
+            begin = clock.now()
+            result = run()
+            middle = clock.now()
+            loss = result.get("loss") if isinstance(result, Mapping) else result
+            if isinstance(loss, Tensor) and loss.requires_grad:
+                loss.sum().backward()
+            end = clock.now()
+        forward = [begin, *clock.forward, middle]
+        times = [late - early for early, late in itertools.pairwise(forward)]
+        if all(clock.backward):
+            backward = [end, *clock.backward, middle]
+            for number, (late, early) in enumerate(itertools.pairwise(backward)):
+                times[number] += max(late - early, 0.0)
+        else:  # parts are frozen: the usual ratio
+            times = [3 * spent for spent in times]
+        shortest = [min(old, new) for old, new in zip(shortest, times, strict=True)]
+    return tuple(shortest)

@@ -1,0 +1,135 @@
+"""Division of a chain of blocks into chunks of about equal time, and the memory that the stages need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from fabricx.model_parallel.pipeline_chain import Chain
+from fabricx.model_parallel.pipeline_schedule import simulate
+
+Cuts = list[tuple[int, int]]
+STATE: Final = 4  # copies of a weight: itself, its gradient and two moments
+
+
+def divide(costs: Sequence[float], chunks: int, joined: Mapping[int, str] | None = None) -> Cuts:
+    """Divide blocks into consecutive chunks, so that the slowest chunk is as fast as possible.
+
+    Args:
+        costs: before the blocks, of each block, after the blocks.
+        chunks: number of chunks; each has a block or more.
+        joined: boundaries without a cut, with the reason.
+
+    Returns:
+        (begin, end) of the blocks of each chunk.
+
+    Raises:
+        ValueError: there are fewer chunks than asked for.
+
+    >>> divide([0, 1, 1, 1, 1, 2], 2)
+    [(0, 3), (3, 4)]
+    """
+    inner, reasons = costs[1:-1], joined or {}
+    possible = len(inner) - len([boundary for boundary in reasons if 0 < boundary < len(inner)])
+    if possible < chunks:
+        why = next(iter(reasons.values()), "")
+        raise ValueError(
+            f"{len(inner)} blocks can be divided into at most {possible} chunks, and the pipeline needs {chunks}"
+            + (f": {why}" if why else "")
+            + ". Set fewer stages (pipeline=...), virtual=1, or other blocks (blocks=...)"
+        )
+    sums = [0.0]
+    for cost in inner:
+        sums.append(sums[-1] + cost)
+    best: dict[int, tuple[float, Cuts]] = {0: (0.0, [])}
+    for number in range(1, chunks + 1):
+        last = number == chunks
+        ends = [len(inner)] if last else [end for end in range(number, len(inner)) if end not in reasons]
+        following: dict[int, tuple[float, Cuts]] = {}
+        for end in ends:
+            options = [
+                (
+                    max(slowest, sums[end] - sums[begin] + costs[0] * (number == 1) + costs[-1] * last),
+                    [*cuts, (begin, end)],
+                )
+                for begin, (slowest, cuts) in best.items()
+                if begin < end
+            ]
+            if options:
+                following[end] = min(options, key=lambda option: option[0])
+        best = following
+    return best[len(inner)][1]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a rank of the pipeline holds and computes.
+
+    Attributes:
+        blocks: numbers of the first and last block of each chunk.
+        cost: part of the time of a step.
+        parameters: bytes of weights.
+        memory: predicted bytes of weights, gradients, two moments and stored activations.
+    """
+
+    blocks: tuple[tuple[int, int], ...]
+    cost: float
+    parameters: int
+    memory: float
+
+
+def stages_of(
+    chain: Chain, cuts: Cuts, stages: int, kind: str, virtual: int, microbatches: int, rows: int
+) -> list[Stage]:  # fmt: skip
+    """Return what each rank of a pipeline holds.
+
+    Args:
+        chain: of the module.
+        cuts: result of `divide`.
+        stages: ranks along the pipeline.
+        kind: schedule.
+        virtual: chunks of each rank.
+        microbatches: of a batch.
+        rows: samples of a batch.
+    """
+    held = simulate(kind, stages, virtual, microbatches).held
+    total, last, found = sum(chain.costs) or 1.0, len(chain.blocks) + 1, []
+    for rank in range(stages):
+        own = [cuts[chunk * stages + rank] for chunk in range(virtual)]
+        places = {block + 1 for begin, end in own for block in range(begin, end)}  # places in the lists of the chain
+        places |= ({0} if rank == 0 else set()) | ({last} if rank == stages - 1 else set())
+        weights = sum(chain.sizes[place] for place in places)
+        saved = sum(chain.saved[place] for place in places) * rows / microbatches * held[rank] / virtual
+        blocks = tuple((begin, end - 1) for begin, end in own)
+        found.append(
+            Stage(blocks, sum(chain.costs[place] for place in places) / total, weights, STATE * weights + saved)
+        )
+    return found
+
+
+def describe(
+    chain: Chain, cuts: Cuts, stages: int, kind: str, virtual: int, microbatches: int, rows: int
+) -> Iterator[str]:  # fmt: skip
+    """Yield lines about a pipeline, for the main rank; arguments as of `stages_of`."""
+    idle = simulate(kind, stages, virtual, microbatches, costs=_times(chain, cuts)).idle
+    name = f"interleaved {kind}" if virtual > 1 else kind
+    yield f"pipeline: {stages} stages, {name}, {microbatches} microbatches, predicted idle time {idle:.0%}"
+    for rank, stage in enumerate(stages_of(chain, cuts, stages, kind, virtual, microbatches, rows)):
+        blocks = ", ".join(
+            chain.blocks[first] if first == last else f"{chain.blocks[first]} to {chain.blocks[last]}"
+            for first, last in stage.blocks
+        )
+        yield (
+            f"  stage {rank}: {blocks}; {stage.cost:.0%} of the time, weights {stage.parameters / 2**20:.1f} MiB, "
+            f"memory about {stage.memory / 2**20:.1f} MiB"
+        )
+    yield from (f"  note: {note}" for note in chain.notes)
+
+
+def _times(chain: Chain, cuts: Cuts) -> list[float]:
+    """Return the time of each chunk."""
+    times = [sum(chain.costs[begin + 1 : end + 1]) for begin, end in cuts]
+    times[0] += chain.costs[0]
+    times[-1] += chain.costs[-1]
+    return times if all(times) else [1.0] * len(times)

@@ -1,0 +1,310 @@
+"""One forward of a chunk: the user's step, entered at the first block of the chunk and ended after its last."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from fabricx.distributed.point_to_point import Transfers
+from fabricx.model_parallel.nested import leaves, mapped
+from fabricx.model_parallel.pipeline_chain import Chain
+from fabricx.model_parallel.pipeline_cuts import Cuts
+
+_TAGS: Final = {"header": 0, "activation": 1, "gradient": 2}
+_PLAIN: Final = (bool, int, float, str, type(None))
+Header = dict[str, Any]
+
+
+class StageEnd(BaseException):
+    """Ends the user's step after the last block of a stage; no `Exception`, which users' code may catch."""
+
+
+@final
+class Links:
+    """Messages between neighbouring chunks of a pipeline.
+
+    Args:
+        transfers: between the ranks of the pipeline.
+        rank, stages: of the pipeline.
+        device: of the tensors.
+
+    Attributes:
+        headers: shapes by chunk and signature of the batch, announced once.
+    """
+
+    def __init__(self, transfers: Transfers, rank: int, stages: int, device: torch.device) -> None:
+        self.transfers, self.rank, self.stages, self.device = transfers, rank, stages, device
+        self.headers: dict[tuple[int, Any], Header] = {}
+
+    def post(self, tensor: Tensor, kind: str, chunk: int, to: int, microbatch: int) -> None:
+        """Begin to send a tensor to a neighbouring chunk.
+
+        Args:
+            tensor: without a graph.
+            kind: "header", "activation" or "gradient".
+            chunk: of the sender.
+            to: chunk of the receiver.
+            microbatch: for error messages.
+        """
+        event = f"send of the {kind} of microbatch {microbatch} from stage {self.rank} to stage {to % self.stages}"
+        self.transfers.begin_send(tensor, to % self.stages, self._channel(chunk, to), self._tag(kind, to), event)
+
+    def receive(self, tensor: Tensor, kind: str, source: int, chunk: int, microbatch: int) -> Tensor:
+        """Receive a tensor from a neighbouring chunk.
+
+        Args:
+            tensor: written.
+            kind: as of the sender.
+            source: chunk of the sender.
+            chunk: of the receiver.
+            microbatch: for error messages.
+        """
+        event = (
+            f"receive of the {kind} of microbatch {microbatch} at stage {self.rank} from stage {source % self.stages}"
+        )
+        rank, channel = source % self.stages, self._channel(source, chunk)
+        return self.transfers.complete(self.transfers.expect(tensor, rank, channel, self._tag(kind, chunk), event))
+
+    def post_header(self, header: Header, chunk: int, microbatch: int) -> None:
+        """Send the shapes of a chunk's activations to the next chunk.
+
+        Args:
+            header: plain data.
+            chunk: of the sender.
+            microbatch: for error messages.
+        """
+        text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8).to(self.device)
+        length = torch.tensor([text.numel()], device=self.device)
+        self.post(length, "header", chunk, chunk + 1, microbatch)
+        self.post(text, "header", chunk, chunk + 1, microbatch)
+
+    def receive_header(self, chunk: int, microbatch: int) -> Header:
+        """Receive the shapes of the activations for a chunk.
+
+        Args:
+            chunk: of the receiver.
+            microbatch: for error messages.
+        """
+        length = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.receive(length, "header", chunk - 1, chunk, microbatch)
+        text = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
+        header: Header = json.loads(bytes(self.receive(text, "header", chunk - 1, chunk, microbatch).tolist()))
+        return header
+
+    def _channel(self, source: int, to: int) -> str:
+        wraps = source % self.stages != to % self.stages - (1 if to > source else -1)
+        return ("forward" if to > source else "backward") + (" wrap" if wraps else "")
+
+    def _tag(self, kind: str, to: int) -> int:
+        return _TAGS[kind] + len(_TAGS) * to
+
+
+@final
+class Pass:
+    """The forward of a chunk for one microbatch, and what its backward needs.
+
+    Args:
+        chain: of the module.
+        cuts: blocks of all chunks.
+        chunk: number of the chunk in the pipeline.
+        microbatch: number of the microbatch.
+        links: to the neighbouring chunks.
+        key: signature of the microbatch; None if shapes are announced in each pass.
+        seed: seeds the random numbers of the chunk's blocks.
+    """
+
+    def __init__(
+        self, chain: Chain, cuts: Cuts, chunk: int, microbatch: int, links: Links, key: Any, seed: Callable[[], None]
+    ) -> None:  # fmt: skip
+        self.chunk, self.microbatch = chunk, microbatch
+        self.ended = False  # whether the step was left after the last block
+        self.output: Any = None  # of the step, on the last stage
+        self.sent: list[Tensor] = []  # derived arguments of the next chunk
+        self.received: list[Tensor] = []
+        self._chain, self._links, self._key, self._seed = chain, links, key, seed
+        self._begin, self._end = cuts[chunk]
+        self._last = chunk == len(cuts) - 1
+        self._next = 0  # block that is expected next
+        self._again = False  # in the backward: checkpointed blocks compute again
+        self._header: Header | None = None  # of the chunk before
+        self._outputs: dict[int, list[Any]] = {}  # description of the outputs of own blocks
+        self._values: dict[Any, Any] = {}  # received arguments by path
+        self._replaced: dict[int, tuple[Any, Any]] = {}  # arguments of the user's code, and what was received instead
+
+    @property
+    def reached(self) -> bool:
+        """Return whether the step has called the blocks."""
+        return self._next > self._begin
+
+    def call(self, number: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute a block, or stand in for it.
+
+        Args:
+            number: of the block.
+            call: of the block.
+            args, kwargs: arguments.
+
+        Raises:
+            StageEnd: all blocks of the chunk were computed.
+            ValueError: the blocks are called in another order than in the trial run.
+        """
+        if not self._again:
+            self._check_order(number)
+        if number < self._begin:
+            return self._stand_in(number, args, kwargs)
+        if number == self._end:
+            self._send(args, kwargs)
+            self.ended = True
+            raise StageEnd
+        if number == self._begin and self.chunk:
+            args, kwargs = self._enter(args, kwargs)
+        elif self._replaced:
+            args, kwargs = mapped((args, kwargs), self._replacement)
+        output = call(*args, **kwargs)
+        if not self._again and not self._last and self._announces():
+            self._outputs[number] = [_described(leaf) for _, leaf in leaves(output)]
+        return output
+
+    def again(self, active: bool) -> None:
+        """Begin or end the backward, in which checkpointed blocks may compute again.
+
+        Args:
+            active: whether it begins.
+        """
+        self._again = active
+
+    def _check_order(self, number: int) -> None:
+        if number != self._next:
+            names = self._chain.blocks
+            raise ValueError(
+                f"the step calls {names[number]} where {names[self._next] if self._next < len(names) else 'no block'} "
+                "was expected: in a pipeline each block is called once in a step, in the order of the trial run. Call "
+                "the model once in each training, validation, test and predict step; generate text in one process"
+            )
+        self._next += 1
+
+    # -- arguments from the chunk before --------------------------------------------------------------------------
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments of the first block with received tensors."""
+        begin = self._chain.entries[self._begin]
+        if not self._again:
+            given = dict(leaves((args, kwargs)))
+            for path, described in zip(begin, self._received_header()["arguments"], strict=True):
+                value = self._received(described)
+                self._values[path] = value
+                if isinstance(given.get(path), Tensor):
+                    self._replaced[id(given[path])] = (given[path], value)
+        self._seed()
+        found = set()
+
+        def change(path: Any, leaf: Any) -> Any:
+            found.add(path)
+            return self._values.get(path, leaf)
+
+        changed = mapped((args, kwargs), change)
+        if not found >= self._values.keys():
+            raise ValueError(
+                f"{self._chain.blocks[self._begin]} is called with other arguments than in the trial run; call the "
+                "model in the same way in all steps"
+            )
+        return changed
+
+    def _replacement(self, path: Any, leaf: Any) -> Any:
+        """Return the received tensor for a tensor that the user's code passes to several blocks."""
+        before, value = self._replaced.get(id(leaf), (None, None))
+        return value if before is leaf and before is not None else leaf
+
+    def _received(self, described: list[Any]) -> Any:
+        kind, *content = described
+        if kind == "value":
+            return content[0]
+        shape, dtype, has_gradient = content
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._links.device)
+        self._links.receive(tensor, "activation", self.chunk - 1, self.chunk, self.microbatch)
+        if has_gradient:
+            tensor.requires_grad_()
+        self.received.append(tensor)
+        return tensor
+
+    def _received_header(self) -> Header:
+        if self._header is None:
+            known = self._links.headers.get((self.chunk - 1, self._key)) if self._key is not None else None
+            self._header = known or self._links.receive_header(self.chunk, self.microbatch)
+            if self._key is not None:
+                self._links.headers[self.chunk - 1, self._key] = self._header
+        return self._header
+
+    def _stand_in(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return an output with the structure and the shapes of a block that another stage computes."""
+        described = list(self._received_header()["outputs"][number])
+        given = [leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        template = self._chain.outputs[number]
+        if len(described) != sum(1 for _ in leaves(template)):
+            raise ValueError(
+                f"{self._chain.blocks[number]} returns another structure than in the trial run; call the model in the "
+                "same way in all steps"
+            )
+        rest = iter(described)
+
+        def change(path: Any, leaf: Any) -> Any:
+            kind, *content = next(rest)
+            if kind == "value":
+                return content[0]
+            return leaf if kind == "other" else _like(given, content[0], getattr(torch, content[1]), self._links.device)
+
+        return mapped(template, change)
+
+    # -- arguments for the chunk after ----------------------------------------------------------------------------
+
+    def _announces(self) -> bool:
+        return self._key is None or (self.chunk, self._key) not in self._links.headers
+
+    def _send(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Send the derived arguments of the first block of the next chunk."""
+        given = dict(leaves((args, kwargs)))
+        values = [given.get(path) for path in self._chain.entries[self._end]]
+        described = [_described(value) for value in values]
+        if any(entry[0] == "other" for entry in described):
+            raise ValueError(f"{self._chain.blocks[self._end]} takes an argument that can't be sent to another stage")
+        if self._announces():
+            outputs = [*self._received_header()["outputs"]] if self.chunk else []
+            outputs += [self._outputs[number] for number in range(self._begin, self._end)]
+            header = {"arguments": described, "outputs": outputs}
+            self._links.post_header(header, self.chunk, self.microbatch)
+            if self._key is not None:
+                self._links.headers[self.chunk, self._key] = header
+        elif self._links.headers[self.chunk, self._key]["arguments"] != described:
+            raise ValueError(
+                f"the arguments of {self._chain.blocks[self._end]} are {described}, and were "
+                f"{self._links.headers[self.chunk, self._key]['arguments']} for an earlier batch of the same shapes: "
+                "in a pipeline, shapes may depend on shapes of the batch only"
+            )
+        for value in values:
+            if isinstance(value, Tensor):
+                self._links.post(value, "activation", self.chunk, self.chunk + 1, self.microbatch)
+                self.sent.append(value)
+
+
+def _described(leaf: Any) -> list[Any]:
+    """Return plain data about a leaf: ["tensor", shape, dtype, has a gradient], ["value", value] or ["other"]."""
+    if isinstance(leaf, Tensor):
+        if leaf.is_nested or leaf.layout is not torch.strided or hasattr(leaf, "full_tensor"):
+            raise ValueError(
+                "a block takes or returns a nested, sparse or distributed tensor, which a pipeline can't send; for "
+                "nn.TransformerEncoder set enable_nested_tensor=False"
+            )
+        return ["tensor", list(leaf.shape), str(leaf.dtype).removeprefix("torch."), leaf.requires_grad]
+    return ["value", leaf] if isinstance(leaf, _PLAIN) else ["other"]
+
+
+def _like(given: Sequence[Tensor], shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor without a meaning: an argument of the same shape, else zeros."""
+    for tensor in given:
+        if list(tensor.shape) == shape and tensor.dtype == dtype:
+            return tensor.detach()
+    return torch.zeros(shape, dtype=dtype, device=device)

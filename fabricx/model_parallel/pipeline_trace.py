@@ -1,0 +1,321 @@
+"""One run of a step, observed: where each parameter is used, and which tensors pass from block to block.
+
+A *position* is a part of the step: -1 before the blocks, i in block i and in the code between it and the next block, n
+after the last of n blocks. A *boundary* b is a place where the pipeline can be cut: between block b - 1 and block b.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fabricx.model_parallel.block_calls import intercept
+from fabricx.model_parallel.nested import Path, leaves, named
+
+_CHANGING: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+OTHER: Final = "name other blocks (blocks=...), or use another strategy"
+
+
+class Trace(TorchDispatchMode):
+    """Records the use of parameters and buffers, and the tensors that the blocks exchange.
+
+    A tensor is *derived* if it was computed from a parameter, or was returned by a block: another stage of a pipeline
+    does not have its value, in contrast to tensors computed from the batch before the blocks.
+
+    Args:
+        names: of the blocks, in the order of their calls.
+        parameters, buffers: of the module, by name.
+
+    Attributes:
+        uses: positions of each parameter and buffer that the step uses.
+        entries: for each block, the paths of its derived arguments, as (0, number, ...) and (1, name, ...).
+        outputs: for each block, its output.
+        joined: boundaries at which the pipeline can't be cut, with the reason.
+        changing: shapes, or numbers in Python, may depend on values of the batch.
+        saved: bytes that autograd stores, by position, without parameters.
+    """
+
+    def __init__(
+        self, names: Sequence[str], parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+    ) -> None:  # fmt: skip
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.uses: dict[str, set[int]] = {}
+        self.entries: list[tuple[Path, ...]] = [()] * len(names)
+        self.outputs: list[Any] = [None] * len(names)
+        self.joined: dict[int, str] = {}
+        self.changing = False
+        self.saved = dict.fromkeys(range(-1, len(names) + 1), 0)
+        self._names, self._buffers = list(names), dict(buffers)
+        self._state = {_storage(tensor): name for name, tensor in {**buffers, **parameters}.items()}
+        self._parameters = set(parameters)
+        self._position, self._inside, self._calls = -1, False, 0
+        self._gradients = torch.is_grad_enabled()
+        self._paused = False  # for computations of this class
+        self._counted: set[int] = set()
+        self._made: dict[int, int] = {}  # position at which each derived storage was written last
+        self._entered: list[set[int]] = [set() for _ in names]  # storages of the derived arguments of each block
+        self._derived: set[str] = set()  # buffers with derived values
+        self._values: dict[str, Tensor] = {}
+        self._written: dict[str, set[int]] = {}
+        self._kept: list[Any] = []  # storages that have a number in the tables
+
+    # -- calls of blocks ----------------------------------------------------------------------------------------------
+
+    def call(self, number: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Observe the call of a block.
+
+        Args:
+            number: of the block.
+            call: of the block.
+            args, kwargs: its arguments.
+
+        Raises:
+            ValueError: the blocks are not called once each, in order.
+        """
+        if self._inside:
+            raise ValueError(
+                f"{self._names[self._position]} calls {self._names[number]}: blocks can't be nested; {OTHER}"
+            )
+        if number != self._calls:
+            expected = self._names[self._calls] if self._calls < len(self._names) else "no block any more"
+            raise ValueError(
+                f"training_step calls {self._names[number]} where {expected} was expected: a pipeline needs blocks "
+                f"that are called once in a step, one after another; {OTHER}"
+            )
+        if torch.is_grad_enabled() is not self._gradients:
+            raise ValueError(
+                f"{self._names[number]} is called without gradients, as torch.utils.checkpoint does with "
+                "use_reentrant=True: pass use_reentrant=False (in transformers, "
+                "gradient_checkpointing_kwargs={'use_reentrant': False})"
+            )
+        self._move(number)
+        self._calls += 1
+        self._enter(number, args, kwargs)
+        self._inside = True
+        output = call(*args, **kwargs)
+        self._inside = False
+        self.outputs[number] = output
+        for _, leaf in leaves(output):
+            if isinstance(leaf, Tensor) and _storage(leaf) not in self._state:
+                self._mark(_storage(leaf), leaf)
+        if number == len(self._names) - 1:
+            self._move(number + 1)
+        return output
+
+    def _enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        paths = []
+        for path, leaf in leaves((args, kwargs)):
+            if not isinstance(leaf, Tensor):
+                continue
+            made = self._made.get(_storage(leaf))
+            if made is None or (made >= number):
+                continue
+            paths.append(path)
+            for boundary in range(max(made + 1, 1), number):
+                if _storage(leaf) not in self._entered[boundary]:
+                    self._join(
+                        boundary, f"{self._names[number]} takes {named(path)}, which is computed {self._place(made)} "
+                        f"and which {self._names[boundary]} doesn't take",
+                    )  # fmt: skip
+            self._entered[number].add(_storage(leaf))
+        self.entries[number] = tuple(paths)
+
+    def _move(self, position: int) -> None:
+        """Begin a position; find the buffers that were written in the one before."""
+        self._paused = True
+        for name in self._buffers:
+            if self._position in self.uses.get(name, ()) and not _same(self._buffers[name], self._values.get(name)):
+                if self._position >= 0 or name in self._derived:  # before the blocks, all stages write the same value
+                    self._written.setdefault(name, set()).add(self._position)
+                self._values[name] = self._buffers[name].detach().clone()
+        self._paused, self._position = False, position
+
+    def finish(self) -> None:
+        """Complete the record after the step.
+
+        Raises:
+            ValueError: a block was not called.
+        """
+        if self._calls < len(self._names):
+            raise ValueError(
+                f"training_step doesn't call {self._names[self._calls]}: a pipeline needs blocks that are called once "
+                f"in a step, one after another (by block(...), not by block.forward(...)); {OTHER}"
+            )
+        self._move(self._position)
+        for name, written in self._written.items():
+            places = sorted(self.uses[name])
+            other = places[0] if places[0] not in written else places[-1]
+            for boundary in self._between(places[0], places[-1]):
+                self._join(
+                    boundary, f"the buffer {name} is written {self._place(min(written))} and also used "
+                    f"{self._place(other)}",
+                )  # fmt: skip
+        self._made.clear()
+        self._kept.clear()
+
+    # -- tensors ------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        if self._paused:
+            return func(*args, **(kwargs or {}))
+        derived = False
+        inputs = [leaf for _, leaf in leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
+        for tensor in inputs:
+            derived |= self._use(_storage(tensor), func)
+        if self._position < len(self._names) and any(tag in func.tags for tag in _CHANGING):
+            # Indexing has these tags, too, and depends on values with a mask only.
+            masked = any(tensor.dtype in (torch.bool, torch.uint8) for tensor in inputs[1:])
+            self.changing = self.changing or masked or func.__name__ != "index.Tensor"
+        output = func(*args, **(kwargs or {}))
+        if derived:
+            for _, leaf in leaves(output):
+                if isinstance(leaf, Tensor):
+                    self._write(leaf, any(leaf is tensor for tensor in inputs))
+        return output
+
+    def _use(self, key: int, func: Any) -> bool:
+        """Record the use of a storage; returns whether its value is derived."""
+        name = self._state.get(key)
+        if name is not None:
+            if name in self._buffers and name not in self._values:
+                self._values[name] = self._buffers[name].detach().clone()
+            self.uses.setdefault(name, set()).add(self._position)
+            return name in self._parameters or name in self._derived
+        made = self._made.get(key)
+        if made is None:
+            return False
+        if made < self._position and not (self._inside and key in self._entered[self._position]):
+            for boundary in self._between(made, self._position):
+                self._join(
+                    boundary, f"a tensor computed {self._place(made)} is used {self._place(self._position)} "
+                    f"({func.__name__.partition('.')[0]}), and is no argument of the blocks between",
+                )  # fmt: skip
+        return True
+
+    def _write(self, tensor: Tensor, in_place: bool) -> None:
+        key = _storage(tensor)
+        if key in self._state:
+            if in_place and self._state[key] in self._buffers:
+                self._derived.add(self._state[key])
+        elif in_place or key not in self._made:  # a view has the age of its base
+            self._mark(key, tensor)
+
+    def _mark(self, key: int, tensor: Tensor) -> None:
+        if key not in self._made:
+            self._kept.append(_kept(tensor))
+        self._made[key] = self._position
+
+    def logged(self, name: str, value: Any) -> None:
+        """Record a call of `self.log`: values of the step are reported by the last stage.
+
+        Args:
+            name: of the value.
+            value: nested tensors and numbers.
+        """
+        for _, leaf in leaves(value):
+            made = self._made.get(_storage(leaf)) if isinstance(leaf, Tensor) else None
+            made = self._position if made is None and self._position >= 0 else made
+            for boundary in self._between(len(self._names) if made is None else made, len(self._names)):
+                self._join(boundary, f"self.log({name!r}) logs a value that is computed {self._place(made)}, which the "
+                           "last stage doesn't have; log it after the blocks")  # fmt: skip
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Count a tensor that autograd stores; returns another tensor: a graph that stores its own output never ends.
+
+        Args:
+            tensor: stored.
+        """
+        key = _storage(tensor)
+        if key not in self._state and key not in self._counted:
+            self._counted.add(key)
+            self._kept.append(_kept(tensor))
+            self.saved[self._position] += tensor.numel() * tensor.element_size()
+        return tensor.detach()
+
+    # -- texts --------------------------------------------------------------------------------------------------------
+
+    def _between(self, first: int, last: int) -> range:
+        """Return the boundaries between two positions."""
+        return range(max(first + 1, 1), min(last + 1, len(self._names)))
+
+    def _join(self, boundary: int, reason: str) -> None:
+        self.joined.setdefault(boundary, reason)
+
+    def _place(self, position: int | None) -> str:
+        if position is None or position < 0:
+            return "before the blocks"
+        return f"in {self._names[position]}" if position < len(self._names) else "after the blocks"
+
+
+@contextlib.contextmanager
+def tracing(module: nn.Module, names: Sequence[str]) -> Iterator[Trace]:
+    """Observe the step that runs in this context.
+
+    Args:
+        module: of the user.
+        names: of its blocks, in the order of their calls.
+    """
+    trace = Trace(names, dict(module.named_parameters()), dict(module.named_buffers()))
+    with contextlib.ExitStack() as stack:
+        for number, name in enumerate(names):
+            call = functools.partial(trace.call, number)
+            stack.callback(intercept(module.get_submodule(name), call))
+        stack.enter_context(_logs(module, trace))
+        stack.enter_context(trace)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(trace.pack, lambda tensor: tensor))
+        yield trace
+    trace.finish()
+
+
+@contextlib.contextmanager
+def _logs(module: Any, trace: Trace) -> Iterator[None]:
+    """Pass the values of `self.log` and `self.log_dict` to a trace."""
+    before = {name: vars(module).get(name) for name in ("log", "log_dict") if callable(getattr(module, name, None))}
+
+    def log(call: Callable[..., Any], name: str, value: Any, *args: Any, **options: Any) -> Any:
+        trace.logged(name, value)
+        return call(name, value, *args, **options)
+
+    def log_dict(call: Callable[..., Any], values: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        for name, value in values.items():
+            trace.logged(name, value)
+        return call(values, *args, **options)
+
+    for name in before:
+        vars(module)[name] = functools.partial(log if name == "log" else log_dict, getattr(module, name))
+    try:
+        yield
+    finally:
+        for name, own in before.items():
+            if own is None:
+                del vars(module)[name]
+            else:
+                vars(module)[name] = own
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return a number that views of a tensor have in common."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper of several tensors
+        return id(tensor)
+
+
+def _kept(tensor: Tensor) -> Any:
+    """Return what keeps the number of a tensor's storage from being used again."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return tensor
+
+
+def _same(tensor: Tensor, before: Tensor | None) -> bool:
+    return before is None or (tensor.shape == before.shape and torch.equal(tensor, before))

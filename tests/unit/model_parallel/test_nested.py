@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from fabricx.model_parallel.nested import leaves, mapped, named
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass(frozen=True)
+class Sample:
+    image: torch.Tensor
+    name: str
+
+
+def test_leaves_have_paths_through_all_containers():
+    value = [Pair(1, {"a": 2}), Sample(torch.ones(1), "b"), UserDict(c=3), MappingProxyType({"d": 4})]
+    paths = [path for path, _ in leaves(value)]
+    assert paths == [(0, 0), (0, 1, "a"), (1, "image"), (1, "name"), (2, "c"), (3, "d")]
+
+
+def test_changed_leaves_are_in_copies_of_the_same_classes():
+    value = [Pair(1, OrderedDict(a=2)), Sample(torch.ones(1), "b"), UserDict(c=3)]
+    changed = mapped(value, lambda path, leaf: -leaf if isinstance(leaf, int) else leaf)
+    assert changed == [Pair(-1, OrderedDict(a=-2)), value[1], UserDict(c=-3)]
+    assert [type(part) for part in changed] == [Pair, Sample, UserDict]
+    assert type(changed[0].second) is OrderedDict
+    assert value[0] == Pair(1, OrderedDict(a=2))
+    assert value[2] == UserDict(c=3)
+
+
+def test_containers_without_a_change_are_the_same_objects():
+    value = {"a": [1, (2,)], "b": [3]}
+    changed = mapped(value, lambda path, leaf: 4 if leaf == 3 else leaf)
+    assert changed["a"] is value["a"]
+    assert mapped(value, lambda path, leaf: leaf) is value
+    frozen = Sample(torch.ones(1), "b")
+    assert mapped(frozen, lambda path, leaf: "c" if leaf == "b" else leaf).name == "c"
+
+
+def test_arguments_are_named_as_in_the_call():
+    assert named((1, "states", 0)) == "argument 'states'[0]"
