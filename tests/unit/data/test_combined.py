@@ -85,7 +85,7 @@ class Stream(IterableDataset[int]):
 
 def test_streams_are_read_as_they_are_and_not_beside_data_that_is_divided() -> None:
     stream, divided = DataLoader(Stream(), batch_size=2), loader(0, 4)
-    with pytest.raises(ValueError, match="samples are divided over the 2 ranks, and a .* each rank reads whole"):
+    with pytest.raises(ValueError, match=r"samples are divided over the 2 ranks, and a .* each rank reads whole"):
         joined(CombinedLoader([stream, divided]), ranks=2)
     assert [plain(a) for a, _ in joined(CombinedLoader([stream, divided]), ranks=1)] == [[0, 1], [2, 3]]
 
