@@ -166,7 +166,7 @@ def test_each_of_several_callbacks_of_a_class_has_its_state_back(
 
 
 def test_one_average_of_the_weights_can_be_kept() -> None:
-    with pytest.raises(ValueError, match="one EMA"):
+    with pytest.raises(ValueError, match="all callbacks but one"):
         fx.Trainer(max_steps=1, callbacks=[EMA(0.9), EMA(0.5)], **QUIET).fit(TinyModule(), tiny_loader())
 
 
