@@ -2,7 +2,7 @@
 
 A template process imports what commands import. Each command that begins with `sys.executable` is a clone of it: with
 the command's own arguments, environment, folder, session and files, and a child of the process that asked for it, as
-any other. Its fork server and, under torchrun, its ranks are clones in the same way. Whatever tests how an interpreter
+any other. Its fork server and what it starts by `subprocess`, such as ranks of torchrun, are clones in the same way. Whatever tests how an interpreter
 starts (`-c` with a check of `sys.modules`, another option, another executable) uses `subprocess` itself.
 """
 
@@ -25,6 +25,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 import warnings
 from dataclasses import dataclass, field
@@ -328,7 +329,8 @@ def _use_clones() -> None:
     theirs.close()
     _TEMPLATES[:] = [_Template(ours, pid)]
     mp_forkserver.ForkServer.ensure_running = _ensure_running  # type: ignore[method-assign]
-    subprocess_handler.Popen = Popen  # type: ignore[misc]
+    subprocess.Popen = subprocess_handler.Popen = Popen  # type: ignore[misc]
+    dynamic_rendezvous._delay = lambda seconds: time.sleep(0.1)  # torchrun asks each second whether all nodes are there
     # torchrun asks for its callers' names all the time, by looking through all modules: most of its time in a clone
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 

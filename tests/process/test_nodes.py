@@ -61,7 +61,8 @@ def start(node: int, folder: Path, *arguments: str, **more: str) -> warm.Popen:
     """Start a rank of the script on a node by torchrun."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", more.pop("EACH", "1"),
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29411", "--rdzv-conf", f"is_host={1 - node}",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29411", "--rdzv-conf",
+        f"is_host={1 - node},keep_alive_interval=1,keep_alive_max_attempt=6",  # a lost node is known after 6 s, not 15
         "--rdzv-id", "nodes", "--local-addr", ADDRESSES[node], "--max-restarts", "3", "script.py", *arguments,
     ]  # fmt: skip
     environment = {
