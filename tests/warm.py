@@ -2,8 +2,9 @@
 
 A template process imports what commands import. Each command that begins with `sys.executable` is a clone of it: with
 the command's own arguments, environment, folder, session and files, and a child of the process that asked for it, as
-any other. Its fork server and what it starts by `subprocess`, such as ranks of torchrun, are clones in the same way. Whatever tests how an interpreter
-starts (`-c` with a check of `sys.modules`, another option, another executable) uses `subprocess` itself.
+any other. Its fork server and what it starts by `subprocess`, such as ranks of torchrun, are clones in the same way.
+Whatever tests how an interpreter starts (`-c` with a check of `sys.modules`, another option, another executable) uses
+`subprocess` itself.
 """
 
 from __future__ import annotations
