@@ -81,21 +81,41 @@ class LayerFunctions:
             return self._rowwise(self._shard(input) @ local, bias)
         return self._outputs(weight, torch.addmm(bias, self.whole_input(input), local))
 
-    def embedding(self, weight: Weight, ids: Any, local: Tensor) -> Tensor:
+    def embedding(
+        self, weight: Weight, input: Any, local: Tensor, padding_idx: int | None = None,
+        max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Do what `F.embedding` does: a rank looks up the ids of its rows, and the sum over ranks is the result.
 
         Args:
             weight: the sharded weight.
-            ids: equal on all ranks.
+            input: ids, equal on all ranks.
             local: shard of the weight on this rank.
+            padding_idx: as of torch.
+            max_norm: None.
+            norm_type: not used.
+            scale_grad_by_freq: False.
+            sparse: False.
+
+        Raises:
+            ValueError: an option changes the weight or needs all of its rows.
         """
-        ids = self._activations.whole(ids)
-        begin, end = share(weight.placement.shape[0], self._world.rank, self._world.size)
-        if not len(local):  # more ranks than blocks of rows
+        if max_norm is not None or scale_grad_by_freq or sparse:
+            raise ValueError(
+                f"{weight.name}: an embedding with max_norm, scale_grad_by_freq or sparse gradients can't be sharded "
+                "by rows; keep it whole by the plan's override 'replicate'"
+            )
+        ids = self._activations.whole(input)
+        rows = weight.placement.shape[0]
+        begin, end = share(rows, self._world.rank, self._world.size)
+        if begin == end:  # more ranks than blocks of rows
             return summed(local.new_zeros((*ids.shape, local.shape[1])) + local.sum() * 0, self._world)
+        padding = -1 if padding_idx is None else padding_idx % rows - begin
         inside = (ids >= begin) & (ids < end)
-        rows = F.embedding((ids - begin).clamp(0, len(local) - 1), local)
-        return summed(rows.masked_fill(~inside.unsqueeze(-1), 0), self._world)
+        found = F.embedding(
+            (ids - begin).clamp(0, end - begin - 1), local, padding if 0 <= padding < end - begin else None
+        )
+        return summed(found.masked_fill(~inside.unsqueeze(-1), 0), self._world)
 
     def whole_input(self, input: Any) -> Tensor:
         """Return the input of sharded layers; layers that follow each other on the same input share a backward sum.

@@ -31,10 +31,12 @@ class Activations:
     Attributes:
         world: ranks of the group.
         mesh: of these ranks.
+        gathered: names of functions that were computed on gathered tensors, and how often.
     """
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.gathered: dict[str, int] = {}
         group: Any = world.group if world.group is not None else dist.group.WORLD
         self.mesh = DeviceMesh.from_group(group, world.device.type)
 

@@ -33,13 +33,17 @@ READS: Final[set[Any]] = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__,
     Tensor.__format__, Tensor.__repr__, Tensor.__array__, Tensor.__contains__, Tensor.cpu,
 }  # fmt: skip
+SIZES: Final[set[Any]] = {
+    Tensor.size, Tensor.stride, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel,
+    *(getattr(Tensor, name).__get__ for name in ("shape",)),
+}  # fmt: skip
 PROPERTIES: Final[set[Any]] = {
-    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.stride, Tensor.numel, Tensor.nelement, Tensor.is_contiguous,
+    *SIZES, Tensor.dim, Tensor.ndimension, Tensor.is_contiguous,
     Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, Tensor.get_device, Tensor.element_size,
-    Tensor.register_hook, Tensor.requires_grad_, Tensor.__len__, Tensor.__hash__, Tensor.retain_grad, torch.is_tensor,
-    torch.is_complex, torch.numel,
+    Tensor.register_hook, Tensor.requires_grad_, Tensor.__hash__, Tensor.retain_grad, torch.is_tensor,
+    torch.is_complex,
     *(getattr(Tensor, name).__get__ for name in (
-        "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "grad_fn", "is_leaf", "is_nested",
+        "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "grad_fn", "is_leaf", "is_nested",
         "is_sparse", "is_quantized", "is_meta", "grad", "_version",
     )),
 }  # fmt: skip
@@ -93,7 +97,7 @@ def _by_dtensor(
         return _on_whole_tensors(activations, func, args, options)  # a buffer, for example
     try:
         return func(*tree_map(activations.replicated, args), **tree_map(activations.replicated, options))
-    except (NotImplementedError, RuntimeError) as error:
+    except Exception as error:  # an error of the user's call is raised again below, for whole tensors
         if in_place:
             name = getattr(func, "__name__", func)
             raise NotImplementedError(
@@ -114,6 +118,9 @@ def _changes_arguments(func: Any, options: dict[str, Any]) -> bool:
 
 
 def _on_whole_tensors(activations: Activations, func: Any, args: Any, options: dict[str, Any]) -> Any:
+    if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, options))):
+        name = getattr(func, "__name__", str(func))
+        activations.gathered[name] = activations.gathered.get(name, 0) + 1
     args, options = tree_map(activations.whole, (args, options))
     return func(*args, **options)
 
@@ -216,8 +223,16 @@ def _repeat_interleave(activations: Activations, func: Any, args: Sequence[Any],
     return activations.sharded(torch.repeat_interleave(tensor.to_local(), repeats, dim), at)
 
 
+def _concatenation(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Leave out empty vectors, which torch accepts beside tensors of any shape: caches of keys begin with one."""
+    tensors, *rest = args or [options.pop("tensors")]
+    kept = [tensor for tensor in tensors if tensor.shape != (0,)]
+    return NotImplemented if len(kept) == len(tensors) else sharded_function(activations, func, [kept, *rest], options)
+
+
 _RULES: Final[dict[Any, Rule]] = {
     F.scaled_dot_product_attention: _attention,
+    torch.cat: _concatenation,
     torch.einsum: _einsum,
     torch.repeat_interleave: _repeat_interleave,
     Tensor.repeat_interleave: _repeat_interleave,

@@ -23,7 +23,7 @@ from fabricx.model_parallel.layer_functions import LayerFunctions, Weight
 from fabricx.model_parallel.parallel_layers import placements_of
 from fabricx.model_parallel.placement import Placement
 from fabricx.model_parallel.sharded_activations import Activations
-from fabricx.model_parallel.sharded_functions import ShardedFunctions
+from fabricx.model_parallel.sharded_functions import SIZES, ShardedFunctions
 from fabricx.model_parallel.tensor_collectives import gathered
 from fabricx.model_parallel.tensor_plan import TensorPlan, check_not_compiled
 
@@ -210,21 +210,38 @@ class TensorParallel:
         with self.active(sequence), recomputation:
             yield
 
+    def ordinary(self, output: Any) -> Any:
+        """Return an activation as an ordinary tensor that is equal on all ranks; collective, within a step.
+
+        Args:
+            output: of a submodule; other values are returned as they are.
+        """
+        return self._activations.whole(output)
+
+    @property
+    def gathered(self) -> dict[str, int]:
+        """Return the functions that were computed on gathered activations, and how often: each costs communication."""
+        return self._activations.gathered
+
     def _layer(self, func: Any, args: Any, options: dict[str, Any]) -> Any:
         """Compute a sharded layer; returns NotImplemented for all other functions."""
+        if func in SIZES and args and id(args[0]) in self._weights:  # code that reads sizes of weights
+            whole = self._weights[id(args[0])][1].placement.shape
+            return func(torch.empty(whole, device="meta"), *args[1:], **options)
         if func is F.linear:
             weight = self._sharded_weight(args, options, 1, "weight")
             if weight is not None and weight.placement.dim < 2:
-                return self._functions.linear(weight, *args, **options)
+                named = {"local" if name == "weight" else name: value for name, value in options.items()}
+                return self._functions.linear(weight, *args, **named)
         elif func is torch.addmm:
             weight = self._sharded_weight(args, options, 2, "mat2")
-            if weight is not None and len(args) + len(options) == 3:
-                return self._functions.addmm(weight, *args, **options)
+            if weight is not None and len(args) == 3 and not options:
+                return self._functions.addmm(weight, *args)
         elif func is F.embedding:
             weight = self._sharded_weight(args, options, 1, "weight")
             if weight is not None and weight.placement.dim == 0:
-                ids = args[0] if args else options["input"]
-                return self._functions.embedding(weight, ids, args[1] if len(args) > 1 else options["weight"])
+                named = {"local" if name == "weight" else name: value for name, value in options.items()}
+                return self._functions.embedding(weight, *args, **named)
         elif func is F.multi_head_attention_forward:
             weight = self._sharded_weight(args, options, 5, "in_proj_weight")
             weight = weight or self._sharded_weight((), options, 0, "q_proj_weight")

@@ -16,6 +16,7 @@ from fabricx.errors import check_choice, did_you_mean
 from fabricx.model_parallel.feature_trace import FeatureTrace
 from fabricx.model_parallel.parallel_layers import STYLES, Kind, Layer, Style, features_of, layers_of
 
+_NUMBER: Final = r"(?<![^.\s])\d+(?=\.)|(?<=\.)\d+(?![^.\s])"  # as a component of a dotted name
 VOCABULARY: Final = 8192  # least number of rows of embeddings and heads that are sharded without being asked to
 
 
@@ -123,6 +124,8 @@ def _given(layers: Mapping[str, tuple[nn.Module, Kind]], overrides: Mapping[str,
                     f"plan: {name} is a {type(layer).__name__}, which can't be {style}\n"
                     f"  possible: {', '.join((*fitting, 'replicate'))}"
                 )
+            if style == "vocab" and (refused := _refused_embedding(layer)):
+                raise ValueError(f"plan: {name} can't be sharded by rows: {refused}")
             styles[name] = style
     return styles
 
@@ -161,15 +164,26 @@ def _pairs(
             if not reasons[name]:
                 found[name] = Layer("attention")
         elif kind == "embedding" and layer._parameters["weight"].shape[0] >= VOCABULARY:  # type: ignore[union-attr]
+            _add_reason(reasons, [name], _refused_embedding(layer))
             if not reasons[name] and name in trace.called:
                 found[name] = Layer("vocab")
         elif name in trace.logits and name not in found and features_of(layer)[1] >= VOCABULARY and not reasons[name]:
             found[name] = Layer("head")
         if name not in found:
-            called = "no linear layer reads its output" if name in trace.called else "the step does not call it"
+            called = (
+                "no linear layer reads its output"
+                if name in trace.called
+                else "the step does not compute it as a layer"
+            )
             small = f"it has fewer than {VOCABULARY} rows"
             _add_reason(reasons, [name], small if kind == "embedding" and name in trace.called else called)
     return found, reasons
+
+
+def _default_reason(kind: Kind, called: bool) -> str:
+    if not called:
+        return "the step does not compute it as a layer"
+    return f"it has fewer than {VOCABULARY} rows" if kind == "embedding" else "no linear layer reads its output"
 
 
 def _fitting(readers: dict[str, tuple[str, ...]], reasons: dict[str, str]) -> dict[str, tuple[str, ...]]:
@@ -206,6 +220,11 @@ def _refused_attention(layer: Any, size: int) -> str:
     return ""
 
 
+def _refused_embedding(layer: Any) -> str:
+    unfit = layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse
+    return "it has max_norm, scale_grad_by_freq or sparse" if unfit else ""
+
+
 def _separate_ties(
     module: nn.Module, layers: Mapping[str, tuple[nn.Module, Kind]], found: dict[str, Layer], reasons: dict[str, str]
 ) -> None:  # fmt: skip
@@ -229,7 +248,7 @@ def _grouped(by_name: Mapping[str, Any]) -> list[tuple[Any, str, int]]:
     """Return (value, pattern, count) for names that differ by numbers only and have equal values."""
     groups: dict[tuple[Any, str], int] = {}
     for name, value in by_name.items():
-        plain = re.sub(r"\d+", "*", name) or "(root)"
-        text = re.sub(r"(?<=\.)\d+(?=[.\s]|$)", "*", value) if isinstance(value, str) else value
+        plain = re.sub(_NUMBER, "*", name) or "(root)"
+        text = re.sub(_NUMBER, "*", value) if isinstance(value, str) else value
         groups[text, plain] = groups.get((text, plain), 0) + 1
     return [(value, pattern, count) for (value, pattern), count in groups.items()]

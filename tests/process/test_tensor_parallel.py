@@ -6,18 +6,23 @@ In float64, because the gradient of a key's bias is rounding error, which Adam t
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fabricx.distributed import world as worlds
 from fabricx.model_parallel.gradient_norm import clip_norm
 from fabricx.model_parallel.tensor_parallel import TensorParallel
 from fabricx.model_parallel.tensor_plan import find_tensor_plan
+from fabricx.model_parallel.trial import StepChanged, check_unchanged, recorded_step
 from fabricx.testing import run_ranks
-from tests.process.parallel_models import ROWS, HandTied, LanguageModel, Penalised, T, Torch
+from tests.process.parallel_models import LAYERS, ROWS, C, H, HandTied, LanguageModel, Penalised, T, Torch
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 CLOSE = 1e-9
@@ -135,3 +140,95 @@ def test_training_on_several_ranks_is_that_of_one_process(ranks: int) -> None:
                 assert differences[what] < CLOSE, (name, what, differences)
             whole = name == "replicated"
             assert (differences["stored"] == 1) == whole, (name, differences)
+
+
+def tried(broken: str) -> tuple[str, Any]:
+    """Record the step before and after the module is sharded; returns the error, and what is as before."""
+    world = worlds.current()
+    assert world is not None
+    torch.manual_seed(0)
+    module = Torch(0.2) if not broken else LanguageModel("gpt", 0.2)
+    module.add_module("statistics", nn.BatchNorm1d(3))
+
+    def run() -> Any:
+        return {"loss": module.training_step(batches(1, 2)[0], 0)}
+
+    before = recorded_step(module, run)
+    plan = find_tensor_plan(module, run, world.size)
+    parallel = TensorParallel(module, plan, world)
+    if broken == "outputs":
+        linear = parallel._functions.linear
+        parallel._functions.linear = lambda *args, **options: linear(*args, **options) * 1.01  # type: ignore[method-assign]
+    if broken == "gradients":
+        module.norm.bias.register_hook(lambda gradient: gradient * (1 + world.rank))
+    random = torch.get_rng_state()
+    try:
+        after = recorded_step(module, parallel.wrap_step(run), world, parallel.ordinary)
+        check_unchanged(before, after, list(parallel.placements), world.size)
+        error = ""
+    except StepChanged as raised:
+        error = str(raised)
+    return error, torch.equal(random, torch.get_rng_state())
+
+
+def test_the_trial_accepts_a_sharded_module_and_names_the_place_of_a_difference() -> None:
+    for error, unchanged in run_ranks(tried, 2, ""):
+        assert error == ""
+        assert unchanged
+    for error, _ in run_ranks(tried, 2, "outputs"):
+        assert "the first output that differs is that of blocks.0.attn.qkv" in error.lower()
+    for error, _ in run_ranks(tried, 2, "gradients"):
+        assert error.startswith("the gradient of norm.bias has the norm")
+
+
+class Counts(TorchDispatchMode):
+    """Counts the elements that collectives exchange: inputs of reductions, outputs of gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # counted where it computes with its local tensors
+        output = func(*args, **(kwargs or {}))
+        if (
+            func.namespace in ("c10d", "_c10d_functional")
+            and "wait" not in func.__name__
+            and "wrap" not in func.__name__
+        ):
+            parts = ("reduce_scatter", "reduce", "gather", func.__name__)
+            name = next(part for part in parts if part in func.__name__)
+            tensors = tree_leaves(args[0] if func.namespace == "c10d" or "gather" not in name else output)
+            count = sum(tensor.numel() for tensor in tensors if isinstance(tensor, torch.Tensor))
+            self.found[name] = self.found.get(name, 0) + count
+        return output
+
+
+def counted(build: Any, given: dict[str, str], sequence: bool) -> dict[str, int]:
+    """Return the elements that one step exchanges, by collective."""
+    world = worlds.current()
+    assert world is not None
+    module = build()
+    plan = find_tensor_plan(module, lambda: module.training_step(batches(1, 2)[0], 0), world.size, given)
+    parallel = TensorParallel(module, plan, world, sequence=sequence, blocks=module.blocks)
+    with Counts() as counts:
+        parallel.wrap_step(module.training_step)(batches(1)[0], 0).backward()
+    assert parallel.gathered == {}
+    return counts.found
+
+
+def test_a_step_exchanges_what_theory_says() -> None:
+    size = 4 * T * C  # rows, positions, features of the residual stream
+    found = {}
+    for name in ("gpt", "llama", "sequence", "vocabulary"):
+        kind = name if name == "llama" else "gpt"
+        given = VOCABULARY if name == "vocabulary" else {}
+        [found[name], _] = run_ranks(counted, 2, functools.partial(LanguageModel, kind), given, name == "sequence")
+    layers = 4 * LAYERS * size
+    assert found["gpt"] == {"reduce": layers}
+    assert found["llama"] == {"reduce": layers + LAYERS * C // H}  # and the gradients of norms over heads
+    replicated = 6 * LAYERS * C - C  # norms and biases of rowwise layers; the weight of one norm is frozen
+    ends = 2 * size  # before the first and after the last block
+    assert found["sequence"] == {"gather": layers + ends, "reduce_scatter": layers, "reduce": replicated}
+    assert found["vocabulary"] == {"reduce": layers + 2 * size, "gather": 4 * T * (ROWS + 1)}

@@ -1,0 +1,206 @@
+"""The trial: a module computes the same step before and after it is parallelised, or training does not begin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fabricx.distributed.world import World
+from fabricx.errors import FabricxError
+
+_REMEDY = "Keep layers whole by the plan's override 'replicate'"
+
+
+class StepChanged(FabricxError):
+    """A parallelised module computes another step than the module of one process; the message names the place."""
+
+
+@dataclass
+class Record:
+    """What a step computed.
+
+    Attributes:
+        loss: of the step; None without a loss.
+        outputs: fingerprint of the output of each call of a submodule, in order: names and [norm, projections].
+        gradients: norm of the gradient of each parameter by name, on each rank.
+        precision: largest rounding error of the dtypes of outputs, relative.
+    """
+
+    loss: float | None = None
+    outputs: list[tuple[str, list[float]]] = field(default_factory=list)
+    gradients: dict[str, list[float]] = field(default_factory=dict)
+    precision: float = torch.finfo(torch.float64).eps
+
+    @property
+    def tolerance(self) -> float:
+        """Return the largest relative difference that rounding may cause: half of the digits are compared."""
+        return math.sqrt(self.precision)
+
+
+def recorded_step(
+    module: nn.Module, run: Callable[[], Any], world: World | None = None, whole: Callable[[Any], Any] = lambda x: x
+) -> Record:  # fmt: skip
+    """Run the step once, and record its loss, the outputs of all submodules, and the norms of gradients.
+
+    Weights, gradients, buffers and random states are as before afterwards. Random numbers are equal for all records.
+
+    Args:
+        module: root module.
+        run: computes the training step for a few samples; returns its outputs.
+        world: ranks whose gradients are recorded; None for this rank only.
+        whole: returns an output of a submodule as a tensor that is equal on all ranks.
+    """
+    record = Record()
+    entered: list[str] = []
+    with ExitStack() as stack:
+        stack.enter_context(_unchanged(module))
+        for hook in _hooks(module, record, entered, whole):
+            stack.callback(hook.remove)
+        try:
+            outputs = run()
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            if isinstance(loss, Tensor):
+                if loss.requires_grad:
+                    loss.backward()
+                record.loss = float(loss.detach())
+        except Exception as error:
+            error.add_note(
+                f"in the trial of the parallelised step, in {entered[-1] if entered else 'the step'}. {_REMEDY}"
+            )
+            raise
+        _record_gradients(module, record, world)
+    return record
+
+
+def check_unchanged(before: Record, after: Record, sharded: Sequence[str], ranks: int) -> None:
+    """Compare the steps of a module before and after it was parallelised.
+
+    Args:
+        before: of one process.
+        after: of the parallelised module, on the same samples.
+        sharded: names of parameters of which each rank has a part.
+        ranks: number of ranks of the parallelised module.
+
+    Raises:
+        StepChanged: the steps differ; the message names the first submodule or parameter that differs.
+    """
+    tolerance = max(before.tolerance, after.tolerance)
+    changed = first_difference(before, after)
+    losses = (before.loss, after.loss)
+    if not _close(before.loss, after.loss, tolerance):
+        place = f" The first output that differs is that of {changed}." if changed else ""
+        raise StepChanged(
+            f"the loss of the parallelised step is {losses[1]}, and {losses[0]} in one process.{place} "
+            f"{_REMEDY}{_pattern(changed)}"
+        )
+    total = math.sqrt(sum(norms[0] ** 2 for norms in before.gradients.values()))
+    for name, norms in before.gradients.items():
+        found = after.gradients.get(name, [0.0])
+        combined = [math.sqrt(sum(each**2 for each in found))] if name in sharded and len(found) == ranks else found
+        for norm in combined:
+            if not abs(norm - norms[0]) <= tolerance * max(total, 1e-30):  # True for NaN
+                raise StepChanged(
+                    f"the gradient of {name} has the norm {norm} in the parallelised step, and {norms[0]} in one "
+                    f"process. {_REMEDY}{_pattern(name.rpartition('.')[0])}"
+                )
+
+
+def first_difference(before: Record, after: Record) -> str:
+    """Return the name of the submodule whose output differs first; "" if none does.
+
+    Args:
+        before: of one process.
+        after: of the parallelised module.
+    """
+    tolerance = max(before.tolerance, after.tolerance)
+    for (name, wanted), (other, found) in zip(before.outputs, after.outputs, strict=False):
+        if name != other:
+            return name
+        if any(abs(a - b) > tolerance * max(wanted[0], 1e-30) for a, b in zip(wanted, found, strict=True)):
+            return name
+    if len(before.outputs) != len(after.outputs):
+        longer = max(before.outputs, after.outputs, key=len)
+        return longer[min(len(before.outputs), len(after.outputs))][0]
+    return ""
+
+
+def _pattern(name: str) -> str:
+    return f", such as plan={{'{name}*': 'replicate'}}" if name else ""
+
+
+def _close(before: float | None, after: float | None, tolerance: float) -> bool:
+    if before is None or after is None:
+        return before is after
+    if math.isnan(before) or math.isinf(before):
+        return math.isnan(after) == math.isnan(before)
+    return abs(before - after) <= tolerance * max(abs(before), 1e-30)
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Restore buffers, gradients and random states at the end, and begin with a fixed seed."""
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in buffers and buffers[name].shape == buffer.shape:
+                    buffer.copy_(buffers[name])
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _hooks(
+    module: nn.Module, record: Record, entered: list[str], whole: Callable[[Any], Any]
+) -> Iterator[Any]:  # fmt: skip
+    for name, part in module.named_modules():
+        if part is not module:
+            yield part.register_forward_pre_hook(_entering(name, entered), prepend=True)
+            yield part.register_forward_hook(_leaving(name, record, entered, whole))
+
+
+def _entering(name: str, entered: list[str]) -> Callable[..., None]:
+    return lambda part, args: entered.append(name)
+
+
+def _leaving(name: str, record: Record, entered: list[str], whole: Callable[[Any], Any]) -> Callable[..., None]:
+    def hook(part: nn.Module, args: Any, output: Any) -> None:
+        entered.pop()
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        for tensor in tensors:
+            record.precision = max(record.precision, torch.finfo(tensor.dtype).eps)
+            with torch.no_grad():
+                record.outputs.append((name, _fingerprint(whole(tensor.detach()))))
+
+    return hook
+
+
+def _fingerprint(tensor: Tensor) -> list[float]:
+    """Return the norm of a tensor, and projections that depend on the order of its elements."""
+    flat = tensor.detach().reshape(-1).double()
+    index = torch.arange(len(flat), dtype=torch.float64, device=flat.device)
+    projections = [(flat * (index * frequency).cos()).sum() for frequency in (0.0, 1.0, 0.37)]
+    return [float(value) for value in (flat.norm(), *projections)]
+
+
+def _record_gradients(module: nn.Module, record: Record, world: World | None) -> None:
+    names = [name for name, _ in module.named_parameters()]
+    norms = [0.0 if p.grad is None else float(p.grad.detach().double().norm()) for p in module.parameters()]
+    if world is None or not names:
+        record.gradients = {name: [norm] for name, norm in zip(names, norms, strict=True)}
+        return
+    gathered = world.all_gather(torch.tensor(norms, dtype=torch.float64, device=world.device))
+    record.gradients = {name: gathered[:, at].tolist() for at, name in enumerate(names)}
