@@ -7,6 +7,7 @@ import importlib.util
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from fabricx.cli.mistakes import Composition
 from fabricx.core.options import TrainerOptions
 
 _WIDTH: Final = 79
+_REFERENCE: Final = re.compile(r"see `\w+`")
 _PLUGINS: Final = {"callbacks": "callbacks", "logger": "loggers"}
 _TOP: Final = {
     "seed": "seed of all random number generators; null: a different seed in each run",
@@ -74,27 +76,61 @@ def _explanation(key: str, config: DictConfig) -> str:
         return explained_arguments(TrainerOptions.__init__.__doc__ or "").get(option, "")
     if group in _PLUGINS and "." in option:
         name, _, option = option.partition(".")
-        return explained_arguments(_docstring(config[group][name], _PLUGINS[group], name)).get(option, "")
+        return _explained(config[group][name], _PLUGINS[group], name, option)
     if group in config and isinstance(config[group], DictConfig):
         node = config[group]
-        return explained_arguments(_docstring(node, "strategies", str(node.get("name", "")))).get(option, "")
+        return _explained(node, "strategies", str(node.get("name", "")), option)
     return ""
 
 
-def _docstring(node: Mapping[str, Any], kind: str, name: str) -> str:
-    """Return the docstring of a class, read from its source: importing it may take seconds."""
+def _explained(node: Mapping[str, Any], kind: str, name: str, option: str) -> str:
     path = str(node.get("_target_") or plugins.path_of(kind, name).replace(":", "."))
+    text = explained_argument(path, option)
+    inherited = explained_argument(path, option, bases=True) if _REFERENCE.search(text) else ""
+    return _REFERENCE.sub(lambda _: inherited, text) if inherited else text
+
+
+def explained_argument(path: str, name: str, *, bases: bool = False) -> str:
+    """Return the explanation of an argument in the docstring of a class or function; "" without one.
+
+    The source is read, because importing it may take seconds.
+
+    Args:
+        path: module and name, such as "torch.optim.Adam".
+        name: of the argument.
+        bases: look in the base classes instead, without the final stop.
+    """
     module, _, attribute = path.rpartition(".")
+    tree = _source(module)
+    defined = next((item for item in tree.body if getattr(item, "name", "") == attribute), None)
+    if not isinstance(defined, (ast.ClassDef, ast.FunctionDef)):
+        return ""
+    if not bases:
+        inside = [item for item in defined.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"]
+        return explained_arguments("\n\n".join(ast.get_docstring(item) or "" for item in [defined, *inside])).get(
+            name, ""
+        )
+    paths = {getattr(item, "name", ""): f"{module}.{getattr(item, 'name', '')}" for item in tree.body}
+    for item in tree.body:
+        if isinstance(item, ast.ImportFrom) and item.module is not None and not item.level:
+            paths |= {alias.asname or alias.name: f"{item.module}.{alias.name}" for alias in item.names}
+    for base in (paths.get(ast.unparse(base), "") for base in getattr(defined, "bases", ())):
+        if text := explained_argument(base, name) or explained_argument(base, name, bases=True):
+            return text.rstrip(".")
+    return ""
+
+
+def _source(module: str) -> ast.Module:
+    """Return the source of a module, empty if there is none; the packages that contain it are not imported either."""
+    name, *parts = module.split(".")
     try:
-        spec = importlib.util.find_spec(module) if module else None
-        tree = ast.parse(Path(spec.origin).read_text()) if spec is not None and spec.origin else ast.Module([], [])
+        spec = importlib.util.find_spec(name) if name else None
+        for part in parts:
+            name, folders = f"{name}.{part}", None if spec is None else spec.submodule_search_locations
+            spec = PathFinder.find_spec(name, list(folders)) if folders else None
+        return ast.parse(Path(spec.origin).read_text()) if spec is not None and spec.origin else ast.Module([], [])
     except (ImportError, OSError, SyntaxError, ValueError):
-        return ""
-    found = next((item for item in tree.body if getattr(item, "name", "") == attribute), None)
-    if not isinstance(found, (ast.ClassDef, ast.FunctionDef)):
-        return ""
-    inside = [item for item in found.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"]
-    return "\n\n".join(ast.get_docstring(item) or "" for item in [found, *inside])
+        return ast.Module([], [])
 
 
 def explained_arguments(docstring: str) -> dict[str, str]:

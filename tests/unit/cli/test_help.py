@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fabricx.cli.help import explained_argument
 from fabricx.cli.hydra_app import run_app
 
 NET = """
@@ -18,6 +19,24 @@ class Net:
             a layer.
     '''
     def __init__(self, width=3): ...
+
+class Kept:
+    '''A base.
+
+    Args:
+        pace: steps in
+            a second.
+    '''
+
+class Wide(Kept):
+    '''A class.
+
+    Args:
+        pace: see `Kept`; 0 for none.
+        kind: see `Nothing`.
+    '''
+
+class Wider(Wide): ...
 
 raise RuntimeError("not imported for the help")
 """
@@ -44,3 +63,18 @@ def test_keys_are_listed_with_explanations_without_importing_classes(
     ]
     assert unexplained == ["  strategy.name=ddp"]
     assert not (own_folder / "runs").exists()
+
+
+def test_what_a_docstring_refers_to_is_explained(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (own_folder / "netfile.py").write_text(NET)
+    for target in ("Wide", "Gone"):
+        options = ["+module.pace=1", "+module.kind=2"]
+        run_app(print, ["-h", "module=custom", f"module._target_=netfile.{target}", *options], None, "config", "mine")
+        said = capsys.readouterr().out
+        assert ("  module.pace=1\n      steps in a second; 0 for none.\n" in said) is (target == "Wide")
+        assert ("  module.kind=2\n      see `Nothing`.\n" in said) is (target == "Wide")
+    assert explained_argument("netfile.Wider", "pace", bases=True) == "see `Kept`; 0 for none"
+    run_app(print, ["-h", "strategy=async_sgd"], None, "config", "mine")
+    said = capsys.readouterr().out
+    assert "  strategy.compression_keep=0.01\n      fraction of the elements" in said
+    assert "see `ServerOptions`" not in said
