@@ -78,7 +78,7 @@ def _range(
     ranks = activations.world.size
     taken = parts[ends.index(begin) : ends.index(end)]
     local = fused.to_local().narrow(dim, begin // ranks, (end - begin) // ranks)
-    return activations.sharded(local, dim, taken)
+    return activations.sharded(local, dim, taken if len(taken) > 1 else ())
 
 
 def _indexed(

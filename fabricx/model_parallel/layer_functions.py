@@ -16,7 +16,7 @@ from fabricx.model_parallel.parallel_layers import Layer
 from fabricx.model_parallel.placement import Placement, share
 from fabricx.model_parallel.sharded_activations import Activations
 from fabricx.model_parallel.sharded_attention import HEADS, attend, local_mask
-from fabricx.model_parallel.tensor_collectives import copied, joined, summed
+from fabricx.model_parallel.tensor_collectives import copied, summed
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ class LayerFunctions:
     def _outputs(self, weight: Weight, output: Tensor) -> Any:
         if weight.layer.style == "colwise":
             return self._activations.sharded(output, output.dim() - 1, weight.layer.parts)
-        return joined(output, self._world, weight.placement.shape[weight.placement.dim])
+        classes = weight.placement.shape[weight.placement.dim]
+        return self._activations.sharded(output, output.dim() - 1, (classes,), (*output.shape[:-1], classes))
 
     def _rowwise(self, output: Tensor, bias: Tensor | None) -> Any:
         if self.sequence and output.dim() > 2:

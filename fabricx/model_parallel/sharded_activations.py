@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fabricx.distributed.world import World
 from fabricx.model_parallel.placement import Placement
+from fabricx.model_parallel.tensor_collectives import joined
 
 _PARTS = "_fabricx_parts"  # attribute of a DTensor whose dim has the shards of several parts
 
@@ -48,19 +49,19 @@ class Activations:
         Args:
             local: shard of this rank.
             dim: that is sharded; 0 or more.
-            parts: global sizes of parts in this dim, if there are several.
+            parts: global sizes of parts in this dim, if there are several; the number of classes for logits.
             shape: global shape; None if all ranks' shards have the same size.
         """
         whole = None if shape is None else torch.empty(shape, device="meta")
         sizes: Any = {} if whole is None else {"shape": whole.shape, "stride": whole.stride()}
         tensor: DTensor = DTensor.from_local(local, self.mesh, [Shard(dim)], run_check=False, **sizes)
-        if len(parts) > 1:
+        if parts:
             setattr(tensor, _PARTS, (dim, parts))
         return tensor
 
     @staticmethod
     def parts_of(tensor: object) -> tuple[int, tuple[int, ...]] | None:
-        """Return the dim and the sizes of the parts of a fused projection's output; None for other tensors.
+        """Return the dim and the sizes of the parts of a fused projection's output, or of logits; else None.
 
         Args:
             tensor: any object.
@@ -97,6 +98,9 @@ class Activations:
         if marked is None:
             return tensor
         dim, parts = marked
+        if len(parts) == 1:
+            whole: DTensor = self.replicated(joined(tensor.to_local(), self.world, parts[0]))
+            return whole
         gathered = tensor.redistribute(placements=[Replicate()]).to_local()
         ranks = self.world.size
         placement = Placement((sum(parts),), 0, parts, ranks)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fabricx.model_parallel.fused_outputs import fused_output
 from fabricx.model_parallel.sharded_activations import Activations
 from fabricx.model_parallel.sharded_attention import scaled_dot_product_attention
+from fabricx.model_parallel.sharded_logits import logits_output
 
 Rule = Callable[[Activations, Any, Sequence[Any], dict[str, Any]], Any]
 DROPOUTS: Final[set[Any]] = {F.dropout, torch.dropout}
@@ -68,8 +69,10 @@ def sharded_function(activations: Activations, func: Any, args: Sequence[Any], o
     leaves = tree_leaves((args, options))
     sharded = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
     if any(activations.parts_of(leaf) is not None for leaf in sharded):
-        if activations.parts_of(args[0]) is not None:
-            result = fused_output(activations, func, args, options)
+        marked = activations.parts_of(args[0]) if args else None
+        if marked is not None:
+            apply = fused_output if len(marked[1]) > 1 else logits_output
+            result = apply(activations, func, args, options)
             if result is not NotImplemented:
                 return result
         args, options = tree_map(functools.partial(_in_plain_order, activations), (args, options))

@@ -260,7 +260,8 @@ class TensorParallel:
         if found is None:
             return tensor
         placement = found[1].placement
-        return self._activations.sharded(tensor, placement.dim, placement.parts, placement.shape)
+        parts = placement.parts if len(placement.parts) > 1 else ()
+        return self._activations.sharded(tensor, placement.dim, parts, placement.shape)
 
     # -- sequence parallelism -----------------------------------------------------------------------------------
 

@@ -1,0 +1,115 @@
+"""Logits that are sharded over the classes, and their cross-entropy without a gather.
+
+Source: Shoeybi et al., "Megatron-LM", 2019, section 3 (parallel cross-entropy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F  # noqa: N812
+
+from fabricx.model_parallel.feature_dims import indices
+from fabricx.model_parallel.feature_trace import VIEWS
+from fabricx.model_parallel.placement import share
+from fabricx.model_parallel.sharded_activations import Activations
+from fabricx.model_parallel.tensor_collectives import summed
+
+ELEMENTWISE: Final[set[Any]] = {
+    Tensor.contiguous, Tensor.clone, torch.clone, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.to,
+    Tensor.detach, Tensor.div, Tensor.__truediv__, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.tanh, Tensor.tanh,
+}  # fmt: skip
+
+
+def logits_output(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Apply a function to sharded logits without a gather.
+
+    Args:
+        activations: of the group.
+        func: function of torch.
+        args: its arguments, the logits first.
+        options: its named arguments.
+
+    Returns:
+        the result; NotImplemented if the function needs all classes.
+    """
+    logits: DTensor = args[0]
+    classes, local = logits.shape[-1], logits.to_local()
+    if func is F.cross_entropy:
+        return cross_entropy(activations, *args, **options)
+    if func in VIEWS:
+        shape = func(torch.empty(logits.shape, device="meta"), *args[1:], **options).shape
+        return _logits(activations, local.reshape(*shape[:-1], -1), shape) if shape[-1] == classes else NotImplemented
+    if func in ELEMENTWISE and not any(isinstance(arg, Tensor) for arg in (*args[1:], *options.values())):
+        return _logits(activations, func(local, *args[1:], **options), logits.shape)
+    if func is Tensor.__getitem__:
+        found = indices(logits.shape, args[1])
+        if not found or found[-1].dim != logits.dim() - 1 or (found[-1].begin, found[-1].end) != (0, classes):
+            return NotImplemented
+        if found[-1].drops or found[-1].step != 1 or local.shape[-1] == 0:
+            return NotImplemented
+        shape = torch.empty(logits.shape, device="meta")[args[1]].shape
+        index = [None if each.dim is None else _range(each) for each in found[:-1]]
+        return _logits(activations, local[tuple(index)], shape)
+    return NotImplemented
+
+
+def _range(entry: Any) -> int | slice:
+    return entry.begin if entry.drops else slice(entry.begin, entry.end, entry.step)
+
+
+def _logits(activations: Activations, local: Tensor, shape: Sequence[int]) -> DTensor:
+    return activations.sharded(local, len(shape) - 1, (shape[-1],), tuple(shape))
+
+
+def cross_entropy(
+    activations: Activations, input: DTensor, target: Tensor, weight: Tensor | None = None,
+    size_average: Any = None, ignore_index: int = -100, reduce: Any = None, reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    """Compute the cross-entropy of sharded logits; ranks exchange three numbers for each row.
+
+    Args:
+        activations: of the group.
+        input: logits, shape [rows, classes] or [classes].
+        target: classes, equal on all ranks.
+        weight: as of torch.
+        size_average: as of torch.
+        ignore_index: as of torch.
+        reduce: as of torch.
+        reduction: as of torch.
+        label_smoothing: as of torch.
+
+    Returns:
+        the loss, equal on all ranks; NotImplemented for options that need all classes.
+    """
+    special = weight is not None or size_average is not None or reduce is not None or label_smoothing
+    if special or input.dim() > 2 or target.dim() != input.dim() - 1 or isinstance(target, DTensor):
+        return NotImplemented
+    world, local = activations.world, input.to_local()
+    if torch.is_autocast_enabled(local.device.type):
+        local = local.float()
+    computed = local if local.dtype in (torch.float32, torch.float64) else local.float()
+    begin, end = share(input.shape[-1], world.rank, world.size)
+    with torch.no_grad():
+        lowest = torch.finfo(computed.dtype).min
+        largest = computed.amax(-1) if end > begin else computed.new_full(computed.shape[:-1], lowest)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=world.group)
+    shifted = computed - largest.unsqueeze(-1)
+    total = summed(shifted.exp().sum(-1), world)
+    inside = (target >= begin) & (target < end)
+    if end > begin:
+        own = shifted.gather(-1, (target - begin).clamp(0, end - begin - 1).unsqueeze(-1)).squeeze(-1)
+    else:
+        own = shifted.sum(-1)
+    valid = target != ignore_index
+    losses = total.log() - summed(own.masked_fill(~inside, 0), world)
+    losses = losses.masked_fill(~valid, 0).to(local.dtype)
+    if reduction == "none":
+        return losses
+    return losses.sum() / valid.sum() if reduction == "mean" else losses.sum()
