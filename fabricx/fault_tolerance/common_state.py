@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from fabricx.core.rng import seed_generators
 from fabricx.distributed import heartbeat
 from fabricx.distributed.generations import membership
-from fabricx.session.checkpoint import restore_run, run_state
+from fabricx.session.checkpoint import restore_run
+from fabricx.session.saving import run_state
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session

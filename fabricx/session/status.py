@@ -82,7 +82,7 @@ class BatchStatus:
 
 @dataclass
 class CheckpointStatus:
-    """Checkpoints of a run; changed by `session.checkpoint` and `session.save_points`.
+    """Checkpoints of a run; changed by `session.saving`, `session.checkpoint` and `session.save_points`.
 
     Attributes:
         writer: writes checkpoints in the background; None before the first checkpoint.

@@ -25,7 +25,8 @@ from fabricx.distributed.world import World
 from fabricx.errors import NamesChecked
 from fabricx.loop import manual_optimization
 from fabricx.metrics.run_metrics import Published, RunMetrics
-from fabricx.session.checkpoint import finish_checkpoint, save_checkpoint
+from fabricx.session.checkpoint import finish_checkpoint
+from fabricx.session.saving import save_checkpoint
 from fabricx.session.session import Session
 from fabricx.session.status import FailureLog, StopStatus
 from fabricx.trainer.factory import choose_callbacks, choose_loggers, choose_strategy, launched, several_ranks

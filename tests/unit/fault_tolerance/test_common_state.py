@@ -6,7 +6,7 @@ from typing import Any
 
 import fabricx as fx
 from fabricx.fault_tolerance.common_state import common_state
-from fabricx.session.checkpoint import run_state
+from fabricx.session.saving import run_state
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 

@@ -1,0 +1,191 @@
+"""Collects the content of a checkpoint from the parts of a run, and starts to write it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricx import checkpoint
+from fabricx.consistency.comparison import of_added
+from fabricx.core.callback import Callback
+from fabricx.core.hparams import plain
+from fabricx.core.state import Phase
+from fabricx.redaction import masked
+from fabricx.session.save_points import check_savable, meet_to_save
+from fabricx.telemetry.events import Span
+
+if TYPE_CHECKING:
+    from fabricx.session.session import Session
+
+
+def save_checkpoint(
+    session: Session, path: Path, *, weights_only: bool, wait: bool = True,
+    after: Callable[[], None] | None = None, failed: Callable[[], None] | None = None,
+    single_file: bool | None = None,
+) -> None:  # fmt: skip
+    """Start to write a checkpoint of the run; every rank calls it. `finish_checkpoint` waits for its end.
+
+    Args:
+        session: of the run.
+        path: of the checkpoint.
+        weights_only: save no state of optimizers, schedulers, callbacks and data.
+        wait: the caller waits until the checkpoint is complete; ranks without a sample do the same.
+        after: called on the main rank when the checkpoint is complete; set by callbacks of fabricx.
+        failed: called on every rank if the disk was full.
+        single_file: write a file instead of a folder; None for the module's `single_file_checkpoints`.
+
+    Raises:
+        RanksApart, RanksDisagree, RuntimeError: see `check_savable` and `meet_to_save`.
+    """
+    if session.world.newcomer:  # the ranks that it will join save the checkpoint
+        return
+    check_savable(session, weights_only=weights_only)
+    if (
+        after is None or session.batch.idle_ranks
+    ):  # otherwise a callback of fabricx saves, on all ranks in the same step
+        meet_to_save(session, path, weights_only=weights_only, wait=wait, single_file=single_file)
+    # inference_mode off, also within a validation: the next snapshot could not overwrite inference tensors.
+    with session.recorder.within(Span.CHECKPOINT), torch.inference_mode(False):
+        if single_file is None:
+            single_file = bool(getattr(session.module, "single_file_checkpoints", False))
+        _begin_checkpoint(session, path, weights_only, after, failed, single_file)
+
+
+def _begin_checkpoint(
+    session: Session,
+    path: Path,
+    weights_only: bool,
+    after: Callable[[], None] | None,
+    failed: Callable[[], None] | None,
+    single_file: bool,
+) -> None:
+    began = time.monotonic()
+    point = session.fault_tolerance.resume_point or (None if weights_only else session.rank_state())
+    buffers = {} if point is None else point.buffers
+    session.strategy.synchronize(buffers)
+    state: dict[str, Any] = {
+        "strategy": session.strategy.state_dict(session.module, [] if weights_only else session.optimizers),
+        "hparams": masked(plain(session.module.hparams)),
+        "state": session.state.state_dict(),
+    }
+    state["strategy"]["module"].update(buffers)
+    if point is not None and not weights_only:
+        state |= {**run_state(session), "ranks": session.world.gather_objects(point.state_dict())}
+    known = set(state)
+    session.checkpoints.collecting = True
+    try:
+        with weights_as_state_dict(state):
+            for hook in session.hooks.on_save_checkpoint if session.hooks is not None else ():
+                hook(state)
+    finally:
+        session.checkpoints.collecting = False
+    added = {name: value for name, value in state.items() if name not in known}
+    _warn_if_lost(session, added)
+    # fully_shard derives a class with `reshard`; save the user's class.
+    module_class = next(c for c in type(session.module).__mro__ if not hasattr(c, "reshard"))
+    manifest: dict[str, Any] = {
+        "run": [session.state.run, session.run_dir.name if session.run_dir is not None else ""],
+        "step": session.state.step,
+        "epoch": session.state.epoch,
+        "samples": session.state.samples,
+        "world_size": session.world.size,
+        "ranks": session.state.ranks,
+        "strategy": type(session.strategy).__name__,
+        "module": f"{module_class.__module__}.{module_class.__qualname__}",
+        "precision": session.options.precision,
+        "weights_only": weights_only,
+        "hparams": masked(plain(session.module.hparams)),
+        "configuration": masked(session.trainer.configuration),
+    }
+    if session.datamodule is not None:
+        manifest["datamodule_hparams"] = masked(plain(session.datamodule.hparams))
+
+    def full() -> None:
+        session.metrics.loggers.event(
+            "checkpoint", f"{path} could not be written: the disk is full; delete files to make room", manifest["step"]
+        )
+        if failed is not None:
+            failed()
+
+    def done() -> None:
+        session.recorder.event("checkpoint", f"{path} is complete", manifest["step"], seconds=time.monotonic() - began)
+        if after is not None:
+            after()
+
+    writer = session.checkpoints.writer = session.checkpoints.writer or checkpoint.Writer(session.world)
+    shown = [str(name) for name in added] if single_file else None
+    writer.begin(path, state, manifest, done, full, repeated=after is not None, shown=shown)
+
+
+@contextlib.contextmanager
+def weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
+    """Add entries during hooks by which hooks of Lightning read them: the position, and weights to read or replace."""
+    given = state["state_dict"] = state["strategy"]["module"]
+    position = {"epoch": state["state"]["epoch"], "global_step": state["state"]["step"]} if "state" in state else {}
+    state.update(position)
+    yield
+    for name in position:
+        state.pop(name, None)
+    if (changed := state.pop("state_dict", given)) is not given:
+        state["strategy"]["module"] = changed
+
+
+def _warn_if_lost(session: Session, added: Mapping[str, Any]) -> None:
+    """Warn if hooks add different values on other ranks: only those of rank 0 are saved; every rank calls it."""
+    by_rank = session.world.gather_objects(of_added(added)) if session.world.size > 1 else []
+    names = sorted({str(name) for other in by_rank for name in other if other[name] != by_rank[0].get(name)})
+    if names and session.world.main_rank:
+        warnings.warn(
+            f"on_save_checkpoint adds values that differ between ranks ({', '.join(names)}), and a checkpoint stores "
+            "those of rank 0 only: gather the values of all ranks in on_save_checkpoint, by self.all_gather or "
+            "torch.distributed.all_gather_object, and select this rank's in on_load_checkpoint",
+            stacklevel=2,
+        )
+
+
+def run_state(session: Session) -> dict[str, Any]:
+    """Return the resume state that all ranks share, without weights, as plain data and tensors.
+
+    Args:
+        session: of a fit.
+    """
+    return {
+        "state": session.state.state_dict(),
+        "global_batch": global_batch(session),
+        "accumulate": session.options.accumulate_grad_batches,
+        "batches": session.data.batches.training,
+        "order": ""
+        if session.data.train_feed is None
+        else session.data.train_feed.order or session.data.train_feed.order_before,
+        "drawn": [feed.drawn for feed in session.data.feeds],
+        "schedules": [schedule.scheduler.state_dict() for schedule in session.lr_schedulers],
+        "scheduled": [schedule.described for schedule in session.lr_schedulers],
+        # For a scheduler that monitors a metric at the epoch's end. Metrics of the sanity check are discarded.
+        "metrics": {} if session.state.phase is Phase.SANITY else dict(session.metrics.published.metrics),
+        "precision": session.precision.state_dict(),
+        "callbacks": {key: callback.state_dict() for key, callback in callbacks_by_key(session.callbacks).items()},
+        "datamodule": session.datamodule.state_dict() if session.datamodule is not None else {},
+    }
+
+
+def callbacks_by_key(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Return callbacks by the names of their states; callbacks with the same `state_key` are numbered in order."""
+    named: dict[str, Callback] = {}
+    for callback in callbacks:
+        key, number = callback.state_key, 2
+        while key in named:
+            key, number = f"{callback.state_key}/{number}", number + 1
+        named[key] = callback
+    return named
+
+
+def global_batch(session: Session) -> int:
+    """Return the number of samples per update; 0 if unknown."""
+    whole = int(getattr(session.data.train_feed, "global_batch", 0)) * session.options.accumulate_grad_batches
+    return whole if session.serving.global_updates else whole // max(1, session.state.ranks)
