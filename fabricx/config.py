@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, make_dataclass
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fabricx.trainer.trainer import Trainer
 
 
+T = TypeVar("T")
 OPEN_GROUPS = ("module", "data", "strategy")
 _GROUPS = ("self", "strategy", "callbacks", "logger")  # not part of the group "trainer"
 _CHECKED = {"bool": bool, "int": int, "str": str, "bool | None": bool | None, "int | None": int | None,
@@ -201,6 +202,9 @@ def build(cfg: DictConfig | Mapping[str, Any]) -> tuple[Trainer, Module, DataMod
         LookupError: a name is unknown; the message contains the nearest valid name.
         ValueError: a key or value is invalid; the message contains the nearest valid key.
     """
+    from fabricx.core.datamodule import DataModule
+    from fabricx.core.module import Module
+    from fabricx.lightning import adapt_data, adapt_module
     from fabricx.trainer.trainer import Trainer
 
     config = plain(cfg) if isinstance(cfg, DictConfig) else {str(key): value for key, value in cfg.items()}
@@ -212,8 +216,8 @@ def build(cfg: DictConfig | Mapping[str, Any]) -> tuple[Trainer, Module, DataMod
             raise ValueError(
                 f"{group} is not set: choose a {group} ({choice}), or set {group}._target_=my_project.Mine"
             )
-    module = _module(config["module"])
-    data = _data(config["data"]) if config.get("data") else None
+    module = _built("module", config["module"], Module, adapt_module)
+    data = _built("data", config["data"], DataModule, adapt_data) if config.get("data") else None
     trainer = Trainer(
         **{**config["trainer"], "strategy": _strategy(config.get("strategy") or {})},
         callbacks=[_plugin(f"callbacks.{name}", "callbacks", name, options) for name, options in _callbacks(config)],
@@ -306,28 +310,19 @@ def _instantiate(where: str, node: Mapping[str, Any]) -> Any:
         raise
 
 
-def _module(node: Mapping[str, Any]) -> Module:
-    from fabricx.core.module import Module
-    from fabricx.lightning import adapt_module
+def _built(group: str, node: Mapping[str, Any], contract: type[T], adapt: Callable[[Any], Any]) -> T:
+    """Return the object of a group; an object of Lightning is adapted to the contract.
 
-    made = adapt_module(_instantiate("module", node))
-    if not isinstance(made, Module):
+    Raises:
+        ValueError: it does not implement the contract.
+    """
+    built = adapt(_instantiate(group, node))
+    if not isinstance(built, contract):
         raise ValueError(
-            f"module._target_={node['_target_']} creates a {type(made).__name__}, which is not a fabricx.Module"
+            f"{group}._target_={node['_target_']} creates a {type(built).__name__}, which is not a "
+            f"fabricx.{contract.__name__}"
         )
-    return made
-
-
-def _data(node: Mapping[str, Any]) -> DataModule:
-    from fabricx.core.datamodule import DataModule
-    from fabricx.lightning import adapt_data
-
-    made = adapt_data(_instantiate("data", node))
-    if not isinstance(made, DataModule):
-        raise ValueError(
-            f"data._target_={node['_target_']} creates a {type(made).__name__}, which is not a fabricx.DataModule"
-        )
-    return made
+    return built
 
 
 def check_settings(config: Mapping[str, Any]) -> None:
