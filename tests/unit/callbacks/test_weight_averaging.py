@@ -66,7 +66,7 @@ class TheirsChosen(Chosen, theirs.WeightAveraging):  # type: ignore[misc]
     ("WeightAveraging", {"avg_fn": get_ema_avg_fn(0.6), "use_buffers": False}),
     ("WeightAveraging", {"multi_avg_fn": get_ema_multi_avg_fn(0.6)}),
     ("Chosen", {}),
-], ids=str)  # fmt: skip
+], ids=lambda arguments: "-".join([arguments[0], *arguments[1]]))  # fmt: skip
 @pytest.mark.filterwarnings("ignore")  # of Lightning
 def test_averages_are_those_of_lightning(arguments: Any, quiet: dict[str, Any]) -> None:
     name, options = arguments
