@@ -180,6 +180,7 @@ def serve(channel_fd: int) -> tuple[Request, list[int]]:
     for name in IMPORTED:
         with contextlib.suppress(ModuleNotFoundError):  # another version of torch has other modules
             __import__(name)
+    importlib.import_module("fabricx.trainer.provenance").versions()  # read once, of files of the packages
     os.environ.clear()
     return _serve(socket.socket(fileno=channel_fd))
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
-import torch
 
-from fabricx.core.rng import random_kept
+from fabricx.core.rng import random_kept, seed_torch
 
 
 @final
@@ -57,7 +56,7 @@ class BatchSeededDataset:
     @contextlib.contextmanager
     def _under(self, seed: int) -> Iterator[None]:
         with random_kept() if self.__dict__["_keeps"] else contextlib.nullcontext():
-            torch.manual_seed(seed)
+            seed_torch(seed)
             random.seed(seed)
             np.random.seed(seed % 2**32)
             yield

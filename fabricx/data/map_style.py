@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from fabricx.core.dealer import Dealer
-from fabricx.core.rng import random_kept, seed_generators
+from fabricx.core.rng import random_kept, seed_generators, seed_torch
 from fabricx.data.batch_seeding import BatchSeededDataset
 from fabricx.data.feed import Feed, Microbatch
 from fabricx.data.leasing import LeasedSection, Section
@@ -176,7 +176,7 @@ class OrderedFeed(Feed):
         before = sampler_values(sampler)
         with random_kept(), _seeded(getattr(sampler, "generator", None), seed):
             seed_generators(seed % 2**32)  # a user's sampler may draw from python's or numpy's generator
-            torch.manual_seed(seed)
+            seed_torch(seed)
             order = list(sampler)
         was, now = changes(before, sampler_values(sampler))
         self.at_first = was | (self.at_first or {})

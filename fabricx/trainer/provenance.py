@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import subprocess
@@ -96,19 +97,23 @@ def write_arguments(run_dir: Path, made_of: Mapping[str, Any]) -> None:
 def _yaml(data: Mapping[str, Any]) -> str:
     import yaml  # type: ignore[import-untyped]
 
-    text: str = yaml.safe_dump(dict(data), sort_keys=False)
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # ten times as fast
+    text: str = yaml.dump(dict(data), Dumper=dumper, sort_keys=False)
     return text
 
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python, the system, and the packages that affect numerical results."""
-    installed: dict[str, str | None] = {"python": platform.python_version(), "system": platform.platform()}
-    for package in _PACKAGES:
-        try:
-            installed[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            installed[package] = None
-    return installed
+    installed = {"python": platform.python_version(), "system": platform.platform()}
+    return {**installed, **{package: _version(package) for package in _PACKAGES}}
+
+
+@functools.cache
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def git_commit(folder: Path) -> str | None:
