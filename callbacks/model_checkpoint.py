@@ -26,6 +26,7 @@ from fabricx.callbacks.checkpoint_files import (
     versioned,
 )
 from fabricx.callbacks.checkpoint_name import format_name
+from fabricx.callbacks.checkpoint_ranking import MetricAge, Mode, admit, best, worst
 from fabricx.callbacks.metric_timing import has_validation, reads_at_epoch_end
 from fabricx.callbacks.time_interval import TimeInterval
 from fabricx.checkpoint import sweep
@@ -38,51 +39,11 @@ if TYPE_CHECKING:
     from fabricx.core.module import Module
     from fabricx.core.trainer import TrainerProtocol
 
-Mode = Literal["min", "max"]
 # Parts of names, which a user may set on the class.
 _PARTS: Final = {
     "CHECKPOINT_NAME_LAST": "last", "CHECKPOINT_JOIN_CHAR": "-", "CHECKPOINT_EQUALS_CHAR": "=",
     "FILE_EXTENSION": ".ckpt", "STARTING_VERSION": 1,
 }  # fmt: skip
-
-
-def goodness(score: float, mode: Mode) -> float:
-    """Return a number that increases with the quality of a score; -infinity for NaN.
-
-    Args:
-        score: value of the monitored metric.
-        mode: "min" if smaller is better, "max" if larger is better.
-    """
-    if math.isnan(score):
-        return -math.inf
-    return score if mode == "max" else -score
-
-
-def admit(kept: Mapping[str, float], score: float, k: int, mode: Mode) -> tuple[bool, str | None]:
-    """Decide whether a checkpoint belongs to the best `k`.
-
-    >>> admit({"a": 0.3, "b": 0.2}, 0.1, k=2, mode="min")
-    (True, 'a')
-    >>> admit({"a": 0.3, "b": 0.2}, 0.3, k=2, mode="min")
-    (False, None)
-
-    Args:
-        kept: scores of the present best checkpoints, by path.
-        score: score of the new checkpoint.
-        k: number of checkpoints to keep; -1 keeps all.
-        mode: "min" if smaller is better, "max" if larger is better.
-
-    Returns:
-        whether to keep the new checkpoint, and the path of the checkpoint that it displaces, if any.
-    """
-    if k == 0:
-        return False, None
-    if k < 0 or len(kept) < k:
-        return True, None
-    worst = min(kept, key=lambda path: goodness(kept[path], mode))
-    if goodness(score, mode) > goodness(kept[worst], mode):
-        return True, worst
-    return False, None
 
 
 class ModelCheckpoint(Callback):
@@ -209,9 +170,7 @@ class ModelCheckpoint(Callback):
         self._step_saved = 0  # newest step with a checkpoint
         self._step_ranked = 0  # newest step that was compared with the best checkpoints
         self._waiting = False  # a save is due, but the monitored metric was not logged yet
-        self._validated_step = -1
-        self._from_validation = False  # validation logs the monitored metric
-        self._before_validation: tuple[Tensor | None] | None = None  # value of the metric at the start of validation
+        self._metric = MetricAge()
         self._pending: dict[str, Any] | None = None  # newest checkpoint, and the former state, until it is complete
 
     def __getstate__(self) -> dict[str, Any]:
@@ -255,7 +214,7 @@ class ModelCheckpoint(Callback):
     def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
         if not self._resumed:
             self._last_step = self._step_saved = self._step_ranked = trainer.global_step
-            self._waiting, self._validated_step = False, -1
+            self._waiting, self._metric.validated_step = False, -1
         self._resumed, self._pending = False, None
         if trainer.is_global_zero and trainer.state.attempt:  # resumed: delete incomplete checkpoints of that run
             sweep(self._folder)
@@ -280,22 +239,18 @@ class ModelCheckpoint(Callback):
             due = self._clock.due(step, trainer.world) or due
         if due:
             # A metric of an epoch exists after the first epoch, and after the first validation.
-            validated = self._validated_step >= 0 or not has_validation(trainer)
+            validated = self._metric.validated_step >= 0 or not has_validation(trainer)
             self._save_or_wait(trainer, complain=trainer.current_epoch > 0 and validated)
         self._last_step = step
 
     def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
         if self._fitting and self.monitor is not None:
-            self._before_validation = (trainer.callback_metrics.get(self.monitor),)
+            self._metric.validation_starts(trainer.callback_metrics.get(self.monitor))
 
     def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
         if not self._fitting or trainer.sanity_checking:
             return
-        self._validated_step = trainer.global_step
-        if self.monitor is not None and self._before_validation is not None:  # None: only the resumed run validated
-            now = trainer.callback_metrics.get(self.monitor)
-            self._from_validation = now is not None and now is not self._before_validation[0]
-            self._before_validation = None
+        self._metric.validation_ends(trainer.callback_metrics.get(self.monitor or ""), trainer.global_step)
         at_epoch_end = reads_at_epoch_end(trainer, self.save_on_train_epoch_end)
         if self._waiting or (not at_epoch_end and self._epoch_due(trainer)) or self._interval_passed(trainer):
             # Metrics of a training epoch exist only after its end. An epoch of unknown length may never end: complain.
@@ -305,7 +260,7 @@ class ModelCheckpoint(Callback):
         at_epoch_end = reads_at_epoch_end(trainer, self.save_on_train_epoch_end)
         if self._waiting or (at_epoch_end and self._epoch_due(trainer)) or self._interval_passed(trainer):
             complete = trainer.state.closing  # False: the run stops in the middle of the epoch
-            validated = self._validated_step >= 0 or not has_validation(trainer)
+            validated = self._metric.validated_step >= 0 or not has_validation(trainer)
             self._save_or_wait(trainer, complain=complete and validated)
 
     def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
@@ -344,7 +299,7 @@ class ModelCheckpoint(Callback):
 
     def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         self._fitting = False
-        self._before_validation = None
+        self._metric.forget_validation()
 
     @property
     def _by_step(self) -> bool:
@@ -369,7 +324,7 @@ class ModelCheckpoint(Callback):
                 f"{did_you_mean(str(self.monitor), logged)}\n  logged: {', '.join(sorted(logged)) or 'nothing'}\n"
                 "  log it with self.log(...), or omit `monitor` to keep the newest checkpoint"
             )
-        stale = missing or (self._from_validation and self._validated_step != trainer.global_step)
+        stale = missing or self._metric.stale(trainer.global_step)
         self._waiting = stale and self.save_top_k != -1
         if not self._waiting:
             self._save(trainer)
@@ -519,15 +474,13 @@ class ModelCheckpoint(Callback):
         if self.monitor is None:
             self.best_model_path = next(reversed(models), "")
             return
-        ranked = {path: float(score) for path, score in models.items() if not math.isnan(float(score))}
-        self.best_model_path = max(ranked, key=lambda path: goodness(ranked[path], self.mode), default="")
+        self.best_model_path = best({path: float(score) for path, score in models.items()}, self.mode)
         self.best_model_score = models.get(self.best_model_path)
 
     @property
     def kth_best_model_path(self) -> str:
         """Return the path of the worst checkpoint that is kept, or an empty string."""
-        scores = {path: goodness(float(score), self.mode) for path, score in self.best_k_models.items()}
-        return min(scores, key=lambda path: scores[path], default="")
+        return worst({path: float(score) for path, score in self.best_k_models.items()}, self.mode)
 
     # -- files --------------------------------------------------------------------------------------------------
 
@@ -591,8 +544,8 @@ class ModelCheckpoint(Callback):
             "last_model_path": self.last_model_path,
             "last_target": self._last_target,
             "for_ever": sorted(self._permanent),
-            "steps": [self._last_step, self._step_saved, self._step_ranked, self._validated_step],
-            "waiting": [self._waiting, self._from_validation],
+            "steps": [self._last_step, self._step_saved, self._step_ranked, self._metric.validated_step],
+            "waiting": [self._waiting, self._metric.from_validation],
             "pending": self._pending,
             "clock": None if self._clock is None else self._clock.state(),
         }
@@ -610,8 +563,8 @@ class ModelCheckpoint(Callback):
         self._resumed = True
         # The following values determine when all ranks save.
         steps = state_dict.get("steps", [0, 0, 0, -1])
-        self._last_step, self._step_saved, self._step_ranked, self._validated_step = steps
-        self._waiting, self._from_validation = state_dict.get("waiting", [False, False])
+        self._last_step, self._step_saved, self._step_ranked, self._metric.validated_step = steps
+        self._waiting, self._metric.from_validation = state_dict.get("waiting", [False, False])
         self._pending = state_dict.get("pending")
         if self._clock is not None and state_dict.get("clock") is not None:
             self._clock.set_state(state_dict["clock"])

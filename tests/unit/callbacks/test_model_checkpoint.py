@@ -13,7 +13,6 @@ import torch
 
 from fabricx import checkpoint
 from fabricx.callbacks import ModelCheckpoint, time_interval
-from fabricx.callbacks.model_checkpoint import admit
 
 
 def number(score: torch.Tensor | None) -> float:
@@ -340,14 +339,6 @@ def test_save_nothing(trainer: Any, tmp_path: Path) -> None:
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelCheckpoint(**arguments)
-
-
-def test_ties_keep_the_older_one() -> None:
-    assert admit({"a": 0.5}, 0.5, k=1, mode="min") == (False, None)
-
-
-def test_all_are_kept_with_minus_one() -> None:
-    assert admit({"a": 0.1, "b": 0.2}, 9.0, k=-1, mode="min") == (True, None)
 
 
 def test_the_newest_are_kept_and_every_nth_for_ever(trainer: Any, tmp_path: Path) -> None:
