@@ -22,7 +22,7 @@ from fabricx.model_parallel.nested import Path, leaves, mapped
 from fabricx.model_parallel.pipeline_trace import Trace, tracing
 
 Blocks = list[tuple[str, nn.Module]]
-CANDIDATES: Final = 4  # chains that "auto" examines
+CANDIDATES: Final = 8  # chains that "auto" examines
 REPEATS: Final = 3  # runs that are timed; the shortest times count
 SAMPLES: Final = 2  # samples of the batch of `run`
 
@@ -83,8 +83,9 @@ def find_blocks(module: nn.Module, blocks: str | Sequence[str], run: Callable[[]
 
     Args:
         module: of the user.
-        blocks: names of modules; or the name of their class; or "auto" for the longest run of modules in a list, a
-            `Sequential`, or of the same class, that are called one after another in the step.
+        blocks: names of modules; or the name of their class; or "auto" for a run of modules in a list, a `Sequential`, or
+            of the same class, that are called one after another in the step: the one whose largest part, and whose rest
+            of the module, are smallest.
         run: computes a training step.
 
     Raises:
@@ -183,20 +184,36 @@ def _candidates(module: nn.Module, calls: dict[nn.Module, list[tuple[int, int]]]
                 runs.append([])
             if once:
                 runs[-1].append((f"{path}.{name}" if path else name, child))
-        found += [blocks for blocks in runs if _weight(blocks)[0] > 1]
-    equal = [blocks for blocks in found if len({type(block) for _, block in blocks}) == 1]
-    outer = [
-        blocks
-        for blocks in found
-        if not any(blocks[0][0].startswith(f"{name}.") for others in equal for name, _ in others)
-    ]
-    return sorted(outer, key=_weight, reverse=True)
+        found += [blocks for blocks in runs if sum(_size(block) > 0 for _, block in blocks) > 1]
+    return sorted(found, key=lambda blocks: (_largest_part(module, blocks, calls), -len(blocks)))
 
 
-def _weight(blocks: Blocks) -> tuple[int, int]:
-    """Return the number of blocks with parameters, and the number of their elements."""
-    counts = [sum(parameter.numel() for parameter in block.parameters()) for _, block in blocks]
-    return sum(count > 0 for count in counts), sum(counts)
+def _largest_part(module: nn.Module, blocks: Blocks, calls: dict[nn.Module, list[tuple[int, int]]]) -> int:
+    """Return the elements of the parameters in the largest part that a pipeline of these blocks can't divide.
+
+    Code before the blocks runs on all stages, so it counts twice.
+    """
+    inside = {part for _, block in blocks for part in block.modules()}
+    begin = calls[blocks[0][1]][0][0]
+    before = after = 0
+    for part in module.modules():
+        if part not in inside:
+            own = _size(part, deep=False)
+            if calls.get(part, [(0, 0)])[0][0] < begin:
+                before += own
+            else:
+                after += own
+    return max(2 * before, after, *(_size(block) for _, block in blocks))
+
+
+def _size(part: nn.Module, *, deep: bool = True) -> int:
+    """Return the number of elements of the parameters of a module, without embeddings, which take no time."""
+    return sum(
+        parameter.numel()
+        for inner in (part.modules() if deep else [part])
+        if not isinstance(inner, (nn.Embedding, nn.EmbeddingBag))
+        for parameter in inner.parameters(recurse=False)
+    )
 
 
 # -- what they need ---------------------------------------------------------------------------------------------------

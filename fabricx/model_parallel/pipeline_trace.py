@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fabricx.model_parallel.block_calls import intercept
-from fabricx.model_parallel.nested import Path, leaves, named
+from fabricx.model_parallel.nested import Path, leaves, mapped, named
 
 _CHANGING: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 OTHER: Final = "name other blocks (blocks=...), or use another strategy"
@@ -100,7 +100,7 @@ class Trace(TorchDispatchMode):
         self._inside = True
         output = call(*args, **kwargs)
         self._inside = False
-        self.outputs[number] = output
+        self.outputs[number] = mapped(output, _detached)  # autograd refers to `pack`: this object must hold no graph
         for _, leaf in leaves(output):
             if isinstance(leaf, Tensor) and _storage(leaf) not in self._state:
                 self._mark(_storage(leaf), leaf)
@@ -299,6 +299,10 @@ def _logs(module: Any, trace: Trace) -> Iterator[None]:
                 del vars(module)[name]
             else:
                 vars(module)[name] = own
+
+
+def _detached(path: Path, leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _storage(tensor: Tensor) -> int:
