@@ -31,6 +31,14 @@ _SWALLOWED: Final = (
     "the step has caught StageEnd, by which a stage of a pipeline ends it: use `except Exception` in place of "
     "`except:` and `except BaseException`"
 )
+_NO_LOSS: Final = (
+    "training_step returned None after it has called the model; in a pipeline the other stages have computed this "
+    "batch already. Return None before the model is called, or a loss of zero, such as 0.0 * outputs.sum()"
+)
+_NO_BLOCKS: Final = (
+    "training_step returned a loss without a call of the model, which other stages of a pipeline would not know; "
+    "return None to leave a batch out"
+)
 _ZERO_BUBBLE_FSDP: Final = (
     "schedule=zero_bubble computes gradients of weights after their backward, and fsdp reduces them in the backward: "
     "use schedule=1f1b, or data=ddp"
@@ -60,6 +68,7 @@ class Pipeline:
         shared_names: parameters that several stages use, with these stages.
         owners: stages of each parameter and buffer.
         transfers: to other stages; counts the bytes.
+        closes: whether the present backward is the last of its blocks in the batch.
 
     Raises:
         ValueError: options don't fit together, or the module can't be trained by this schedule.
@@ -74,7 +83,7 @@ class Pipeline:
         self.module, self.chain, self.cuts = module, chain, list(cuts)
         self.schedule, self.microbatches, self.virtual = schedule, microbatches, virtual
         self.world_changed(pipeline, channels)
-        self.owners = _owners(chain, self.cuts, pipeline.size)
+        self.owners = {name: chain.stages_of(name, self.cuts, pipeline.size) for name in chain.uses}
         self.own_names = frozenset(name for name, stages in self.owners.items() if pipeline.rank in stages)
         self.shared_names = {
             name: stages for name, stages in self.owners.items() if len(stages) > 1 and name not in chain.buffers
@@ -88,6 +97,7 @@ class Pipeline:
             intercept(module.get_submodule(name), functools.partial(self._call, number))
             for number, name in enumerate(chain.blocks)
         ]
+        self.closes = True
         self._pass: Pass | None = None
 
     def world_changed(self, pipeline: World, channels: Mapping[str, Any] | None = None) -> None:
@@ -116,9 +126,9 @@ class Pipeline:
         Args:
             step: the user's training step; called with a microbatch and `index`.
             backward: called on each stage for each microbatch, and calls `Pipeline.backward` with the loss. Its
-            argument
-                is the result of `step` on the last stage, whose loss is multiplied by the microbatch's part of the
-                batch; on other stages it is a surrogate loss, or None if the step has not called the blocks.
+                argument is the result of `step` on the last stage, whose loss is multiplied by the microbatch's part of
+                the batch; on other stages it is a surrogate loss. If the step has returned None for all microbatches,
+                it is called once with None.
             batch: the same on all stages.
             index: of the batch.
             seed: seeds random numbers; its argument numbers the pairs of microbatch and chunk. Called at the begin of
@@ -131,34 +141,54 @@ class Pipeline:
 
         Raises:
             PeerLost: another rank has died.
-            ValueError: the batch can't be split; or the step ends, or calls the blocks, in another way than in the
-            trial
-                run.
+            ValueError: the batch can't be split; the step ends, or calls the blocks, in another way than in the trial
+                run; or it returns None after it has called the blocks.
         """
         parts = rows.split(batch, self.microbatches)
         shares = _shares(parts, weight)
         actions = schedule(self.schedule, self.world.rank, self.world.size, self.virtual, len(parts))
-        held: dict[tuple[int, int], Pass] = {}
-        delayed: dict[tuple[int, int], list[Callable[[], None]]] = {}
-        outputs: dict[int, Any] = {}
         flags = tuple(parameter.requires_grad for parameter in self.module.parameters())
+        keys = [None if self.chain.changing else (flags, _signature(part)) for part in parts]
+        passes = {action[1:]: self._new_pass(action, keys, seed) for action in actions if action.kind == "forward"}
+        delayed: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        outputs: list[Any] = [None] * len(parts)
+        self._take_deferred()  # of an interrupted batch
         with random_kept():
-            for action in actions:
-                number = action.chunk, action.microbatch
+            for action, following in zip(actions, [*actions[1:], None], strict=True):
+                now = passes[action[1:]]
+                self._expect(passes, action, following)
                 if action.kind == "forward":
-                    part = parts[action.microbatch]
-                    held[number] = self._begin(action, (flags, _signature(part)), seed, len(parts))
-                    self._forward(held[number], step, (part, index), functools.partial(seed, action.microbatch))
-                    if self._is_last(held[number]):
-                        outputs[action.microbatch] = held[number].output
+                    self._forward(now, step, (parts[now.microbatch], index), functools.partial(seed, now.microbatch))
+                    self._check_output(now)
                 elif action.kind == "weight_gradient":
-                    for compute in delayed.pop(number):
+                    for compute in delayed.pop(action[1:]):
                         compute()
                 else:
-                    self._backward(held.pop(number), backward, shares[action.microbatch])
-                    delayed[number] = self._take_deferred()
+                    self._backward(now, backward, shares[now.microbatch], now.microbatch == len(parts) - 1)
+                    delayed[action[1:]] = self._take_deferred()
+                    if self._is_last(now):
+                        outputs[now.microbatch] = now.take_output()
             self.transfers.finish()
-        return rows.join([outputs[number] for number in range(len(parts))], parts, shares) if outputs else None
+        if not any(now.reached for now in passes.values()):
+            backward(None)
+        return rows.join(outputs, parts, shares) if self.last else None
+
+    def _expect(self, passes: Mapping[tuple[int, int], Pass], action: Action, following: Action | None) -> None:
+        """Begin to receive what an action needs, and the next action, so that transfers and computation overlap."""
+        if self.world.silent:  # NCCL's operations of a group wait for each other
+            return
+        for one in (action, following):
+            if one is not None and one.kind == "forward":
+                passes[one[1:]].expect_arguments()
+            elif one is not None and one.kind != "weight_gradient":
+                passes[one[1:]].expect_gradients()
+
+    def _check_output(self, now: Pass) -> None:
+        """Refuse results of a training step whose gradients other stages would not have."""
+        if now.reached and now.output is None and self._is_last(now):
+            raise ValueError(_NO_LOSS)
+        if not now.reached and now.output is not None:
+            raise ValueError(_NO_BLOCKS)
 
     def evaluate(self, step: Step, batch: Any, *args: Any, seed: Callable[[int], None]) -> Any:
         """Compute a validation, test or predict step on a whole batch.
@@ -177,16 +207,16 @@ class Pipeline:
         before, output = self.transfers.under_way, None
         with random_kept():
             for chunk in range(self.virtual):
-                now = self._begin(Action("forward", chunk, 0), None, seed, 1)
+                now = self._new_pass(Action("forward", chunk, 0), [None], seed)
                 self._forward(now, step, (batch, *args), functools.partial(seed, 0))
                 output = now.output if self._is_last(now) else None
         self.transfers.finish(self.transfers.under_way - before)
         return output
 
-    def _begin(self, action: Action, key: Any, seed: Callable[[int], None], parts: int) -> Pass:
-        chunk = action.chunk * self.world.size + self.world.rank
-        entered = functools.partial(seed, chunk * parts + action.microbatch)
-        return Pass(self.chain, self.cuts, chunk, action.microbatch, self._links, key, entered)
+    def _new_pass(self, action: Action, keys: Sequence[Any], seed: Callable[[int], None]) -> Pass:
+        chunk, microbatch = action.chunk * self.world.size + self.world.rank, action.microbatch
+        entered = functools.partial(seed, chunk * len(keys) + microbatch)
+        return Pass(self.chain, self.cuts, chunk, microbatch, self._links, keys[microbatch], entered)
 
     def _is_last(self, now: Pass) -> bool:
         return now.chunk == len(self.cuts) - 1
@@ -214,33 +244,23 @@ class Pipeline:
                 "step calls all blocks, or none"
             )
 
-    def _backward(self, now: Pass, backward: Callable[[Any], Any], share: float) -> None:
+    def _backward(self, now: Pass, backward: Callable[[Any], Any], share: float, closes: bool) -> None:
         """Compute the gradients of a chunk, and send those of its inputs to the chunk before."""
+        if not now.reached:  # the step has returned None before the blocks, on all stages
+            return
         output = _scaled(now.output, share)
         if now.ended:
             leaf = torch.zeros((), device=self.world.device, requires_grad=True)
-            output = _Surrogate.apply(leaf, self._gradients(now), *now.sent)  # type: ignore[no-untyped-call]
-        now.again(True)
+            output = _Surrogate.apply(leaf, now.gradients(), *now.sent)  # type: ignore[no-untyped-call]
+        self.closes = closes
         self._pass = now
         try:
-            if share:
-                backward(output)
+            with now.computing_again():
+                if share:
+                    backward(output)
         finally:
             self._pass = None
-        for tensor in now.received:
-            if tensor.requires_grad:
-                gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-                self._links.post(gradient, "gradient", now.chunk, now.chunk - 1, now.microbatch)
-
-    def _gradients(self, now: Pass) -> list[Tensor | None]:
-        """Receive the gradients of the tensors that a chunk has sent."""
-        return [
-            self._links.receive(
-                torch.empty_like(tensor, memory_format=torch.contiguous_format), "gradient", now.chunk + 1, now.chunk,
-                now.microbatch,
-            ) if tensor.requires_grad else None
-            for tensor in now.sent
-        ]  # fmt: skip
+        now.send_gradients()
 
     def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
         """Compute the gradients of this stage; called within `backward` of `forward_backward`.
@@ -334,17 +354,6 @@ class _Surrogate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         return None, None, *ctx.gradients
-
-
-def _owners(chain: Chain, cuts: Cuts, stages: int) -> dict[str, tuple[int, ...]]:
-    """Return the stages that hold each parameter and buffer."""
-    stage_of = {-1: 0, len(chain.blocks): (len(cuts) - 1) % stages}
-    stage_of |= {block: chunk % stages for chunk, (begin, end) in enumerate(cuts) for block in range(begin, end)}
-    found = {}
-    for name, places in chain.uses.items():
-        home = next((number for number, block in enumerate(chain.blocks) if name.startswith(f"{block}.")), -1)
-        found[name] = tuple(sorted({stage_of[place] for place in places or {home}}))
-    return found
 
 
 def _shares(parts: Sequence[Any], weight: Callable[[Any], float] | None) -> list[float]:

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from fabricx.core.rng import random_kept
 from fabricx.distributed.sync_batchnorm import synchronised
 from fabricx.errors import nearest
 from fabricx.model_parallel.block_calls import intercept
 from fabricx.model_parallel.nested import Path, leaves, mapped
-from fabricx.model_parallel.pipeline_trace import Trace, tracing
+from fabricx.model_parallel.pipeline_trace import Trace, tracing, undisturbed
 
 Blocks = list[tuple[str, nn.Module]]
 CANDIDATES: Final = 8  # chains that "auto" examines
@@ -65,6 +64,20 @@ class Chain:
     saved: tuple[float, ...]
     notes: tuple[str, ...] = ()
 
+    def stages_of(self, name: str, cuts: Sequence[tuple[int, int]], stages: int) -> tuple[int, ...]:
+        """Return the stages that hold a parameter or buffer.
+
+        Args:
+            name: of the parameter or buffer.
+            cuts: (begin, end) of the blocks of each chunk; chunk c belongs to stage `c % stages`.
+            stages: number of stages.
+        """
+        places = self.uses[name]
+        if not places:
+            home = (number for number, block in enumerate(self.blocks) if name.startswith(f"{block}."))
+            places = frozenset([next(home, -1)])
+        return tuple(sorted({chunk_of(place, cuts) % stages for place in places}))
+
     @property
     def shared_with_blocks(self) -> dict[str, frozenset[int]]:
         """Return the positions of parameters of a block that are also used elsewhere."""
@@ -75,6 +88,19 @@ class Chain:
         }
 
 
+def chunk_of(position: int, cuts: Sequence[tuple[int, int]]) -> int:
+    """Return the chunk that computes a position of the step.
+
+    Args:
+        position: see `Chain`.
+        cuts: (begin, end) of the blocks of each chunk.
+
+    >>> [chunk_of(position, [(0, 2), (2, 3)]) for position in (-1, 0, 1, 2, 3)]
+    [0, 0, 0, 1, 1]
+    """
+    return next((chunk for chunk, (_, end) in enumerate(cuts) if position < end), len(cuts) - 1)
+
+
 # -- which blocks -----------------------------------------------------------------------------------------------------
 
 
@@ -83,9 +109,9 @@ def find_blocks(module: nn.Module, blocks: str | Sequence[str], run: Callable[[]
 
     Args:
         module: of the user.
-        blocks: names of modules; or the name of their class; or "auto" for a run of modules in a list, a `Sequential`, or
-            of the same class, that are called one after another in the step: the one whose largest part, and whose rest
-            of the module, are smallest.
+        blocks: names of modules; or the name of their class; or "auto" for a run of modules in a list, a `Sequential`,
+            or of the same class, that are called one after another in the step: the run for which the largest part of
+            the module that can't be divided is smallest.
         run: computes a training step.
 
     Raises:
@@ -123,7 +149,7 @@ def _detect(module: nn.Module, run: Callable[[], Any]) -> Blocks:
     for blocks in candidates[:CANDIDATES]:
         names = [name for name, _ in blocks]
         try:
-            with _undisturbed(module), tracing(module, names) as trace:
+            with undisturbed(module), tracing(module, names) as trace:
                 run()
         except ValueError as error:
             refused = refused or str(error)
@@ -162,7 +188,7 @@ def _calls(module: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, list[tu
 
     handles = [register_module_forward_pre_hook(begin), register_module_forward_hook(end)]
     try:
-        with _undisturbed(module):
+        with undisturbed(module):
             run()
     finally:
         for handle in handles:
@@ -237,7 +263,7 @@ def trace_chain(module: nn.Module, blocks: Blocks, run: Callable[[], Any]) -> Ch
             "sync_batchnorm, or use GroupNorm or LayerNorm"
         )
     names = [name for name, _ in blocks]
-    with _undisturbed(module):
+    with undisturbed(module):
         with tracing(module, names) as trace:
             run()
         costs = _measure(module, names, run)
@@ -245,7 +271,7 @@ def trace_chain(module: nn.Module, blocks: Blocks, run: Callable[[], Any]) -> Ch
     parameters = dict(module.named_parameters())
     sizes = dict.fromkeys(places, 0)
     for name, parameter in parameters.items():
-        for place in trace.uses.get(name, {_home(name, names)}):
+        for place in trace.uses.get(name, ()):
             sizes[place] += parameter.numel() * parameter.element_size()
     return Chain(
         blocks=tuple(names),
@@ -265,11 +291,6 @@ def trace_chain(module: nn.Module, blocks: Blocks, run: Callable[[], Any]) -> Ch
 def _slot(path: Path, leaf: Any) -> Any:
     """Return what stands for a leaf of an output on a stage that doesn't compute it."""
     return Slot() if isinstance(leaf, Tensor) else leaf
-
-
-def _home(name: str, names: Sequence[str]) -> int:
-    """Return the position of a parameter that the step doesn't use: that of its block, else before the blocks."""
-    return next((number for number, block in enumerate(names) if name.startswith(f"{block}.")), -1)
 
 
 def _nested(module: nn.Module, names: Sequence[str], trace: Trace) -> dict[int, str]:
@@ -292,24 +313,6 @@ def _notes(module: nn.Module) -> Iterator[str]:
             f"{batch[0]} normalises each microbatch by its own statistics, as with accumulate_grad_batches: set "
             "microbatches=1 for those of the whole batch"
         )
-
-
-@contextlib.contextmanager
-def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """Restore random numbers, buffers and gradients at the end."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    with random_kept():
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
 
 
 # -- how long they take -----------------------------------------------------------------------------------------------

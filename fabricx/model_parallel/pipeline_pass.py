@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 
-from fabricx.distributed.point_to_point import Transfers
+from fabricx.distributed.point_to_point import Expected, Transfers
 from fabricx.model_parallel.nested import leaves, mapped
 from fabricx.model_parallel.pipeline_chain import Chain
 from fabricx.model_parallel.pipeline_cuts import Cuts
@@ -53,21 +54,19 @@ class Links:
         event = f"send of the {kind} of microbatch {microbatch} from stage {self.rank} to stage {to % self.stages}"
         self.transfers.begin_send(tensor, to % self.stages, self._channel(chunk, to), self._tag(kind, to), event)
 
-    def receive(self, tensor: Tensor, kind: str, source: int, chunk: int, microbatch: int) -> Tensor:
-        """Receive a tensor from a neighbouring chunk.
+    def expect(self, tensor: Tensor, kind: str, source: int, chunk: int, microbatch: int) -> Expected:
+        """Begin to receive a tensor from a neighbouring chunk.
 
         Args:
-            tensor: written.
+            tensor: written when `transfers.complete` returns.
             kind: as of the sender.
             source: chunk of the sender.
             chunk: of the receiver.
             microbatch: for error messages.
         """
-        event = (
-            f"receive of the {kind} of microbatch {microbatch} at stage {self.rank} from stage {source % self.stages}"
-        )
-        rank, channel = source % self.stages, self._channel(source, chunk)
-        return self.transfers.complete(self.transfers.expect(tensor, rank, channel, self._tag(kind, chunk), event))
+        rank = source % self.stages
+        event = f"receive of the {kind} of microbatch {microbatch} at stage {self.rank} from stage {rank}"
+        return self.transfers.expect(tensor, rank, self._channel(source, chunk), self._tag(kind, chunk), event)
 
     def post_header(self, header: Header, chunk: int, microbatch: int) -> None:
         """Send the shapes of a chunk's activations to the next chunk.
@@ -89,11 +88,13 @@ class Links:
             chunk: of the receiver.
             microbatch: for error messages.
         """
-        length = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.receive(length, "header", chunk - 1, chunk, microbatch)
-        text = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
-        header: Header = json.loads(bytes(self.receive(text, "header", chunk - 1, chunk, microbatch).tolist()))
+        length = self._received(torch.zeros(1, dtype=torch.int64, device=self.device), chunk, microbatch)
+        text = self._received(torch.zeros(int(length), dtype=torch.uint8, device=self.device), chunk, microbatch)
+        header: Header = json.loads(bytes(text.tolist()))
         return header
+
+    def _received(self, tensor: Tensor, chunk: int, microbatch: int) -> Tensor:
+        return self.transfers.complete(self.expect(tensor, "header", chunk - 1, chunk, microbatch))
 
     def _channel(self, source: int, to: int) -> str:
         wraps = source % self.stages != to % self.stages - (1 if to > source else -1)
@@ -131,6 +132,8 @@ class Pass:
         self._next = 0  # block that is expected next
         self._again = False  # in the backward: checkpointed blocks compute again
         self._header: Header | None = None  # of the chunk before
+        self._arguments: list[Expected] | None = None  # tensors on the way from the chunk before
+        self._gradients: list[Expected | None] | None = None  # of `sent`, on the way from the chunk after
         self._outputs: dict[int, list[Any]] = {}  # description of the outputs of own blocks
         self._values: dict[Any, Any] = {}  # received arguments by path
         self._replaced: dict[int, tuple[Any, Any]] = {}  # arguments of the user's code, and what was received instead
@@ -169,13 +172,14 @@ class Pass:
             self._outputs[number] = [_described(leaf) for _, leaf in leaves(output)]
         return output
 
-    def again(self, active: bool) -> None:
-        """Begin or end the backward, in which checkpointed blocks may compute again.
-
-        Args:
-            active: whether it begins.
-        """
-        self._again = active
+    @contextlib.contextmanager
+    def computing_again(self) -> Iterator[None]:
+        """Context of the backward, in which checkpointed blocks may compute again."""
+        self._again = True
+        try:
+            yield
+        finally:
+            self._again = False
 
     def _check_order(self, number: int) -> None:
         if number != self._next:
@@ -194,8 +198,7 @@ class Pass:
         begin = self._chain.entries[self._begin]
         if not self._again:
             given = dict(leaves((args, kwargs)))
-            for path, described in zip(begin, self._received_header()["arguments"], strict=True):
-                value = self._received(described)
+            for path, value in zip(begin, self._received_arguments(), strict=True):
                 self._values[path] = value
                 if isinstance(given.get(path), Tensor):
                     self._replaced[id(given[path])] = (given[path], value)
@@ -219,17 +222,39 @@ class Pass:
         before, value = self._replaced.get(id(leaf), (None, None))
         return value if before is leaf and before is not None else leaf
 
-    def _received(self, described: list[Any]) -> Any:
-        kind, *content = described
-        if kind == "value":
-            return content[0]
-        shape, dtype, has_gradient = content
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._links.device)
-        self._links.receive(tensor, "activation", self.chunk - 1, self.chunk, self.microbatch)
-        if has_gradient:
-            tensor.requires_grad_()
-        self.received.append(tensor)
-        return tensor
+    def expect_arguments(self) -> None:
+        """Begin to receive the arguments of the first block, if their shapes are known already."""
+        if self._arguments is None and self.chunk and self._key is not None:
+            known = self._links.headers.get((self.chunk - 1, self._key))
+            if known is not None:
+                self._arguments = self._expected(known)
+
+    def _expected(self, header: Header) -> list[Expected]:
+        tensors = [
+            torch.empty(content[0], dtype=getattr(torch, content[1]), device=self._links.device)
+            for kind, *content in header["arguments"]
+            if kind == "tensor"
+        ]
+        return [
+            self._links.expect(tensor, "activation", self.chunk - 1, self.chunk, self.microbatch) for tensor in tensors
+        ]
+
+    def _received_arguments(self) -> list[Any]:
+        """Return what the chunk before has sent, by the entries of the chain."""
+        header = self._received_header()
+        arriving = self._arguments if self._arguments is not None else self._expected(header)
+        self._arguments, values = arriving, []
+        rest = iter(arriving)
+        for kind, *content in header["arguments"]:
+            if kind == "value":
+                values.append(content[0])
+                continue
+            tensor = self._links.transfers.complete(next(rest))
+            if content[2]:
+                tensor.requires_grad_()
+            self.received.append(tensor)
+            values.append(tensor)
+        return values
 
     def _received_header(self) -> Header:
         if self._header is None:
@@ -258,6 +283,38 @@ class Pass:
             return leaf if kind == "other" else _like(given, content[0], getattr(torch, content[1]), self._links.device)
 
         return mapped(template, change)
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def expect_gradients(self) -> None:
+        """Begin to receive the gradients of the sent tensors, if they were sent."""
+        if self._gradients is None and self.ended:
+            self._gradients = [
+                self._links.expect(
+                    torch.empty_like(tensor, memory_format=torch.contiguous_format), "gradient", self.chunk + 1,
+                    self.chunk, self.microbatch,
+                ) if tensor.requires_grad else None
+                for tensor in self.sent
+            ]  # fmt: skip
+
+    def gradients(self) -> list[Tensor | None]:
+        """Receive the gradients of the tensors that were sent."""
+        self.expect_gradients()
+        return [one and self._links.transfers.complete(one) for one in self._gradients or ()]
+
+    def send_gradients(self) -> None:
+        """Send the gradients of the received tensors, and forget all tensors."""
+        for tensor in self.received:
+            if tensor.requires_grad:
+                gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+                self._links.post(gradient, "gradient", self.chunk, self.chunk - 1, self.microbatch)
+        self.sent, self.received, self._gradients, self._arguments = [], [], None, None
+        self._values, self._replaced = {}, {}
+
+    def take_output(self) -> Any:
+        """Return the output of the step without its graph, and forget it."""
+        output, self.output = mapped(self.output, _detached), None
+        return output
 
     # -- arguments for the chunk after ----------------------------------------------------------------------------
 
@@ -300,6 +357,10 @@ def _described(leaf: Any) -> list[Any]:
             )
         return ["tensor", list(leaf.shape), str(leaf.dtype).removeprefix("torch."), leaf.requires_grad]
     return ["value", leaf] if isinstance(leaf, _PLAIN) else ["other"]
+
+
+def _detached(path: Any, leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _like(given: Sequence[Tensor], shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:

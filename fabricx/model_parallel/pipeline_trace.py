@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fabricx.core.rng import random_kept
 from fabricx.model_parallel.block_calls import intercept
 from fabricx.model_parallel.nested import Path, leaves, mapped, named
 
@@ -85,7 +86,7 @@ class Trace(TorchDispatchMode):
         if number != self._calls:
             expected = self._names[self._calls] if self._calls < len(self._names) else "no block any more"
             raise ValueError(
-                f"training_step calls {self._names[number]} where {expected} was expected: a pipeline needs blocks "
+                f"the step calls {self._names[number]} where {expected} was expected: a pipeline needs blocks "
                 f"that are called once in a step, one after another; {OTHER}"
             )
         if torch.is_grad_enabled() is not self._gradients:
@@ -136,15 +137,18 @@ class Trace(TorchDispatchMode):
                 self._values[name] = self._buffers[name].detach().clone()
         self._paused, self._position = False, position
 
-    def finish(self) -> None:
+    def finish(self, *, calls_blocks: bool = True) -> None:
         """Complete the record after the step.
+
+        Args:
+            calls_blocks: the step has to call the blocks.
 
         Raises:
             ValueError: a block was not called.
         """
-        if self._calls < len(self._names):
+        if self._calls < len(self._names) and (calls_blocks or self._calls):
             raise ValueError(
-                f"training_step doesn't call {self._names[self._calls]}: a pipeline needs blocks that are called once "
+                f"the step doesn't call {self._names[self._calls]}: a pipeline needs blocks that are called once "
                 f"in a step, one after another (by block(...), not by block.forward(...)); {OTHER}"
             )
         self._move(self._position)
@@ -256,12 +260,13 @@ class Trace(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def tracing(module: nn.Module, names: Sequence[str]) -> Iterator[Trace]:
+def tracing(module: nn.Module, names: Sequence[str], *, calls_blocks: bool = True) -> Iterator[Trace]:
     """Observe the step that runs in this context.
 
     Args:
         module: of the user.
         names: of its blocks, in the order of their calls.
+        calls_blocks: the step has to call the blocks.
     """
     trace = Trace(names, dict(module.named_parameters()), dict(module.named_buffers()))
     with contextlib.ExitStack() as stack:
@@ -272,7 +277,7 @@ def tracing(module: nn.Module, names: Sequence[str]) -> Iterator[Trace]:
         stack.enter_context(trace)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(trace.pack, lambda tensor: tensor))
         yield trace
-    trace.finish()
+    trace.finish(calls_blocks=calls_blocks)
 
 
 @contextlib.contextmanager
@@ -303,6 +308,28 @@ def _logs(module: Any, trace: Trace) -> Iterator[None]:
 
 def _detached(path: Path, leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+@contextlib.contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Restore random numbers, buffers and gradients at the end.
+
+    Args:
+        module: of the user.
+    """
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    with random_kept():
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
 
 def _storage(tensor: Tensor) -> int:

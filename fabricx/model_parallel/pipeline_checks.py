@@ -1,0 +1,59 @@
+"""Steps of evaluations under a pipeline, checked before the module is divided; and what a pipeline refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from torch import nn
+
+from fabricx.model_parallel.pipeline_chain import Chain, chunk_of
+from fabricx.model_parallel.pipeline_trace import tracing, undisturbed
+
+MANUAL_OPTIMIZATION: Final = (
+    "manual optimization can't be used in a pipeline, whose stages compute the gradients of several microbatches in "
+    "an order of their own: set automatic_optimization=True and return the loss, or use another strategy"
+)
+CLOSURE: Final = (
+    "an optimizer that computes the loss again in its step, such as LBFGS, can't be used in a pipeline: use an "
+    "optimizer without a closure, or another strategy"
+)
+
+
+def check_evaluation(
+    module: nn.Module, chain: Chain, cuts: Sequence[tuple[int, int]], stages: int, step: str, run: Callable[[], Any]
+) -> None:  # fmt: skip
+    """Check that the last stage can compute a validation, test or predict step from what the stages exchange.
+
+    Args:
+        module: of the user, not divided yet, in evaluation mode.
+        chain: of the training step.
+        cuts: (begin, end) of the blocks of each chunk.
+        stages: ranks along the pipeline.
+        step: name of the step, for messages.
+        run: computes the step on two samples, without gradients.
+
+    Raises:
+        ValueError: the step would use tensors that the stages don't have; the message has the remedy.
+    """
+    remedy = "Change the step, or other blocks or fewer stages (blocks=..., pipeline=...)"
+    try:
+        with undisturbed(module), tracing(module, chain.blocks, calls_blocks=False) as trace:
+            run()
+    except ValueError as error:
+        raise ValueError(f"{step} under a pipeline: {error}") from error
+    for begin, _ in cuts[1:]:
+        if begin in trace.joined:
+            raise ValueError(f"{step} can't be divided before {chain.blocks[begin]}: {trace.joined[begin]}. {remedy}")
+        if not set(trace.entries[begin]) <= set(chain.entries[begin]):
+            raise ValueError(
+                f"{step} calls {chain.blocks[begin]} with other arguments than training_step: call the model in the same way"
+            )
+    everywhere = {name for name in chain.buffers if not chain.uses[name] or -1 in chain.uses[name]}
+    for name, places in trace.uses.items():
+        missing = {chunk_of(place, cuts) % stages for place in places} - set(chain.stages_of(name, cuts, stages))
+        if missing and name not in everywhere:
+            raise ValueError(
+                f"{step} uses {name} at stage {min(missing)} of the pipeline, which doesn't hold it, as training_step "
+                f"doesn't use it there. {remedy}"
+            )
