@@ -89,7 +89,7 @@ def _part(value: Any, rows: int, begin: int, end: int) -> Any:
     return with_children(value, new)
 
 
-def join(outputs: Sequence[Any], parts: Sequence[Any], shares: Sequence[float]) -> Any:
+def joined(outputs: Sequence[Any], parts: Sequence[Any], shares: Sequence[float]) -> Any:
     """Join the results of a step for the microbatches of a batch.
 
     Tensors with the rows of their microbatch are concatenated. Other floating-point tensors are averaged by the parts
@@ -104,7 +104,7 @@ def join(outputs: Sequence[Any], parts: Sequence[Any], shares: Sequence[float]) 
     Returns:
         nested as the outputs, without graphs; None if there is no output.
 
-    >>> join([{"loss": torch.tensor(1.0)}, {"loss": torch.tensor(4.0)}], [torch.ones(2), torch.ones(1)], [2 / 3, 1 / 3])
+    >>> joined([{"loss": torch.tensor(1.0)}, {"loss": torch.tensor(4.0)}], [torch.ones(2), torch.ones(1)], [2 / 3, 1 / 3])
     {'loss': tensor(2.)}
     """
     given = [number for number, output in enumerate(outputs) if output is not None]
@@ -114,10 +114,10 @@ def join(outputs: Sequence[Any], parts: Sequence[Any], shares: Sequence[float]) 
     weights = [shares[number] for number in given]
     total = sum(weights)
     weights = [weight / total if total else 1.0 / len(given) for weight in weights]
-    return _joined([outputs[number] for number in given], sizes, weights)
+    return _joined_leaf([outputs[number] for number in given], sizes, weights)
 
 
-def _joined(values: list[Any], sizes: Sequence[int | None], weights: Sequence[float]) -> Any:
+def _joined_leaf(values: list[Any], sizes: Sequence[int | None], weights: Sequence[float]) -> Any:
     first = values[0]
     if isinstance(first, Tensor):
         tensors = [value.detach() for value in values]
@@ -133,7 +133,7 @@ def _joined(values: list[Any], sizes: Sequence[int | None], weights: Sequence[fl
         return first
     others = [dict(children(value) or ()) for value in values]
     new = {
-        key: _joined([other[key] for other in others], sizes, weights)
+        key: _joined_leaf([other[key] for other in others], sizes, weights)
         for key, _ in inside
         if all(key in other for other in others)
     }

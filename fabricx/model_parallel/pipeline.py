@@ -171,7 +171,7 @@ class Pipeline:
             self.transfers.finish()
         if not any(now.reached for now in passes.values()):
             backward(None)
-        return rows.join(outputs, parts, shares) if self.last else None
+        return rows.joined(outputs, parts, shares) if self.last else None
 
     def _expect(self, passes: Mapping[tuple[int, int], Pass], action: Action, following: Action | None) -> None:
         """Begin to receive what an action needs, and the next action, so that transfers and computation overlap."""

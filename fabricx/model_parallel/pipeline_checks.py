@@ -47,7 +47,8 @@ def check_evaluation(
             raise ValueError(f"{step} can't be divided before {chain.blocks[begin]}: {trace.joined[begin]}. {remedy}")
         if not set(trace.entries[begin]) <= set(chain.entries[begin]):
             raise ValueError(
-                f"{step} calls {chain.blocks[begin]} with other arguments than training_step: call the model in the same way"
+                f"{step} calls {chain.blocks[begin]} with other arguments than training_step: call the model in "
+                "the same way"
             )
     everywhere = {name for name in chain.buffers if not chain.uses[name] or -1 in chain.uses[name]}
     for name, places in trace.uses.items():

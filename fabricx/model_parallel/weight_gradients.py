@@ -12,13 +12,16 @@ from torch.overrides import TorchFunctionMode
 
 from fabricx.distributed.grad_hooks import number_of_hooks
 
+_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+
 
 @final
 class DeferredWeights(TorchFunctionMode):
     """Defers the weight gradients of matrix products while it is active, forward and backward.
 
     `linear`, and `addmm` with a bias (GPT-2's projections in transformers), are deferred. Other gradients are computed
-    in the backward, as are those of parameters with gradient hooks.
+    in the backward, as are those of parameters with gradient hooks, and of checkpointed code, whose second computation
+    is outside of this mode.
 
     Attributes:
         queue: receives a function for each deferred gradient during a backward.
@@ -47,6 +50,7 @@ def _argument(args: tuple[Any, ...], options: dict[str, Any], number: int, name:
 def _deferrable(weight: Any) -> bool:
     return (
         torch.is_grad_enabled()
+        and _autograd._top_saved_tensors_default_hooks(True) is None
         and type(weight) is nn.Parameter
         and weight.requires_grad
         and weight.layout is torch.strided

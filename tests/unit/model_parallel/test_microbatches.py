@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from fabricx.model_parallel.microbatches import join, rows_of, split
+from fabricx.model_parallel.microbatches import joined, rows_of, split
 
 
 @dataclass
@@ -84,15 +84,15 @@ def test_rows_are_those_of_the_first_tensor_with_a_dimension():
 def test_results_of_microbatches_are_joined_to_that_of_the_batch():
     parts = split(torch.arange(3.0), 2)
     outputs = [{"loss": part.mean(), "logits": part * 2, "epoch": 4, "count": torch.tensor(7)} for part in parts]
-    joined = join(outputs, parts, [2 / 3, 1 / 3])
-    assert joined["loss"] == torch.arange(3.0).mean()
-    assert joined["logits"].tolist() == [0, 2, 4]
-    assert joined["epoch"] == 4
-    assert joined["count"] == 7
+    whole = joined(outputs, parts, [2 / 3, 1 / 3])
+    assert whole["loss"] == torch.arange(3.0).mean()
+    assert whole["logits"].tolist() == [0, 2, 4]
+    assert whole["epoch"] == 4
+    assert whole["count"] == 7
 
 
 def test_microbatches_without_a_loss_are_left_out():
     parts = split(torch.arange(3.0), 2)
-    assert join([None, torch.tensor(5.0, requires_grad=True)], parts, [2 / 3, 1 / 3]) == 5
-    assert not join([torch.tensor(5.0, requires_grad=True)], parts[:1], [1.0]).requires_grad
-    assert join([None, None], parts, [2 / 3, 1 / 3]) is None
+    assert joined([None, torch.tensor(5.0, requires_grad=True)], parts, [2 / 3, 1 / 3]) == 5
+    assert not joined([torch.tensor(5.0, requires_grad=True)], parts[:1], [1.0]).requires_grad
+    assert joined([None, None], parts, [2 / 3, 1 / 3]) is None

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from fabricx.model_parallel.weight_gradients import DeferredWeights
 
@@ -64,3 +67,18 @@ def test_weights_with_a_gradient_hook_and_frozen_weights_are_not_deferred():
     assert model.second.weight.grad is not None
     with mode, torch.no_grad():
         model(inputs)
+
+
+def test_checkpointed_code_is_not_deferred_as_it_computes_again_outside_of_the_mode():
+    found = []
+    for defer in (False, True):
+        model, mode = Model().double(), DeferredWeights()
+        inputs = torch.ones(1, 2, 3, dtype=torch.float64, requires_grad=True)
+        for reentrant in (False, True):
+            with mode if defer else contextlib.nullcontext():
+                loss = checkpoint(model, inputs, use_reentrant=reentrant)
+            loss.backward()
+        assert not mode.queue
+        found.append(gradients(model, inputs))
+    for name, expected in found[0].items():
+        assert torch.equal(found[1][name], expected), name
