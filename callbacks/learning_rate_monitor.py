@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, final
 
+import torch
 from torch.optim import Optimizer
 
 from fabricx.core.callback import Callback
@@ -67,7 +68,7 @@ def rates(
 
 @final
 class LearningRateMonitor(Callback):
-    """Log the learning rate of each optimizer, in the row of the step that it is used for.
+    """Log the learning rate of each optimizer, in the row of the step that it is used for, and in `callback_metrics`.
 
     Attributes:
         lrs: all logged values by name.
@@ -130,5 +131,6 @@ class LearningRateMonitor(Callback):
         for name, value in values.items():
             self.lrs.setdefault(name, []).append(value)
         if values:
+            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
             row = {**values, "epoch": float(trainer.current_epoch)}
             trainer.session.metrics.loggers.each(lambda logger: logger.log_metrics(row, step))

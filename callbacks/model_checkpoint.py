@@ -33,7 +33,7 @@ from fabricx.checkpoint import sweep
 from fabricx.checkpoint.storage import as_path, is_local
 from fabricx.core.callback import Callback
 from fabricx.core.duration import parse_duration
-from fabricx.errors import did_you_mean
+from fabricx.errors import PossibleUserWarning, did_you_mean
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -211,7 +211,16 @@ class ModelCheckpoint(Callback):
             if saves and trainer.is_global_zero and is_local(self._folder):
                 check_writable(self._folder)
 
+    def _advise(self, trainer: TrainerProtocol) -> None:
+        """Warn about checkpoints of other runs in the folder, which `ckpt_path="last"` may find."""
+        resumes = trainer.global_step or trainer.state.attempt or self._resumed
+        if not resumes and self._chosen_dirpath is not None and self._folder.is_dir() and any(self._folder.iterdir()):
+            text = f"the checkpoint folder {self.dirpath} exists and is not empty; its files are kept"
+            warnings.warn(text, PossibleUserWarning, stacklevel=3)
+
     def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
+        if trainer.is_global_zero and self.save_top_k and not trainer.fast_dev_run and is_local(self._folder):
+            self._advise(trainer)
         if not self._resumed:
             self._last_step = self._step_saved = self._step_ranked = trainer.global_step
             self._waiting, self._metric.validated_step = False, -1

@@ -6,6 +6,7 @@ import builtins
 import math
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final
@@ -239,11 +240,13 @@ class ProgressBar(Callback):
 
     def __init_subclass__(cls) -> None:
         for name, value in vars(cls).items():
-            if name.startswith("init_") and name.endswith("_tqdm") and callable(value):
-                raise TypeError(
-                    f"{cls.__name__}.{name}: the bars of fabricx do not use tqdm, and would never call it; override "
+            of_lightning = (name.startswith("init_") and name.endswith("_tqdm")) or name == "configure_columns"
+            if of_lightning and callable(value):
+                warnings.warn(
+                    f"{cls.__name__}.{name} is never called, since the bars of fabricx are made otherwise: override "
                     "get_metrics to show other values, or derive from fabricx.Callback and set "
-                    'trainer_role = "progress_bar"'
+                    'trainer_role = "progress_bar"',
+                    stacklevel=2,
                 )
 
     def __getstate__(self) -> dict[str, Any]:

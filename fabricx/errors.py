@@ -99,6 +99,10 @@ class CopiesLost(FabricxError, RuntimeError):
     """Workers died, and no in-memory checkpoint has valid parts of all ranks."""
 
 
+class PossibleUserWarning(UserWarning):
+    """Settings or data that are valid, and rarely intended; `disable_possible_user_warnings` hides them."""
+
+
 class CheckpointError(FabricxError):
     """A checkpoint cannot be loaded: it is incomplete, damaged, or does not match the module."""
 

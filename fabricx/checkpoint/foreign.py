@@ -41,7 +41,7 @@ _PLAIN: Final[list[Any]] = [
 _NOT_FOR_HOOKS: Final = frozenset({
     "state_dict", "hyper_parameters", "hparams_name", "hparams_type", "loops", "callbacks", "optimizer_states",
     "lr_schedulers", "strategy", "state", "ranks", "hparams", "imported", "schedules", "metrics", "precision",
-    "datamodule",
+    "datamodule", "hparams_omitted", "callback_arguments",
 })  # fmt: skip
 
 

@@ -185,6 +185,12 @@ def load_module(
     weights, kept = weights_of(state, path), state.get("hparams")
     known = load_hparams(hparams_file) if hparams_file is not None else kept if isinstance(kept, dict) else {}
     arguments = _arguments(cls, known, override, state.get("imported", {}).get("argument"))
+    if lost := [f"{name} ({kind})" for name, kind in state.get("hparams_omitted", {}).items() if name not in override]:
+        warnings.warn(
+            f"{cls.__name__}: {path} omits {', '.join(lost)}, which is no plain data: it has its default; pass it to "
+            "load_from_checkpoint",
+            stacklevel=3,
+        )
     module: Any = cls(**arguments)
     module.configure_model()
     state["state_dict"] = weights

@@ -5,9 +5,15 @@ from __future__ import annotations
 import copy
 import inspect
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from pathlib import PurePath
 from types import FrameType
-from typing import Any
+from typing import Any, Final
+
+import torch
+
+_COLLECTIONS: Final = (Sequence, set, frozenset)
 
 
 class AttributeDict(dict[str, Any]):
@@ -129,9 +135,64 @@ def plain(value: Any, otherwise: Callable[[Any], Any] = str) -> Any:
     """
     if isinstance(value, Mapping):
         return {str(name): plain(item, otherwise) for name, item in value.items()}
-    if isinstance(value, (list, tuple, set)):
+    if isinstance(value, _COLLECTIONS) and not isinstance(value, (str, bytes)):
         return [plain(item, otherwise) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else otherwise(value)
+    value = builtin(value)
+    return value if value is None or type(value) in (bool, int, float, str) else otherwise(value)
+
+
+def builtin(value: Any) -> Any:
+    """Return a number or a text of a derived class (numpy, enum) as Python's own; other values as they are.
+
+    Args:
+        value: a single value.
+    """
+    if isinstance(value, Enum) and isinstance(value, (int, float, str)):
+        value = value.value
+    if not isinstance(value, (bool, int, float, str)) and getattr(value, "shape", None) == ():
+        value = value.item()  # of numpy or torch
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
+
+
+def storable(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the hyperparameters that a checkpoint can hold, with their types; and the classes of the others, by name.
+
+    >>> storable({"sizes": (1, 2), "names": {0: "a"}, "activation": len})
+    ({'sizes': (1, 2), 'names': {0: 'a'}}, {'activation': 'builtin_function_or_method'})
+
+    Args:
+        hparams: by name.
+    """
+    kept, others = {}, {}
+    for name, value in hparams.items():
+        try:
+            kept[str(name)] = _exact(value)
+        except TypeError as error:
+            others[str(name)] = str(error)
+    return kept, others
+
+
+def _exact(value: Any) -> Any:
+    """Return a value of Python's types, dtypes, devices and tensors.
+
+    Raises:
+        TypeError: the value contains another object; the message is its class.
+    """
+    if isinstance(value, Mapping):
+        return {builtin(name): _exact(item) for name, item in value.items()}
+    if isinstance(value, (tuple, set)):
+        return (tuple if isinstance(value, tuple) else set)(_exact(item) for item in value)
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [_exact(item) for item in value]
+    value = str(value) if isinstance(value, PurePath) else builtin(value)
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return value
+    if isinstance(value, (torch.Tensor, torch.dtype, torch.device)) and type(value).__module__ == "torch":
+        return value
+    raise TypeError(type(value).__name__)
 
 
 def refuse_execution(weights_only: bool | None, call: str) -> None:

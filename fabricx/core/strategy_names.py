@@ -27,6 +27,12 @@ class StrategyNames:
         return self.module
 
     @property
+    def optimizers(self) -> list[Any]:
+        """Return the optimizers of the run; none outside of a run."""
+        module: Any = self.module
+        return [] if module is None else list(module.trainer.optimizers)
+
+    @property
     def lightning_module(self) -> nn.Module | None:
         """Return the module; None outside of a run."""
         return self.module

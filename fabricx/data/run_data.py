@@ -13,6 +13,7 @@ from fabricx.core.datamodule import DataModule
 from fabricx.core.duration import check_count
 from fabricx.core.hooks import overrides
 from fabricx.core.module_hooks import ModuleHooks
+from fabricx.data.advice import advise_on_shuffling, advise_on_validation
 from fabricx.data.combined import CombinedLoader, combined, is_loader
 from fabricx.data.factory import make_feed
 from fabricx.data.feed import Feed
@@ -120,6 +121,19 @@ class RunData:
         self._load_evaluation(world)
         if fits:
             self.set_validation_interval()
+        if world.main_rank and not world.newcomer:
+            self._advise()
+
+    def _advise(self) -> None:
+        """Warn about loaders that the run ignores or shuffles."""
+        options, word = self._options, _SOURCES[self.stage]
+        if self.stage == "fit":
+            defined = callable(getattr(self._module, "validation_step", None))
+            advise_on_validation(
+                defined, self.val_dataloaders, options.limit_val_batches, overfits=bool(options.overfit_batches)
+            )
+        if self.val_feeds and not (self.stage == "fit" and options.overfit_batches):
+            advise_on_shuffling(word, _several(self.val_dataloaders))
 
     def _load_evaluation(self, world: World) -> None:
         """Build the feeds of the evaluation loaders."""

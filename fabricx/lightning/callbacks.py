@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final
@@ -109,7 +110,12 @@ def _check_overrides(cls: type, provided: type, counterpart: type) -> None:
     for owner in cls.__mro__[: cls.__mro__.index(provided)]:
         for name in vars(owner):
             unknown = name.startswith("_") or not hasattr(counterpart, name)
-            if unknown and not name.startswith("__") and hasattr(provided, name):
+            if not unknown or name.startswith("__") or not hasattr(provided, name):
+                continue
+            if getattr(counterpart, "trainer_role", None) == "progress_bar":  # only the looks of the bar differ
+                text = f"{owner.__name__}.{name} is never called: fabricx has its own progress bar"
+                warnings.warn(text, stacklevel=4)
+            else:
                 raise ValueError(
                     f"{owner.__name__}.{name} overrides a method of Lightning's {provided.__name__}, which fabricx "
                     f"replaces by its own: derive {owner.__name__} from fabricx.callbacks.{counterpart.__name__} or "

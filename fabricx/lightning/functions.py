@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fabricx.core.rng import random_kept
+from fabricx.errors import PossibleUserWarning
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
@@ -112,12 +113,12 @@ def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Ignore warnings of the category UserWarning that fabricx raises.
+    """Ignore warnings about settings and data that are valid, and rarely intended.
 
     Args:
-        module: beginning of the names of modules whose warnings are ignored; "" for fabricx.
+        module: beginning of the names of modules whose warnings are ignored; "" for all.
     """
-    warnings.filterwarnings("ignore", category=UserWarning, module=module or "fabricx")
+    warnings.filterwarnings("ignore", category=PossibleUserWarning, module=module)
 
 
 class CPUAccelerator:

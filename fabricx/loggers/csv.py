@@ -14,8 +14,10 @@ from fabricx.loggers.files import (
     FolderLogger,
     LoggerFolder,
     by_name,
+    of_open_logger,
     prefixed,
     truncate_partial_line,
+    with_whole_epoch,
     write_hyperparameters,
 )
 
@@ -62,8 +64,9 @@ class CSVLogger(FolderLogger):
         self._file = (self._folder / "metrics.csv").open("a", newline="")
         self.log_hyperparams(self._waiting)
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        row = {"step": step, **prefixed(metrics, self._prefix)}
+    @of_open_logger
+    def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
+        row = {"step": step, **prefixed(with_whole_epoch(metrics), self._prefix)}
         if (text := {name: str(value) for name, value in row.items()}) in self._kept:
             self._kept.remove(text)  # already written: callbacks after the checkpoint repeat it
             return
@@ -109,6 +112,10 @@ class CSVLogger(FolderLogger):
         file, self._file = self._file, None
         if file is not None:
             file.close()
+
+    @property
+    def is_open(self) -> bool:
+        return self._file is not None
 
     @property
     def experiment(self) -> Any:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
 import uuid
-from collections.abc import Mapping
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, ParamSpec
+
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from fabricx.core.hparams import plain
 from fabricx.core.logger import Logger
 
+P = ParamSpec("P")
 LAUNCHED: Final = ("RANK", "SLURM_PROCID")  # variables of torchrun and SLURM
 
 
@@ -42,8 +48,10 @@ class LoggerFolder:
         """Create the folder and return its path.
 
         Args:
-            run_dir: the run's folder; None with a `save_dir`.
+            run_dir: the run's folder, or `path`; None with a `save_dir`.
         """
+        if run_dir is not None and run_dir == self.path:  # to write after the run
+            return self.path
         root = run_dir if self.save_dir is None else self.save_dir
         assert root is not None
         parent = self._parent(root)
@@ -111,8 +119,69 @@ class FolderLogger(Logger):
         given = self._location.save_dir
         return None if given is None else str(Path(given).expanduser())
 
+    @property
+    @abstractmethod
+    def is_open(self) -> bool:
+        """Return whether the logger writes at present."""
+
+    def save(self) -> None:
+        """Write buffered data, as Lightning's loggers do."""
+        self.flush()
+
+    def finalize(self, status: str = "success") -> None:
+        """Close the logger, as Lightning's loggers do.
+
+        Args:
+            status: "success" or another word.
+        """
+        self.close("success" if status == "success" else "failed")
+
     def for_caller(self) -> dict[str, Any]:
         return {"_location": self._location, "_waiting": {}}
+
+
+def of_open_logger(function: Callable[P, None]) -> Callable[P, None]:
+    """Let a method of a `FolderLogger` also write before and after a run: open the logger's folder for the call.
+
+    Args:
+        function: method that writes.
+    """
+
+    @functools.wraps(function)
+    def method(*args: P.args, **kwargs: P.kwargs) -> None:
+        logger: Any = args[0]
+        if logger.is_open:
+            return function(*args, **kwargs)
+        if rank_zero_only.rank:  # type: ignore[attr-defined]
+            return None
+        folder = logger.log_dir
+        if folder is None:
+            warnings.warn(
+                f"{type(logger).__name__}.{function.__name__} is called before the run, whose folder is not known yet: "
+                "nothing is written. Call it in a hook or after the run, or set save_dir",
+                stacklevel=2,
+            )
+            return None
+        logger.open(Path(folder))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            logger.close()
+
+    return method
+
+
+def with_whole_epoch(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics whose epoch is an int.
+
+    >>> with_whole_epoch({"loss": 1.0, "epoch": 2.0})
+    {'loss': 1.0, 'epoch': 2}
+
+    Args:
+        metrics: by name.
+    """
+    epoch = metrics.get("epoch", 0.5)
+    return {**metrics, "epoch": int(epoch)} if float(epoch).is_integer() else dict(metrics)
 
 
 def _first_unused(parent: Path) -> int:

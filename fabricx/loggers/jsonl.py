@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any, TextIO, final
 
 from fabricx.core.logger import Ending, Silent
-from fabricx.loggers.files import FolderLogger, LoggerFolder, by_name, truncate_partial_line, write_hyperparameters
+from fabricx.loggers.files import (
+    FolderLogger,
+    LoggerFolder,
+    by_name,
+    of_open_logger,
+    truncate_partial_line,
+    with_whole_epoch,
+    write_hyperparameters,
+)
 
 
 @final
@@ -47,8 +55,10 @@ class JSONLogger(FolderLogger):
             self._file = (self._folder / "metrics.jsonl").open("a")
             self.log_hyperparams(self._waiting)
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    @of_open_logger
+    def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
+        whole = with_whole_epoch(metrics)
+        finite = {name: value if math.isfinite(value) else None for name, value in whole.items()}
         if {"step": step, **finite} in self._kept:  # already written: callbacks after the checkpoint repeat it
             self._kept.remove({"step": step, **finite})
         elif self._file is not None:
@@ -82,6 +92,10 @@ class JSONLogger(FolderLogger):
         file, self._file = self._file, None
         if file is not None:
             file.close()
+
+    @property
+    def is_open(self) -> bool:
+        return self._file is not None
 
     @property
     def experiment(self) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fabricx.core.logger import Ending, Silent
-from fabricx.loggers.files import FolderLogger, LoggerFolder, by_name, prefixed
+from fabricx.loggers.files import FolderLogger, LoggerFolder, by_name, of_open_logger, prefixed
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -77,7 +77,8 @@ class TensorBoardLogger(FolderLogger):
         self._reset()
         self.log_hyperparams(self._waiting)
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+    @of_open_logger
+    def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
         if self._writer is None:
             return
         metrics = prefixed(metrics, self._prefix)
@@ -183,6 +184,10 @@ class TensorBoardLogger(FolderLogger):
         for path in earlier:
             if path.name != newest.name + _SESSION:
                 path.unlink()
+
+    @property
+    def is_open(self) -> bool:
+        return self._writer is not None
 
     @property
     def experiment(self) -> Any:

@@ -61,10 +61,8 @@ class Published:
                 self.logged[shown] = value
 
     def clear(self) -> None:
-        """Remove all values."""
-        self.metrics.clear()
-        self.logged.clear()
-        self.bar.clear()
+        """Begin with no values; dicts that users hold stay as they are."""
+        self.metrics, self.logged, self.bar = {}, {}, {}
 
 
 class RunMetrics:

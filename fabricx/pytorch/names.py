@@ -182,7 +182,7 @@ TREE: Final[Mapping[str, Names]] = {
     ),
     "utilities.model_helpers": Names(names={"is_overridden": f"{_FUNCTIONS}:is_overridden"}),
     "utilities.data": Names(names={"extract_batch_size": f"{_CORE}.transfer:batch_size_of"}),
-    "utilities.warnings": Names(names={"PossibleUserWarning": "builtins:UserWarning"}),
+    "utilities.warnings": Names(names={"PossibleUserWarning": "fabricx.errors:PossibleUserWarning"}),
     "utilities.cli": Names(absent={"LightningCLI": _COMMAND}),
     "strategies": Names(
         names={

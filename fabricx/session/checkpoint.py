@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fabricx import checkpoint
-from fabricx.core.callback import Callback
 from fabricx.core.optimizers import load_schedules
 from fabricx.core.rng import RandomState
 from fabricx.core.state import Phase
 from fabricx.data.own_state import set_generators
 from fabricx.errors import CheckpointError
+from fabricx.session.callback_states import as_saved, check_same_number
 from fabricx.session.rank_state import restore_rank_states
-from fabricx.session.saving import callbacks_by_key, global_batch, weights_as_state_dict
+from fabricx.session.saving import global_batch, weights_as_state_dict
 from fabricx.session.schedule import validation_due_of_end
 from fabricx.telemetry.events import Span
 
@@ -22,28 +22,6 @@ if TYPE_CHECKING:
     from fabricx.session.session import Session
 
 _NEEDED: Final = ("state", "schedules", "metrics", "precision", "callbacks", "datamodule", "ranks")
-
-
-def _check_same_number(known: Mapping[str, Callback], saved: Mapping[str, Any]) -> None:
-    """Refuse states of callbacks that can't be assigned: several share a key, and their number has changed.
-
-    Raises:
-        ValueError: names the callback.
-    """
-    for key, callback in known.items():
-        before = sum(bool(state) for name, state in saved.items() if _is_numbered(name, callback.state_key))
-        now = sum(other.state_key == callback.state_key for other in known.values())
-        if key == callback.state_key and before and before != now and max(before, now) > 1:
-            raise ValueError(
-                f"the checkpoint has the states of {before} callbacks with state_key={key!r}, and this run has {now} "
-                "such callbacks, so it is unknown which state belongs to which callback: pass as many callbacks as "
-                "before, or define the property `state_key` in their class, with a different value for each"
-            )
-
-
-def _is_numbered(name: str, key: str) -> bool:
-    """Return whether `callbacks_by_key` gives a callback with this state key the name."""
-    return name == key or (name.startswith(f"{key}/") and name[len(key) + 1 :].isdigit())
 
 
 def finish_checkpoint(session: Session) -> bool:
@@ -231,8 +209,8 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None) ->
         _report_lost_position(session, before)
     elif session.data.train_feed.reads_again:
         _report_reading(session)
-    known = callbacks_by_key(session.callbacks)
-    _check_same_number(known, state["callbacks"])
+    known = as_saved(session.callbacks, state.get("callback_arguments", {}))
+    check_same_number(known, state["callbacks"])
     if unused := [key for key, kept in state["callbacks"].items() if kept and key not in known]:
         session.print(
             f"the checkpoint has the state of {', '.join(unused)}, and this run has no such callback: the state is "

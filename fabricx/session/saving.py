@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,11 @@ import torch
 
 from fabricx import checkpoint
 from fabricx.consistency.comparison import of_added
-from fabricx.core.callback import Callback
-from fabricx.core.hparams import plain
+from fabricx.core.hparams import plain, storable
 from fabricx.core.state import Phase
+from fabricx.errors import PossibleUserWarning
 from fabricx.redaction import masked
+from fabricx.session.callback_states import by_key, constructed
 from fabricx.session.save_points import check_savable, meet_to_save
 from fabricx.telemetry.events import Span
 
@@ -69,9 +70,18 @@ def _begin_checkpoint(
     point = session.fault_tolerance.resume_point or (None if weights_only else session.rank_state())
     buffers = {} if point is None else point.buffers
     session.strategy.synchronize(buffers)
+    hparams, omitted = storable(session.module.hparams)
+    if omitted and session.world.main_rank:
+        warnings.warn(
+            f"checkpoints omit the hyperparameters {', '.join(f'{name} ({kind})' for name, kind in omitted.items())}: "
+            "they are no plain data. Pass them to load_from_checkpoint, and to save_hyperparameters(ignore=[...])",
+            PossibleUserWarning,
+            stacklevel=4,
+        )
     state: dict[str, Any] = {
         "strategy": session.strategy.state_dict(session.module, [] if weights_only else session.optimizers),
-        "hparams": masked(plain(session.module.hparams)),
+        "hparams": masked(hparams),
+        "hparams_omitted": omitted,
         "state": session.state.state_dict(),
     }
     state["strategy"]["module"].update(buffers)
@@ -104,7 +114,7 @@ def _begin_checkpoint(
         "configuration": masked(session.trainer.configuration),
     }
     if session.datamodule is not None:
-        manifest["datamodule_hparams"] = masked(plain(session.datamodule.hparams))
+        manifest["datamodule_hparams"] = masked(plain(storable(session.datamodule.hparams)[0]))
 
     def full() -> None:
         session.metrics.loggers.event(
@@ -169,20 +179,10 @@ def run_state(session: Session) -> dict[str, Any]:
         # For a scheduler that monitors a metric at the epoch's end. Metrics of the sanity check are discarded.
         "metrics": {} if session.state.phase is Phase.SANITY else dict(session.metrics.published.metrics),
         "precision": session.precision.state_dict(),
-        "callbacks": {key: callback.state_dict() for key, callback in callbacks_by_key(session.callbacks).items()},
+        "callbacks": {key: callback.state_dict() for key, callback in by_key(session.callbacks).items()},
+        "callback_arguments": {key: constructed(callback) for key, callback in by_key(session.callbacks).items()},
         "datamodule": session.datamodule.state_dict() if session.datamodule is not None else {},
     }
-
-
-def callbacks_by_key(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """Return callbacks by the names of their states; callbacks with the same `state_key` are numbered in order."""
-    named: dict[str, Callback] = {}
-    for callback in callbacks:
-        key, number = callback.state_key, 2
-        while key in named:
-            key, number = f"{callback.state_key}/{number}", number + 1
-        named[key] = callback
-    return named
 
 
 def global_batch(session: Session) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from fabricx import plugins
+from fabricx.core.arguments import described
 from fabricx.core.callback import Callback
 from fabricx.core.hooks import check_hooks
 from fabricx.core.logger import Adapted, FourMethods, Logger
@@ -119,6 +120,7 @@ def choose_callbacks(callbacks: Any, defaults: Mapping[str, Mapping[str, Any]], 
         if not isinstance(callback, Callback):
             raise ValueError(f"callbacks contains {_described(callback)}, which is not a fabricx.Callback")
         check_hooks(callback)
+        vars(callback).setdefault("_constructed", repr(described(callback)))
     if fast:
         chosen = [c for c in chosen if c.trainer_role not in ("checkpoint", "early_stopping")]
     for name, options in defaults.items():

@@ -220,8 +220,11 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """Return the newest value of each logged metric, without communication."""
-        return dict(self._published.metrics)
+        """Return the newest value of each logged metric, without communication; callbacks may add values.
+
+        Each call of `fit`, `validate`, `test` or `predict` begins with a new dict.
+        """
+        return self._published.metrics
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:

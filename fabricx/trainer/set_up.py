@@ -31,6 +31,7 @@ from fabricx.core.rng import seed_generators
 from fabricx.core.state import Phase
 from fabricx.core.strategy_parts import MeasuresWaiting, as_part
 from fabricx.core.transfer import to_device
+from fabricx.data.advice import advise_on_logging
 from fabricx.data.run_data import RunData
 from fabricx.data.shared_memory import note_on
 from fabricx.distributed.sync_batchnorm import synchronise, synchronised
@@ -324,6 +325,8 @@ def _set_up_model(session: Session, job: Job) -> None:
     session.window.by_weight = session.overridden.batch_weight and module.automatic_optimization
     session.transfer = _batch_transfer(session)
     session.data.load(session.world)
+    if job.stage == "fit" and session.world.main_rank and not session.options.fast_dev_run:
+        advise_on_logging(session.data.batches.training, session.options.log_every_n_steps, session.loggers)
     _check_samples_of_all_ranks(session, job)
     if job.stage == "fit":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

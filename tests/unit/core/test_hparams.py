@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from torch import nn
 
+import fabricx as fx
 from fabricx.core.hparams import HyperParameters, is_plain, plain
+from fabricx.loggers import CSVLogger
+from fabricx.testing import TinyModule, tiny_loader
 
 
 class Small(HyperParameters):
@@ -61,3 +68,34 @@ def test_plain_data_is_what_json_has_and_other_values_become_text() -> None:
     assert not is_plain(given)
     assert plain(given) == {"sizes": [1, 2], "nested": {"net": "ReLU()"}, "3": None}
     assert is_plain(plain(given))
+
+
+class Color(str, Enum):  # noqa: UP042
+    RED = "red"
+
+
+def test_a_checkpoint_holds_hyperparameters_with_their_types_and_omits_others_with_a_warning(
+    quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    class Net(TinyModule):
+        def __init__(self, net: Any = None, **options: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    options = {
+        "sizes": (1, 2), "names": {0: "a"}, "rate": np.float64(0.5), "count": np.int64(3), "kind": Color.RED,
+        "place": Path("a"), "precision": torch.float32, "weights": torch.ones(2), "kinds": {"a"},
+    }  # fmt: skip
+    trainer = fx.Trainer(max_epochs=1, **{**quiet, "logger": CSVLogger()})
+    trainer.fit(Net(nn.ReLU(), **options), tiny_loader())
+    with pytest.warns(UserWarning, match=r"checkpoints omit the hyperparameters net \(ReLU\)"):
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.warns(UserWarning, match=r"omits net \(ReLU\).*pass it to load_from_checkpoint"):
+        loaded = Net.load_from_checkpoint(tmp_path / "a.ckpt").hparams
+    assert torch.equal(loaded.pop("weights"), torch.ones(2))
+    assert loaded == {
+        "lr": 0.1, "net": None, "sizes": (1, 2), "names": {0: "a"}, "rate": 0.5, "count": 3, "kind": "red",
+        "place": "a", "precision": torch.float32, "kinds": {"a"},
+    }  # fmt: skip
+    assert [type(loaded[name]) for name in ("rate", "count", "kind")] == [float, int, str]
+    Net.load_from_checkpoint(tmp_path / "a.ckpt", net=nn.ReLU())

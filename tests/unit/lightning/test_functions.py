@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fabricx as fx
+from fabricx.errors import PossibleUserWarning
 from fabricx.lightning import functions
 from fabricx.testing import TinyModule
 
@@ -68,8 +69,9 @@ def test_memory() -> None:
 
 def test_warnings_of_a_module_are_ignored() -> None:
     with warnings.catch_warnings():
+        warnings.simplefilter("error")
         functions.disable_possible_user_warnings(module=__name__)
-        warnings.warn("possible", UserWarning, stacklevel=1)
+        warnings.warn("possible", PossibleUserWarning, stacklevel=1)
 
 
 def test_the_logo_of_lightnings_examples_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import csv
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,3 +112,38 @@ def test_hyperparameters_logged_before_the_run_are_written(tmp_path: Path, kind:
     logger.log_hyperparams({"lr": 0.1})
     logger.close()
     assert json.loads((tmp_path / "hparams.json").read_text()) == {"width": 8, "lr": 0.1}
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLogger, TensorBoardLogger])
+def test_rows_are_written_before_and_after_a_run(tmp_path: Path, kind: type[Logger]) -> None:
+    logger: Any = kind(tmp_path / "logs")  # type: ignore[call-arg]
+    logger.log_metrics({"loss": 3.0}, step=1)
+    logger.open(tmp_path / "run")
+    logger.log_metrics({"loss": 2.0}, step=2)
+    logger.close()
+    logger.log_metrics({"loss": 1.0}, step=3)
+    logger.save()
+    logger.finalize("success")
+    assert not logger.is_open
+    assert read(logger, Path(logger.log_dir)) == [(1, 3.0), (2, 2.0), (3, 1.0)]
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLogger])
+def test_rows_of_the_runs_folder_are_written_after_the_run_and_a_warning_before_it(
+    tmp_path: Path, kind: type[Logger]
+) -> None:
+    logger: Any = kind(name="here")  # type: ignore[call-arg]
+    with pytest.warns(UserWarning, match="called before the run, whose folder is not known yet"):
+        logger.log_metrics({"loss": 3.0}, step=1)
+    logger.open(tmp_path)
+    logger.close()
+    logger.log_metrics({"loss": 1.0}, step=3)
+    assert read(logger, tmp_path / "here") == [(3, 1.0)]
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLogger])
+def test_epochs_are_whole_numbers(tmp_path: Path, kind: type[Logger]) -> None:
+    logger: Any = kind(tmp_path, version="")  # type: ignore[call-arg]
+    logger.log_metrics({"loss": 3.0, "epoch": 2.0}, step=1)
+    [file] = [path for path in tmp_path.iterdir() if path.stem == "metrics"]
+    assert file.read_text().splitlines()[-1].rstrip("}").endswith(("3.0,2", " 2"))

@@ -155,7 +155,6 @@ def test_it_can_be_opened_again_for_another_run(tmp_path: Path) -> None:
 
 def test_it_is_silent_until_it_is_open(tmp_path: Path) -> None:
     logger = pickle.loads(pickle.dumps(TensorBoardLogger(tmp_path / "logs")))
-    logger.log_metrics({"loss": 1.0}, step=1)
     logger.log_hyperparams({"lr": 0.1})
     logger.log_text("a", "b")
     logger.close()

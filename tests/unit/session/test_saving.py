@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 import fabricx as fx
-from fabricx.session.saving import callbacks_by_key, weights_as_state_dict
+from fabricx.session.callback_states import by_key
+from fabricx.session.saving import weights_as_state_dict
 
 
 class Keyed(fx.Callback):
@@ -21,7 +22,7 @@ class Keyed(fx.Callback):
 
 def test_states_of_callbacks_with_the_same_key_are_numbered_in_their_order() -> None:
     callbacks = [Keyed(key) for key in ("a", "b", "a", "a/2", "a")]
-    assert callbacks_by_key(callbacks) == dict(zip(("a", "b", "a/2", "a/2/2", "a/3"), callbacks, strict=True))
+    assert by_key(callbacks) == dict(zip(("a", "b", "a/2", "a/2/2", "a/3"), callbacks, strict=True))
 
 
 @pytest.mark.parametrize("trains", [True, False])

@@ -1,0 +1,61 @@
+"""Warnings about data loaders that a run ignores or shuffles; none of them is an error."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch.utils.data import RandomSampler
+
+from fabricx.errors import PossibleUserWarning
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, PossibleUserWarning, stacklevel=5)
+
+
+def advise_on_validation(defined: bool, loaders: Any, limit: int | float, *, overfits: bool) -> None:
+    """Warn about a validation that a fit doesn't run.
+
+    Args:
+        defined: whether the module has a `validation_step`.
+        loaders: validation loaders; None without.
+        limit: `limit_val_batches`.
+        overfits: the validation reads training data.
+    """
+    if limit == 0:
+        return
+    if defined and loaders is None:
+        _warn("the module has a validation_step, and there is no val_dataloader: no validation runs")
+    elif not defined and loaders is not None and not overfits:
+        _warn("there is a val_dataloader, and the module has no validation_step: no validation runs")
+
+
+def advise_on_shuffling(word: str, loaders: Iterable[Any]) -> None:
+    """Warn about evaluation loaders that shuffle.
+
+    Args:
+        word: "val", "test" or "predict".
+        loaders: of the evaluation.
+    """
+    if any(isinstance(getattr(loader, "sampler", None), RandomSampler) for loader in loaders):
+        _warn(
+            f"the {word}_dataloader shuffles: its batches differ in each evaluation. Set shuffle=False in loaders of "
+            "validation, test and predict"
+        )
+
+
+def advise_on_logging(batches: int | float, every: int, loggers: Sequence[Any]) -> None:
+    """Warn about a logging interval that is longer than an epoch.
+
+    Args:
+        batches: of an epoch on this rank.
+        every: `log_every_n_steps`.
+        loggers: of the run.
+    """
+    if loggers and 0 < batches < every:
+        _warn(
+            f"the number of training batches ({batches}) is smaller than log_every_n_steps={every}: the loggers get no "
+            "row of a step in an epoch. Set a smaller log_every_n_steps to see them"
+        )

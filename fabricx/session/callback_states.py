@@ -1,0 +1,78 @@
+"""Names of the states of callbacks in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fabricx.core.callback import Callback
+
+
+def by_key(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Return callbacks by the names of their states; callbacks with the same `state_key` are numbered in order.
+
+    Args:
+        callbacks: of a run.
+    """
+    named: dict[str, Callback] = {}
+    for callback in callbacks:
+        key, number = callback.state_key, 2
+        while key in named:
+            key, number = f"{callback.state_key}/{number}", number + 1
+        named[key] = callback
+    return named
+
+
+def constructed(callback: Callback) -> str:
+    """Return the values with which a callback was given to the Trainer.
+
+    Args:
+        callback: of a run.
+    """
+    return str(vars(callback).get("_constructed", ""))
+
+
+def as_saved(callbacks: Sequence[Callback], saved: Mapping[str, str]) -> dict[str, Callback]:
+    """Return callbacks by the names of their states in a checkpoint.
+
+    Callbacks with the same `state_key` are told apart by their values, so that their order may change; if these are
+    equal or have changed, the order counts.
+
+    Args:
+        callbacks: of this run.
+        saved: values of the callbacks of the checkpoint, by the names of their states.
+    """
+    known = by_key(callbacks)
+    for key in {callback.state_key for callback in callbacks}:
+        names = [name for name in known if _is_numbered(name, key) and known[name].state_key == key]
+        of_values = {constructed(known[name]): known[name] for name in names}
+        values = [saved[name] for name in names if name in saved]
+        if len(names) > 1 and len(of_values) == len(names) and sorted(values) == sorted(of_values):
+            known |= {name: of_values[saved[name]] for name in names}
+    return known
+
+
+def check_same_number(known: Mapping[str, Callback], saved: Mapping[str, Any]) -> None:
+    """Refuse states of callbacks that can't be assigned: several share a key, and their number has changed.
+
+    Args:
+        known: callbacks of this run, by the names of their states.
+        saved: states by name.
+
+    Raises:
+        ValueError: names the callback.
+    """
+    for key, callback in known.items():
+        before = sum(bool(state) for name, state in saved.items() if _is_numbered(name, callback.state_key))
+        now = sum(other.state_key == callback.state_key for other in known.values())
+        if key == callback.state_key and before and before != now and max(before, now) > 1:
+            raise ValueError(
+                f"the checkpoint has the states of {before} callbacks with state_key={key!r}, and this run has {now} "
+                "such callbacks, so it is unknown which state belongs to which callback: pass as many callbacks as "
+                "before, or define the property `state_key` in their class, with a different value for each"
+            )
+
+
+def _is_numbered(name: str, key: str) -> bool:
+    """Return whether `by_key` gives a callback with this state key the name."""
+    return name == key or (name.startswith(f"{key}/") and name[len(key) + 1 :].isdigit())
