@@ -183,6 +183,24 @@ TREE: Final[Mapping[str, Names]] = {
     "utilities.model_helpers": Names(names={"is_overridden": f"{_FUNCTIONS}:is_overridden"}),
     "utilities.data": Names(names={"extract_batch_size": f"{_CORE}.transfer:batch_size_of"}),
     "utilities.warnings": Names(names={"PossibleUserWarning": "fabricx.errors:PossibleUserWarning"}),
+    "utilities.imports": Names(
+        names={
+            name: f"fabricx.lightning.imports:{name}"
+            for name in (
+                "RequirementCache",
+                "compare_version",
+                "module_available",
+                "package_available",
+                "_OMEGACONF_AVAILABLE",
+                "_RICH_AVAILABLE",
+                "_TORCHVISION_AVAILABLE",
+                "_TORCHMETRICS_GREATER_EQUAL_0_8_0",
+                "_TORCHMETRICS_GREATER_EQUAL_0_9_1",
+                "_TORCHMETRICS_GREATER_EQUAL_0_11",
+                "_TORCHMETRICS_GREATER_EQUAL_1_0_0",
+            )
+        }  # fmt: skip
+    ),
     "utilities.cli": Names(absent={"LightningCLI": _COMMAND}),
     "strategies": Names(
         names={

@@ -149,7 +149,8 @@ def test_batches_without_a_loss_are_reported_once_and_skipped(quiet: dict[str, A
     trainer = fx.Trainer(max_steps=60, **quiet)
     with pytest.warns(UserWarning, match=r"no loss for a batch \(step 0\), so the batch is skipped") as caught:
         trainer.fit(Some(), tiny_loader(8, 4))
-    assert (len(caught), trainer.global_step) == (1, 60)
+    said = [warning for warning in caught if warning.category is UserWarning]
+    assert (len(said), trainer.global_step) == (1, 60)
 
 
 def test_a_module_without_an_optimizer_is_reported(quiet: dict[str, Any]) -> None:

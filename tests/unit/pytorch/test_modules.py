@@ -45,6 +45,7 @@ from fabricx.pytorch.utilities.distributed import rank_zero_only
 from fabricx.pytorch.utilities.exceptions import MisconfigurationException
 from fabricx.pytorch.utilities.model_summary import ModelSummary, summarize
 from fabricx.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from fabricx.pytorch.utilities.imports import _TORCHVISION_AVAILABLE
 from fabricx.pytorch.utilities.seed import isolate_rng, seed_everything
 from fabricx.pytorch.utilities.types import EVAL_DATALOADERS, STEP_OUTPUT, TRAIN_DATALOADERS, OptimizerLRScheduler
 from fabricx.pytorch.utilities.types import _METRIC

@@ -1,0 +1,9 @@
+from __future__ import annotations
+
+from fabricx.lightning import imports
+
+
+def test_flags_say_what_is_installed() -> None:
+    assert imports._OMEGACONF_AVAILABLE
+    assert imports.package_available("torch")
+    assert not imports.RequirementCache("torch<1.0")
