@@ -199,7 +199,7 @@ TREE: Final[Mapping[str, Names]] = {
                 "_TORCHMETRICS_GREATER_EQUAL_0_11",
                 "_TORCHMETRICS_GREATER_EQUAL_1_0_0",
             )
-        }  # fmt: skip
+        }
     ),
     "utilities.cli": Names(absent={"LightningCLI": _COMMAND}),
     "strategies": Names(
