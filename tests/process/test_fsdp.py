@@ -107,7 +107,7 @@ def added_in_a_step() -> tuple[int, int]:
     module = Deep()
     trainer = fx.Trainer(devices=2, strategy="fsdp", max_epochs=1, **QUIET)
     size = sum(parameter.nbytes for parameter in module.parameters())
-    trainer.fit(module, DataLoader(torch.randn(16, 512), 2))
+    trainer.fit(module, DataLoader(torch.randn(12, 512), 2))
     return size, max(module.added[1:])  # the first step fills caches
 
 
@@ -115,6 +115,7 @@ def added_in_a_step() -> tuple[int, int]:
 def test_a_step_needs_little_memory_beside_the_shards() -> None:
     for size, added in run_ranks(added_in_a_step, 2):
         # The gradients' shards are half of the weights; a block, its gradients and 64 MiB of freed blocks come on top.
+        print("ADDED", added / size)
         assert added < 1.75 * size
 
 
