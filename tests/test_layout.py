@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import graphlib
 import importlib
 import os
@@ -18,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -60,11 +63,10 @@ def short(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def python(program: str | Path, cwd: Path, path: Path | str = "") -> str:
-    """Run a program, text or a file, which finds fabricx in a given folder; returns what it printed."""
-    what = [str(program)] if isinstance(program, Path) else ["-c", program]
+def python(program: str, cwd: Path, path: Path | str = "") -> str:
+    """Run a program, which finds fabricx in a given folder; returns what it printed."""
     ended = subprocess.run(
-        [sys.executable, "-P", *what], cwd=cwd, env={**os.environ, "PYTHONPATH": str(path)},
+        [sys.executable, "-P", "-c", program], cwd=cwd, env={**os.environ, "PYTHONPATH": str(path)},
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
@@ -158,9 +160,15 @@ def test_no_file_has_a_name_that_says_nothing():
     assert [short(path) for path in PYTHON if path.name in NAMES_THAT_SAY_NOTHING] == []
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """Parse a file, for all tests once."""
+    return ast.parse(path.read_text())
+
+
 def definitions(kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> Iterator[tuple[Path, ast.AST]]:
     for path in PYTHON:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, kind):
                 yield path, node
 
@@ -192,7 +200,7 @@ def module_of(path):
 
 def imported(path, modules):
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -206,7 +214,7 @@ def test_only_its_own_package_and_hooks_assign_to_the_trainer():
         f"{short(path)}:{node.lineno}"
         for path in PYTHON
         if not {"trainer", "callbacks"} & set(path.relative_to(ROOT).parts)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
         if isinstance(node.value, ast.Name) and node.value.id == "trainer"
     ]
@@ -229,7 +237,7 @@ def test_functions_fit_a_screen():
 
 
 def test_every_module_begins_with_what_it_is():
-    silent = [short(path) for path in PYTHON if not ast.get_docstring(ast.parse(path.read_text()))]
+    silent = [short(path) for path in PYTHON if not ast.get_docstring(parsed(path))]
     assert silent == []
 
 
@@ -355,5 +363,8 @@ def test_the_program_in_the_readme_runs(tmp_path):
     [program] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     path = tmp_path / "program.py"
     path.write_text(program)
-    last = python(path, cwd=tmp_path, path=ROOT).splitlines()[-1]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = warm.run([sys.executable, str(path)], env=environment, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    last = ended.stdout.splitlines()[-1]
     assert last.startswith("48 tensor("), last  # three epochs; 1000 samples are 16 steps of two ranks with 32 each

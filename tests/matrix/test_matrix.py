@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -34,6 +35,7 @@ def check(cells: Sequence[Cell], folder: Path) -> None:
         pytest.fail("\n".join(report(cell, lines) for cell, lines in wrong.items()), pytrace=False)
 
 
+@functools.cache
 def trained(seed: int) -> list[Cell]:
     """Return a pairwise list without what is refused."""
     return pairwise(seed, lambda cell: refusal(cell) or known_defect(cell))
@@ -181,7 +183,7 @@ def test_an_error_in_a_job_of_a_server_ends_the_server(monkeypatch: pytest.Monke
 
 
 def test_a_cell_is_what_it_is_written_as() -> None:
-    assert all(Cell.parse(str(cell)) == cell for cell in trained(1))
+    assert all(Cell.parse(str(cell)) == cell for cell in trained(0))
 
 
 def test_strategies_with_each_feature_are_in_the_list() -> None:
