@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fabricx.core.callback import Callback
+from fabricx.core.placeholder import is_placeholder
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -32,6 +33,7 @@ class Averages(Callback):
     """
 
     needs_all_ranks: ClassVar[bool] = True
+    keeps_weights: ClassVar[bool] = True
     every_batch: ClassVar[bool] = True  # a rank averages every update, also if it has no sample of the batch
 
     def __init__(self, *, use_buffers: bool, validate: bool, apply_at_end: bool) -> None:
@@ -89,7 +91,7 @@ class Averages(Callback):
         """Use the main rank's averages of buffers; collective."""
         for name, _ in trainer.session.module.named_buffers():
             if name in self.averages:
-                trainer.world.broadcast(self.averages[name])
+                trainer.world.axis("data").broadcast(self.averages[name])
 
     def _averaged(self, module: Module) -> dict[str, Tensor]:
         averaged: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if averageable(p)}
@@ -181,12 +183,12 @@ def local(tensors: Iterable[Any]) -> list[Tensor]:
 
 
 def averageable(tensor: Tensor) -> bool:
-    """Return whether a tensor has an average: real or complex numbers.
+    """Return whether a tensor has an average on this rank: real or complex numbers, which no other stage holds.
 
     Args:
         tensor: parameter or buffer.
     """
-    return tensor.is_floating_point() or tensor.is_complex()
+    return (tensor.is_floating_point() or tensor.is_complex()) and not is_placeholder(tensor)
 
 
 def _precise(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.autograd import Variable
 
 from fabricx.callbacks.balancing_policy import Measurement, SharePolicy, share_batch
 from fabricx.core.callback import Callback
-from fabricx.core.strategy_parts import MeasuresWaiting, as_part
+from fabricx.core.strategy_parts import MeasuresWaiting, ModelParallel, as_part
 from fabricx.distributed.stop_consensus import Agreement
 from fabricx.distributed.sync_batchnorm import has_own_statistics, synchronised
 from fabricx.errors import did_you_mean
@@ -108,6 +108,11 @@ class LoadBalancer(Callback):
         name = type(strategy).__name__
         if strategy.traits.batch_parts or not strategy.traits.synchronous:
             raise ValueError(f"LoadBalancer: {name} needs equal shares; use strategy=ddp, fsdp or parameter_server")
+        if isinstance(strategy, ModelParallel) and strategy.divides:
+            raise ValueError(
+                f"LoadBalancer: {name} computes the samples of a data rank on several ranks, whose speeds can't be "
+                "balanced separately; remove the callback"
+            )
         if not module.automatic_optimization:
             raise ValueError(
                 "LoadBalancer: manual optimization doesn't weight losses by the samples of a rank; use automatic "

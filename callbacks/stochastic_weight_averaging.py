@@ -106,6 +106,11 @@ class StochasticWeightAveraging(Callback):
                 f"StochasticWeightAveraging needs the weights and the learning rate of each update on the ranks, and "
                 f"{type(strategy).__name__} has them elsewhere: use strategy=ddp or fsdp, or the callback EMA"
             )
+        if trainer.world.axis("model").size > 1:
+            raise ValueError(
+                f"StochasticWeightAveraging with strategy={type(strategy).__name__}: the averages of weights that are "
+                "divided over ranks aren't supported; use the callback EMA"
+            )
         if trainer.max_epochs is None or trainer.max_epochs < 1:
             raise ValueError("StochasticWeightAveraging averages the last epochs: set max_epochs")
         if any(isinstance(part, _BatchNorm) for part in module.modules()):

@@ -9,8 +9,20 @@ from fabricx.strategies.async_sgd import AsyncSGD
 from fabricx.strategies.ddp import DDP
 from fabricx.strategies.fsdp import FSDP
 from fabricx.strategies.local_sgd import LocalSGD
+from fabricx.strategies.mesh import Mesh, PipelineMesh, TensorMesh
 from fabricx.strategies.parameter_server import ParameterServer
 from fabricx.strategies.reproducible import Reproducible
 from fabricx.strategies.single import Single
 
-__all__ = ["DDP", "FSDP", "AsyncSGD", "LocalSGD", "ParameterServer", "Reproducible", "Single"]
+__all__ = [
+    "DDP",
+    "FSDP",
+    "AsyncSGD",
+    "LocalSGD",
+    "Mesh",
+    "ParameterServer",
+    "PipelineMesh",
+    "Reproducible",
+    "Single",
+    "TensorMesh",
+]

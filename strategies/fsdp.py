@@ -197,6 +197,8 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
                 f"replicas={self.replicas} doesn't divide the {size} ranks into groups of equal size; set a divisor "
                 "of the number of ranks"
             )
+        if self.world.group is not None:  # the ranks along the data axis of a mesh
+            return DeviceMesh.from_group(self.world.group, kind, mesh_dim_names=("dp_shard",))
         if self.replicas == 1:
             return init_device_mesh(kind, (size,), mesh_dim_names=("dp_shard",))
         mesh = torch.arange(size).view(self.replicas, size // self.replicas)
@@ -256,6 +258,19 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
             self._initialise_root(module)
             self._track_shards(module)
             self._register_output_hooks(module)
+        self._replace_parameters(module)
+
+    def unshard(self) -> None:
+        """Reverse the sharding; the values of weights and optimizer states are lost."""
+        if self._built is None or self.module is None:
+            return
+        self._forget_step()
+        self._gathered = self._unused = None
+        self._built.restore(self.world.device)
+        self._replace_parameters(self.module)
+
+    def _replace_parameters(self, module: nn.Module) -> None:
+        """Let the optimizers step the module's present parameters, without state."""
         before = {id(parameter): name for name, parameter in self._parameters.items()}
         parameters_before, self._parameters = self._parameters, dict(module.named_parameters())
         keep_hooks(parameters_before, self._parameters)

@@ -22,7 +22,7 @@ ALWAYS = {
 }  # fmt: skip
 COLLECTIVES = {"all_reduce", "all_gather", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor"}
 LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore"}
-NOT_PROCESSES = ("path", "tree", "memory_checkpoint", "sep", "shlex")  # what else has a `join`
+NOT_PROCESSES = ("placement", "path", "tree", "memory_checkpoint", "sep", "shlex")  # what else has a `join`
 
 
 def waits(name: str, receiver: ast.expr | None, call: ast.Call) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fabricx.consistency.comparison import CHANGE_ALIKE, LIMITS, compare, of_hooks, of_optimizers
+from fabricx.core.placeholder import is_placeholder
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.errors import RanksDisagree
 
@@ -51,7 +52,8 @@ def fingerprint(module: nn.Module) -> Tensor:
     Args:
         module: of the user.
     """
-    tensors = [getattr(parameter, "_local_tensor", parameter).detach() for parameter in module.parameters()]
+    held = (parameter for parameter in module.parameters() if not is_placeholder(parameter))
+    tensors = [getattr(parameter, "_local_tensor", parameter).detach() for parameter in held]
     return torch.cat([part for tensor in tensors for part in _digest(tensor)]) if tensors else torch.zeros(0)
 
 
@@ -119,7 +121,7 @@ class HookChecks:
         described = of_hooks(
             self._options, self._module, self._strategy, self._data.train_feed, self._optimizers, changed
         )
-        compare(world, described, when, CHANGE_ALIKE)
+        compare(world.axis("data"), described, when, CHANGE_ALIKE)
 
     def compare_weights(self) -> None:
         """Raise an error if ranks hold different weights in synchronous training; every rank calls it.
@@ -129,7 +131,7 @@ class HookChecks:
         Raises:
             RanksDisagree: on every rank; the message names the parameters.
         """
-        strategy, world = self._strategy, self._strategy.world
+        strategy, world = self._strategy, self._strategy.world.axis("data")
         if (
             world.size == 1
             or strategy.traits.sharded
@@ -148,7 +150,7 @@ class HookChecks:
 
     def _distance(self, parameter: Tensor) -> str:
         """Return whether a parameter differs from that of rank 0, as a text; every rank calls it."""
-        first = self._strategy.world.broadcast(parameter.detach().clone())
+        first = self._strategy.world.axis("data").broadcast(parameter.detach().clone())
         if not first.numel():
             return "alike"
         rounding = max(ROUNDING, 32 * torch.finfo(first.dtype).eps if first.dtype.is_floating_point else 0.0)
@@ -242,7 +244,7 @@ class HookChecks:
             self._apply_settings(state)
         if not state["weights"]:
             return
-        strategy, world = self._strategy, self._strategy.world
+        strategy, world = self._strategy, self._strategy.world.axis("data")
         if strategy.traits.sharded or not strategy.traits.synchronous or self._serving.weight_pulls is not None:
             raise RanksDisagree(
                 f"step {self._state.step}: on_train_batch_start or on_train_batch_end changed weights at a batch of "

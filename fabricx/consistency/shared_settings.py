@@ -81,7 +81,8 @@ class SharedSettings(OwnSettings):
         named = dict(module.named_parameters())
         self._options, self._strategy, self._state, self._agreement = options, strategy, state, agreement
         self._sharding = as_part(strategy, ShardsWeights)
-        self._world = strategy.world  # of one generation: after a change of the ranks, the settings are shared anew
+        # Of one generation: after a change of the ranks, the settings are shared anew.
+        self._world = strategy.world.axis("data")
         self._names, self._parameters = [*named], [*named.values()]
         self._known = self._now(skips=False)
         self._checks = self._changes = 0

@@ -52,30 +52,6 @@ def _of_first_loader(step: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: step(*args, 0)
 
 
-def checked_loss(loss: Any) -> Tensor:
-    """Return the loss of `training_step` with shape [].
-
-    Args:
-        loss: result of the step.
-
-    Raises:
-        ValueError: it is not a tensor with a single element and a gradient.
-    """
-    if not isinstance(loss, Tensor):
-        kind = f"a dict without 'loss' ({sorted(loss)})" if isinstance(loss, Mapping) else type(loss).__name__
-        raise ValueError(f"training_step returned {kind}; return a loss tensor, a dict with 'loss', or None")
-    if loss.numel() != 1:
-        raise ValueError(
-            f"training_step returned a loss of shape {tuple(loss.shape)}; return a single number, such as loss.mean()"
-        )
-    if not loss.requires_grad:
-        raise ValueError(
-            "training_step returned a loss without a gradient: it doesn't depend on any parameter that requires a "
-            "gradient. Check that it is not detached or computed under no_grad, and that not all parameters are frozen"
-        )
-    return loss.reshape(())
-
-
 def detached(outputs: Any) -> Any:
     """Return the outputs of a training step without their graph, for hooks.
 

@@ -296,7 +296,7 @@ class Strategy(StrategyNames, NamesChecked, ABC):
         Raises:
             ValueError: the optimizers differ from those of the state.
         """
-        module.load_state_dict(state["module"])
+        self._load_weights(module, state["module"])
         if len(state["optimizers"]) != len(optimizers):
             raise ValueError(
                 f"the checkpoint holds {len(state['optimizers'])} optimizers and the module has {len(optimizers)}. "
@@ -305,3 +305,6 @@ class Strategy(StrategyNames, NamesChecked, ABC):
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(by_number(optimizer, names, saved))
+
+    def _load_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
+        module.load_state_dict(weights)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,6 +17,9 @@ from torch.optim import Optimizer
 from fabricx.core.averaging import AverageRule
 from fabricx.core.dealer import Dealer
 from fabricx.distributed.world import World
+
+if TYPE_CHECKING:
+    from fabricx.core.trial import Trial
 
 Part = TypeVar("Part")
 
@@ -29,9 +32,12 @@ def as_part(strategy: object, part: type[Part]) -> Part:
         part: class of the part.
 
     Returns:
-        the strategy; or an object with the part's defaults, if the strategy does not implement the part.
+        the strategy; or its `data_strategy`, if only that implements the part; or an object with the part's defaults.
     """
-    return strategy if isinstance(strategy, part) else part()
+    if isinstance(strategy, part):
+        return strategy
+    data = getattr(strategy, "data_strategy", None)  # of a strategy that adds axes of parallelism to another
+    return part() if data is None else as_part(data, part)
 
 
 def check_parts(strategy: type) -> None:
@@ -44,7 +50,8 @@ def check_parts(strategy: type) -> None:
         TypeError: it names the part.
     """
     for part in (
-        DealsData, Elastic, HasServers, HidesGradients, KeepsLocalState, MeasuresWaiting, ShardsWeights, WrapsStep,
+        DealsData, Elastic, HasServers, HidesGradients, KeepsLocalState, MeasuresWaiting, ModelParallel, ShardsWeights,
+        WrapsStep,
     ):  # fmt: skip
         methods = [name for name, member in vars(part).items() if callable(member) or isinstance(member, property)]
         names = [name for name in methods if not name.startswith("_") and name in vars(strategy)]
@@ -108,6 +115,97 @@ class WrapsStep:
         """
         return step
 
+    def wrap_evaluation(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the callable that an evaluation during training calls instead of a step of the module.
+
+        Args:
+            step: "validation_step" of the module.
+        """
+        return step
+
+
+class ModelParallel:
+    """A strategy in which several ranks compute a share of the data together: axes of parallelism besides "data".
+
+    Attributes:
+        divides: several ranks compute a share, for some number of ranks at least.
+    """
+
+    divides = False
+
+    def check_ranks(self, ranks: int) -> None:
+        """Refuse a number of ranks that does not fit the axes, before any process starts.
+
+        Args:
+            ranks: number of all ranks.
+
+        Raises:
+            ValueError: names the nearest numbers that fit.
+        """
+
+    def with_axes(self, world: World) -> World:
+        """Return the world with its axes; builds their process groups, so that all ranks call it.
+
+        Args:
+            world: all ranks.
+
+        Raises:
+            ValueError: the number of ranks does not fit the axes.
+        """
+        return world
+
+    def check_options(
+        self, *, precision: str, compiles: bool, synchronises_batchnorm: bool, automatic_optimization: bool
+    ) -> None:  # fmt: skip
+        """Refuse options of the run that the axes of parallelism do not support, before training.
+
+        Args:
+            precision: of the run, such as "bf16-mixed".
+            compiles: the run compiles the module.
+            synchronises_batchnorm: batch normalisation is synchronised over all ranks.
+            automatic_optimization: of the module.
+
+        Raises:
+            ValueError: names the option and the remedy.
+        """
+
+    def parallelize(self, module: nn.Module, trial: Callable[[], Trial], layout: Mapping[str, Any]) -> None:
+        """Divide the module's parameters and computation over ranks, before `Strategy.setup`; all ranks call it.
+
+        Args:
+            module: the user's module, whole, on its device.
+            trial: returns the training step on two samples.
+            layout: of the run that is resumed; {} for a new run.
+        """
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Return what a resumed run has to divide in the same way for equal rounding, as plain data."""
+        return {}
+
+    def whole_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of a checkpoint with whole tensors; all ranks call it.
+
+        Args:
+            state: nested, with this rank's parts of weights, moments and averages below the names of parameters.
+        """
+        return state
+
+    def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of a state; the inverse of `whole_state`, without communication.
+
+        Args:
+            state: of a checkpoint.
+        """
+        return state
+
+    def restore_whole(self, module: nn.Module) -> None:
+        """Give the module and the optimizers whole tensors again, at the end of a fit; all ranks call it.
+
+        Args:
+            module: the user's module.
+        """
+
 
 class DealsData:
     """A strategy whose ranks work at their own pace, on data that it leases to them (`traits.lockstep` is False)."""
@@ -128,6 +226,10 @@ class ShardsWeights:
     def sharded_parameters(self) -> dict[str, Tensor]:
         """Return the sharded parameters by name, as DTensors."""
         return {}
+
+    def load_targets(self) -> dict[str, Tensor]:
+        """Return parameters by name whose saved tensors are loaded as the same shards; all others are loaded whole."""
+        return self.sharded_parameters()
 
     def whole_weights(self, module: nn.Module) -> dict[str, Any]:
         """Return the unsharded weights, in main memory, on the main rank; collective.

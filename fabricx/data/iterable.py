@@ -195,7 +195,7 @@ class ListFeed(Feed):
             yield Microbatch(
                 batch, index, 0 if index >= local else None, 0.0 if empty else 1 / batches,
                 index == window, index == stop - 1, index == total - 1, stop - window, empty=empty,
-                idle=tuple(rank for rank, length in enumerate(lengths) if index >= length),
+                idle=self._world.ranks_of_run(rank for rank, length in enumerate(lengths) if index >= length),
             )  # fmt: skip
         if self._stateful and local == total:
             next(data, None)  # as in a plain loop: only then does the source end its epoch
@@ -223,7 +223,7 @@ class ListFeed(Feed):
                 self._along() if empty else self._keep(batch), index,
                 0 if empty else None, 0.0 if empty else 1 / counted,
                 held == 1, closes, last, accumulate, empty=empty,
-                idle=idle, portion=1.0 if accumulate == 1 else present / ranks,
+                idle=self._world.ranks_of_run(idle), portion=1.0 if accumulate == 1 else present / ranks,
             )  # fmt: skip
             if upcoming is _NOTHING:
                 self._ahead, self._over = _NOTHING, True

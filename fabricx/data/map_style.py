@@ -276,7 +276,8 @@ class OrderedFeed(Feed):
                 next(data) if size or self._company else None, index, size, size / (whole * self._beside),
                 share.opens, share.closes, share.last, share.planned, empty=size == 0, position=share.window_end,
                 begin=share.begin, part=share.part, start=share.window_begin,
-                idle=share.idle if self._world.size > 1 else (),  # with an order per rank, no rank waits for this one
+                # With an order per rank, no rank waits for this one.
+                idle=self._world.ranks_of_run(share.idle) if self._world.size > 1 else (),
             )  # fmt: skip
             index += not share.part
 

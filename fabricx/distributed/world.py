@@ -6,8 +6,8 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar
 
@@ -27,6 +27,7 @@ _CPU = torch.device("cpu")
 WAITED_S: Final = [0.0]  # seconds that this process has spent in the collectives of World, mostly waiting
 _LEFT: list[Any] = []  # destroyed process groups of earlier generations, which strategies may still refer to
 _CURRENT: list[World] = []  # the world that this process has joined, if any
+_SUBGROUPS: dict[tuple[Any, ...], Any] = {}  # groups along the axes of the present generation, by their ranks
 MEET: Final = timedelta(seconds=4)  # time for members of a later generation to connect
 CONFIRM: Final = timedelta(seconds=20)  # minimum time for ranks to compare their connections afterwards
 OPERATION: Final = timedelta(minutes=30)  # timeout of a collective
@@ -35,7 +36,7 @@ KEYLESS: Final = (
     "could run code. To create a key: umask 077; openssl rand -hex 32 > key. Then set FABRICX_KEY_FILE=key (a path) "
     "for all processes (docs/security.md)"
 )
-AXES: Final = ("data",)  # axes of parallelism
+AXES: Final = ("data", "pipeline", "context", "tensor", "model", "metrics")  # see `World.axis`
 DEPARTURE_S: Final = 60.0  # all ranks have run the same collectives: they differ by moments, and by users' hooks
 
 
@@ -83,6 +84,9 @@ class World:
             number (counted over all workers of the run), `size` is 1, and `local_size` is that of the group to join.
         group: process group of the ranks along an axis; None for all ranks of the run.
         coordinate: position of this rank along the other axes; part of the keys in the store.
+        together: ranks of the run for each rank along this axis, if these are consecutive: those that compute a share.
+        axes: this rank among the ranks along an axis of parallelism, by name; only axes with other ranks than the
+            default of `axis`.
     """
 
     rank: int = 0
@@ -99,6 +103,8 @@ class World:
     newcomer: bool = False
     group: dist.ProcessGroup | None = None
     coordinate: str = ""
+    together: int = 1
+    axes: Mapping[str, World] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def main_rank(self) -> bool:
@@ -106,16 +112,44 @@ class World:
         return self.rank == 0
 
     def axis(self, name: str) -> World:
-        """Return this rank among the ranks along an axis of parallelism; all ranks, as long as there is a single axis.
+        """Return this rank among the ranks along an axis of parallelism.
 
         Args:
-            name: "data": ranks that train different shares of each global batch.
+            name: "data": ranks that train different shares of each global batch; all ranks, unless the strategy is
+                model-parallel. "pipeline", "context" and "tensor": ranks that compute a share together, along one axis
+                of the model's parallelism, and "model": along all of these; this rank alone by default. "metrics":
+                ranks that log different values, which are those along "data", "pipeline" and "context".
 
         Raises:
             ValueError: there is no such axis.
         """
         check_choice("World", "axis", name, AXES)
-        return self
+        if (found := self.axes.get(name)) is not None:
+            return found
+        return self if name in ("data", "metrics") else replace(self, rank=0, size=1, group=None, axes={})
+
+    def ranks_of_run(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return the ranks of the run that compute the shares of data ranks.
+
+        Args:
+            ranks: along the data axis, which this world has.
+
+        >>> World(size=3, together=2).ranks_of_run([0, 2])
+        (0, 1, 4, 5)
+        """
+        count = self.together
+        return tuple(ranks) if count == 1 else tuple(rank * count + n for rank in ranks for n in range(count))
+
+    @property
+    def reports(self) -> bool:
+        """Return whether this rank has the outputs of a step: ranks of a pipeline's last stage, and ranks without."""
+        pipeline = self.axis("pipeline")
+        return pipeline.rank == pipeline.size - 1
+
+    @property
+    def represents(self) -> bool:
+        """Return whether a checkpoint has the metrics and random numbers of this rank: one rank for each data rank."""
+        return self.reports and self.axis("tensor").rank == 0 and self.axis("context").rank == 0
 
     @property
     def silent(self) -> bool:
@@ -160,6 +194,7 @@ class World:
                 timeout=timeout,
             )
         self._confirm("all", range(self.size), before, timeout)
+        _SUBGROUPS.clear()
         _CURRENT[:] = [self]
         heartbeat.joined()
 
@@ -196,6 +231,7 @@ class World:
     @staticmethod
     def leave_groups() -> None:
         """Destroy all process groups, if any; call `release_left_groups` afterwards."""
+        _SUBGROUPS.clear()
         if dist.is_initialized():
             _LEFT.extend(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
@@ -234,6 +270,25 @@ class World:
         subgroup: dist.ProcessGroup = local_group
         dist.distributed_c10d._set_pg_timeout(OPERATION, subgroup)  # type: ignore[attr-defined]
         return subgroup
+
+    def along(self, name: str, parts: Sequence[Sequence[int]]) -> World:
+        """Return this rank among the ranks along an axis; all ranks call it. The group remains for later runs.
+
+        Args:
+            name: of the axis.
+            parts: ranks of each group along the axis, in their order; every rank is in exactly one part.
+        """
+        number, ranks = next((n, list(part)) for n, part in enumerate(parts) if self.rank in part)
+        group = None
+        if 1 < len(ranks) < self.size:
+            key = (self.generation, tuple(map(tuple, parts)))
+            if key not in _SUBGROUPS:
+                _SUBGROUPS[key] = self.new_subgroup(parts)
+            group = _SUBGROUPS[key]
+        coordinate = f"{self.coordinate}{name} {number}/"
+        return replace(
+            self, rank=ranks.index(self.rank), size=len(ranks), group=group, coordinate=coordinate, axes={}
+        )  # fmt: skip
 
     def key(self, name: str) -> str:
         """Return a store key with the prefix of this run.
@@ -466,4 +521,5 @@ def leave() -> None:
     """Leave the world that this process has joined, if any."""
     if _CURRENT:
         _CURRENT.clear()
+        _SUBGROUPS.clear()
         dist.destroy_process_group()

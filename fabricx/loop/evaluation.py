@@ -253,12 +253,10 @@ def _call(session: Session, name: str) -> bool:
 
 
 def _no_gradients(session: Session) -> AbstractContextManager[Any]:
-    # Inference tensors can't be used outside of inference mode, and FSDP reuses the tensors of gathered weights.
-    return (
-        torch.inference_mode()
-        if session.options.inference_mode and not session.strategy.traits.sharded
-        else torch.no_grad()
-    )
+    # Inference tensors can't be used outside of inference mode, and FSDP reuses the tensors of gathered weights;
+    # a model-parallel forward moves views of activations between ranks.
+    reuses = session.strategy.traits.sharded or session.divided
+    return torch.inference_mode() if session.options.inference_mode and not reuses else torch.no_grad()
 
 
 def _to_eval(session: Session, word: str) -> list[tuple[nn.Module, bool]]:

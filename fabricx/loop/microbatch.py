@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fabricx.core.hooks import call
-from fabricx.core.steps import checked_loss
+from fabricx.core.loss import checked_loss
 from fabricx.data import Microbatch
 from fabricx.distributed.collective_guard import ALL_JOIN, along, without_sample
 from fabricx.loop.update import zero_grad
@@ -18,6 +18,7 @@ from fabricx.session.accumulation import NO_LOSS
 from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
+    from fabricx.metrics.collector import Logbook
     from fabricx.session.session import Session
 
 
@@ -37,6 +38,8 @@ def step_and_backward(
     """
     guard = without_sample(micro.idle) if micro.idle else ALL_JOIN
     step = session.training_step
+    if session.staged:
+        step = functools.partial(_of_part, session.metrics.logbook, step)
     if micro.idle:
         in_step = along(micro.idle) if session.strategy.traits.sharded else guard
         step = functools.partial(_guarded, in_step, step)
@@ -46,6 +49,16 @@ def step_and_backward(
 def _guarded(guard: AbstractContextManager[Any], step: Callable[..., Any], *args: Any) -> Any:
     with guard:
         return step(*args)
+
+
+def _of_part(logbook: Logbook, step: Callable[..., Any], part: Any, *args: Any) -> Any:
+    """Run the step for a part of a batch, whose samples are the weight of logged values."""
+    whole, size = logbook.batch, logbook.size
+    logbook.batch, logbook.size = part, None
+    try:
+        return step(part, *args)
+    finally:
+        logbook.batch, logbook.size = whole, size
 
 
 def _backward(

@@ -40,7 +40,7 @@ class Logbook:
     ) -> None:
         self._weigh = weigh
         self._weight: float | None = None  # of the batch, computed at first use
-        world = strategy.world.axis("data")  # the ranks that log values of different samples
+        world = strategy.world.axis("metrics")
         self.metrics = Metrics(world.all_reduce, world.gather_objects, world.size, world.device, strategy.module)
         self.metrics.counts_shared = world.main_rank
         self.training = training
@@ -52,7 +52,8 @@ class Logbook:
         self.batches = 0
         self.idle = False
         self.logs_batches = False
-        self._mute = mute
+        self._reports = strategy.world.reports  # else another stage of a pipeline has the outputs of the step
+        self._mute = mute or not self._reports
         self._alone = not strategy.traits.lockstep  # values of a step are this rank's, not reduced
 
     def begin_batch(self, batch: Any, size: int | None, step: int) -> None:
@@ -197,6 +198,11 @@ class Logbook:
             )
         series.asked, series.inside = (reduce_fx, on_step, on_epoch, joined, self.in_step), self.in_step
 
+    @property
+    def _had(self) -> int:
+        """Return the number of batches in which this rank must have logged a name that other ranks have logged."""
+        return self.batches if self._reports else -1
+
     def step_values(self, step: int) -> dict[str, Tensor]:
         """Return the values of a step, reduced over ranks; in lockstep, every rank calls it in the same step.
 
@@ -205,7 +211,7 @@ class Logbook:
         """
         metrics = self.metrics
         names = [] if self.idle else metrics.due(epoch=False, step=step)
-        values = metrics.joined(names, epoch=False, batches=self.batches, alone=self._alone)
+        values = metrics.joined(names, epoch=False, batches=self._had, alone=self._alone)
         for name, (metric, series) in metrics.objects.items():
             if series.on_step:
                 latest = getattr(metric, "_forward_cache", None)  # result of the metric's own forward
@@ -228,7 +234,7 @@ class Logbook:
     def epoch_values(self) -> dict[str, Tensor]:
         """Return the values of the epoch, reduced over ranks, and reset them; every rank calls it in the same step."""
         metrics = self.metrics
-        values = metrics.joined(metrics.due(epoch=True), epoch=True, batches=self.batches)
+        values = metrics.joined(metrics.due(epoch=True), epoch=True, batches=self._had)
         for name, (metric, series) in metrics.objects.items():
             if series.on_epoch:
                 values[name] = torch.as_tensor(metric.compute())  # a collective of torchmetrics

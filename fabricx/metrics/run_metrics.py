@@ -142,8 +142,8 @@ class RunMetrics:
         Args:
             world: the ranks.
         """
-        self.training.metrics.world_changed(world.axis("data"))
-        self.training.metrics.counts_shared = world.main_rank
+        self.training.metrics.world_changed(world.axis("metrics"))
+        self.training.metrics.counts_shared = world.axis("metrics").main_rank
 
     def log_step(self, recorder: NoopRecorder, optimizers: Sequence[Optimizer], norm: Tensor | None) -> None:
         """Write the values of this weight update to the loggers, every `log_every_n_steps`; ranks are in lockstep.
@@ -163,7 +163,11 @@ class RunMetrics:
             self._to_loggers(values, epoch=False)
         published.step = step
         # The norm of a sharded model is a collective; `writes` is equal on all ranks.
-        if self._options.enable_telemetry and self._writes and (world.main_rank or self._strategy.traits.sharded):
+        if (
+            self._options.enable_telemetry
+            and self._writes
+            and (world.main_rank or not self._strategy.traits.replicated)
+        ):
             norm = norm if norm is not None else as_part(self._strategy, HidesGradients).gradient_norm(optimizers)
             _measure(recorder, optimizers, norm, step, main_rank=world.main_rank)
 

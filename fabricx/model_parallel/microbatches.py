@@ -104,7 +104,8 @@ def joined(outputs: Sequence[Any], parts: Sequence[Any], shares: Sequence[float]
     Returns:
         nested as the outputs, without graphs; None if there is no output.
 
-    >>> joined([{"loss": torch.tensor(1.0)}, {"loss": torch.tensor(4.0)}], [torch.ones(2), torch.ones(1)], [2 / 3, 1 / 3])
+    >>> losses = [{"loss": torch.tensor(1.0)}, {"loss": torch.tensor(4.0)}]
+    >>> joined(losses, [torch.ones(2), torch.ones(1)], [2 / 3, 1 / 3])
     {'loss': tensor(2.)}
     """
     given = [number for number, output in enumerate(outputs) if output is not None]

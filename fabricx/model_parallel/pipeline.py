@@ -131,8 +131,8 @@ class Pipeline:
                 it is called once with None.
             batch: the same on all stages.
             index: of the batch.
-            seed: seeds random numbers; its argument numbers the pairs of microbatch and chunk. Called at the begin of
-                each step, alike on all stages, and at the first block of later chunks.
+            seed: seeds random numbers; its argument numbers the pairs of microbatch and block. Called at the begin of
+                each step, alike on all stages, and before each block, so that dropout does not depend on the cuts.
             weight: weight of a microbatch; its number of rows, if None. `backward` is not called for a microbatch of
                 weight 0, unless all are.
 
@@ -215,8 +215,12 @@ class Pipeline:
 
     def _new_pass(self, action: Action, keys: Sequence[Any], seed: Callable[[int], None]) -> Pass:
         chunk, microbatch = action.chunk * self.world.size + self.world.rank, action.microbatch
-        entered = functools.partial(seed, chunk * len(keys) + microbatch)
-        return Pass(self.chain, self.cuts, chunk, microbatch, self._links, keys[microbatch], entered)
+        parts = len(keys)  # numbers below are those of steps, which begin with the same random numbers on all stages
+
+        def seed_block(number: int) -> None:
+            seed((number + 1) * parts + microbatch)
+
+        return Pass(self.chain, self.cuts, chunk, microbatch, self._links, keys[microbatch], seed_block)
 
     def _is_last(self, now: Pass) -> bool:
         return now.chunk == len(self.cuts) - 1

@@ -115,11 +115,12 @@ class Pass:
         microbatch: number of the microbatch.
         links: to the neighbouring chunks.
         key: signature of the microbatch; None if shapes are announced in each pass.
-        seed: seeds the random numbers of the chunk's blocks.
+        seed: seeds the random numbers of a block, by its number.
     """
 
     def __init__(
-        self, chain: Chain, cuts: Cuts, chunk: int, microbatch: int, links: Links, key: Any, seed: Callable[[], None]
+        self, chain: Chain, cuts: Cuts, chunk: int, microbatch: int, links: Links, key: Any,
+        seed: Callable[[int], None],
     ) -> None:  # fmt: skip
         self.chunk, self.microbatch = chunk, microbatch
         self.ended = False  # whether the step was left after the last block
@@ -167,6 +168,7 @@ class Pass:
             args, kwargs = self._enter(args, kwargs)
         elif self._replaced:
             args, kwargs = mapped((args, kwargs), self._replacement)
+        self._seed(number)  # also where a checkpointed block computes again
         output = call(*args, **kwargs)
         if not self._again and not self._last and self._announces():
             self._outputs[number] = [_described(leaf) for _, leaf in leaves(output)]
@@ -202,7 +204,6 @@ class Pass:
                 self._values[path] = value
                 if isinstance(given.get(path), Tensor):
                     self._replaced[id(given[path])] = (given[path], value)
-        self._seed()
         found = set()
 
         def change(path: Any, leaf: Any) -> Any:

@@ -10,6 +10,7 @@ from fabricx import checkpoint
 from fabricx.core.optimizers import load_schedules
 from fabricx.core.rng import RandomState
 from fabricx.core.state import Phase
+from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.data.own_state import set_generators
 from fabricx.errors import CheckpointError
 from fabricx.session.callback_states import as_saved, check_same_number
@@ -102,8 +103,9 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
     # It was verified when it was chosen, before any process started.
     from fabricx.checkpoint.reader import load_weights, weights_of
 
-    state = checkpoint.load(path, session.world.device, session.sharding.sharded_parameters(), verified=True)
+    state = checkpoint.load(path, session.world.device, session.sharding.load_targets(), verified=True)
     weights_of(state, path)  # an error if there are none
+    state = as_part(session.strategy, ModelParallel).own_state(state)
     with weights_as_state_dict(state):
         for hook in session.hooks.on_load_checkpoint:
             hook(state)
@@ -129,7 +131,8 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
         raise CheckpointError(f"the weights in {path} are not those of the module: {error}") from None
     _report_hyperparameters(session, configured)
     state["state"]["attempt"] = state["state"].get("attempt", 0) + 1
-    rank = session.world.rank if len(state["ranks"]) == session.world.size else None
+    data = session.world.axis("data")
+    rank = data.rank if len(state["ranks"]) == data.size else None
     restore_run(session, state, rank=rank)
     session.metrics.loggers.rewind(session.state.step)
 
@@ -176,7 +179,7 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None) ->
     for feed, first in zip(session.data.feeds, at_first, strict=False):
         feed.at_first = first
     if (
-        session.world.size == 1 or session.options.use_distributed_sampler
+        session.world.axis("data").size == 1 or session.options.use_distributed_sampler
     ):  # otherwise each rank has an order of its own
         session.data.train_feed.order_before = state.get("order", "")
         for feed, drawn in zip(session.data.feeds, state.get("drawn", ()), strict=False):
@@ -205,7 +208,7 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None) ->
     before, trained = session.state.shared_by, session.state.batch
     recount_batches(session)
     _end_shortened_epoch(session, trained, state.get("batches", 0))
-    if rank is None or before != session.world.size:
+    if rank is None or before != session.world.axis("data").size:
         _report_lost_position(session, before)
     elif session.data.train_feed.reads_again:
         _report_reading(session)
@@ -221,7 +224,7 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None) ->
             callback.load_state_dict(state["callbacks"][key])
     if session.datamodule is not None and state["datamodule"]:
         session.datamodule.load_state_dict(state["datamodule"])
-    index = session.world.rank if rank is None else rank
+    index = session.world.axis("data").rank if rank is None else rank
     if index < len(state["ranks"]):
         RandomState.of(state["ranks"][index]["random"]).restore()
         set_generators(session.data.own_generators, state["ranks"][index].get("own", {}))
@@ -317,8 +320,8 @@ def _report_lost_position(session: Session, before: int) -> None:
         and session.state.batch
     ):
         session.print(
-            f"the checkpoint was written by {before} ranks, and {session.world.size} continue: each rank reads from "
-            "its own loader, so some samples of this epoch may be trained twice or not at all"
+            f"the checkpoint was written by {before} ranks, and {session.world.axis('data').size} continue: each rank "
+            "reads from its own loader, so some samples of this epoch may be trained twice or not at all"
         )
 
 

@@ -153,15 +153,15 @@ def restore_rank_states(
         rank: index of this rank's state; None if the ranks have changed: the main rank then merges the sums of all
             ranks, and stream positions are lost.
     """
-    same = rank is not None
-    states = [ranks[rank]] if rank is not None else ranks if world.main_rank else []
+    merges = rank is None and world.axis("metrics").main_rank
+    states = ranks if merges else [ranks[rank]] if rank is not None and world.reports else []
     sums = metrics.training.metrics
     sums.forget_epoch()
     for saved in states:
         sums.add_sums(saved["sums"])
     if states:
         latest = [saved.get("latest", {}) for saved in states]
-        sums.set_latest(latest[0] if same else join_latest(latest))
+        sums.set_latest(join_latest(latest) if merges else latest[0])
         # Without this step the rank would count as a rank without a batch, and its values would be skipped.
         steps = [step for values in latest for _, step, *_ in values.values()]
         metrics.training.step = max(steps, default=metrics.training.step)
@@ -180,10 +180,10 @@ def restore_rank_states(
             incoming = metric.clone()
             set_states(incoming, other)
             metric.merge_state(incoming)
-    if same:
-        load_buffers(module, states[0].get("buffers"))
-    if same and states[0]["position"] is not None:
-        data.train_feed.load_state_dict(states[0]["position"])
+    if rank is not None:
+        load_buffers(module, ranks[rank].get("buffers"))
+        if ranks[rank]["position"] is not None:
+            data.train_feed.load_state_dict(ranks[rank]["position"])
 
 
 def _logged_objects(metrics: RunMetrics, objects: dict[str, Any]) -> dict[str, Any]:

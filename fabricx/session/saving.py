@@ -15,6 +15,7 @@ from fabricx import checkpoint
 from fabricx.consistency.comparison import of_added
 from fabricx.core.hparams import plain, storable
 from fabricx.core.state import Phase
+from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.errors import PossibleUserWarning
 from fabricx.redaction import masked
 from fabricx.session.callback_states import by_key, constructed
@@ -22,6 +23,7 @@ from fabricx.session.save_points import check_savable, meet_to_save
 from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
+    from fabricx.session.rank_state import RankState
     from fabricx.session.session import Session
 
 
@@ -86,7 +88,7 @@ def _begin_checkpoint(
     }
     state["strategy"]["module"].update(buffers)
     if point is not None and not weights_only:
-        state |= {**run_state(session), "ranks": session.world.gather_objects(point.state_dict())}
+        state |= {**run_state(session), "ranks": _states_of_ranks(session, point)}
     known = set(state)
     session.checkpoints.collecting = True
     try:
@@ -97,6 +99,7 @@ def _begin_checkpoint(
         session.checkpoints.collecting = False
     added = {name: value for name, value in state.items() if name not in known}
     _warn_if_lost(session, added)
+    state = as_part(session.strategy, ModelParallel).whole_state(state)
     # fully_shard derives a class with `reshard`; save the user's class.
     module_class = next(c for c in type(session.module).__mro__ if not hasattr(c, "reshard"))
     manifest: dict[str, Any] = {
@@ -110,6 +113,7 @@ def _begin_checkpoint(
         "module": f"{module_class.__module__}.{module_class.__qualname__}",
         "precision": session.options.precision,
         "weights_only": weights_only,
+        "layout": as_part(session.strategy, ModelParallel).layout,
         "hparams": masked(plain(session.module.hparams)),
         "configuration": masked(session.trainer.configuration),
     }
@@ -144,6 +148,12 @@ def weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
         state.pop(name, None)
     if (changed := state.pop("state_dict", given)) is not given:
         state["strategy"]["module"] = changed
+
+
+def _states_of_ranks(session: Session, point: RankState) -> list[dict[str, Any]]:
+    """Return the states of all data ranks; ranks that compute a share together have the same random numbers."""
+    states = session.world.gather_objects(point.state_dict() if session.world.represents else None)
+    return [state for state in states if state is not None]
 
 
 def _warn_if_lost(session: Session, added: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from fabricx.core.strategy_parts import (
     Elastic,
     HasServers,
     HidesGradients,
+    ModelParallel,
     ShardsWeights,
     WrapsStep,
     as_part,
@@ -73,6 +74,8 @@ class Session:
         sharding, serving, gradients: parts of the strategy's contract that few strategies implement.
         dealer: leases data to ranks that work at their own pace; does nothing for ranks in lockstep.
         gradient_factor: factor of a rank's loss; the number of data ranks if gradients are averaged.
+        divided: several ranks compute a share of the data together.
+        staged: these are stages of a pipeline, which compute a batch in parts.
         hooks: functions to call for each hook.
         agreement: determines the boundary at which all ranks stop.
         precision: of weights and computations.
@@ -104,6 +107,7 @@ class Session:
         self.sharding, self.serving = as_part(strategy, ShardsWeights), as_part(strategy, HasServers)
         self.gradients, self.dealer = as_part(strategy, HidesGradients), as_part(strategy, DealsData).dealer
         self.gradient_factor = self._gradient_factor()
+        self.divided, self.staged = world.axis("model").size > 1, world.axis("pipeline").size > 1
         self.hooks = Hooks(trainer, module, callbacks)
         self.agreement = Agreement(world)
         self.precision = Precision()
@@ -143,7 +147,10 @@ class Session:
         """
         self.steps = wrap_steps(self.module, self.precision, several_loaders=self.data.several_loaders)
         if fits:
-            self.training_step = as_part(self.strategy, WrapsStep).wrap_step(self.steps["training"])
+            wraps = as_part(self.strategy, WrapsStep)
+            self.training_step = wraps.wrap_step(self.steps["training"])
+            if "validation" in self.steps:
+                self.steps["validation"] = wraps.wrap_evaluation(self.steps["validation"])
 
     def change_world(self, world: World) -> None:
         """Continue with other ranks.
@@ -151,9 +158,9 @@ class Session:
         Args:
             world: the ranks; this rank has joined their process group.
         """
-        self.world = world
+        self.world = as_part(self.strategy, ModelParallel).with_axes(world)
         self.gradient_factor = self._gradient_factor()
-        as_part(self.strategy, Elastic).world_changed(world)
+        as_part(self.strategy, Elastic).world_changed(self.world)
         self.wrap_steps(fits=True)
 
     def _gradient_factor(self) -> float:
@@ -173,7 +180,7 @@ class Session:
 
     def share_settings(self) -> None:
         """Start to compare settings that hooks change, with the ranks of the present generation."""
-        compares = self.world.size > 1 and self.strategy.traits.lockstep
+        compares = self.world.axis("data").size > 1 and self.strategy.traits.lockstep
         self.settings = (
             SharedSettings(self.options, self.module, self.strategy, self.state, self.agreement)
             if compares

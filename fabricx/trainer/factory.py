@@ -11,7 +11,7 @@ from fabricx.core.callback import Callback
 from fabricx.core.hooks import check_hooks
 from fabricx.core.logger import Adapted, FourMethods, Logger
 from fabricx.core.strategy import Strategy
-from fabricx.core.strategy_parts import Elastic
+from fabricx.core.strategy_parts import Elastic, ModelParallel, as_part
 from fabricx.launch.cluster import detect
 from fabricx.lightning import adapt_callback, adapt_logger, adapt_strategy, known_strategy
 
@@ -48,11 +48,12 @@ def choose_strategy(
             "deterministic='elastic' selects the strategy 'reproducible' instead of ddp: set strategy to 'auto' or "
             f"'ddp', instead of {type(chosen).__name__}"
         )
-    if chosen.traits.elastic and not isinstance(chosen, Elastic):
+    if chosen.traits.elastic and type(as_part(chosen, Elastic)) is Elastic:
         raise ValueError(
             f"{type(chosen).__name__} declares traits.elastic, but has no method to continue with other ranks: "
             "inherit fabricx.core.strategy_parts.Elastic and implement world_changed, or set elastic=False"
         )
+    as_part(chosen, ModelParallel).check_ranks(ranks)
     most, name = chosen.traits.max_ranks, strategy if isinstance(strategy, str) else type(chosen).__name__
     if most is not None and ranks > most:
         raise ValueError(

@@ -27,9 +27,9 @@ from fabricx.core.module_hooks import ModuleHooks
 from fabricx.core.optimizers import OptimizerHandle, need_metrics_each_step, needs_closure, parse_optimizers
 from fabricx.core.precision import make_precision
 from fabricx.core.rank_zero import set_rank
-from fabricx.core.rng import seed_generators
+from fabricx.core.rng import RandomState, seed_generators
 from fabricx.core.state import Phase
-from fabricx.core.strategy_parts import MeasuresWaiting, as_part
+from fabricx.core.strategy_parts import MeasuresWaiting, ModelParallel, as_part
 from fabricx.core.transfer import to_device
 from fabricx.data.advice import advise_on_logging
 from fabricx.data.run_data import RunData
@@ -56,6 +56,7 @@ from fabricx.telemetry.recorder import NoopRecorder, Results, open_recorder
 from fabricx.trainer import provenance
 from fabricx.trainer.factory import listed
 from fabricx.trainer.result import Outcome
+from fabricx.trainer.trial import trial_of
 
 if TYPE_CHECKING:
     from fabricx.core.callback import Callback
@@ -99,6 +100,8 @@ def execute(trainer: TrainerInterface, job: Job, world: World) -> Outcome:
         _call(session.hooks.teardown, job.stage)
         if session.datamodule is not None:
             fitted(session.datamodule, "teardown", DataModule)(job.stage)
+        if session.divided and job.stage == "fit":
+            _restore_whole(session)
         ending = "interrupted" if session.stop.interrupted else "success"
         return Outcome(results)
     except BaseException as error:
@@ -110,6 +113,16 @@ def execute(trainer: TrainerInterface, job: Job, world: World) -> Outcome:
         raise
     finally:
         _close(session, ending)
+
+
+def _restore_whole(session: Session) -> None:
+    """Give the module, its optimizers and callbacks whole weights again; all ranks call it."""
+    part = as_part(session.strategy, ModelParallel)
+    keeping = [callback for callback in session.callbacks if callback.keeps_weights]
+    states = part.whole_state({str(number): callback.state_dict() for number, callback in enumerate(keeping)})
+    part.restore_whole(session.module)
+    for number, callback in enumerate(keeping):
+        callback.load_state_dict(states[str(number)])
 
 
 def _call(hook: tuple[Callable[..., Any], ...], *args: Any) -> None:
@@ -127,7 +140,7 @@ def _load_weights(session: Session) -> None:
 def _predict(session: Session, job: Job) -> list[Any]:
     _load_weights(session)
     by_loader = [
-        session.world.axis("data").gather_objects(outputs)
+        session.world.axis("metrics").gather_objects(outputs)
         for outputs in evaluation.predict(session, session.data.val_feeds, keep=job.flag)
     ]
     ordered = [evaluation.in_dataset_order(by_rank) for by_rank in by_loader]
@@ -168,7 +181,7 @@ def table(results: list[dict[str, float]], title: str) -> str:
 def _build(trainer: TrainerInterface, job: Job, world: World) -> Session:
     """Build the parts of a run that exist before the first hook, in the order of `core/hooks.md`."""
     module, datamodule, strategy, state = job.module, job.datamodule, trainer.strategy, trainer.state
-    world = dataclasses.replace(world, job=next_job())
+    world = as_part(strategy, ModelParallel).with_axes(dataclasses.replace(world, job=next_job()))
     strategy.enter(world, module)
     set_rank(world.rank)
     shares = world.axis("data").size
@@ -227,6 +240,13 @@ def ranks_that_began(job: Job) -> int:
     return int(read_manifest(as_path(job.ckpt_path)).get("ranks", 0))
 
 
+def _layout_before(job: Job) -> dict[str, Any]:
+    """Return how the run of a checkpoint divided the module; {} without a checkpoint or a division."""
+    if job.ckpt_path is None or is_foreign(job.ckpt_path):
+        return {}
+    return dict(read_manifest(as_path(job.ckpt_path)).get("layout") or {})
+
+
 def _prepares(owner: Module | DataModule, world: World) -> bool:
     """Return whether `prepare_data` runs on this rank: by default on a rank of each machine."""
     return world.local_rank == 0 if getattr(owner, "prepare_data_per_node", True) else world.main_rank
@@ -237,6 +257,9 @@ def _seed(state: RunState, world: World) -> None:
     state.seed, data = world.broadcast_object(state.seed), world.axis("data")
     if data.size > 1:
         seed_generators((state.seed + data.rank) % 2**32)
+    model = world.axis("model")
+    if model.size > 1:  # ranks that compute a share together draw the same numbers
+        RandomState.unpacked(model.broadcast_object(RandomState().packed())).restore()
 
 
 def _backend_flags(options: TrainerOptions, *, on: bool = True) -> None:
@@ -354,6 +377,8 @@ def _set_up_model(session: Session, job: Job) -> None:
         session.strategy.setup(module, several_backwards=not module.automatic_optimization)
     begin_from_weights(session)
     if not late:
+        trial = functools.partial(trial_of, session)
+        as_part(session.strategy, ModelParallel).parallelize(module, trial, _layout_before(job))
         session.strategy.setup(module, several_backwards=not module.automatic_optimization)
     session.wrap_steps(fits=True)
     if session.state.step and job.ckpt_path is None:
@@ -396,7 +421,12 @@ def _set_up_model(session: Session, job: Job) -> None:
 
 
 def _check_options(session: Session) -> None:
-    """Refuse options that the module does not support, before training."""
+    """Refuse options that the module or the strategy does not support, before training."""
+    options = session.options
+    as_part(session.strategy, ModelParallel).check_options(
+        precision=options.precision, compiles=bool(options.compile), synchronises_batchnorm=options.sync_batchnorm,
+        automatic_optimization=session.module.automatic_optimization,
+    )  # fmt: skip
     if not session.module.automatic_optimization:
         manual_optimization.check_options(session)
     if (

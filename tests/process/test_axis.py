@@ -39,7 +39,12 @@ def train(strategy: fx.Strategy, devices: int, shuffle: bool) -> dict[str, Any]:
 
 
 def on_same_data(shuffle: bool) -> dict[str, Any]:
-    World.axis = lambda world, name: replace(world, rank=0, size=1)  # type: ignore[method-assign]
+    of_all = World.axis
+
+    def axis(world: World, name: str) -> World:
+        return replace(world, rank=0, size=1) if name in ("data", "metrics") else of_all(world, name)
+
+    World.axis = axis  # type: ignore[method-assign]
     return train(DDP(), 2, shuffle)
 
 
@@ -58,7 +63,11 @@ def in_pairs(strategy: fx.Strategy) -> dict[str, Any]:
     assert everyone is not None
     group = everyone.new_subgroup([[0, 2], [1, 3]])
 
+    of_all = World.axis
+
     def axis(world: World, name: str) -> World:
+        if name not in ("data", "metrics"):
+            return of_all(world, name)
         return replace(world, rank=world.rank // 2, size=2, group=group, coordinate=f"pair {world.rank % 2}/")
 
     World.axis = axis  # type: ignore[method-assign]

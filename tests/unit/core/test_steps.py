@@ -9,7 +9,7 @@ import torch
 
 import fabricx as fx
 from fabricx.core.precision import Precision
-from fabricx.core.steps import checked_loss, detached, wrap_steps
+from fabricx.core.steps import detached, wrap_steps
 from fabricx.testing import TinyModule, tiny_loader
 
 
@@ -54,11 +54,6 @@ def test_a_step_may_take_fewer_arguments_than_the_loop_has(step: Any, several: b
     assert list(steps) == ["validation"]
     arguments = ("b", 3, 1) if several else ("b", 3)
     assert steps["validation"](*arguments) == passed
-
-
-def test_a_loss_of_one_element_is_a_number() -> None:
-    loss = torch.ones((1, 1), requires_grad=True)
-    assert checked_loss(loss).shape == ()
 
 
 def test_outputs_for_hooks_have_no_graph_and_other_entries_stay() -> None:

@@ -1,0 +1,18 @@
+"""Placeholders of parameters and buffers that another stage of a pipeline holds."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def is_placeholder(tensor: Tensor) -> bool:
+    """Return whether a tensor has the shape of a parameter of another stage, but no memory for its elements.
+
+    Args:
+        tensor: of a module; DTensors are never placeholders.
+
+    >>> import torch
+    >>> [is_placeholder(tensor) for tensor in (torch.zeros(()).expand(1), torch.zeros(1), torch.zeros(()))]
+    [True, False, False]
+    """
+    return tensor.dim() > 0 and all(stride == 0 for stride in tensor.stride()) and not hasattr(tensor, "full_tensor")

@@ -1,0 +1,29 @@
+"""A trial of the training step on two samples, before the run begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The training step on two samples, which changes neither metrics, buffers nor random numbers.
+
+    Attributes:
+        step: of the module; called with a batch and its index.
+        batch: two samples, on the device.
+        undisturbed: returns a context in which values of `self.log` are discarded; buffers and random numbers are
+            restored at its end.
+    """
+
+    step: Callable[..., Any]
+    batch: Any
+    undisturbed: Callable[[], AbstractContextManager[Any]]
+
+    def run(self) -> Any:
+        """Return the outputs of the step for the two samples."""
+        with self.undisturbed():
+            return self.step(self.batch, 0)

@@ -1,0 +1,156 @@
+"""How the tensors of a module are divided over the model axes of a mesh, and whole states of a divided module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabricx.distributed.fsdp_internals import shard_like
+from fabricx.distributed.world import World
+from fabricx.model_parallel.stage_states import of_all_stages, without
+
+if TYPE_CHECKING:
+    from fabricx.model_parallel.pipeline import Pipeline
+    from fabricx.model_parallel.tensor_parallel import TensorParallel
+
+
+@final
+class Division:
+    """The parts of a module's tensors on this rank.
+
+    In a state, each tensor below the name of a divided parameter, and with the shape of this rank's part, belongs to
+    that parameter: its weight, moments of optimizers, and averages of callbacks.
+
+    Args:
+        module: divided; its parameters have the names of the whole module.
+        world: all ranks, with the axes of the mesh.
+        tensor: divides matrices over the tensor axis; None without that axis.
+        pipeline: divides blocks over the pipeline axis; None without that axis.
+    """
+
+    def __init__(
+        self, module: nn.Module, world: World, tensor: TensorParallel | None, pipeline: Pipeline | None
+    ) -> None:  # fmt: skip
+        self._module, self._world, self._tensor, self._pipeline = module, world, tensor, pipeline
+        self._names: dict[int, str] = {}
+
+    def copies(self, parameter: Tensor) -> float:
+        """Return how many ranks hold each element of a parameter's gradient on this rank.
+
+        Args:
+            parameter: of the module; a DTensor if data parallelism shards it.
+        """
+        copies, name = float(self._world.size), self._name(parameter)
+        if self._tensor is not None and name in self._tensor.placements:
+            copies /= self._world.axis("tensor").size
+        if self._pipeline is not None and name in self._pipeline.owners:
+            copies *= len(self._pipeline.owners[name]) / self._world.axis("pipeline").size
+        for size, placement in _placements(parameter):
+            copies = copies / size if placement.is_shard() else copies
+        return copies
+
+    def _name(self, parameter: Tensor) -> str:
+        if id(parameter) not in self._names:  # fsdp has replaced the parameters
+            self._names = {id(p): name for name, p in self._module.named_parameters()}
+        return self._names.get(id(parameter), "")
+
+    @property
+    def absent(self) -> frozenset[str]:
+        """Return all names of parameters and buffers that another stage holds."""
+        if self._pipeline is None:
+            return frozenset()
+        first = {id(t): name for name, t in reversed([*self._named(duplicates=False)])}
+        owners, own = self._pipeline.owners, self._pipeline.own_names
+        names = {name: first[id(tensor)] for name, tensor in self._named(duplicates=True)}
+        return frozenset(alias for alias, name in names.items() if name in owners and name not in own)
+
+    def _named(self, *, duplicates: bool) -> Iterator[tuple[str, Tensor]]:
+        yield from self._module.named_parameters(remove_duplicate=not duplicates)
+        yield from self._module.named_buffers(remove_duplicate=not duplicates)
+
+    # -- states --------------------------------------------------------------------------------------------------
+
+    def whole_state(self, state: Any) -> Any:
+        """Return a state with whole tensors; all ranks call it.
+
+        Args:
+            state: nested dicts, lists and tuples, with this rank's parts.
+        """
+        absent = self.absent
+        own = _mapped(without(state, absent) if absent else state, "", self._parameters(), self._whole)
+        return of_all_stages(own, absent, self._world.axis("pipeline"))
+
+    def own_state(self, state: Any) -> Any:
+        """Return a state with this rank's parts; the inverse of `whole_state`, without communication.
+
+        Args:
+            state: nested dicts, lists and tuples, with whole tensors.
+        """
+        absent = self.absent
+        return _mapped(without(state, absent) if absent else state, "", self._parameters(), self._part)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._module.named_parameters(remove_duplicate=False))
+
+    def _whole(self, name: str, value: Any) -> Tensor:
+        local: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return local if self._tensor is None else self._tensor.whole(name, local)
+
+    def _part(self, name: str, value: Tensor) -> Any:
+        part = value if self._tensor is None else self._tensor.part(name, value)
+        like: Any = self._parameters()[name]
+        return shard_like(part, like) if hasattr(like, "full_tensor") and part.shape == like.shape else part
+
+    @torch.no_grad()
+    def restore(self, optimizers: Sequence[Optimizer], unshard: Callable[[], None]) -> None:
+        """Give the module and the optimizers whole tensors; all ranks call it.
+
+        Args:
+            optimizers: of the module.
+            unshard: reverses the sharding of data parallelism, if any; values may be lost.
+        """
+        tensors = {name: tensor.detach() for name, tensor in self._named(duplicates=False)}
+        states = [
+            {name: values for p, values in optimizer.state.items() if (name := self._name(p))}
+            for optimizer in optimizers
+        ]
+        whole = self.whole_state({"module": tensors, "optimizers": states})
+        unshard()
+        if self._tensor is not None:
+            self._tensor.undo()
+        if self._pipeline is not None:
+            self._pipeline.undo(whole["module"])
+        parameters = dict(self._module.named_parameters())
+        for name, parameter in parameters.items():
+            parameter.grad = None
+            parameter.data = whole["module"][name].to(parameter.device)
+        for optimizer, by_name in zip(optimizers, whole["optimizers"], strict=True):
+            for name, values in by_name.items():
+                device = parameters[name].device
+                optimizer.state[parameters[name]] = {
+                    key: value.to(device) if isinstance(value, Tensor) and value.dim() else value
+                    for key, value in values.items()
+                }
+
+
+def _mapped(value: Any, name: str, known: Mapping[str, Any], convert: Callable[[str, Tensor], Any]) -> Any:
+    """Return a nested state with converted tensors below the names of parameters."""
+    if isinstance(value, Tensor):
+        return convert(name, value) if name else value
+    if isinstance(value, Mapping):
+        below = {key: key if isinstance(key, str) and key in known else name for key in value}
+        mapped = {key: _mapped(item, below[key], known, convert) for key, item in value.items()}
+        return mapped if any(mapped[key] is not item for key, item in value.items()) else value
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, name, known, convert) for item in value)
+    return value
+
+
+def _placements(parameter: Any) -> Iterator[tuple[int, Any]]:
+    """Return (number of ranks, placement) of each dim of the mesh over which a DTensor is placed."""
+    if hasattr(parameter, "placements"):
+        yield from zip(parameter.device_mesh.shape, parameter.placements, strict=True)

@@ -1,0 +1,60 @@
+"""Check that an optimizer treats each element of a parameter separately, so that a rank can step its part alone."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabricx.core.rng import random_kept
+
+
+def check_elementwise(optimizer: Optimizer, where: str) -> None:
+    """Refuse an optimizer whose update of an element depends on other elements of the parameter.
+
+    Args:
+        optimizer: of the user; unchanged.
+        where: the option that divides parameters, for the message.
+
+    Raises:
+        ValueError: the optimizer needs whole parameters, or can't be tried.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(f"LBFGS needs all gradients as a single vector, and {where} divides them: use AdamW or SGD")
+    try:
+        whole, parts = _stepped(optimizer, (slice(0, 4),)), _stepped(optimizer, (slice(0, 2), slice(2, 4)))
+    except Exception as error:
+        raise ValueError(
+            f"{where} divides parameters, and whether {name} can step a part of a parameter alone can't be tried: "
+            f"{type(error).__name__}: {error}. Use an optimizer of torch.optim, such as AdamW"
+        ) from error
+    if not torch.allclose(whole, parts, rtol=1e-5, atol=1e-8):
+        raise ValueError(
+            f"{name} computes an update from a whole matrix, and {where} divides matrices: the update of a part would "
+            "be another. Use an optimizer that treats elements separately, such as AdamW or SGD, or strategy=ddp"
+        )
+
+
+def _stepped(optimizer: Optimizer, rows: tuple[slice, ...]) -> Tensor:
+    """Return a matrix of shape [4, 6] after three steps, stepped in parts of some rows."""
+    generator = torch.Generator().manual_seed(0)
+    begin, gradients = torch.randn(4, 6, generator=generator), torch.randn(3, 4, 6, generator=generator)
+    group: dict[str, Any] = optimizer.param_groups[0] if optimizer.param_groups else dict(optimizer.defaults)
+    parameters = [nn.Parameter(begin[part].clone()) for part in rows]
+    trial = copy.copy(optimizer)
+    trial.__dict__ = {**vars(optimizer), "state": defaultdict(dict)}
+    trial.param_groups = [{**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": parameters}]
+    if "lr" in group:  # a warm-up may begin with a rate of 0, whose updates would all be equal
+        trial.param_groups[0]["lr"] = torch.tensor(0.1) if isinstance(group["lr"], Tensor) else 0.1
+    vars(trial).pop("step", None)  # a scheduler has wrapped it
+    with random_kept():
+        for gradient in gradients:
+            for parameter, part in zip(parameters, rows, strict=True):
+                parameter.grad = gradient[part].clone()
+            type(optimizer).step(trial)
+    return torch.cat([parameter.detach() for parameter in parameters])

@@ -1,0 +1,90 @@
+"""Data parallelism that sums gradients after the last backward of a window: a pipeline computes several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from fabricx.core.gradient_checks import check_dense
+from fabricx.core.placeholder import is_placeholder
+from fabricx.core.strategy import Strategy, Traits
+
+BUCKET_BYTES: Final = 25 * 2**20  # gradients that are summed in one collective
+
+
+@final
+class GradientSums(Strategy):
+    """Sum the gradients of data ranks in buckets, after backward; torch's DDP expects one forward before a backward."""
+
+    traits = Traits()
+
+    def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
+        super().setup(module)
+        if self.world.size == 1:
+            return
+        check_dense(module, "strategy=pipeline")
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not is_placeholder(tensor):
+                self.world.broadcast(tensor)
+
+    def forward_backward(
+        self, step: Callable[..., Any], backward: Callable[[Any], Any], batch: Any, index: int
+    ) -> Any:  # fmt: skip
+        outputs = super().forward_backward(step, backward, batch, index)
+        self.end_backward()
+        return outputs
+
+    def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
+        self.end_backward()
+        return True
+
+    def synchronize(self, copies: Mapping[str, Tensor] | None = None, *, ends: bool = False) -> None:
+        if self.module is not None:
+            for buffer in (*self.module.buffers(), *(copies or {}).values()):
+                if not is_placeholder(buffer):
+                    self.world.broadcast(buffer)
+
+    def _load_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
+        loaded = module.load_state_dict(weights, strict=False)
+        held = {name for name, tensor in module.state_dict().items() if not is_placeholder(tensor)}
+        if wrong := [*(name for name in loaded.missing_keys if name in held), *loaded.unexpected_keys]:
+            raise RuntimeError(f"Error(s) in loading state_dict: {', '.join(wrong)} differ from the module's names")
+
+    def end_backward(self) -> None:
+        """Sum the gradients of a window over the data ranks, after its last backward; all data ranks call it."""
+        if self.world.size == 1 or not self.ends_window or self.module is None:
+            return
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        if not parameters:
+            return
+        # A parameter that no rank has used keeps no gradient, so that the optimizer does not decay it.
+        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int8, device=self.world.device)
+        self.world.all_reduce(used, "max")
+        for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+            if is_used and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            self.world.all_reduce(flat)
+            parts = flat.split([gradient.numel() for gradient in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
+
+
+def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield lists of gradients of the same dtype, of at most `BUCKET_BYTES` unless a gradient is larger.
+
+    >>> [len(bucket) for bucket in _buckets([torch.zeros(2), torch.zeros(3), torch.zeros(1, dtype=torch.float64)])]
+    [2, 1]
+    """
+    bucket: list[Tensor] = []
+    for gradient in gradients:
+        full = sum(other.nbytes for other in bucket) + gradient.nbytes > BUCKET_BYTES
+        if bucket and (full or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(gradient)
+    if bucket:
+        yield bucket

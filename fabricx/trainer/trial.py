@@ -1,0 +1,104 @@
+"""Two samples of the training data, and the step on them, for strategies that divide the module by a trial run."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from fabricx.core.rng import random_kept
+from fabricx.core.steps import wrap_steps
+from fabricx.core.trial import Trial
+from fabricx.data.combined import CombinedLoader
+
+if TYPE_CHECKING:
+    from fabricx.session.session import Session
+
+
+def trial_of(session: Session) -> Trial:
+    """Return the training step on two samples.
+
+    Args:
+        session: of a fit, whose data has been loaded.
+
+    Raises:
+        ValueError: the loader can't give samples without a change of its state.
+    """
+    with random_kept():
+        batch = session.to_device(two_samples(session.data.train_dataloader), 0)
+    step = wrap_steps(session.module, session.precision, several_loaders=False)["training"]
+    return Trial(step, batch, functools.partial(_undisturbed, session))
+
+
+@contextlib.contextmanager
+def _undisturbed(session: Session) -> Iterator[None]:
+    """Context of a trial: discards logged values, and restores buffers and random numbers."""
+    buffers = [(buffer, buffer.clone()) for buffer in session.module.buffers()]
+    logbook = session.metrics.training
+    session.metrics.collect(logbook)
+    try:
+        with random_kept(), logbook.muted():
+            yield
+    finally:
+        session.metrics.collect(None)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def two_samples(loader: Any) -> Any:
+    """Return a batch of two samples, or the first batch of data that are batches already; no state changes.
+
+    Args:
+        loader: of the training data.
+
+    Raises:
+        ValueError: the loader can't be read without a change of its state.
+    """
+    if isinstance(loader, CombinedLoader):
+        raise ValueError(
+            "model parallelism runs the training step on two samples before training, and can't take these from "
+            "several loaders: combine the data sets in one DataLoader"
+        )
+    if isinstance(loader, DataLoader):
+        return _of_dataset(loader)
+    if isinstance(loader, Sequence):
+        return loader[0]
+    return next(iter(_copied(loader)))
+
+
+def _of_dataset(loader: DataLoader[Any]) -> Any:
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        items = list(itertools.islice(iter(_copied(dataset)), 2))
+        if not items:
+            raise ValueError(f"{type(dataset).__name__} has no sample to train on")
+    else:
+        items = [dataset[index] for index in _first_keys(loader)]
+    return loader.collate_fn(items) if loader.batch_size is not None or loader.batch_sampler else items[0]
+
+
+def _first_keys(loader: DataLoader[Any]) -> list[Any]:
+    """Return the keys of two samples: 0 and 1, or the first keys of the loader's own sampler."""
+    dataset: Any = loader.dataset
+    if isinstance(dataset, Mapping) or not hasattr(dataset, "__len__"):
+        return list(itertools.islice(iter(_copied(loader.sampler)), 2))
+    return [0, min(1, len(dataset) - 1)]
+
+
+def _copied(source: Any) -> Any:
+    """Return a copy of a stream, whose position stays."""
+    try:
+        return copy.deepcopy(source)
+    except Exception as error:
+        raise ValueError(
+            "model parallelism runs the training step on two samples before training, and can't take these from "
+            f"{type(source).__name__} without a change of its position, because it can't be copied: {error}. Pass a "
+            "DataLoader of a map-style data set"
+        ) from error

@@ -1,0 +1,486 @@
+"""Model parallelism by axes of a device mesh, with data parallelism over the other ranks."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabricx import plugins
+from fabricx.core.loss import loss_of
+from fabricx.core.rng import seed_generators
+from fabricx.core.strategy import Strategy, Traits
+from fabricx.core.strategy_parts import (
+    Elastic,
+    HidesGradients,
+    ModelParallel,
+    ShardsWeights,
+    WrapsStep,
+    as_part,
+)  # fmt: skip
+from fabricx.distributed.world import World
+from fabricx.errors import check_choice
+from fabricx.model_parallel.axes import sizes_of, with_axes
+from fabricx.model_parallel.division import Division
+from fabricx.model_parallel.elementwise import check_elementwise
+from fabricx.model_parallel.gradient_sums import GradientSums
+from fabricx.model_parallel.pipeline_schedule import SCHEDULES
+from fabricx.model_parallel.same_batches import SameBatches
+from fabricx.model_parallel.trial_run import measure
+
+if TYPE_CHECKING:
+    from fabricx.core.trial import Trial
+    from fabricx.model_parallel.pipeline import Pipeline
+    from fabricx.model_parallel.pipeline_chain import Chain
+    from fabricx.model_parallel.tensor_parallel import TensorParallel
+
+Data = Literal["ddp", "fsdp"]
+DATA: Final = ("ddp", "fsdp")
+
+
+class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, WrapsStep):
+    """Train a module on a mesh of ranks: ranks along the model's axes compute a share of the data together.
+
+    The axes from outer to inner are data, pipeline, context, tensor. `batch_size` is that of a data rank, so the global
+    batch depends on the number of data ranks only. Checkpoints have whole tensors under the names of the module, and
+    load under any strategy and any mesh.
+
+    Args:
+        data: data parallelism over the remaining ranks: "ddp", "fsdp", or one of these strategies with options.
+        tensor: ranks over which the matrices of a layer are divided; None for all remaining ranks.
+        plan: how layers are divided, by glob of module names, where it should differ from the plan that a trial run
+            finds: "colwise", "rowwise", "vocab", "head" or "replicate".
+        sequence: divide activations between the layers along the sequence, too.
+        pipeline: ranks over which the blocks of the module are divided into stages; None for all remaining ranks.
+        blocks: modules that the stages consist of: their names, the name of their class, or "auto" for the longest
+            chain of modules that a trial run finds.
+        microbatches: parts of a batch that are in the pipeline at the same time; None for twice the number of stages.
+        schedule: order of the computations of a stage: "1f1b", "gpipe" or "zero_bubble".
+        virtual: groups of blocks on each rank ("interleaved" schedules); more groups are idle for a shorter time, and
+            send more.
+
+    Raises:
+        ValueError: an option is unknown or out of range.
+    """
+
+    def __init__(
+        self, *, data: Data | Strategy = "ddp", tensor: int | None = 1, plan: Mapping[str, str] | None = None,
+        sequence: bool = False, pipeline: int | None = 1, blocks: str | Sequence[str] = "auto",
+        microbatches: int | None = None, schedule: str = "1f1b", virtual: int = 1,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if isinstance(data, str):
+            check_choice(type(self).__name__, "data", data, DATA)
+        elif not any(isinstance(data, plugins.find("strategies", name)) for name in DATA):
+            raise ValueError(f"data={type(data).__name__}: data parallelism of a mesh is 'ddp' or 'fsdp'")
+        self.data, self.tensor, self.plan, self.sequence = data, tensor, dict(plan or {}), sequence
+        self.pipeline, self.blocks, self.microbatches = pipeline, blocks, microbatches
+        self.schedule, self.virtual = schedule, virtual
+        self._axes: dict[str, int | None] = {"pipeline": pipeline, "tensor": tensor}
+        for name, size in self._axes.items():
+            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+                raise ValueError(f"{name}={size!r}: set the number of ranks along this axis, or null for all ranks")
+        if sum(size is None for size in self._axes.values()) > 1:
+            raise ValueError("pipeline=None and tensor=None: only one axis can have all the ranks that remain")
+        check_choice(type(self).__name__, "schedule", schedule, SCHEDULES)
+        self.data_strategy: Strategy = plugins.build("strategies", data) if isinstance(data, str) else data
+        if pipeline != 1:
+            self.data_strategy = self._sums_for_pipeline()
+            self.batch_weight_refused = (
+                "batch_weight with a pipeline: a microbatch is weighted by its samples; set pipeline=1, or return a "
+                "loss that is the mean over samples"
+            )
+        self.divides = any(size != 1 for size in self._axes.values())
+        self.traits = self._traits_of(1)
+        self._forget()
+
+    def _sums_for_pipeline(self) -> Strategy:
+        """Return data parallelism that reduces after the last microbatch."""
+        if self.data != "ddp":
+            raise ValueError("data=fsdp with a pipeline isn't supported yet: set data=ddp, or pipeline=1")
+        return GradientSums()
+
+    def _forget(self) -> None:
+        self._division: Division | None = None
+        self._tensor: TensorParallel | None = None
+        self._pipeline: Pipeline | None = None
+        self._half = False
+        self._batches = SameBatches(World())
+        self._optimizers: list[Optimizer] = []
+
+    def _traits_of(self, data_ranks: int) -> Traits:
+        """Return the properties of the data strategy; ranks along the model's axes have different weights."""
+        traits = self.data_strategy.traits
+        if not self.divides:
+            return traits
+        replicas = traits.replicas if traits.sharded else data_ranks
+        return replace(traits, unreplicated=True, elastic=False, replicas=replicas)
+
+    @property
+    def _divided(self) -> bool:
+        return self.world.axis("model").size > 1
+
+    # -- set up --------------------------------------------------------------------------------------------------
+
+    def check_ranks(self, ranks: int) -> None:
+        self._sizes(ranks)
+
+    def _sizes(self, ranks: int) -> dict[str, int]:
+        known = math.prod(size for size in self._axes.values() if size is not None)
+        remaining = max(1, ranks // known)
+        return sizes_of(ranks, {axis: size or remaining for axis, size in self._axes.items()}, self._called)
+
+    @property
+    def _called(self) -> str:
+        """Return the name by which the user selects this strategy."""
+        return type(self).__name__.lower().replace("mesh", "") or "mesh"
+
+    def with_axes(self, world: World) -> World:
+        if world.newcomer:  # its place in the mesh is known when it joins the other ranks
+            return world
+        sizes = self._sizes(world.size)
+        self.traits = self._traits_of(sizes["data"])
+        return with_axes(world, sizes)
+
+    def enter(self, world: World, module: nn.Module) -> None:
+        super().enter(world, module)
+        self.data_strategy.enter(world.axis("data"), module)
+
+    def world_changed(self, world: World) -> None:
+        self.world = world
+        as_part(self.data_strategy, Elastic).world_changed(self.world.axis("data"))
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        # Layers are divided after a trial run, which needs their weights.
+        return nullcontext() if self._divided else as_part(self.data_strategy, ShardsWeights).init_context()
+
+    def check_options(
+        self, *, precision: str, compiles: bool, synchronises_batchnorm: bool, automatic_optimization: bool
+    ) -> None:  # fmt: skip
+        self._half = "16" in precision
+        if self._divided:
+            check_options(self._called, precision, compiles=compiles, synchronises_batchnorm=synchronises_batchnorm)
+        if self.world.axis("pipeline").size > 1 and not automatic_optimization:
+            raise ValueError(
+                f"strategy={self._called} with manual optimization: a stage of a pipeline computes a part of the step, "
+                "and has no loss; use automatic optimization, or strategy=tensor"
+            )
+
+    def parallelize(self, module: nn.Module, trial: Callable[[], Trial], layout: Mapping[str, Any]) -> None:
+        if not self._divided:
+            return
+        for whole in (*module.parameters(), *module.buffers()):
+            self.world.broadcast(whole)
+        made = trial()
+        self._batches = SameBatches(self.world.axis("model"))
+        in_stages = self.world.axis("pipeline").size > 1  # whose random numbers are not those of one process
+        with _evaluating(module) if in_stages else nullcontext():
+            if in_stages:
+                self._divide_in_stages(module, made, layout)
+            else:
+                self._divide_matrices(module, made)
+                self._division = Division(module, self.world, self._tensor, None)
+
+    def _divide_in_stages(self, module: nn.Module, trial: Trial, layout: Mapping[str, Any]) -> None:
+        """Divide the blocks over the stages, and compare loss and gradient of two samples before and after."""
+        dtypes = {parameter.dtype for parameter in module.parameters()} | ({torch.bfloat16} if self._half else set())
+        before = measure(functools.partial(_gradients, trial.run), module.parameters(), _plain_norm, dtypes)
+        chain = self._chain(module, trial)
+        gc.collect()  # graphs of the trial runs remember the shapes of whole parameters
+        if self.world.axis("tensor").size > 1:
+            self._divide_matrices(module, trial)
+        self._divide_blocks(module, chain, layout)
+        self._division = Division(module, self.world, self._tensor, self._pipeline)
+        after = measure(functools.partial(self._staged_gradients, trial), module.parameters(), self._norm, dtypes)
+        if before.differs(after):
+            raise ValueError(
+                f"strategy={self._called} computes another model: for two samples the loss is {after.loss:.9g} and the "
+                f"norm of the gradient {after.norm:.9g}, and without stages {before.loss:.9g} and {before.norm:.9g}. "
+                "Choose other blocks by blocks=CLASS or a list of names, or set pipeline=1"
+            )
+
+    def _divide_matrices(self, module: nn.Module, trial: Trial) -> None:
+        """Divide layers over the tensor axis, and compare the outputs of all submodules before and after."""
+        from fabricx.model_parallel.pipeline_chain import find_blocks
+        from fabricx.model_parallel.tensor_parallel import TensorParallel
+        from fabricx.model_parallel.tensor_plan import find_tensor_plan
+        from fabricx.model_parallel.trial import check_unchanged, recorded_step
+
+        world = self.world.axis("tensor")
+        before = recorded_step(module, trial.run)
+        plan = find_tensor_plan(module, trial.run, world.size, self.plan)
+        blocks = [block for _, block in find_blocks(module, self.blocks, trial.run)] if self.sequence else []
+        gc.collect()  # graphs of the trial runs remember the shapes of whole parameters
+        self._tensor = TensorParallel(module, plan, world, sequence=self.sequence, blocks=blocks)
+        self._print(plan.describe())
+        sharded = replace(trial, step=self._sharded(trial.step))
+        after = recorded_step(module, sharded.run, world, self._tensor.ordinary)
+        check_unchanged(before, after, list(self._tensor.placements), world.size)
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        if self._pipeline is None:
+            return {}
+        return {"blocks": list(self._pipeline.chain.blocks), "cuts": [list(cut) for cut in self._pipeline.cuts]}
+
+    def _chain(self, module: nn.Module, trial: Trial) -> Chain:
+        from fabricx.model_parallel.pipeline_chain import find_blocks, trace_chain
+
+        chain = trace_chain(module, find_blocks(module, self.blocks, trial.run), trial.run)
+        return replace(chain, costs=self.world.broadcast_object(chain.costs))  # times differ by rank
+
+    def _divide_blocks(self, module: nn.Module, chain: Chain, layout: Mapping[str, Any]) -> None:
+        from fabricx.model_parallel.pipeline import Pipeline
+        from fabricx.model_parallel.pipeline_cuts import describe, divide
+
+        pipeline = self.world.axis("pipeline")
+        cuts = divide(chain.costs, pipeline.size * self.virtual, chain.joined)
+        if layout.get("blocks") == list(chain.blocks) and len(layout["cuts"]) == len(cuts):
+            cuts = [(begin, end) for begin, end in layout["cuts"]]  # measured times would give other cuts
+        microbatches = self.microbatches or 2 * pipeline.size
+        self._pipeline = Pipeline(
+            module, chain, cuts, pipeline, schedule=self.schedule, microbatches=microbatches, virtual=self.virtual
+        )
+        rows = 2
+        self._print([*describe(chain, cuts, pipeline.size, self.schedule, self.virtual, microbatches, rows)])
+
+    def _staged_gradients(self, trial: Trial) -> float:
+        """Compute the gradients of the two samples in stages; returns the loss, on all stages."""
+        assert self._pipeline is not None
+        microbatches, self._pipeline.microbatches = self._pipeline.microbatches, 1
+        with trial.undisturbed():
+            outputs = self._pipeline.forward_backward(
+                self._sharded(trial.step), self._trial_backward, trial.batch, 0, seed=lambda number: None
+            )
+            self._pipeline.reduce_shared()
+        self._pipeline.microbatches = microbatches
+        stages = self.world.axis("pipeline")
+        loss = float(outputs["loss"] if isinstance(outputs, Mapping) else outputs) if self._pipeline.last else 0.0
+        return float(stages.broadcast_object(loss, stages.size - 1))
+
+    def _trial_backward(self, outputs: Any) -> Any:
+        self.backward(loss_of(outputs))
+        return outputs
+
+    def _print(self, lines: Sequence[str]) -> None:
+        if self.world.main_rank:
+            print("\n".join(lines), flush=True)
+
+    def _norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        from fabricx.model_parallel.gradient_norm import clip_norm
+
+        assert self._division is not None
+        return clip_norm(parameters, math.inf, self.world, self._division.copies)
+
+    def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
+        super().setup(module)
+        self.data_strategy.setup(module, several_backwards=several_backwards)
+
+    def attach_optimizers(self, optimizers: list[Optimizer]) -> None:
+        self._optimizers = optimizers
+        if self._tensor is not None:
+            for optimizer in optimizers:
+                check_elementwise(optimizer, f"tensor={self.world.axis('tensor').size}")
+        self.data_strategy.attach_optimizers(optimizers)
+
+    def restore_whole(self, module: nn.Module) -> None:
+        if self._division is not None:
+            self._division.restore(self._optimizers, getattr(self.data_strategy, "unshard", lambda: None))
+
+    def teardown(self) -> None:
+        self.data_strategy.teardown()
+        self._forget()
+        super().teardown()
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        return as_part(self.data_strategy, WrapsStep).wrap_step(self._sharded(step))
+
+    def _sharded(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        return step if self._tensor is None else self._tensor.wrap_step(step)
+
+    def wrap_evaluation(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        sharded, pipeline = self._sharded(step), self._pipeline
+        if pipeline is None:
+            return sharded
+        return lambda batch, *args: pipeline.evaluate(sharded, batch, *args, seed=_seeds())
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        with super().accumulate(), self.data_strategy.accumulate():
+            yield
+
+    def forward_backward(
+        self, step: Callable[..., Any], backward: Callable[[Any], Any], batch: Any, index: int
+    ) -> Any:  # fmt: skip
+        if self._division is not None:
+            self._batches.check(batch)
+        if self._pipeline is None:
+            return self.data_strategy.forward_backward(step, backward, batch, index)
+        outputs = self._pipeline.forward_backward(step, backward, batch, index, seed=_seeds())
+        if self.ends_window:
+            self._pipeline.reduce_shared()
+            self.data_strategy.backward_without_data()
+        return outputs
+
+    def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
+        (self._pipeline or self.data_strategy).backward(loss, compute)
+
+    def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
+        return self.data_strategy.backward_without_data(example)
+
+    def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+        if self._division is None:
+            return self.data_strategy.clip_norm(parameters, max_norm)
+        from fabricx.model_parallel.gradient_norm import clip_norm
+
+        return clip_norm(parameters, max_norm, self.world, self._division.copies)
+
+    def clip_value(self, parameters: Iterable[Tensor], limit: float) -> None:
+        self.data_strategy.clip_value(parameters, limit)
+
+    def gradient_norm(self, optimizers: Sequence[Optimizer]) -> Tensor | None:
+        if self._division is None:
+            return as_part(self.data_strategy, HidesGradients).gradient_norm(optimizers)
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        return self._norm([p for group in groups for p in group["params"]])
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        return self.data_strategy.optimizer_step(optimizer, closure)
+
+    def after_update(self, step: int) -> int:
+        return self.data_strategy.after_update(step)
+
+    # -- between the ranks, and state ----------------------------------------------------------------------------
+
+    def synchronize(self, copies: Mapping[str, Tensor] | None = None, *, ends: bool = False) -> None:
+        self.data_strategy.synchronize(copies, ends=ends)
+
+    def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+        return self.data_strategy.state_dict(module, optimizers)
+
+    def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
+        self.data_strategy.load_state_dict(state, module, optimizers)
+
+    def whole_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state if self._division is None else dict(self._division.whole_state(state))
+
+    def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state if self._division is None else dict(self._division.own_state(state))
+
+    def sharded_parameters(self) -> dict[str, Tensor]:
+        return as_part(self.data_strategy, ShardsWeights).sharded_parameters()
+
+    def load_targets(self) -> dict[str, Tensor]:
+        return {} if self._divided else self.sharded_parameters()
+
+    def whole_weights(self, module: nn.Module) -> dict[str, Any]:
+        return as_part(self.data_strategy, ShardsWeights).whole_weights(module)
+
+    def discard_window(self) -> None:
+        as_part(self.data_strategy, ShardsWeights).discard_window()
+
+    def apply_requires_grad(self) -> None:
+        as_part(self.data_strategy, ShardsWeights).apply_requires_grad()
+
+
+@final
+class PipelineMesh(Mesh):
+    """A mesh whose ranks compute consecutive blocks of the module, as stages of a pipeline.
+
+    Args:
+        pipeline: number of stages; None for all ranks.
+        data, blocks, microbatches, schedule, virtual: see `Mesh`.
+
+    Raises:
+        ValueError: an option is unknown or out of range.
+    """
+
+    def __init__(
+        self, *, data: Data | Strategy = "ddp", pipeline: int | None = None, blocks: str | Sequence[str] = "auto",
+        microbatches: int | None = None, schedule: str = "1f1b", virtual: int = 1,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            data=data, pipeline=pipeline, blocks=blocks, microbatches=microbatches, schedule=schedule, virtual=virtual
+        )
+
+
+@final
+class TensorMesh(Mesh):
+    """A mesh whose ranks divide the matrices of each layer, and compute the same samples.
+
+    Args:
+        tensor: ranks over which matrices are divided; None for all ranks.
+        data, plan, sequence: see `Mesh`.
+
+    Raises:
+        ValueError: an option is unknown or out of range.
+    """
+
+    def __init__(
+        self, *, data: Data | Strategy = "ddp", tensor: int | None = None, plan: Mapping[str, str] | None = None,
+        sequence: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(data=data, tensor=tensor, plan=plan, sequence=sequence)
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Context in which dropout is off."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def _gradients(run: Callable[[], Any]) -> float:
+    """Compute the gradients of a step, and return its loss."""
+    loss = loss_of(run())
+    loss.backward()
+    return float(loss.detach())
+
+
+def _seeds() -> Callable[[int], None]:
+    """Return a function that seeds the parts of a batch, alike on ranks that have drawn the same numbers before."""
+    base = int(torch.empty((), dtype=torch.int64).random_())
+    return lambda number: seed_generators((base + 7919 * number) % 2**32)
+
+
+def _plain_norm(parameters: Iterable[Tensor]) -> Tensor:
+    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+def check_options(name: str, precision: str, *, compiles: bool, synchronises_batchnorm: bool) -> None:
+    """Refuse options of a run that a divided module does not support.
+
+    Args:
+        name: of the strategy.
+        precision, compiles, synchronises_batchnorm: options of the run.
+
+    Raises:
+        ValueError: names the option and the remedy.
+    """
+    if compiles:
+        raise ValueError(f"compile with strategy={name}: a compiled module can't be divided over ranks; remove compile")
+    if synchronises_batchnorm:
+        raise ValueError(
+            f"sync_batchnorm with strategy={name}: ranks that compute the same samples would be counted several times; "
+            "remove sync_batchnorm, or use another normalisation"
+        )
+    if precision == "16-mixed":
+        raise ValueError(
+            f"precision=16-mixed with strategy={name}: an overflow would be noticed by some of the ranks only; set "
+            "precision=bf16-mixed"
+        )

@@ -1,0 +1,249 @@
+"""Meshes of ranks train what one process trains on the same global batches; checkpoints move between all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.data import DataLoader
+
+import fabricx as fx
+from fabricx import checkpoint
+from fabricx.callbacks import EMA
+from fabricx.strategies import DDP, FSDP, Mesh
+from fabricx.testing import QUIET, run_ranks
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
+WORDS, WIDTH, HEADS, LENGTH = 19, 16, 4, 8
+
+
+class Block(nn.Module):
+    """A transformer's block with a fused projection, as in nanoGPT."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down, self.drop = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.size()
+        q, k, v = (
+            part.view(b, t, HEADS, c // HEADS).transpose(1, 2)
+            for part in self.qkv(self.norms[0](x)).split(c, dim=2)
+        )  # fmt: skip
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).contiguous().view(b, t, c))
+        return x + self.down(self.drop(F.gelu(self.up(self.norms[1](x)))))
+
+
+class GPT(fx.Module):
+    """A language model with a tied head, unless told otherwise."""
+
+    def __init__(self, dropout: float = 0.0, sgd: bool = False) -> None:
+        super().__init__()
+        self.sgd = sgd
+        self.embed, self.position = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.norms: list[float] = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.position(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        return F.cross_entropy(self(batch[:, :-1]).reshape(-1, WORDS), batch[:, 1:].reshape(-1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self._loss(batch))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if isinstance(self.trainer.strategy, Mesh):
+            self.norms.append(float(self.trainer.strategy.gradient_norm([optimizer])))  # type: ignore[arg-type]
+
+    def configure_optimizers(self) -> Any:
+        if self.sgd:
+            return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Plain(GPT):
+    """Computes the norm of whole gradients."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(float(nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])))
+
+
+class SavesAtTheEnd(fx.Callback):
+    """Saves a checkpoint at the last batch, before the run ends."""
+
+    def __init__(self, folder: str, step: int) -> None:
+        self.folder, self.step = folder, step
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(f"{self.folder}/end")
+
+
+def sentences(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(WORDS, (LENGTH + 1,), generator=generator) for _ in range(count)]
+
+
+def train(
+    strategy: Any, batch: int, options: dict[str, Any], module: dict[str, Any], folder: str = "",
+    ckpt_path: str | None = None, ema: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Train in the present ranks; return weights, metrics and gradient norms."""
+    fx.seed_everything(3)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = (Plain if strategy == "single" else GPT)(**module)
+        trainer = fx.Trainer(
+            devices=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+            strategy=strategy, default_root_dir=folder or None,
+            callbacks=[EMA(0.8)] * ema + ([SavesAtTheEnd(folder, options["max_steps"])] if folder else []),
+            **{**QUIET, "max_epochs": 2, "gradient_clip_val": 0.5, **options},
+        )  # fmt: skip
+        data = DataLoader(sentences(27), batch, shuffle=True)  # type: ignore[arg-type]
+        trainer.fit(model, data, DataLoader(sentences(5), 2), ckpt_path=ckpt_path)  # type: ignore[arg-type]
+        whole = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in model.named_parameters()}
+        return {
+            "weights": whole, "metrics": {n: float(v) for n, v in trainer.callback_metrics.items()},
+            "norms": model.norms,
+        }  # fmt: skip
+    finally:
+        torch.set_default_dtype(before)
+
+
+def far(first: Any, second: Any) -> float:
+    """Return the largest difference of weights, metrics and norms."""
+    weights = [float((value - second["weights"][name]).abs().max()) for name, value in first["weights"].items()]
+    metrics = [abs(value - second["metrics"][name]) for name, value in first["metrics"].items()]
+    assert len(first["norms"]) == len(second["norms"]) > 0
+    norms = [abs(a - b) for a, b in zip(first["norms"], second["norms"], strict=True)]
+    return max(weights + metrics + norms)
+
+
+MESHES: dict[str, tuple[Callable[[], Any], int, int]] = {  # strategy, ranks, data ranks
+    "tensor": (lambda: Mesh(tensor=2), 2, 1),
+    "pipeline": (lambda: Mesh(pipeline=2), 2, 1),
+    "zero bubble": (lambda: Mesh(pipeline=2, schedule="zero_bubble", microbatches=3), 2, 1),
+    "ddp x tensor": (lambda: Mesh(tensor=2), 4, 2),
+    "fsdp x tensor": (lambda: Mesh(tensor=2, data="fsdp"), 4, 2),
+    "ddp x pipeline": (lambda: Mesh(pipeline=2), 4, 2),
+    "pipeline x tensor": (lambda: Mesh(pipeline=2, tensor=2), 4, 1),
+    "tensor of 4": (lambda: Mesh(tensor=4), 4, 1),
+}
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "AdamW": ({}, {}),
+    "SGD, accumulation": ({"accumulate_grad_batches": 2}, {"sgd": True}),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_meshes_train_what_one_process_trains(run: str) -> None:
+    options, module = RUNS[run]
+    alone = train("single", 4, options, module)
+    for name, (strategy, ranks, shares) in MESHES.items():
+        by_rank = run_ranks(train, ranks, strategy(), 4 // shares, options, module)
+        assert far(alone, by_rank[0]) < 1e-9, name
+        for other in by_rank[1:]:
+            assert other["metrics"] == by_rank[0]["metrics"], name
+            assert all(torch.equal(other["weights"][n], w) for n, w in by_rank[0]["weights"].items()), name
+
+
+def test_dropout_under_tensor_parallelism_is_that_of_one_process() -> None:
+    alone = train("single", 4, {}, {"dropout": 0.3})
+    assert far(alone, run_ranks(train, 2, Mesh(tensor=2), 4, {}, {"dropout": 0.3})[0]) < 1e-9
+
+
+def test_checkpoints_move_between_meshes_and_other_strategies(tmp_path: Path) -> None:
+    alone = train("single", 4, {}, {}, ema=True)
+    places: dict[str, tuple[Any, int, int]] = {
+        "ddp": (DDP(), 2, 2), "fsdp": (FSDP(), 2, 2), "tensor": (Mesh(tensor=2), 2, 1),
+        "pipeline": (Mesh(pipeline=2), 2, 1), "both": (Mesh(pipeline=2, tensor=2), 4, 1),
+        "fsdp x tensor": (Mesh(tensor=2, data="fsdp"), 4, 2),
+    }  # fmt: skip
+    moves = [
+        ("tensor", "pipeline"), ("pipeline", "fsdp x tensor"), ("fsdp x tensor", "both"), ("both", "ddp"),
+        ("ddp", "tensor"), ("fsdp", "pipeline"), ("pipeline", "pipeline"),
+    ]  # fmt: skip
+    states = {}
+    for name, (strategy, ranks, shares) in places.items():  # in the middle of the first epoch
+        folder = str(tmp_path / name)
+        run_ranks(train, ranks, strategy, 4 // shares, {"max_steps": 4}, {}, folder, None, True)
+        states[name] = checkpoint.load(f"{folder}/end")
+    first = states["ddp"]
+    for name, state in states.items():
+        for part, moments in (("module", "strategy"), ("averages", "callbacks")):
+            assert state[moments].keys() == first[moments].keys(), (name, part)
+        weights, others = first["strategy"]["module"], state["strategy"]["module"]
+        assert max(float((others[key] - value).abs().max()) for key, value in weights.items()) < 1e-9, name
+        moments, others = (s["strategy"]["optimizers"][0]["state"] for s in (first, state))
+        assert moments.keys() == others.keys()
+        assert max(float((others[k]["exp_avg"] - v["exp_avg"]).abs().max()) for k, v in moments.items()) < 1e-9, name
+    for source, target in moves:
+        strategy, ranks, _ = places[target]
+        batch = 4 // places[source][2]  # a global batch has the batch size times the ranks that began the run
+        end = run_ranks(train, ranks, strategy, batch, {}, {}, "", str(tmp_path / source / "end"), True)[0]
+        weights = alone["weights"]
+        assert max(float((end["weights"][n] - w).abs().max()) for n, w in weights.items()) < 1e-9, (source, target)
+
+
+def test_a_run_that_resumes_on_the_same_mesh_is_the_run_without_the_interruption(tmp_path: Path) -> None:
+    for name, (strategy, ranks) in {"t": (Mesh(tensor=2), 2), "p": (Mesh(pipeline=2), 2)}.items():
+        folder = str(tmp_path / name)
+        run_ranks(train, ranks, strategy, 4, {"max_steps": 1}, {"dropout": 0.2}, f"{folder} begun")
+        begun = f"{folder} begun/end"
+        whole = run_ranks(train, ranks, strategy, 4, {}, {"dropout": 0.2}, "", begun)[0]
+        run_ranks(train, ranks, strategy, 4, {"max_steps": 5}, {"dropout": 0.2}, folder, begun)
+        # At the same cuts, which measured times determine: otherwise sums would round differently.
+        again = run_ranks(train, ranks, strategy, 4, {}, {"dropout": 0.2}, "", f"{folder}/end")[0]
+        assert again["metrics"] == whole["metrics"]
+        assert all(torch.equal(again["weights"][n], w) for n, w in whole["weights"].items()), name
+
+
+def refused(strategy: Any, options: dict[str, Any], change: str) -> str:
+    module = GPT()
+    if change == "lbfgs":
+        module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())  # type: ignore[method-assign]
+    if change == "manual":
+        module.automatic_optimization = False
+    data = DataLoader(sentences(8), 4)  # type: ignore[arg-type]
+    try:
+        fx.Trainer(devices=2, strategy=strategy, **{**QUIET, "max_epochs": 1, **options}).fit(module, data)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "change", "said"),
+    [
+        (lambda: Mesh(tensor=2), {"compile": True}, "", "remove compile"),
+        (lambda: Mesh(tensor=2), {"sync_batchnorm": True}, "", "remove sync_batchnorm"),
+        (lambda: Mesh(tensor=2), {}, "lbfgs", "use AdamW or SGD"),
+        (lambda: Mesh(pipeline=2), {}, "manual", "automatic optimization"),
+        (lambda: Mesh(tensor=2, plan={"blocks.*.nothing": "colwise"}), {}, "", "nothing"),
+        (lambda: Mesh(pipeline=2, virtual=2), {}, "", "blocks can be divided into at most"),
+    ],
+)
+def test_what_is_not_supported_is_an_error_with_the_remedy(strategy: Any, options: Any, change: str, said: str) -> None:
+    assert said in run_ranks(refused, 2, strategy(), options, change)[0]

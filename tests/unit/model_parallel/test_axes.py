@@ -1,0 +1,40 @@
+"""Axes of a mesh, without processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from fabricx.distributed.world import World
+from fabricx.model_parallel.axes import sizes_of, with_axes
+
+
+def test_the_data_axis_has_the_remaining_ranks() -> None:
+    assert sizes_of(8, {"pipeline": 2, "tensor": 2}, "mesh") == {"data": 2, "pipeline": 2, "context": 1, "tensor": 2}
+
+
+@pytest.mark.parametrize(("ranks", "remedy"), [(3, "set devices to 2 or 4"), (1, "set devices to 2,")])
+def test_ranks_that_do_not_fit_are_an_error_with_the_nearest_numbers(ranks: int, remedy: str) -> None:
+    with pytest.raises(ValueError, match=rf"tensor=2 needs a multiple of 2 ranks, and there are {ranks}: {remedy}"):
+        sizes_of(ranks, {"pipeline": 1, "tensor": 2}, "tensor")
+
+
+def test_ranks_along_the_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "new_subgroup", lambda self, parts: parts)
+    sizes = sizes_of(8, {"pipeline": 2, "tensor": 2}, "mesh")
+    world = with_axes(World(rank=5, size=8), sizes)  # data 1, stage 0, tensor 1
+    place = {name: (world.axis(name).rank, world.axis(name).size) for name in ("data", "pipeline", "context", "tensor")}
+    assert place == {"data": (1, 2), "pipeline": (0, 2), "context": (0, 1), "tensor": (1, 2)}
+    assert world.axis("tensor").group == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert world.axis("pipeline").group == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert world.axis("data").group == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert world.axis("metrics").group == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert world.axis("model").group == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert world.axis("data").ranks_of_run([1]) == (4, 5, 6, 7)
+    assert not world.reports  # the first stage has no outputs
+    assert with_axes(World(rank=7, size=8), sizes).reports
+    assert [with_axes(World(rank=rank, size=8), sizes).represents for rank in (3, 6)] == [False, True]
+
+
+def test_a_mesh_of_data_ranks_is_the_world() -> None:
+    world = World(rank=1, size=2)
+    assert with_axes(world, sizes_of(2, {"tensor": 1}, "mesh")) is world

@@ -1,0 +1,59 @@
+"""Options of meshes, and their delegation to data parallelism; the process tests compare with one process."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+import fabricx as fx
+from fabricx.core.strategy_parts import MeasuresWaiting, ModelParallel, ShardsWeights, as_part
+from fabricx.strategies import DDP, FSDP, LocalSGD, Mesh, PipelineMesh, TensorMesh
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tensor": 0}, "tensor=0: set the number of ranks"),
+        ({"tensor": None, "pipeline": None}, "only one axis can have all"),
+        ({"data": "dpd"}, "Did you mean 'ddp'"),
+        ({"data": LocalSGD()}, "data=LocalSGD"),
+        ({"schedule": "1f2b"}, "Did you mean '1f1b'"),
+        ({"data": "fsdp", "pipeline": 2}, "set data=ddp, or pipeline=1"),
+    ],
+)
+def test_wrong_options_are_errors_with_the_remedy(options: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Mesh(**options)  # type: ignore[arg-type]
+
+
+def test_a_mesh_is_a_plain_description() -> None:
+    for strategy in (Mesh(tensor=2, pipeline=2), TensorMesh(data=FSDP()), PipelineMesh(microbatches=3)):
+        assert type(pickle.loads(pickle.dumps(strategy))) is type(strategy)
+
+
+def test_traits_are_those_of_data_parallelism_unless_ranks_share_the_model() -> None:
+    assert Mesh().traits == DDP().traits
+    assert Mesh(data="fsdp").traits == FSDP().traits
+    traits = Mesh(tensor=2).traits
+    assert not traits.replicated
+    assert traits.synchronous
+
+
+def test_parts_are_those_of_the_data_strategy() -> None:
+    mesh = Mesh()
+    assert as_part(mesh, MeasuresWaiting) is mesh.data_strategy
+    assert as_part(mesh, ModelParallel) is mesh
+    assert as_part(mesh, ShardsWeights) is mesh
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("tensor", 3), ("pipeline", 2)])
+def test_presets_have_all_ranks(name: str, ranks: int) -> None:
+    strategy = fx.Trainer(devices=ranks, strategy=name, logger=False, enable_checkpointing=False).strategy
+    assert isinstance(strategy, Mesh)
+    assert strategy._sizes(ranks) == {"data": 1, "pipeline": 1, "context": 1, "tensor": 1, name: ranks}
+
+
+def test_ranks_that_do_not_fit_are_an_error_before_any_process_starts() -> None:
+    with pytest.raises(ValueError, match="tensor=2 needs a multiple of 2 ranks, and there are 3"):
+        fx.Trainer(devices=3, strategy=Mesh(tensor=2))
