@@ -30,6 +30,7 @@ class Logbook:
         step: number of the weight update in progress.
         size: samples of `batch`, when known.
         loader: number of the evaluation loader, if there are several.
+        loaders: loader of each name without its number; None if several loaders have logged it.
         batches: number of batches in this epoch or evaluation.
         idle: this rank had no sample of the newest manual batch.
         logs_batches: a name is logged with `on_step`.
@@ -49,6 +50,7 @@ class Logbook:
         self.batch: Any = None
         self.size: int | None = None
         self.loader: int | None = None
+        self.loaders: dict[str, int | None] = {}
         self.batches = 0
         self.idle = False
         self.logs_batches = False
@@ -87,8 +89,11 @@ class Logbook:
         """Add a value; the arguments are those of `Module.log`."""
         if self._mute:
             return
-        if self.loader is not None and add_dataloader_idx:
-            name = f"{name}/dataloader_idx_{self.loader}"
+        if self.loader is not None:
+            if add_dataloader_idx:
+                name = f"{name}/dataloader_idx_{self.loader}"
+            elif self.loaders.setdefault(name, self.loader) != self.loader:
+                self.loaders[name] = None
         series = self.metrics.series.get(name)
         if series is None:
             series = self._begin(name, reduce_fx, on_step, on_epoch, bar, to_logger, joined)

@@ -236,8 +236,9 @@ class RunMetrics:
         results: list[dict[str, float]] = [{} for _ in range(max(1, loaders))]
         for name, value in values.items():
             _, marked, number = name.partition("/dataloader_idx_")
+            loader = int(number) if marked else logbook.loaders.get(name)
             for index, result in enumerate(results):
-                if not marked or int(number) == index:
+                if loader in (None, index):
                     result[logbook.names(name, epoch=True)] = float(value)
         return results
 

@@ -46,6 +46,7 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "self.log(sync_dist=)": "True by default: over the samples of all ranks; False logs the main rank's value",
     "self.log(enable_graph=, metric_attribute=)": "accepted, without an effect",
     "several optimizers": "allowed in automatic optimization: they share one loss and step together",
+    "Trainer(overfit_batches=)": "the validation reads the training batches",
     "validation_step(dataloader_idx)": "may be missing, or have no default, with any number of loaders",
     "outputs of on_train_batch_end": 'outputs["loss"] is the loss, not divided by the accumulation',
     "on_validation_model_zero_grad": "gradients are kept unless the module overrides it",

@@ -142,7 +142,8 @@ class Trainer(TrainerInterface):
             weights_only: True or None; a checkpoint is never executed.
 
         Returns:
-            the outputs in the order of the data set; a list for each loader if there are several.
+            the outputs in the order of the data set; a list for each loader if there are several. None with
+            `return_predictions=False`.
 
         Raises:
             ValueError: an argument is invalid.
@@ -150,7 +151,8 @@ class Trainer(TrainerInterface):
         """
         refuse_execution(weights_only, "trainer.predict")
         chosen, keep = _one_of(model, module, "predict"), return_predictions is not False
-        return self._evaluate("predict", chosen, dataloaders, datamodule, ckpt_path, keep)
+        outputs = self._evaluate("predict", chosen, dataloaders, datamodule, ckpt_path, keep)
+        return outputs if keep else None  # type: ignore[return-value]  # as in Lightning
 
     def _evaluate(
         self, stage: str, module: Module | None, loaders: Any, data: DataModule | None, path: Any, flag: bool

@@ -33,6 +33,7 @@ class Logs(TinyModule):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val", 10.0 * dataloader_idx + batch_idx)
         self.log("both", float(dataloader_idx), add_dataloader_idx=False)
+        self.log(f"own{dataloader_idx}", 1.0, add_dataloader_idx=False)
 
 
 def rows(quiet: dict[str, Any], name: str, **options: Any) -> list[tuple[int, float]]:
@@ -57,8 +58,8 @@ def test_the_sanity_check_is_in_no_row(quiet: dict[str, Any]) -> None:
 def test_each_loader_of_an_evaluation_has_its_own_results_and_what_they_share(quiet: dict[str, Any]) -> None:
     trainer = fx.Trainer(**quiet)
     first, second = trainer.validate(Logs(), [tiny_loader(8, 4), tiny_loader(4, 4)], verbose=False)
-    assert first == {"val/dataloader_idx_0": 0.5, "both": pytest.approx(1 / 3)}
-    assert second == {"val/dataloader_idx_1": 10.0, "both": pytest.approx(1 / 3)}
+    assert first == {"val/dataloader_idx_0": 0.5, "both": pytest.approx(1 / 3), "own0": 1.0}
+    assert second == {"val/dataloader_idx_1": 10.0, "both": pytest.approx(1 / 3), "own1": 1.0}
     assert {name: float(value) for name, value in trainer.callback_metrics.items()} == first | second
 
 
