@@ -264,7 +264,9 @@ class ElasticController:
         self._outbox.clear()
 
     def _patience(self) -> float:
-        return self._elastic.waits if self._dead else SETTLE_S
+        """Return the seconds to wait from an event to the next generation; no wait for a replacement that won't come."""
+        comes = bool(self._coming) or self.wanted() is not None
+        return self._elastic.waits if self._dead and comes else SETTLE_S
 
     def _state_slots(self, worker: int) -> tuple[int, ...]:
         """Return the slots with the state of a dead worker: with those of its predecessors, if it had not loaded it."""

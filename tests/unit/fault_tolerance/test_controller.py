@@ -275,3 +275,14 @@ def test_a_worker_that_came_is_named_by_its_rank_as_long_as_it_has_one_and_after
         for worker in (0, coming):
             changes.receive(worker, "inside", None)
             changes.receive(worker, "step", (coming - 1, coming))
+
+
+def test_nobody_waits_for_a_replacement_that_does_not_come() -> None:
+    workers = Workers(ElasticPolicy(waits=10.0, tries=1), 2)
+    workers.changes.died(1, "killed")
+    workers.supervise()
+    assert not workers.generations  # a replacement is coming
+    workers.changes.could_not_join(2, "an error of its own")
+    workers.clock.now += 0.1
+    workers.supervise()
+    assert [generation.workers for generation in workers.generations] == [(0,)]
