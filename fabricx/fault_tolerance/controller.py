@@ -264,7 +264,7 @@ class ElasticController:
         self._outbox.clear()
 
     def _patience(self) -> float:
-        """Return the seconds to wait from an event to the next generation; no wait for a replacement that won't come."""
+        """Return the seconds to wait from an event to the next generation; none for a replacement that won't come."""
         comes = bool(self._coming) or self.wanted() is not None
         return self._elastic.waits if self._dead and comes else SETTLE_S
 
