@@ -207,8 +207,8 @@ def member(path: Path, name: object) -> Path:
     """
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
         raise CheckpointError(
-            f"{path} refers to the file {name!r}, which is outside of its folder, and nothing outside of a checkpoint "
-            "is read. The checkpoint was altered, or was not written by fabricx: do not load it"
+            f"{path} refers to the file {name!r}, which is not a plain name in its folder, and nothing outside of a "
+            "checkpoint is read. The checkpoint was altered, or was not written by fabricx: do not load it"
         )
     file = path / name
     if file.is_symlink():

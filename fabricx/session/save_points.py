@@ -36,7 +36,7 @@ def check_savable(session: Session, *, weights_only: bool) -> None:
     """
     if session.checkpoints.collecting:
         raise RuntimeError(
-            "save_checkpoint was called in on_save_checkpoint, which saving calls itself; call it in another hook"
+            "save_checkpoint was called in on_save_checkpoint, a hook that runs during a save; call it in another hook"
         )
     if session.batch.asynchronous:
         raise RanksApart(

@@ -226,7 +226,7 @@ def test_safetensors_in_a_file_an_index_and_a_folder(tmp_path):
         assert Ours.load_from_checkpoint(path, width=2).net.weight.equal(module.net.weight)
         assert read_foreign(path, "meta").weights["net.bias"].shape == (2,)
     index.write_text(json.dumps({"weight_map": {"a": "../all.safetensors"}}))
-    with pytest.raises(CheckpointError, match="outside of its folder"):
+    with pytest.raises(CheckpointError, match="not a plain name"):
         read_foreign(shards)
     (tmp_path / "all.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(CheckpointError, match="damaged"):
