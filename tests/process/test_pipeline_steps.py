@@ -1,0 +1,318 @@
+"""What a pipeline does in single steps: random numbers, batches without a loss, evaluations, errors, and waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+from fabricx.distributed import heartbeat
+from fabricx.distributed import world as worlds
+from fabricx.distributed.point_to_point import Transfers
+from fabricx.distributed.world import World
+from fabricx.errors import PeerLost
+from fabricx.model_parallel.microbatches import split
+from fabricx.testing import run_ranks
+from tests.process.stages import LENGTH, WIDTH, Language, batches, compute, divided, make, staged, whole
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
+ROWS = 8
+
+
+def world() -> World:
+    found = worlds.current()
+    assert found is not None
+    torch.set_num_threads(1)
+    return found
+
+
+def gradients(module: Any, **options: Any) -> dict[str, Tensor]:
+    """Return the gradients of one batch, of all stages."""
+    pipeline = divided(module, batches(ROWS)[0], **options)
+    compute(pipeline, batches(ROWS)[1], 1)
+    pipeline.reduce_shared()
+    own = {n: p.grad for n, p in module.named_parameters() if n in pipeline.own_names}
+    return {name: value for part in pipeline.world.gather_objects(own) for name, value in part.items()}
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# -- random numbers ---------------------------------------------------------------------------------------------------
+
+
+class Dropping(Language):
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+
+    def body(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = F.dropout(x, 0.1, self.training)
+        for block in self.blocks:
+            run = lambda *args, block=block: F.dropout(block(*args), 0.2, self.training)  # noqa: E731
+            x = checkpoint(run, x, mask, use_reentrant=False) if self.checkpointed else run(x, mask)
+        return x
+
+
+class Masking(Language):
+    """Words are left out at random, before the blocks: all stages must draw the same ones."""
+
+    def training_step(self, batch: Tensor, index: int) -> Any:
+        return super().training_step(torch.where(torch.rand(batch.shape) < 0.3, 0, batch), index)
+
+
+def draw() -> dict[str, Any]:
+    world()
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    first = gradients(make(Dropping))
+    # (model creation seeds the generator) the batch leaves the generator as it was
+    after = torch.rand(1)
+    again = gradients(make(Dropping))
+    return {
+        "again": equal(first, again),
+        "checkpointed": equal(first, gradients(make(Dropping, checkpointed=True))),
+        "gpipe": equal(first, gradients(make(Dropping), schedule="gpipe")),
+        "after": after, "expected": expected, "masking": gradients(make(Masking)),
+    }  # fmt: skip
+
+
+def test_random_numbers_are_reproducible_and_the_same_on_all_stages_before_the_blocks() -> None:
+    first, second = run_ranks(draw, 2)
+    assert first["again"]
+    assert first["checkpointed"], "checkpointed blocks draw the same masks again"
+    assert first["gpipe"], "whatever the order of the microbatches"
+    assert torch.equal(first["after"], second["after"]), "the stages have the same generator after a batch"
+    module = make(Masking)
+    for number, part in enumerate(split(batches(ROWS)[1], 4)):
+        torch.manual_seed(1000 + number)
+        (module.training_step(part, 1)["loss"] / 4).backward()
+    for name, parameter in module.named_parameters():
+        assert torch.allclose(first["masking"][name], parameter.grad, rtol=0, atol=1e-12), name
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+class Sometimes(Language):
+    """Leaves out batches that begin with an even word; returns a tensor; logs are counted."""
+
+    def training_step(self, batch: Tensor, index: int) -> Any:
+        if batch[0, 0] % 2 == 0:
+            return None
+        return super().training_step(batch, index)["loss"]
+
+
+def leave_out() -> Any:
+    world()
+    data, calls, found = batches(ROWS), [], []
+    pipeline = divided(make(Sometimes), torch.ones_like(data[0]), microbatches=2)
+    for batch in (data[0].clone(), data[1].clone(), data[2].clone()):
+        batch[0, 0], batch[4, 0] = {0: (1, 1), 1: (2, 1), 2: (2, 2)}[len(found)]
+        calls.clear()
+
+        def backward(output: Any) -> None:
+            calls.append(output is None)
+            if output is not None:
+                pipeline.backward(output)
+
+        for parameter in pipeline.module.parameters():
+            parameter.grad = None
+        result = pipeline.forward_backward(
+            pipeline.module.training_step, backward, batch, 0, seed=torch.manual_seed
+        )  # fmt: skip
+        found.append((list(calls), None if result is None else result.item()))
+    return found, [p.grad is None for n, p in pipeline.module.named_parameters() if n in pipeline.own_names]
+
+
+def test_microbatches_without_a_loss_are_left_out_on_all_stages() -> None:
+    for found, without in run_ranks(leave_out, 2):
+        assert [calls for calls, _ in found] == [[False, False], [False], [True]]
+        assert all(without)
+    losses = [loss for _, loss in found]
+    assert losses[0] is not None
+    assert losses[1] is not None
+    assert losses[2] is None
+
+
+class Frozen(Language):
+    def __init__(self) -> None:
+        super().__init__()
+        for part in (self.embed, self.blocks[0], self.blocks[1]):
+            part.requires_grad_(False)
+        self.positions.requires_grad_(False)
+
+
+class Ragged(Language):
+    """Rows with padding only are left out, so that shapes depend on values."""
+
+    def training_step(self, batch: Tensor, index: int) -> Any:
+        kept = batch[:, 0] % 3 > 0
+        kept[0] = True
+        return super().training_step(batch[kept], index)
+
+
+def traffic() -> dict[str, Any]:
+    world()
+    frozen = staged(make(Frozen), batches(ROWS)[:3])
+    pipeline = divided(make(Language), batches(ROWS)[0])
+    sizes = []
+    for length in (8, 6, 8, 6):
+        before = pipeline.transfers.sent_bytes
+        compute(pipeline, batches(ROWS)[0][:, : length + 1], 0)
+        sizes.append(pipeline.transfers.sent_bytes - before)
+    pipeline.module.head.requires_grad_(False)
+    compute(pipeline, batches(ROWS)[0], 0)
+    ragged = divided(make(Ragged), batches(ROWS)[0])
+    changed = [compute(ragged, batch, 0) for batch in batches(ROWS)[:4]]
+    losses = [output and output["loss"].item() for output in changed]
+    return {"frozen": frozen["sent"], "sizes": sizes, "ragged": losses, "changing": ragged.chain.changing}
+
+
+def test_gradients_of_frozen_stages_are_not_sent_and_shapes_are_announced_once() -> None:
+    first, last = run_ranks(traffic, 2)
+    elements = ROWS * LENGTH * WIDTH * 8
+    assert first["frozen"] < 3 * elements + 1500, "activations only"
+    [whole_header, short_header, whole_batch, short_batch] = first["sizes"]
+    assert whole_batch == elements
+    assert short_batch == elements * 6 // 8
+    assert whole_header > whole_batch
+    assert short_header > short_batch
+    module = make(Ragged)
+    expected = []
+    for batch in batches(ROWS)[:4]:
+        expected.append(sum(module.training_step(part, 0)["loss"].item() for part in split(batch, 4)) / 4)
+    assert first["changing"]
+    assert last["ragged"] == pytest.approx(expected, abs=1e-12)
+
+
+def evaluate() -> Any:
+    here = world()
+    data = batches(ROWS)
+    pipeline = divided(make(Language), data[0], virtual=2)
+    with torch.inference_mode():
+        found = [pipeline.evaluate(pipeline.module.training_step, batch, 0, seed=torch.manual_seed) for batch in data]
+    under_way = pipeline.transfers.under_way
+    pipeline.transfers.finish()
+    placeholders = sum(p.isnan().all().item() for p in pipeline.module.parameters())
+    values = whole(pipeline)
+    pipeline.undo(values)
+    classes = [type(block).__name__ for block in pipeline.module.blocks]
+    expected = [pipeline.module.training_step(batch, 0)["loss"].item() for batch in data]
+    here.barrier()
+    return [output and output["loss"].item() for output in found], expected, under_way, placeholders, classes
+
+
+def test_evaluations_are_those_of_one_process_and_the_module_is_whole_again_afterwards() -> None:
+    for rank, (found, expected, under_way, placeholders, classes) in enumerate(run_ranks(evaluate, 2)):
+        assert found == (pytest.approx(expected, abs=1e-12) if rank else [None] * len(expected))
+        assert under_way < 10, "sends of earlier batches have ended"
+        assert placeholders > 20
+        assert classes == ["Block"] * 4
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+class Swallows(Language):
+    def training_step(self, batch: Tensor, index: int) -> Any:
+        try:
+            return super().training_step(batch, index)
+        except BaseException:
+            return None
+
+
+class Catches(Language):
+    """Catches exceptions, as users do."""
+
+    def training_step(self, batch: Tensor, index: int) -> Any:
+        try:
+            return super().training_step(batch, index)
+        except Exception:
+            return None
+
+
+def message(function: Any, *args: Any, **options: Any) -> str:
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        function(*args, **options)
+    return str(error.value)
+
+
+def fail() -> dict[str, str]:
+    """Errors of the first stage, which doesn't wait for the other; the other stage receives what is sent."""
+    here, data = world(), batches(ROWS)
+    found = {}
+    for name, cls in (("swallows", Swallows), ("catches", Catches)):
+        pipeline = divided(make(cls), data[0])
+        step = pipeline.module.training_step
+        if name == "swallows" and here.rank == 0:
+            found[name] = message(pipeline.evaluate, step, data[0], 0, seed=torch.manual_seed)
+        else:
+            with torch.no_grad():
+                pipeline.evaluate(step, data[0], 0, seed=torch.manual_seed)
+        pipeline.transfers.finish()
+    if here.rank == 0:
+        found["outside"] = message(pipeline.module.blocks[0], torch.ones(1, 2, WIDTH), None)
+        found["early"] = message(
+            pipeline.evaluate, lambda batch: pipeline.module.blocks[0](torch.ones(1, 2, WIDTH).double(), None), data[0],
+            seed=torch.manual_seed,
+        )  # fmt: skip
+        found["loss"] = message(
+            pipeline.forward_backward, lambda *_: torch.ones(1), print, data[0], 0, seed=torch.manual_seed
+        )  # fmt: skip
+    here.barrier()
+    return found
+
+
+def test_errors_name_the_remedy() -> None:
+    found, _ = run_ranks(fail, 2)
+    assert "use `except Exception` in place of `except:`" in found["swallows"]
+    assert "blocks.0 was called outside of a step" in found["outside"]
+    assert "call the model in training_step, validation_step" in found["outside"]
+    assert "in a pipeline a step calls all blocks, or none" in found["early"]
+    assert "return None to leave a batch out" in found["loss"]
+
+
+# -- waits ------------------------------------------------------------------------------------------------------------
+
+
+def wait() -> Any:
+    """Rank 1 sends nothing; rank 0 reports for what it waits, and ends at the limit, which closes its connections."""
+    here = world()
+    if here.rank:
+        transfers = Transfers(here)
+        with pytest.raises(PeerLost, match="rank 1 of 2, receive of microbatch 4: the connection"):
+            transfers.complete(transfers.expect(torch.zeros(2), 0, "forward", 1, "receive of microbatch 4"))
+        return None
+    transfers, reports = Transfers(here, timeout=timedelta(seconds=1)), []
+
+    def report() -> None:
+        deadline = time.monotonic() + 20
+        while not reports and time.monotonic() < deadline:
+            pending = heartbeat.diagnosis().pending
+            reports.extend([pending] if "microbatch" in pending else [])
+
+    thread = threading.Thread(target=report)
+    thread.start()
+    expected = transfers.expect(torch.zeros(2), 1, "forward", 1, "receive of microbatch 3")
+    with pytest.raises(RuntimeError) as error:
+        transfers.complete(expected)
+    thread.join()
+    return reports, error.value.__notes__, heartbeat.diagnosis().pending
+
+
+def test_a_wait_has_a_limit_and_a_hang_report_names_the_microbatch() -> None:
+    reports, notes, after = run_ranks(wait, 2)[0]
+    assert reports == ["receive of microbatch 3"]
+    assert notes == ["rank 0 of 2, receive of microbatch 3"]
+    assert "microbatch" not in after
