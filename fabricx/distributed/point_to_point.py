@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final, final
@@ -69,11 +68,12 @@ class Transfers:
         if world.silent and world.size > 1 and not channels:
             raise ValueError("transfers by NCCL need groups of their own for each direction: pass open_channels(...)")
         self._world, self._channels, self._limit = world, dict(channels or {}), timeout
-        self._sent: deque[tuple[Any, Tensor, str]] = deque()
+        self._sent: dict[int, tuple[Any, Tensor, str]] = {}  # by number, in the order of the sends
+        self._number = 0
         self.sent_bytes = 0
 
-    def begin_send(self, tensor: Tensor, to: int, channel: str, tag: int, event: str) -> None:
-        """Begin to send a tensor; it must not be changed until `finish`.
+    def begin_send(self, tensor: Tensor, to: int, channel: str, tag: int, event: str) -> int:
+        """Begin to send a tensor; it must not be changed until the send has ended.
 
         Args:
             tensor: without a graph.
@@ -82,11 +82,15 @@ class Transfers:
             tag: number of the kind of message.
             event: description for error messages and reports of a hang.
 
+        Returns:
+            number of the send, for `end_send`.
+
         Raises:
             PeerLost: the connection to the rank was lost.
         """
+        self._number += 1
         if not tensor.numel():
-            return
+            return self._number
         raw = _raw(tensor.detach().contiguous())
         self.sent_bytes += raw.numel() * raw.element_size()
         try:
@@ -94,7 +98,8 @@ class Transfers:
         except RuntimeError as error:
             self._fail(error, event)
             raise
-        self._sent.append((work, raw, event))
+        self._sent[self._number] = work, raw, event
+        return self._number
 
     def expect(self, tensor: Tensor, source: int, channel: str, tag: int, event: str) -> Expected:
         """Begin to receive a tensor.
@@ -132,20 +137,29 @@ class Transfers:
             self._wait(expected.work, expected.event)
         return expected.tensor
 
-    def finish(self, newest: int = 0) -> None:
-        """Wait until sent tensors were received.
+    def end_send(self, number: int) -> None:
+        """Wait until a sent tensor was received, and release its memory.
 
         Args:
-            newest: number of sends that may still be under way.
+            number: result of `begin_send`.
 
         Raises:
             PeerLost: a rank has died, or the group was aborted.
-            RuntimeError: a tensor was not received within the timeout.
+            RuntimeError: the tensor was not received within the timeout.
         """
-        while len(self._sent) > newest:
-            work, _, event = self._sent[0]
+        if number in self._sent:
+            work, _, event = self._sent[number]
             self._wait(work, event)
-            self._sent.popleft()
+            del self._sent[number]
+
+    def finish(self, newest: int = 0) -> None:
+        """Wait until sent tensors were received; errors are those of `end_send`.
+
+        Args:
+            newest: number of sends that may still be under way.
+        """
+        for number in list(self._sent)[: max(len(self._sent) - newest, 0)]:
+            self.end_send(number)
 
     @property
     def under_way(self) -> int:

@@ -179,7 +179,8 @@ class Pipeline:
             return
         for one in (action, following):
             if one is not None and one.kind == "forward":
-                passes[one[1:]].expect_arguments()
+                if not passes[one[1:]].expect_arguments():
+                    return  # messages arrive in the order of the forwards
             elif one is not None and one.kind != "weight_gradient":
                 passes[one[1:]].expect_gradients()
 
@@ -242,7 +243,9 @@ class Pipeline:
             self._pass = None
         if now.ended:
             raise RuntimeError(_SWALLOWED)
-        if now.reached and not self._is_last(now):
+        if not now.reached:
+            now.pass_by()
+        elif not self._is_last(now):
             raise ValueError(
                 f"the step has ended before it called {self.chain.blocks[self.cuts[now.chunk][1]]}; in a pipeline a "
                 "step calls all blocks, or none"

@@ -41,8 +41,8 @@ class Links:
         self.transfers, self.rank, self.stages, self.device = transfers, rank, stages, device
         self.headers: dict[tuple[int, Any], Header] = {}
 
-    def post(self, tensor: Tensor, kind: str, chunk: int, to: int, microbatch: int) -> None:
-        """Begin to send a tensor to a neighbouring chunk.
+    def post(self, tensor: Tensor, kind: str, chunk: int, to: int, microbatch: int) -> int:
+        """Begin to send a tensor to a neighbouring chunk; returns the number of the send.
 
         Args:
             tensor: without a graph.
@@ -52,7 +52,7 @@ class Links:
             microbatch: for error messages.
         """
         event = f"send of the {kind} of microbatch {microbatch} from stage {self.rank} to stage {to % self.stages}"
-        self.transfers.begin_send(tensor, to % self.stages, self._channel(chunk, to), self._tag(kind, to), event)
+        return self.transfers.begin_send(tensor, to % self.stages, self._channel(chunk, to), self._tag(kind, to), event)
 
     def expect(self, tensor: Tensor, kind: str, source: int, chunk: int, microbatch: int) -> Expected:
         """Begin to receive a tensor from a neighbouring chunk.
@@ -127,6 +127,7 @@ class Pass:
         self.output: Any = None  # of the step, on the last stage
         self.sent: list[Tensor] = []  # derived arguments of the next chunk
         self.received: list[Tensor] = []
+        self._sends: list[int] = []  # numbers of the sends of `sent`
         self._chain, self._links, self._key, self._seed = chain, links, key, seed
         self._begin, self._end = cuts[chunk]
         self._last = chunk == len(cuts) - 1
@@ -223,12 +224,14 @@ class Pass:
         before, value = self._replaced.get(id(leaf), (None, None))
         return value if before is leaf and before is not None else leaf
 
-    def expect_arguments(self) -> None:
-        """Begin to receive the arguments of the first block, if their shapes are known already."""
-        if self._arguments is None and self.chunk and self._key is not None:
-            known = self._links.headers.get((self.chunk - 1, self._key))
-            if known is not None:
-                self._arguments = self._expected(known)
+    def expect_arguments(self) -> bool:
+        """Begin to receive the arguments of the first block; returns False if their shapes are not known yet."""
+        if self._arguments is None and self.chunk:
+            known = self._links.headers.get((self.chunk - 1, self._key)) if self._key is not None else None
+            if known is None:
+                return False
+            self._arguments = self._expected(known)
+        return True
 
     def _expected(self, header: Header) -> list[Expected]:
         tensors = [
@@ -285,6 +288,20 @@ class Pass:
 
         return mapped(template, change)
 
+    def pass_by(self) -> None:
+        """Exchange the messages of a step that has not called the blocks, which the next stage may expect already."""
+        if self._key is None:
+            return
+        if self.chunk and (self.chunk - 1, self._key) in self._links.headers:
+            self.expect_arguments()
+            for arriving in self._arguments or ():
+                self._links.transfers.complete(arriving)
+        if not self._last and (self.chunk, self._key) in self._links.headers:
+            for kind, *content in self._links.headers[self.chunk, self._key]["arguments"]:
+                if kind == "tensor":
+                    empty = torch.zeros(content[0], dtype=getattr(torch, content[1]), device=self._links.device)
+                    self._links.post(empty, "activation", self.chunk, self.chunk + 1, self.microbatch)
+
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def expect_gradients(self) -> None:
@@ -301,7 +318,11 @@ class Pass:
     def gradients(self) -> list[Tensor | None]:
         """Receive the gradients of the tensors that were sent."""
         self.expect_gradients()
-        return [one and self._links.transfers.complete(one) for one in self._gradients or ()]
+        gradients = [one and self._links.transfers.complete(one) for one in self._gradients or ()]
+        if any(gradient is not None for gradient in gradients):  # the next stage has received what was sent before
+            while self._sends:
+                self._links.transfers.end_send(self._sends.pop())
+        return gradients
 
     def send_gradients(self) -> None:
         """Send the gradients of the received tensors, and forget all tensors."""
@@ -344,7 +365,8 @@ class Pass:
             )
         for value in values:
             if isinstance(value, Tensor):
-                self._links.post(value, "activation", self.chunk, self.chunk + 1, self.microbatch)
+                send = self._links.post(value, "activation", self.chunk, self.chunk + 1, self.microbatch)
+                self._sends.append(send)
                 self.sent.append(value)
 
 

@@ -175,9 +175,7 @@ class Trace(TorchDispatchMode):
         for tensor in inputs:
             derived |= self._use(_storage(tensor), func)
         if self._position < len(self._names) and any(tag in func.tags for tag in _CHANGING):
-            # Indexing has these tags, too, and depends on values with a mask only.
-            masked = any(tensor.dtype in (torch.bool, torch.uint8) for tensor in inputs[1:])
-            self.changing = self.changing or masked or func.__name__ != "index.Tensor"
+            self.changing = self.changing or _depends_on_values(func.__name__, inputs)
         output = func(*args, **(kwargs or {}))
         if derived:
             for _, leaf in leaves(output):
@@ -304,6 +302,13 @@ def _logs(module: Any, trace: Trace) -> Iterator[None]:
                 del vars(module)[name]
             else:
                 vars(module)[name] = own
+
+
+def _depends_on_values(name: str, inputs: Sequence[Tensor]) -> bool:
+    """Return whether an operator with a tag of `_CHANGING` has shapes, or a number, that depend on values."""
+    if name == "index.Tensor":  # with a mask only
+        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in inputs[1:])
+    return not (name == "_local_scalar_dense.default" and inputs[0].dtype is torch.bool)  # a condition
 
 
 def _detached(path: Path, leaf: Any) -> Any:

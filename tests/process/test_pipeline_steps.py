@@ -25,6 +25,7 @@ from tests.process.stages import LENGTH, WIDTH, Language, batches, compute, divi
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 ROWS = 8
+UNEVEN = (8, 7, 5, 7, 8, 2, 1, 8)  # rows of batches, whose microbatches have known and new shapes
 
 
 def world() -> World:
@@ -173,10 +174,19 @@ def traffic() -> dict[str, Any]:
         sizes.append(pipeline.transfers.sent_bytes - before)
     pipeline.module.head.requires_grad_(False)
     compute(pipeline, batches(ROWS)[0], 0)
+    uneven = divided(make(Language), batches(ROWS)[0], microbatches=3)
+    rows = [compute(uneven, batches(ROWS)[0][:count], 0) for count in UNEVEN]
     ragged = divided(make(Ragged), batches(ROWS)[0])
     changed = [compute(ragged, batch, 0) for batch in batches(ROWS)[:4]]
     losses = [output and output["loss"].item() for output in changed]
-    return {"frozen": frozen["sent"], "sizes": sizes, "ragged": losses, "changing": ragged.chain.changing}
+    uneven_losses = [output and output["loss"].item() for output in rows]
+    return {
+        "uneven": uneven_losses,
+        "frozen": frozen["sent"],
+        "sizes": sizes,
+        "ragged": losses,
+        "changing": ragged.chain.changing,
+    }
 
 
 def test_gradients_of_frozen_stages_are_not_sent_and_shapes_are_announced_once() -> None:
@@ -188,6 +198,8 @@ def test_gradients_of_frozen_stages_are_not_sent_and_shapes_are_announced_once()
     assert short_batch == elements * 6 // 8
     assert whole_header > whole_batch
     assert short_header > short_batch
+    expected = [make(Language).training_step(batches(ROWS)[0][:count], 0)["loss"].item() for count in UNEVEN]
+    assert last["uneven"] == pytest.approx(expected, abs=1e-12)
     module = make(Ragged)
     expected = []
     for batch in batches(ROWS)[:4]:
