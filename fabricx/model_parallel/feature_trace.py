@@ -114,7 +114,7 @@ class FeatureTrace(TorchFunctionMode):
 
     def _layer(self, out: Tensor, inputs: Tensor, bias: Tensor | None, name: str) -> bool:
         """Note a call of a layer; returns False for an operation like any other."""
-        features = self._features.get(id(inputs))
+        features = self._features_of(inputs)
         last = inputs.dim() - 1
         if not name or (features is not None and features.dims and last not in features.dims[:1]):
             if name:
@@ -140,9 +140,16 @@ class FeatureTrace(TorchFunctionMode):
         self._kept.append(tensor)
         self._features[id(tensor)] = features
 
+    def _features_of(self, tensor: Tensor) -> Features | None:
+        features = self._features.get(id(tensor))
+        if features is not None and isinstance(tensor.grad_fn, torch.autograd.function.BackwardCFunction):
+            return features.without_dims(f"the autograd function {type(tensor.grad_fn).__name__}")
+        return features
+
     def _follow(self, func: Any, args: Any, options: dict[str, Any], out: Any) -> None:
         read = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
-        tracked = [(tensor, self._features[id(tensor)]) for tensor in read if id(tensor) in self._features]
+        found = [(tensor, self._features_of(tensor)) for tensor in read]
+        tracked = [(tensor, features) for tensor, features in found if features is not None]
         if not tracked:
             return
         if func is F.cross_entropy:

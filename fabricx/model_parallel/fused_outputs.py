@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fabricx.model_parallel.feature_dims import Features, Index, indices, permuted, sections, viewed
 from fabricx.model_parallel.feature_trace import CHUNKS, PERMUTES, SPLITS, VIEWS
+from fabricx.model_parallel.local_rules import ELEMENTWISE, basic_index
 from fabricx.model_parallel.sharded_activations import Activations
-
-ELEMENTWISE: Final[set[Any]] = {
-    Tensor.contiguous, Tensor.clone, torch.clone, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double,
-    Tensor.detach, Tensor.clamp, torch.clamp,
-}  # fmt: skip
+from fabricx.model_parallel.sharded_tensor import ShardedTensor
 
 
 def fused_output(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -32,19 +28,17 @@ def fused_output(activations: Activations, func: Any, args: Sequence[Any], optio
     Returns:
         the result; NotImplemented if the function needs the parts in the order of the whole tensor.
     """
-    fused: DTensor = args[0]
-    marked = activations.parts_of(fused)
-    assert marked is not None
-    dim, parts = marked
+    fused: ShardedTensor = args[0]
+    dim, parts = fused.sharded_dim, fused.parts
     if func in VIEWS:
         return _view(
-            activations, fused, dim, parts, func(fused.new_empty(fused.shape, device="meta"), *args[1:], **options)
+            activations, fused, dim, parts, func(torch.empty(fused.shape, device="meta"), *args[1:], **options)
         )
     if func in PERMUTES:
         moved = permuted(Features((), (dim,)), func, [torch.empty(fused.shape, device="meta"), *args[1:]], options)
-        return activations.sharded(func(fused.to_local(), *args[1:], **options), moved.dims[0], parts)
-    if func in ELEMENTWISE and not any(isinstance(arg, Tensor) for arg in args[1:]):
-        return activations.sharded(func(fused.to_local(), *args[1:], **options), dim, parts)
+        return activations.sharded(func(fused.local, *args[1:], **options), moved.dims[0], parts)
+    if func in ELEMENTWISE and not any(isinstance(value, Tensor) for value in (*args[1:], *options.values())):
+        return activations.sharded(func(fused.local, *args[1:], **options), dim, parts)
     if func is Tensor.__getitem__:
         found = indices(fused.shape, args[1])
         return NotImplemented if found is None else _indexed(activations, fused, dim, parts, found)
@@ -54,12 +48,12 @@ def fused_output(activations: Activations, func: Any, args: Sequence[Any], optio
 
 
 def _split(
-    activations: Activations, fused: DTensor, dim: int, parts: tuple[int, ...], func: Any, args: Sequence[Any],
+    activations: Activations, fused: ShardedTensor, dim: int, parts: tuple[int, ...], func: Any, args: Sequence[Any],
     options: dict[str, Any],
 ) -> Any:  # fmt: skip
     along = (args[2] if len(args) > 2 else options.get("dim", 0)) % fused.dim()
     if along != dim:
-        pieces = func(fused.to_local(), *args[1:], **options)
+        pieces = func(fused.local, *args[1:], **options)
         return type(pieces)(activations.sharded(piece, dim, parts) for piece in pieces)
     sizes = [piece.shape[dim] for piece in func(torch.empty(fused.shape, device="meta"), *args[1:], **options)]
     found = [_range(activations, fused, dim, parts, *ends) for ends in sections(sum(parts), tuple(sizes))]
@@ -67,7 +61,7 @@ def _split(
 
 
 def _range(
-    activations: Activations, fused: DTensor, dim: int, parts: tuple[int, ...], begin: int, end: int
+    activations: Activations, fused: ShardedTensor, dim: int, parts: tuple[int, ...], begin: int, end: int
 ) -> Any:  # fmt: skip
     """Return a range of whole parts; None if it begins or ends within a part."""
     ends = [0]
@@ -77,12 +71,12 @@ def _range(
         return None
     ranks = activations.world.size
     taken = parts[ends.index(begin) : ends.index(end)]
-    local = fused.to_local().narrow(dim, begin // ranks, (end - begin) // ranks)
+    local = fused.local.narrow(dim, begin // ranks, (end - begin) // ranks)
     return activations.sharded(local, dim, taken if len(taken) > 1 else ())
 
 
 def _indexed(
-    activations: Activations, fused: DTensor, dim: int, parts: tuple[int, ...], found: list[Index]
+    activations: Activations, fused: ShardedTensor, dim: int, parts: tuple[int, ...], found: list[Index]
 ) -> Any:  # fmt: skip
     [entry] = [entry for entry in found if entry.dim == dim]
     if entry.drops or entry.step != 1:
@@ -90,21 +84,13 @@ def _indexed(
     taken = _range(activations, fused, dim, parts, entry.begin, entry.end)
     if taken is None:
         return NotImplemented
-    index: list[Any] = []
-    for each in found:
-        if each.dim is None:
-            index.append(None)
-        elif each.drops:
-            index.append(each.begin)
-        else:
-            index.append(slice(None) if each.dim == dim else slice(each.begin, each.end, each.step))
+    index = [basic_index(each, each is entry) for each in found]
     moved = sum(not each.drops for each in found[: found.index(entry)])
-    marked = activations.parts_of(taken)
-    return activations.sharded(taken.to_local()[tuple(index)], moved, marked[1] if marked else ())
+    return activations.sharded(taken.local[tuple(index)], moved, taken.parts)
 
 
 def _view(
-    activations: Activations, fused: DTensor, dim: int, parts: tuple[int, ...], target: Tensor
+    activations: Activations, fused: ShardedTensor, dim: int, parts: tuple[int, ...], target: Tensor
 ) -> Any:  # fmt: skip
     """Return a view; where each part becomes an element of a dim of its own, the next dim is sharded."""
     after, ranks = viewed(Features((), (dim,)), fused.shape, target.shape), activations.world.size
@@ -117,8 +103,8 @@ def _view(
     units = tuple(part // size for part in parts)
     if all(unit % ranks == 0 for unit in units):
         shape[outer] = sum(units) // ranks
-        return activations.sharded(fused.to_local().reshape(shape), outer, units)
+        return activations.sharded(fused.local.reshape(shape), outer, units)
     if set(units) == {1} and inner and shape[inner[0]] % ranks == 0:
         shape[inner[0]] //= ranks
-        return activations.sharded(fused.to_local().reshape(shape), inner[0])
+        return activations.sharded(fused.local.reshape(shape), inner[0])
     return NotImplemented

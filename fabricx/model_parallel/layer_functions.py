@@ -9,14 +9,13 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn import functional as F  # noqa: N812
 
 from fabricx.model_parallel.parallel_layers import Layer
 from fabricx.model_parallel.placement import Placement, share
 from fabricx.model_parallel.sharded_activations import Activations
 from fabricx.model_parallel.sharded_attention import HEADS, attend, local_mask
-from fabricx.model_parallel.tensor_collectives import copied, summed
+from fabricx.model_parallel.tensor_collectives import copied, scattered_sum, summed
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class LayerFunctions:
 
         Args:
             weight: the sharded weight.
-            input: ordinary or DTensor, shape [..., features].
+            input: ordinary or sharded, shape [..., features].
             local: shard of the weight on this rank.
             bias: shard of the bias; the whole bias of a rowwise layer; or None.
         """
@@ -74,7 +73,7 @@ class LayerFunctions:
         Args:
             weight: the sharded weight.
             bias: shard of the bias; the whole bias of a rowwise layer.
-            input: ordinary or DTensor, shape [rows, features].
+            input: ordinary or sharded, shape [rows, features].
             local: shard of the weight on this rank.
         """
         if weight.layer.style == "rowwise":
@@ -121,12 +120,12 @@ class LayerFunctions:
         """Return the input of sharded layers; layers that follow each other on the same input share a backward sum.
 
         Args:
-            input: ordinary or DTensor.
+            input: ordinary or sharded.
         """
         key = (input, input._version, torch.is_grad_enabled())
         if self._copy is None or self._input[0] is not input or self._input[1:] != key[1:]:
             self._input = key
-            self._copy = self._activations.input_of(input) if isinstance(input, DTensor) else copied(input, self._world)
+            self._copy = self._activations.input_of(input)
         return self._copy
 
     def _shard(self, input: Any) -> Tensor:
@@ -140,10 +139,9 @@ class LayerFunctions:
 
     def _rowwise(self, output: Tensor, bias: Tensor | None) -> Any:
         if self.sequence and output.dim() > 2:
-            mesh = self._activations.mesh
-            partial: DTensor = DTensor.from_local(output, mesh, [Partial()], run_check=False)
-            total: Any = partial.redistribute(placements=[Shard(1)])
-            return total if bias is None else total + self._activations.replicated(bias)
+            local = scattered_sum(output, self._world, 1)
+            local = local if bias is None else local + copied(bias, self._world)
+            return self._activations.sharded(local, 1, (), output.shape)
         total = summed(output, self._world)
         return total if bias is None else total + bias
 
@@ -210,10 +208,13 @@ class LayerFunctions:
         output = self._rowwise(F.linear(attended if batched else attended.squeeze(1), out_proj_weight), out_proj_bias)
         if dropped is None:
             return output, None
-        shown: Any = self._activations.sharded(dropped, 1)
         if average_attn_weights:
-            shown = self._activations.whole(shown.mean(1))
-        return output, shown if batched else shown.squeeze(0)
+            shown: Any = summed(dropped.sum(1), self._world) / num_heads
+        else:
+            shown = self._activations.sharded(dropped, 1)
+        if not batched:
+            shown = self._activations.whole(shown).squeeze(0)
+        return output, shown
 
     def _mask(self, attention: Any, padding: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """Return the sum of the masks of torch's layer (True: do not attend) for this rank's heads."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from fabricx.model_parallel.sharded_activations import Activations
+from fabricx.model_parallel.sharded_tensor import ShardedTensor
 
 HEADS: Final = -3  # dim of heads in [..., heads, length, features of a head]
 
@@ -75,7 +76,7 @@ def local_mask(activations: Activations, mask: Any, heads: int) -> Any:
 
     Args:
         activations: of the group.
-        mask: for all heads, or with a single head for all of them; ordinary or DTensor; None without.
+        mask: for all heads, or with a single head for all of them; ordinary or sharded; None without.
         heads: number of all heads.
     """
     if mask is None:
@@ -83,9 +84,7 @@ def local_mask(activations: Activations, mask: Any, heads: int) -> Any:
     own = mask.dim() >= -HEADS and mask.shape[HEADS] == heads and heads > 1
     if own:
         return activations.shard_of(mask, mask.dim() + HEADS)
-    if activations.dim_of(mask) is None and not mask.requires_grad:
-        return activations.whole(mask)
-    return activations.input_of(activations.replicated(mask))
+    return activations.input_of(mask)
 
 
 def scaled_dot_product_attention(
@@ -108,7 +107,9 @@ def scaled_dot_product_attention(
     Returns:
         the attention of all heads, sharded by heads; NotImplemented if the tensors are sharded in another way.
     """
-    if activations.dim_of(query) != query.dim() + HEADS or query.shape[HEADS] % activations.world.size:
+    if not isinstance(query, ShardedTensor) or query.sharded_dim != query.dim() + HEADS:
+        return NotImplemented
+    if not activations.is_even(query):
         return NotImplemented
     heads = query.shape[HEADS]
     if any(tensor.shape[HEADS] % activations.world.size or tensor.dim() != query.dim() for tensor in (key, value)):
@@ -116,6 +117,6 @@ def scaled_dot_product_attention(
     key, value = (activations.shard_of(tensor, tensor.dim() + HEADS) for tensor in (key, value))
     mask = local_mask(activations, attn_mask, heads)
     output, _ = attend(
-        activations, query.to_local(), key, value, mask, dropout_p, is_causal, scale, grouped=enable_gqa
+        activations, query.local, key, value, mask, dropout_p, is_causal, scale, grouped=enable_gqa
     )  # fmt: skip
     return activations.sharded(output, output.dim() + HEADS)

@@ -6,24 +6,20 @@ Source: Shoeybi et al., "Megatron-LM", 2019, section 3 (parallel cross-entropy).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812
 
 from fabricx.model_parallel.feature_dims import indices
 from fabricx.model_parallel.feature_trace import VIEWS
+from fabricx.model_parallel.local_rules import ELEMENTWISE, basic_index
 from fabricx.model_parallel.placement import share
 from fabricx.model_parallel.sharded_activations import Activations
+from fabricx.model_parallel.sharded_tensor import ShardedTensor
 from fabricx.model_parallel.tensor_collectives import summed
-
-ELEMENTWISE: Final[set[Any]] = {
-    Tensor.contiguous, Tensor.clone, torch.clone, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.to,
-    Tensor.detach, Tensor.div, Tensor.__truediv__, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.tanh, Tensor.tanh,
-}  # fmt: skip
 
 
 def logits_output(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -38,8 +34,8 @@ def logits_output(activations: Activations, func: Any, args: Sequence[Any], opti
     Returns:
         the result; NotImplemented if the function needs all classes.
     """
-    logits: DTensor = args[0]
-    classes, local = logits.shape[-1], logits.to_local()
+    logits: ShardedTensor = args[0]
+    classes, local = logits.shape[-1], logits.local
     if func is F.cross_entropy:
         return cross_entropy(activations, *args, **options)
     if func in VIEWS:
@@ -54,21 +50,17 @@ def logits_output(activations: Activations, func: Any, args: Sequence[Any], opti
         if found[-1].drops or found[-1].step != 1 or local.shape[-1] == 0:
             return NotImplemented
         shape = torch.empty(logits.shape, device="meta")[args[1]].shape
-        index = [None if each.dim is None else _range(each) for each in found[:-1]]
+        index = [basic_index(each) for each in found[:-1]]
         return _logits(activations, local[tuple(index)], shape)
     return NotImplemented
 
 
-def _range(entry: Any) -> int | slice:
-    return entry.begin if entry.drops else slice(entry.begin, entry.end, entry.step)
-
-
-def _logits(activations: Activations, local: Tensor, shape: Sequence[int]) -> DTensor:
+def _logits(activations: Activations, local: Tensor, shape: Sequence[int]) -> ShardedTensor:
     return activations.sharded(local, len(shape) - 1, (shape[-1],), tuple(shape))
 
 
 def cross_entropy(
-    activations: Activations, input: DTensor, target: Tensor, weight: Tensor | None = None,
+    activations: Activations, input: ShardedTensor, target: Tensor, weight: Tensor | None = None,
     size_average: Any = None, ignore_index: int = -100, reduce: Any = None, reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
@@ -89,9 +81,9 @@ def cross_entropy(
         the loss, equal on all ranks; NotImplemented for options that need all classes.
     """
     special = weight is not None or size_average is not None or reduce is not None or label_smoothing
-    if special or input.dim() > 2 or target.dim() != input.dim() - 1 or isinstance(target, DTensor):
+    if special or input.dim() > 2 or target.dim() != input.dim() - 1 or isinstance(target, ShardedTensor):
         return NotImplemented
-    world, local = activations.world, input.to_local()
+    world, local = activations.world, input.local
     if torch.is_autocast_enabled(local.device.type):
         local = local.float()
     computed = local if local.dtype in (torch.float32, torch.float64) else local.float()

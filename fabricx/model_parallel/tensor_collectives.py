@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 
 from fabricx.distributed.lost_peers import raise_peer_lost
 from fabricx.distributed.world import World
@@ -56,6 +55,34 @@ def gathered(tensor: Tensor, world: World) -> list[Tensor]:
     return parts
 
 
+def scattered(tensor: Tensor, world: World, dim: int) -> Tensor:
+    """Return this rank's shard of the sum over all ranks; not differentiable.
+
+    Args:
+        tensor: same shape on all ranks.
+        world: ranks of the group.
+        dim: to shard.
+
+    Raises:
+        PeerLost: another rank has died.
+    """
+    size = tensor.shape[dim]
+    each = -(-size // world.size)
+    rows = tensor.movedim(dim, 0)
+    if each * world.size != size:
+        rows = torch.cat([rows, rows.new_zeros((each * world.size - size, *rows.shape[1:]))])
+    total = rows.new_empty((each, *rows.shape[1:]))
+    # torch 2.13 has a new name for it and warns about the old name.
+    reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    try:
+        reduce_scatter(total, rows.contiguous(), group=world.group)
+    except RuntimeError as error:
+        raise_peer_lost(error, f"rank {world.rank} of {world.size} of a tensor-parallel group, reduce_scatter")
+        raise
+    begin, end = share(size, world.rank, world.size)
+    return total[: end - begin].movedim(0, dim).contiguous()
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, world: World) -> Tensor:
@@ -79,16 +106,63 @@ class _Sum(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, world: World, features: int) -> Tensor:
-        ctx.world, ctx.features = world, features
-        each = -(-features // world.size)
-        parts = gathered(F.pad(tensor, (0, each - tensor.shape[-1])), world)
-        return torch.cat(parts, -1)[..., :features].contiguous()
+    def forward(ctx: Any, tensor: Tensor, world: World, size: int, dim: int) -> Tensor:
+        ctx.world, ctx.size, ctx.dim = world, size, dim
+        return _joined(tensor, world, size, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
+        return _own(gradients[0], ctx.world, ctx.dim).contiguous(), None, None, None
+
+
+class _GatherInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, world: World, size: int, dim: int) -> Tensor:
+        ctx.world, ctx.dim = world, dim
+        return _joined(tensor, world, size, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
+        return scattered(gradients[0], ctx.world, ctx.dim), None, None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, world: World, dim: int) -> Tensor:
+        ctx.world, ctx.size, ctx.dim = world, tensor.shape[dim], dim
+        return scattered(tensor, world, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
-        begin, end = share(ctx.features, ctx.world.rank, ctx.world.size)
-        return gradients[0][..., begin:end].contiguous(), None, None
+        return _joined(gradients[0], ctx.world, ctx.size, ctx.dim), None, None
+
+
+class _Slice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, world: World, dim: int) -> Tensor:
+        ctx.world, ctx.size, ctx.dim = world, tensor.shape[dim], dim
+        return _own(tensor, world, dim).clone()  # a view could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+        return _joined(gradients[0], ctx.world, ctx.size, ctx.dim), None, None
+
+
+def _own(tensor: Tensor, world: World, dim: int) -> Tensor:
+    begin, end = share(tensor.shape[dim], world.rank, world.size)
+    return tensor.narrow(dim, begin, end - begin)
+
+
+def _joined(tensor: Tensor, world: World, size: int, dim: int) -> Tensor:
+    """Return the shards of all ranks side by side; shards are padded to the largest, since gloo needs equal sizes."""
+    each = -(-size // world.size)
+    missing = each - tensor.shape[dim]
+    if missing:
+        shape = list(tensor.shape)
+        shape[dim] = missing
+        tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    whole = torch.cat(gathered(tensor, world), dim)
+    return whole if whole.shape[dim] == size else whole.narrow(dim, 0, size).clone()
 
 
 def copied(tensor: Tensor, world: World) -> Tensor:
@@ -113,13 +187,53 @@ def summed(tensor: Tensor, world: World) -> Tensor:
     return output
 
 
-def joined(tensor: Tensor, world: World, features: int) -> Tensor:
-    """Return the features of all ranks; the backward selects this rank's features.
+def joined(tensor: Tensor, world: World, size: int, dim: int) -> Tensor:
+    """Return the shards of all ranks as an ordinary tensor; the backward selects this rank's shard.
 
     Args:
-        tensor: features of this rank in the last dim, as `share` divides them.
+        tensor: shard of this rank, as `share` divides the dim.
         world: ranks of the group.
-        features: of all ranks.
+        size: of the dim, over all ranks.
+        dim: that is sharded.
     """
-    output: Tensor = _Gather.apply(tensor, world, features)  # type: ignore[no-untyped-call]
+    output: Tensor = _Gather.apply(tensor, world, size, dim)  # type: ignore[no-untyped-call]
+    return output
+
+
+def sliced(tensor: Tensor, world: World, dim: int) -> Tensor:
+    """Return this rank's shard of an ordinary tensor; the backward gathers the gradients of all ranks.
+
+    Args:
+        tensor: equal on all ranks.
+        world: ranks of the group.
+        dim: to shard.
+    """
+    if not tensor.requires_grad:
+        return _own(tensor, world, dim)
+    output: Tensor = _Slice.apply(tensor, world, dim)  # type: ignore[no-untyped-call]
+    return output
+
+
+def joined_input(tensor: Tensor, world: World, size: int, dim: int) -> Tensor:
+    """Return the shards of all ranks as the input of sharded layers; the backward sums over ranks, and shards the sum.
+
+    Args:
+        tensor: shard of this rank.
+        world: ranks of the group.
+        size: of the dim, over all ranks.
+        dim: that is sharded.
+    """
+    output: Tensor = _GatherInput.apply(tensor, world, size, dim)  # type: ignore[no-untyped-call]
+    return output
+
+
+def scattered_sum(tensor: Tensor, world: World, dim: int) -> Tensor:
+    """Return this rank's shard of the sum over ranks; the backward gathers the gradients of all ranks.
+
+    Args:
+        tensor: summand of this rank.
+        world: ranks of the group.
+        dim: to shard.
+    """
+    output: Tensor = _ScatterSum.apply(tensor, world, dim)  # type: ignore[no-untyped-call]
     return output

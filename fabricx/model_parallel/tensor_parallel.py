@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F  # noqa: N812
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
@@ -24,7 +23,8 @@ from fabricx.model_parallel.parallel_layers import placements_of
 from fabricx.model_parallel.placement import Placement
 from fabricx.model_parallel.sharded_activations import Activations
 from fabricx.model_parallel.sharded_functions import SIZES, ShardedFunctions
-from fabricx.model_parallel.tensor_collectives import gathered
+from fabricx.model_parallel.sharded_tensor import ShardedTensor
+from fabricx.model_parallel.tensor_collectives import gathered, sliced
 from fabricx.model_parallel.tensor_plan import TensorPlan, check_not_compiled
 
 _OUTSIDE = (
@@ -32,6 +32,7 @@ _OUTSIDE = (
     "training_step, validation_step, test_step or predict_step. If this is a recomputation of activation "
     "checkpointing, use use_reentrant=False"
 )
+_LAYERS: Final = {*SIZES, F.linear, torch.addmm, F.embedding, F.multi_head_attention_forward}
 
 
 @final
@@ -61,8 +62,8 @@ class TensorParallel:
         self._module, self._world = module, world
         self._activations = Activations(world)
         self._functions = LayerFunctions(self._activations)
-        self._mode = ShardedFunctions(self._activations, self._layer, self._weight)
         self._weights: dict[int, tuple[Tensor, Weight]] = {}
+        self._mode = ShardedFunctions(self._activations, _LAYERS, self._layer, self._weights, self._weight)
         self._hooks: list[Any] = []
         self._depth = 0
         self._shard_parameters(plan)
@@ -144,7 +145,8 @@ class TensorParallel:
                 parameter.data = self.whole(name, parameter.data)
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._weights, self.placements = [], {}, {}
+        self._hooks, self.placements = [], {}
+        self._weights.clear()
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -255,11 +257,8 @@ class TensorParallel:
         return None if found is None else found[1]
 
     def _weight(self, tensor: Any) -> Any:
-        """Return a sharded weight that a function other than its layer's reads, as a DTensor with its global shape."""
-        found = self._weights.get(id(tensor))
-        if found is None:
-            return tensor
-        placement = found[1].placement
+        """Return a sharded weight that a function other than its layer's reads, as a sharded tensor."""
+        placement = self._weights[id(tensor)][1].placement
         parts = placement.parts if len(placement.parts) > 1 else ()
         return self._activations.sharded(tensor, placement.dim, parts, placement.shape)
 
@@ -271,15 +270,13 @@ class TensorParallel:
 
     def _enter_blocks(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         self._functions.sequence = True
-        stream: Any = self._activations.replicated(args[0])
-        return (stream.redistribute(placements=[Shard(1)]), *args[1:])
+        stream = args[0]
+        if isinstance(stream, ShardedTensor):  # a recomputation of the block
+            return args
+        return (self._activations.sharded(sliced(stream, self._world, 1), 1, (), stream.shape), *args[1:])
 
     def _leave_blocks(self, _: nn.Module, __: Any, output: Any) -> Any:
         self._functions.sequence = False
         if isinstance(output, tuple):
-            return (self._gathered(output[0]), *output[1:])
-        return self._gathered(output)
-
-    @staticmethod
-    def _gathered(stream: Any) -> Any:
-        return stream.redistribute(placements=[Replicate()]).to_local() if isinstance(stream, DTensor) else stream
+            return (self._activations.whole(output[0]), *output[1:])
+        return self._activations.whole(output)

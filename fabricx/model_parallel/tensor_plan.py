@@ -139,7 +139,7 @@ def _pairs(
     for name, read in trace.read.items():
         for features in read:
             if features.lost:
-                _add_reason(reasons, features.layers, f"{features.lost} mixes its features before {name} reads them")
+                _add_reason(reasons, features.layers, f"{features.lost}, before {name}, may mix its features")
             else:
                 readers[name] = tuple(dict.fromkeys((*readers.get(name, ()), *features.layers)))
     for name in readers:

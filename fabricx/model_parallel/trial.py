@@ -93,11 +93,10 @@ def check_unchanged(before: Record, after: Record, sharded: Sequence[str], ranks
     """
     tolerance = max(before.tolerance, after.tolerance)
     changed = first_difference(before, after)
-    losses = (before.loss, after.loss)
+    place = f" The first output that differs is that of {changed}." if changed else ""
     if not _close(before.loss, after.loss, tolerance):
-        place = f" The first output that differs is that of {changed}." if changed else ""
         raise StepChanged(
-            f"the loss of the parallelised step is {losses[1]}, and {losses[0]} in one process.{place} "
+            f"the loss of the parallelised step is {after.loss}, and {before.loss} in one process.{place} "
             f"{_REMEDY}{_pattern(changed)}"
         )
     total = math.sqrt(sum(norms[0] ** 2 for norms in before.gradients.values()))
@@ -108,7 +107,7 @@ def check_unchanged(before: Record, after: Record, sharded: Sequence[str], ranks
             if not abs(norm - norms[0]) <= tolerance * max(total, 1e-30):  # True for NaN
                 raise StepChanged(
                     f"the gradient of {name} has the norm {norm} in the parallelised step, and {norms[0]} in one "
-                    f"process. {_REMEDY}{_pattern(name.rpartition('.')[0])}"
+                    f"process.{place} {_REMEDY}{_pattern(changed or name.rpartition('.')[0])}"
                 )
 
 

@@ -163,7 +163,21 @@ def test_features_that_an_operation_mixes_stay_whole_with_the_reason():
     assert "a" not in plan.layers or plan.layers["a"].style == "colwise"
     plan = plan_of(lambda n, x: n.b(n.a(x).transpose(1, 2)), a=(C, T), b=(T, C))
     assert plan.layers == {}
-    assert plan.unsharded["a"].endswith("before b reads them") or plan.unsharded["b"] == "it is applied to each head"
+    assert plan.unsharded["b"] == "it is applied to each head"
+
+
+def test_a_custom_autograd_function_is_not_followed():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    plan = plan_of(lambda n, x: n.b(Double.apply(n.a(x))), a=(C, C), b=(C, C))
+    assert plan.unsharded["a"] == "the autograd function DoubleBackward, before b, may mix its features"
 
 
 def test_a_layer_in_two_roles_stays_whole():

@@ -1,0 +1,350 @@
+"""Functions that each rank computes with its shards only, as hand-written tensor-parallel code does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from fabricx.model_parallel.feature_dims import Features, Index, indices, permuted, viewed
+from fabricx.model_parallel.feature_trace import CHUNKS, NORMS, PERMUTES, SPLITS, UNBINDS, VIEWS
+from fabricx.model_parallel.sharded_activations import Activations
+from fabricx.model_parallel.sharded_tensor import ShardedTensor
+from fabricx.model_parallel.tensor_collectives import copied, summed
+
+Rule = Callable[[Activations, Any, Sequence[Any], dict[str, Any]], Any]
+
+
+def _methods(*names: str) -> set[Any]:
+    """Return the functions of torch, of `torch.nn.functional` and of tensors with these names."""
+    places = (torch, F, Tensor)
+    return {getattr(place, name) for name in names for place in places if hasattr(place, name)}
+
+
+ELEMENTWISE: Final[set[Any]] = _methods(
+    "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "pow", "square", "sqrt", "rsqrt",
+    "reciprocal", "neg", "negative", "abs", "exp", "expm1", "log", "log1p", "sigmoid", "tanh", "erf", "sin", "cos",
+    "relu", "gelu", "silu", "mish", "elu", "selu", "celu", "leaky_relu", "hardswish", "hardsigmoid", "hardtanh",
+    "relu6", "softplus", "logsigmoid", "softsign", "tanhshrink", "clamp", "clip", "clamp_min", "clamp_max", "where",
+    "maximum", "minimum", "masked_fill", "lerp", "addcmul", "sign", "round", "floor", "ceil", "isnan", "isinf",
+    "isfinite", "nan_to_num", "logical_not", "logical_and", "logical_or", "eq", "ne", "lt", "le", "gt", "ge", "clone",
+    "detach", "float", "double", "half", "bfloat16", "to", "type", "contiguous", "zeros_like", "ones_like", "type_as",
+    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__pow__",
+    "__neg__", "__abs__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__invert__", "__and__", "__or__",
+)  # fmt: skip
+IN_PLACE: Final[set[Any]] = _methods(
+    "add_", "sub_", "mul_", "div_", "masked_fill_", "clamp_", "relu_", "neg_", "pow_", "sqrt_", "exp_", "zero_",
+    "fill_", "__iadd__", "__isub__", "__imul__", "__itruediv__",
+)  # fmt: skip
+SOFTMAXES: Final[set[Any]] = _methods("softmax", "log_softmax")
+REDUCTIONS: Final[set[Any]] = _methods("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "norm", "prod")
+PRODUCTS: Final[set[Any]] = _methods("matmul", "bmm", "__matmul__")
+
+
+def local_result(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Compute a function on shards.
+
+    Args:
+        activations: of the group.
+        func: function of torch.
+        args: its arguments; sharded tensors are in the order of the whole tensor.
+        options: its named arguments.
+
+    Returns:
+        the result; NotImplemented if there is no rule, or if the function needs elements of other ranks.
+    """
+    rule = _RULES.get(func) if args else None
+    return NotImplemented if rule is None else rule(activations, func, args, options)
+
+
+def _elementwise(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    values = [*args, *options.values()]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if any(isinstance(value, (list, tuple)) for value in values):
+        return NotImplemented
+    place = _common_place(tensors)
+    if place is None:
+        return NotImplemented
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    if shape[place] == 1:
+        return NotImplemented
+    own = [_operand(activations, value, place, shape[place]) for value in values]
+    given = dict(zip(options, own[len(args) :], strict=True))
+    local = func(*own[: len(args)], **given)
+    return activations.sharded(local, len(shape) + place, (), shape)
+
+
+def _common_place(tensors: Sequence[Tensor]) -> int | None:
+    """Return the sharded dim, counted from the last dim; None if operands are sharded in different dims."""
+    places = {tensor.sharded_dim - tensor.dim() for tensor in tensors if isinstance(tensor, ShardedTensor)}
+    return places.pop() if len(places) == 1 else None
+
+
+def _operand(activations: Activations, value: Any, place: int, size: int) -> Any:
+    """Return this rank's part of an operand; gradients of elements that all ranks read are summed."""
+    if isinstance(value, ShardedTensor):
+        return value.local
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return _read_by_all(activations, value)
+    if value.dim() + place < 0 or value.shape[place] != size:
+        return _read_by_all(activations, value)
+    return activations.shard_of(value, value.dim() + place)
+
+
+def _read_by_all(activations: Activations, value: Any) -> Any:
+    return copied(value, activations.world) if isinstance(value, Tensor) and value.requires_grad else value
+
+
+def _in_place(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    target = args[0]
+    if not isinstance(target, ShardedTensor):
+        return NotImplemented
+    tensors = [value for value in (*args, *options.values()) if isinstance(value, Tensor)]
+    place = _common_place(tensors)
+    if place is None or torch.broadcast_shapes(*(tensor.shape for tensor in tensors)) != target.shape:
+        return NotImplemented
+    size = target.shape[place]
+    own = [_operand(activations, value, place, size) for value in args[1:]]
+    func(target.local, *own, **{name: _operand(activations, value, place, size) for name, value in options.items()})
+    return target
+
+
+def _view(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    tensor: ShardedTensor = args[0]
+    if not isinstance(tensor, ShardedTensor) or not activations.is_even(tensor):
+        return NotImplemented
+    given = tuple(
+        arg.shape if isinstance(arg, Tensor) else tuple(arg) if isinstance(arg, list) else arg for arg in args[1:]
+    )
+    view = Tensor.reshape if func in (Tensor.view_as, Tensor.reshape_as) else func
+    dim, whole = _shape_after(view, tensor.shape, tensor.sharded_dim, given, tuple(options.items()))
+    if dim is None or whole[dim] % activations.world.size:
+        return NotImplemented
+    shape = list(whole)
+    shape[dim] //= activations.world.size
+    local = tensor.local.view(shape) if func is Tensor.view else tensor.local.reshape(shape)
+    return activations.sharded(local, dim, (), whole)
+
+
+@functools.lru_cache(4096)
+def _shape_after(
+    func: Any, shape: tuple[int, ...], dim: int, args: tuple[Any, ...], options: tuple[Any, ...]
+) -> tuple[int | None, tuple[int, ...]]:  # fmt: skip
+    """Return the sharded dim and the shape after a view; None for the dim if other elements are needed."""
+    if any(isinstance(arg, torch.dtype) for arg in (*args, *dict(options).values())):
+        return None, ()
+    whole = tuple(func(torch.empty(shape, device="meta"), *args, **dict(options)).shape)
+    after = viewed(Features((), (dim,)), shape, whole)
+    return (None if after is None else after.dims[0]), whole
+
+
+def _permute(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    tensor: ShardedTensor = args[0]
+    if not isinstance(tensor, ShardedTensor):
+        return NotImplemented
+    given = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in args[1:])
+    moved = _dim_after(func, tensor.dim(), tensor.sharded_dim, given, tuple(options.items()))
+    return _with_size(activations, func(tensor.local, *args[1:], **options), moved, tensor)
+
+
+@functools.lru_cache(4096)
+def _dim_after(func: Any, dims: int, dim: int, args: tuple[Any, ...], options: tuple[Any, ...]) -> int:
+    probe = torch.empty((1,) * dims, device="meta")
+    return permuted(Features((), (dim,)), func, (probe, *args), dict(options)).dims[0]
+
+
+def _split(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    tensor: ShardedTensor = args[0]
+    if func in UNBINDS:
+        dim = args[1] if len(args) > 1 else options.get("dim", 0)
+    else:
+        dim = args[2] if len(args) > 2 else options.get("dim", 0)
+    dim %= tensor.dim()
+    if dim == tensor.sharded_dim:
+        return NotImplemented
+    moved = tensor.sharded_dim - (func in UNBINDS and dim < tensor.sharded_dim)
+    pieces = func(tensor.local, *args[1:], **options)
+    return tuple(_with_size(activations, piece, moved, tensor) for piece in pieces)
+
+
+def _with_size(activations: Activations, local: Tensor, dim: int, before: ShardedTensor) -> ShardedTensor:
+    shape = list(local.shape)
+    shape[dim] = before.shape[before.sharded_dim]
+    return activations.sharded(local, dim, (), shape)
+
+
+def _index(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    tensor = args[0]
+    found = indices(tensor.shape, args[1]) if isinstance(tensor, ShardedTensor) else None
+    if found is None:
+        return NotImplemented
+    [entry] = [entry for entry in found if entry.dim == tensor.sharded_dim]
+    if entry.drops or (entry.begin, entry.end, entry.step) != (0, tensor.shape[tensor.sharded_dim], 1):
+        return NotImplemented
+    local = tensor.local[tuple(basic_index(each, each is entry) for each in found)]
+    moved = sum(not each.drops for each in found[: found.index(entry)])
+    return _with_size(activations, local, moved, tensor)
+
+
+def basic_index(entry: Index, everything: bool = False) -> Any:
+    """Return an entry as an argument of an index.
+
+    Args:
+        entry: of `indices`.
+        everything: whether the whole dim is taken, of which a rank has a shard.
+    """
+    if entry.dim is None:
+        return None
+    if entry.drops:
+        return entry.begin
+    return slice(None) if everything else slice(entry.begin, entry.end, entry.step)
+
+
+def _concatenate(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    tensors, *rest = args
+    kept = [tensor for tensor in tensors if tensor.shape != (0,)]  # caches of keys begin with an empty vector
+    dim = (rest[0] if rest else options.get("dim", 0)) % kept[0].dim()
+    place = _common_place(kept)
+    if place is None or dim == kept[0].dim() + place or len({tensor.dim() for tensor in kept}) > 1:
+        return NotImplemented
+    example = next(tensor for tensor in kept if isinstance(tensor, ShardedTensor))
+    own = [activations.shard_of(tensor, example.sharded_dim) for tensor in kept]
+    return _with_size(activations, torch.cat(own, dim), example.sharded_dim, example)
+
+
+def _expand(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    tensor: ShardedTensor = args[0]
+    if options or not isinstance(tensor, ShardedTensor):
+        return NotImplemented
+    sizes = list(args[1] if isinstance(args[1], (tuple, list)) else args[1:])
+    dim = tensor.sharded_dim + len(sizes) - tensor.dim()
+    if sizes[dim] not in (-1, tensor.shape[tensor.sharded_dim]):
+        return NotImplemented
+    sizes[dim] = -1
+    return _with_size(activations, tensor.local.expand(sizes), dim, tensor)
+
+
+def _softmax(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    dim = args[1] if len(args) > 1 else options.get("dim")
+    if dim is None or not isinstance(dim, int) or dim % args[0].dim() == args[0].sharded_dim:
+        return NotImplemented
+    return _with_size(activations, func(args[0].local, *args[1:], **options), args[0].sharded_dim, args[0])
+
+
+def _norm(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    tensor, shape = args[0], args[1] if len(args) > 1 else options["normalized_shape"]
+    if not isinstance(tensor, ShardedTensor) or tensor.sharded_dim >= tensor.dim() - len(shape):
+        return NotImplemented
+    own = [_read_by_all(activations, value) for value in args[2:]]
+    given = {name: _read_by_all(activations, value) for name, value in options.items()}
+    if any(isinstance(value, ShardedTensor) for value in (*own, *given.values())):
+        return NotImplemented
+    return _with_size(activations, func(tensor.local, *args[1:2], *own, **given), tensor.sharded_dim, tensor)
+
+
+def _reduce(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Reduce other dims than the sharded dim without communication."""
+    tensor = args[0]
+    if not isinstance(tensor, ShardedTensor):
+        return NotImplemented
+    given = args[1] if len(args) > 1 else options.get("dim")
+    if isinstance(given, (bool, torch.dtype, float)) or (given is None and args[1:]):
+        return NotImplemented
+    several = given if isinstance(given, (tuple, list)) else range(tensor.dim()) if given is None else [given]
+    dims = [dim % tensor.dim() for dim in several] or list(range(tensor.dim()))
+    if tensor.sharded_dim in dims:
+        return _sum_over_ranks(activations, func, tensor, args, options)
+    if func in (torch.norm, Tensor.norm):
+        return NotImplemented
+    local = func(tensor.local, *args[1:], **options)
+    gone = 0 if local.dim() == tensor.dim() else sum(dim < tensor.sharded_dim for dim in dims)
+    return _with_size(activations, local, tensor.sharded_dim - gone, tensor)
+
+
+def _sum_over_ranks(
+    activations: Activations, func: Any, tensor: ShardedTensor, args: Sequence[Any], options: dict[str, Any]
+) -> Any:  # fmt: skip
+    """Sum this rank's elements, then over ranks."""
+    if func not in (torch.sum, Tensor.sum, torch.mean, Tensor.mean):
+        return NotImplemented
+    is_mean = func in (torch.mean, Tensor.mean)
+    total = summed(Tensor.sum(tensor.local, *args[1:], **options), activations.world)
+    return total / (tensor.numel() // total.numel()) if is_mean and total.numel() else total
+
+
+def _product(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Multiply the matrices of each head."""
+    if options or len(args) != 2:
+        return NotImplemented
+    first, second = args
+    place = _common_place([first, second])
+    if place is None or place > -3 or first.dim() != second.dim() or first.shape[:-2] != second.shape[:-2]:
+        return NotImplemented
+    own = [activations.shard_of(tensor, tensor.dim() + place) for tensor in (first, second)]
+    example = first if isinstance(first, ShardedTensor) else second
+    return _with_size(activations, func(*own), example.sharded_dim, example)
+
+
+def _einsum(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Sum products of tensors that are sharded in the same index, if the result has this index."""
+    if len(args) < 2 or not isinstance(args[0], str) or "->" not in args[0] or "." in args[0]:
+        return NotImplemented
+    operands = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
+    inputs, output = args[0].replace(" ", "").split("->")
+    pairs = list(zip(inputs.split(","), operands, strict=True))
+    sharded = {name[operand.sharded_dim] for name, operand in pairs if isinstance(operand, ShardedTensor)}
+    if len(sharded) != 1 or not sharded <= set(output):
+        return NotImplemented
+    [index] = sharded
+    own = [
+        activations.shard_of(operand, name.index(index)) if index in name else _read_by_all(activations, operand)
+        for name, operand in pairs
+    ]
+    example = next(operand for operand in operands if isinstance(operand, ShardedTensor))
+    return _with_size(activations, func(args[0], *own), output.index(index), example)
+
+
+def _repeat_interleave(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Repeat each head of keys and values for the heads of the query that share it."""
+    tensor, repeats = args[0], args[1] if len(args) > 1 else options.get("repeats")
+    dim = args[2] if len(args) > 2 else options.get("dim")
+    if not isinstance(repeats, int) or dim is None or not activations.is_even(tensor):
+        return NotImplemented
+    return activations.sharded(torch.repeat_interleave(tensor.local, repeats, dim), tensor.sharded_dim)
+
+
+def _linear(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Apply a whole layer to a tensor that is sharded in another dim than the features."""
+    tensor = args[0] if args else None
+    if not isinstance(tensor, ShardedTensor) or tensor.sharded_dim == tensor.dim() - 1:
+        return NotImplemented
+    own = [_read_by_all(activations, value) for value in (*args[1:], *options.values())]
+    if any(isinstance(value, ShardedTensor) for value in own):
+        return NotImplemented
+    local = F.linear(tensor.local, *own[: len(args) - 1], **dict(zip(options, own[len(args) - 1 :], strict=True)))
+    return _with_size(activations, local, tensor.sharded_dim, tensor)
+
+
+_RULES: Final[dict[Any, Rule]] = {
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **dict.fromkeys(IN_PLACE, _in_place),
+    **dict.fromkeys(VIEWS, _view),
+    **dict.fromkeys(PERMUTES, _permute),
+    **dict.fromkeys(SPLITS | CHUNKS | UNBINDS, _split),
+    **dict.fromkeys(SOFTMAXES, _softmax),
+    **dict.fromkeys(NORMS, _norm),
+    **dict.fromkeys(REDUCTIONS, _reduce),
+    **dict.fromkeys(PRODUCTS, _product),
+    Tensor.__getitem__: _index,
+    torch.cat: _concatenate,
+    torch.concat: _concatenate,
+    Tensor.expand: _expand,
+    torch.einsum: _einsum,
+    torch.repeat_interleave: _repeat_interleave,
+    Tensor.repeat_interleave: _repeat_interleave,
+    F.linear: _linear,
+}

@@ -1,0 +1,87 @@
+"""A tensor of which each rank of a tensor-parallel group has a shard; it has the shape of the whole tensor."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+_OUTSIDE = (
+    "an activation that is sharded over tensor-parallel ranks was used outside of the module's step, or by a function "
+    "that torch does not let fabricx see, such as a custom autograd function; keep the layers before and after it "
+    "whole by the plan's override 'replicate'"
+)
+
+
+@final
+class ShardedTensor(Tensor):
+    """An activation between sharded layers. It has no data of its own: functions compute with `local`.
+
+    Autograd records the operations on `local`; this object has the shape, dtype and device of the whole tensor.
+
+    Args:
+        local: shard of this rank.
+        dim: that is sharded; 0 or more.
+        shape: of the whole tensor.
+        parts: sizes in `dim` of the parts of a fused projection, whose shards are side by side in `local`; the number
+            of classes for logits; () for a shard in the order of the whole tensor.
+
+    Attributes:
+        local: shard of this rank.
+        sharded_dim: that is sharded.
+        parts: as the argument.
+    """
+
+    local: Tensor
+    sharded_dim: int
+    parts: tuple[int, ...]
+
+    @staticmethod
+    def __new__(
+        cls: Any, local: Tensor, dim: int, shape: tuple[int, ...], parts: tuple[int, ...] = ()
+    ) -> ShardedTensor:
+        """Return the tensor; see the class."""
+        whole: ShardedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, strides=_strides(local, dim, shape[dim]), dtype=local.dtype, device=local.device,
+            requires_grad=local.requires_grad,
+        )  # fmt: skip
+        whole.local, whole.sharded_dim, whole.parts = local, dim, parts
+        return whole
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # fmt: skip
+        """Refuse operations that have no rule.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(f"{func}: {_OUTSIDE}")
+
+    def check_usable(self) -> None:
+        """Refuse the output of a custom autograd function, whose gradient would be lost.
+
+        Raises:
+            NotImplementedError: the tensor has a history in autograd.
+        """
+        if self.grad_fn is not None:
+            raise NotImplementedError(f"{self.grad_fn.name()}: {_OUTSIDE}")
+
+
+def _strides(local: Tensor, dim: int, size: int) -> tuple[int, ...]:
+    """Return the strides that the whole tensor has in one process."""
+    own = local.shape[dim]
+    if own == size:
+        return local.stride()
+    inner = local.stride(dim)
+    return tuple(
+        stride // own * size if own and stride >= inner and other != dim and stride else stride
+        for other, stride in enumerate(local.stride())
+    )
