@@ -22,6 +22,7 @@ from fabricx import testing
 from fabricx.launch import supervisor
 from tests import pool, warm
 
+gc.disable()  # until all modules of tests are imported
 if warm.CLONE is not None:
     warm.use_clone_as_fork_server()
 GRACE_S = 2.0  # how long something that is ending already may take
@@ -38,9 +39,10 @@ LIBRARIES_SET = {
 
 
 def pytest_collection_finish() -> None:
-    """Keep what is imported out of all further garbage collections, which took a fifth of the unit tests' time."""
+    """Keep what is imported out of all garbage collections, which took a fifth of the unit tests' time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,7 @@ from fabricx.distributed.generations import Generation
 from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from tests.soak import rounds
 
-SCHEDULES = rounds(short=200, full=800)  # of each kind
+SCHEDULES = rounds(short=120, full=800)  # of each kind
 
 
 class Clock:

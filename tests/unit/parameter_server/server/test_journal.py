@@ -11,7 +11,7 @@ import torch
 from tests.soak import seeds
 from tests.unit.parameter_server.faulty import Faulty
 
-SCHEDULES = seeds(short=12, full=96)
+SCHEDULES = seeds(short=8, full=96)
 
 MODES: dict[str, dict[str, Any]] = {
     "arrival": {"aggregate": False},
