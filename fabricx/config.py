@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, make_dataclass
 from pathlib import Path
@@ -91,6 +92,15 @@ def recorded_configuration(run_dir: Path) -> DictConfig:
     """
     file = provenance.newest_configuration(run_dir)
     if not file.is_file():
+        from fabricx.checkpoint import is_committed  # imports torch, which other commands do without
+
+        if is_committed(run_dir) or run_dir.is_file():
+            of_run = run_dir.absolute().parent.parent
+            known = provenance.newest_configuration(of_run).is_file()
+            hint = f"\n  to resume its run: fabricx resume {os.path.relpath(of_run)}" if known else ""
+            raise ValueError(
+                f"{run_dir} is not the folder of a run{hint}\n  to begin a run with it: fabricx fit ckpt_path={run_dir}"
+            )
         if not run_dir.is_dir():
             runs = sorted(str(path.parent) for path in Path("runs").glob("*/config.yaml"))
             newest = f"\n  newest run: {runs[-1]}" if runs else ""

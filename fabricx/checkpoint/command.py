@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 from typing import Final
@@ -49,7 +50,8 @@ def main(arguments: list[str]) -> int:
         print(f"error: there is no complete checkpoint at {options.folder}", file=sys.stderr)
         return 1
     if options.command == "ls":
-        print(table(checkpoints))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(table(checkpoints, width))
         return 0
     if options.command == "verify":
         return _verify(checkpoints)
@@ -70,23 +72,33 @@ def find(folder: Path) -> list[Path]:
     return oldest_first(checkpoints)
 
 
-def table(checkpoints: list[Path]) -> str:
-    """Format checkpoints as a table with a line per checkpoint.
+def table(checkpoints: list[Path], width: int | None = None) -> str:
+    """Format checkpoints as a table with a line per checkpoint; where it is too wide, with a line per folder, too.
 
     Args:
         checkpoints: complete checkpoints.
+        width: columns of the terminal; None for no limit.
     """
+    text = _rows(checkpoints, full=True)
+    if width is None or max(map(len, text.splitlines())) <= width:
+        return text
+    folders = dict.fromkeys(path.parent for path in checkpoints)
+    own = {folder: [path for path in checkpoints if path.parent == folder] for folder in folders}
+    return "\n\n".join(f"{folder}\n{_rows(paths, full=False)}" for folder, paths in own.items())
+
+
+def _rows(checkpoints: list[Path], *, full: bool) -> str:
     rows: list[tuple[str, ...]] = [("step", "epoch", "ranks", "strategy", "MiB", "written", "checkpoint")]
     for path in checkpoints:
         when = f"{written(path).astimezone():%Y-%m-%d %H:%M:%S}"
         try:
             m = read_manifest(path)
         except CheckpointError as error:
-            rows.append(("?", "?", "?", "?", "?", when, f"{path}  ({error})"))
+            rows.append(("?", "?", "?", "?", "?", when, f"{path if full else path.name}  ({error})"))
             continue
         size = sum(listed["bytes"] for listed in m["files"].values()) / 2**20
         shown = (printable(str(m.get(key, ""))) for key in ("step", "epoch", "world_size", "strategy"))
-        rows.append((*shown, f"{size:.1f}", when, str(path)))
+        rows.append((*shown, f"{size:.1f}", when, str(path if full else path.name)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return "\n".join(
         "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows

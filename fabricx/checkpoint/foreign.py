@@ -167,7 +167,8 @@ def torch_load(path: Path, map_location: Any, *, mapped: bool = False) -> Any:
             f'torch.save({{"state_dict": module.state_dict(), "hyper_parameters": {{...}}}}, "plain.ckpt")'
         ) from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        detail = reason(error) if "weights_only" in str(error) else str(error)
+        plainly = isinstance(error, (RuntimeError, OSError)) and "weights_only" not in str(error)
+        detail = str(error) if plainly else reason(error)
         raise CheckpointError(
             f"{path} is not a checkpoint of fabricx, Lightning, torch or safetensors, or is damaged: {detail}"
         ) from None

@@ -40,7 +40,7 @@ def examine() -> int:
         print(f"{'two ranks':<20} FAILED: {error}")
         return 1
     works = sums == [3.0, 3.0]
-    success = f"all-reduce works ({time.perf_counter() - began:.1f} s, including the start of two processes)"
+    success = f"all-reduce works ({time.perf_counter() - began:.1f} s, with the start of both)"
     print(f"{'two ranks':<20} {success if works else f'WRONG: the sum of 1 and 2 is {sums}'}")
     return 0 if works else 1
 

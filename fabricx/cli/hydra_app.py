@@ -171,12 +171,17 @@ def _within_task(full: TracebackType | None) -> TracebackType | None:
     return start
 
 
+def _is_python(module: str) -> bool:
+    """Return whether a module belongs to Python's standard library."""
+    return module.partition(".")[0] in sys.stdlib_module_names
+
+
 def _place(error: Exception) -> str:
     """Return the line of the user's code that called the function with the error; "" without such a line."""
     frames = [
         frame
         for frame, _ in traceback.walk_tb(error.__traceback__)
-        if is_user_module(frame.f_globals.get("__name__", ""))
+        if is_user_module(frame.f_globals.get("__name__", "")) and not _is_python(frame.f_globals.get("__name__", ""))
     ]
     if not frames or isinstance(error, FabricxError):
         return ""
@@ -392,6 +397,12 @@ def _choose_open_groups(arguments: list[str]) -> list[str]:
 @functools.cache
 def _resolvers() -> None:
     OmegaConf.register_new_resolver("run_stamp", _stamp, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("runs_folder", _runs_folder, replace=True)
+
+
+def _runs_folder(root: str | None) -> str:
+    """Return the folder of all runs; the Trainer refuses a URL."""
+    return "runs" if root is None or "://" in str(root) else str(Path(root).expanduser() / "runs")
 
 
 def _stamp() -> str:

@@ -340,7 +340,7 @@ def _say_if_nothing_was_left(trainer: Trainer, run_dir: Path) -> None:
     if trainer.global_step == read_manifest(begun).get("step"):
         command = f"{_command('fabricx')} resume {os.path.relpath(run_dir)}"
         print(
-            f"the training was already complete; to continue it: {command} "
+            f"the training was already complete; to continue it:\n  {command} "
             f"trainer.max_epochs={2 * max(1, trainer.current_epoch)}"
         )
 

@@ -39,7 +39,7 @@ def request_workers(run_dir: Path, workers: int) -> None:
     owner = lock_owner(run_dir)
     if owner is None:
         raise ValueError(
-            f"no process trains in {run_dir}; to resume this run: fabricx resume {run_dir} trainer.devices=..."
+            f"no process trains in {run_dir}; to resume this run:\n  fabricx resume {run_dir} trainer.devices=..."
         )
     if ELASTIC not in owner.split():
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -162,7 +163,10 @@ def _prepare_run_dir(
             trains=job.stage == "fit",
         )  # fmt: skip
         if path is not None and job.ckpt_path != "best":
-            print(f"{_USES[job.stage]} {describe(path)}", file=sys.stderr, flush=True)
+            line = f"{_USES[job.stage]} {describe(path)}"
+            if sys.stderr.isatty() and len(line) > shutil.get_terminal_size().columns:
+                line = line.replace(" (step ", "\n  (step ", 1)
+            print(line, file=sys.stderr, flush=True)
         return None if path is None else str(path)
 
     # An existing folder is locked first, because another process may use it; a new folder needs a valid checkpoint.

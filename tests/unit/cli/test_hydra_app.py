@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
 
 from fabricx import plugins
-from fabricx.cli.hydra_app import run_app
-from fabricx.config import plain
+from fabricx.cli.hydra_app import _place, run_app
+from fabricx.config import plain, recorded_configuration
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
@@ -81,3 +83,30 @@ def test_plugins_of_other_packages_are_choices_of_their_groups(monkeypatch: pyte
     assert chosen["callbacks"]["theirs"] == {"a": 1}
     assert "model_checkpoint" in chosen["callbacks"]
     assert chosen["logger"] == {"theirs": {}}
+
+
+@pytest.mark.parametrize(("options", "parent"), [([], "runs"), (["trainer.default_root_dir=there"], "there/runs")])
+def test_the_folder_of_a_run_is_in_that_of_the_trainer(own_folder: Path, options: list[str], parent: str) -> None:
+    folders: list[Path] = []
+    run_app(lambda cfg: folders.append(Path(HydraConfig.get().runtime.output_dir)), options, None, "config")
+    assert folders[0].parent == own_folder / parent
+
+
+def test_no_line_of_pythons_library_is_named_as_the_users() -> None:
+    @contextlib.contextmanager
+    def refusing() -> Iterator[None]:
+        raise ValueError("no")
+        yield
+
+    with pytest.raises(ValueError, match="no") as caught:
+        refusing().__enter__()
+    assert "contextlib.py" not in _place(caught.value)
+    assert "test_hydra_app.py" in _place(caught.value)
+
+
+def test_a_checkpoint_in_place_of_a_runs_folder_is_an_error_with_both_commands(own_folder: Path) -> None:
+    write(own_folder, {"runs/a/config.yaml": "seed: 1", "runs/a/checkpoints/b.ckpt": "", "c.ckpt": ""})
+    with pytest.raises(ValueError, match=r"resume runs/a\n.*fabricx fit ckpt_path=runs/a/checkpoints/b.ckpt"):
+        recorded_configuration(Path("runs/a/checkpoints/b.ckpt"))
+    with pytest.raises(ValueError, match=r"c.ckpt is not the folder of a run\n  to begin a run with it"):
+        recorded_configuration(Path("c.ckpt"))
