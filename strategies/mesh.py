@@ -34,6 +34,7 @@ from fabricx.model_parallel.elementwise import check_elementwise
 from fabricx.model_parallel.gradient_sums import GradientSums
 from fabricx.model_parallel.pipeline_schedule import SCHEDULES
 from fabricx.model_parallel.same_batches import SameBatches
+from fabricx.model_parallel.sharded_sums import ShardedSums
 from fabricx.model_parallel.trial_run import measure
 
 if TYPE_CHECKING:
@@ -102,16 +103,20 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
         self.traits = self._traits_of(1)
         self._forget()
 
-    def _sums_for_pipeline(self) -> Strategy:
+    def _sums_for_pipeline(self) -> GradientSums:
         """Return data parallelism that reduces after the last microbatch."""
-        if self.data != "ddp":
-            raise ValueError("data=fsdp with a pipeline isn't supported yet: set data=ddp, or pipeline=1")
-        return GradientSums()
+        if not isinstance(self.data, str):
+            name = type(self.data).__name__
+            raise ValueError(
+                f"data={name}(...) with a pipeline has no options: set data='ddp' or 'fsdp', or pipeline=1"
+            )
+        return ShardedSums() if self.data == "fsdp" else GradientSums()
 
     def _forget(self) -> None:
         self._division: Division | None = None
         self._tensor: TensorParallel | None = None
         self._pipeline: Pipeline | None = None
+        self._in_batch = False  # within `forward_backward`, which reduces gradients at its end
         self._half = False
         self._batches = SameBatches(World())
         self._optimizers: list[Optimizer] = []
@@ -312,7 +317,20 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
         sharded, pipeline = self._sharded(step), self._pipeline
         if pipeline is None:
             return sharded
-        return lambda batch, *args: pipeline.evaluate(sharded, batch, *args, seed=_seeds())
+
+        def staged(batch: Any, *args: Any) -> Any:
+            sums = self._sums()
+            sums.gather_to_evaluate()
+            try:
+                return pipeline.evaluate(sharded, batch, *args, seed=_seeds())
+            finally:
+                sums.release()
+
+        return staged
+
+    def _sums(self) -> GradientSums:
+        assert isinstance(self.data_strategy, GradientSums)
+        return self.data_strategy
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -326,16 +344,23 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
             self._batches.check(batch)
         if self._pipeline is None:
             return self.data_strategy.forward_backward(step, backward, batch, index)
-        outputs = self._pipeline.forward_backward(step, backward, batch, index, seed=_seeds())
+        self._sums().gather()
+        self._in_batch = True
+        try:
+            outputs = self._pipeline.forward_backward(step, backward, batch, index, seed=_seeds())
+        finally:
+            self._in_batch = False
         if self.ends_window:
             self._pipeline.reduce_shared()
-            self.data_strategy.backward_without_data()
+            self._sums().end_backward()
         return outputs
 
     def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
         (self._pipeline or self.data_strategy).backward(loss, compute)
 
     def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
+        if self._in_batch:
+            return True
         return self.data_strategy.backward_without_data(example)
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:

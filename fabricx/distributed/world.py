@@ -435,6 +435,25 @@ class World:
         return torch.stack(parts)
 
     @_counted
+    def reduce_scatter(self, parts: Tensor) -> Tensor:
+        """Sum a tensor over all ranks, and return this rank's part of the sum.
+
+        Args:
+            parts: a part for each rank, shape [size, ...], contiguous.
+
+        Returns:
+            Tensor of shape [...].
+        """
+        if self.size == 1:
+            return parts[0]
+        flat = parts.reshape(-1)  # as gloo needs it
+        own = flat.new_empty(flat.numel() // self.size)
+        # torch 2.13 has a new name for it, and warns about the old one.
+        scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(own, flat, group=self.group)
+        return own.view(parts.shape[1:])
+
+    @_counted
     def gather_objects(self, obj: Any) -> list[Any]:
         """Gather the objects of all ranks on every rank, by rank.
 

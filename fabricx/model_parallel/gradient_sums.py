@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from fabricx.core.strategy import Strategy, Traits
 BUCKET_BYTES: Final = 25 * 2**20  # gradients that are summed in one collective
 
 
-@final
 class GradientSums(Strategy):
     """Sum the gradients of data ranks in buckets, after backward; torch's DDP expects one forward before a backward."""
 
@@ -33,11 +32,13 @@ class GradientSums(Strategy):
     def forward_backward(
         self, step: Callable[..., Any], backward: Callable[[Any], Any], batch: Any, index: int
     ) -> Any:  # fmt: skip
+        self.gather()
         outputs = super().forward_backward(step, backward, batch, index)
         self.end_backward()
         return outputs
 
     def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
+        self.gather()
         self.end_backward()
         return True
 
@@ -66,6 +67,23 @@ class GradientSums(Strategy):
         for parameter, is_used in zip(parameters, used.tolist(), strict=True):
             if is_used and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        self.sum_gradients(parameters)
+
+    def gather(self) -> None:
+        """Gather the weights for a batch; all data ranks call it."""
+
+    def gather_to_evaluate(self) -> None:
+        """Gather the weights for an evaluation; all data ranks call it."""
+
+    def release(self) -> None:
+        """End an evaluation, which began with `gather_to_evaluate`."""
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum the gradients of parameters over the data ranks.
+
+        Args:
+            parameters: all data ranks have gradients of the same ones.
+        """
         for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             self.world.all_reduce(flat)

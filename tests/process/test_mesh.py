@@ -148,6 +148,7 @@ MESHES: dict[str, tuple[Callable[[], Any], int, int]] = {  # strategy, ranks, da
     "ddp x tensor": (lambda: Mesh(tensor=2), 4, 2),
     "fsdp x tensor": (lambda: Mesh(tensor=2, data="fsdp"), 4, 2),
     "ddp x pipeline": (lambda: Mesh(pipeline=2), 4, 2),
+    "fsdp x pipeline": (lambda: Mesh(pipeline=2, data="fsdp"), 4, 2),
     "pipeline x tensor": (lambda: Mesh(pipeline=2, tensor=2), 4, 1),
     "tensor of 4": (lambda: Mesh(tensor=4), 4, 1),
 }
@@ -180,10 +181,12 @@ def test_checkpoints_move_between_meshes_and_other_strategies(tmp_path: Path) ->
         "ddp": (DDP(), 2, 2), "fsdp": (FSDP(), 2, 2), "tensor": (Mesh(tensor=2), 2, 1),
         "pipeline": (Mesh(pipeline=2), 2, 1), "both": (Mesh(pipeline=2, tensor=2), 4, 1),
         "fsdp x tensor": (Mesh(tensor=2, data="fsdp"), 4, 2),
+        "fsdp x pipeline": (Mesh(pipeline=2, data="fsdp"), 4, 2),
     }  # fmt: skip
     moves = [
         ("tensor", "pipeline"), ("pipeline", "fsdp x tensor"), ("fsdp x tensor", "both"), ("both", "ddp"),
         ("ddp", "tensor"), ("fsdp", "pipeline"), ("pipeline", "pipeline"),
+        ("fsdp x pipeline", "fsdp x tensor"), ("tensor", "fsdp x pipeline"),
     ]  # fmt: skip
     states = {}
     for name, (strategy, ranks, shares) in places.items():  # in the middle of the first epoch
