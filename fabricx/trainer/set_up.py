@@ -378,7 +378,8 @@ def _set_up_model(session: Session, job: Job) -> None:
     begin_from_weights(session)
     if not late:
         trial = functools.partial(trial_of, session)
-        as_part(session.strategy, ModelParallel).parallelize(module, trial, _layout_before(job))
+        before = {} if session.world.newcomer else _layout_before(job)  # the checkpoint may be gone when it joins
+        as_part(session.strategy, ModelParallel).parallelize(module, trial, before)
         session.strategy.setup(module, several_backwards=not module.automatic_optimization)
     session.wrap_steps(fits=True)
     if session.state.step and job.ckpt_path is None:
