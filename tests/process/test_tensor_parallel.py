@@ -231,3 +231,65 @@ def test_a_step_exchanges_what_theory_says() -> None:
     assert found["sequence"] == {"gather": layers + ends, "reduce_scatter": layers, "reduce": replicated}
     # The sum of embeddings, the gradient of the head's input, and three numbers for each row of logits.
     assert found["vocabulary"] == {"reduce": layers + 2 * size + 3 * 4 * T}
+
+
+def behaviour() -> dict[str, Any]:
+    """Return messages of errors, and whether states are as they have to be."""
+    world = worlds.current()
+    assert world is not None
+    torch.manual_seed(0)
+    module = LanguageModel("llama", tied=True)
+    whole = {name: value.clone() for name, value in module.state_dict().items()}
+    parameters = list(module.parameters())
+    plan = find_tensor_plan(module, lambda: module.training_step(batches(1, 2)[0], 0), world.size, VOCABULARY)
+    parallel = TensorParallel(module, plan, world)
+    found: dict[str, Any] = {"errors": {}}
+    names = dict(module.named_parameters(remove_duplicate=False))
+    moments = {name: parallel.part(name, value * 2) for name, value in whole.items()}
+    found["round trip"] = all(
+        torch.equal(parallel.whole(name, names[name]), whole[name])
+        and torch.equal(parallel.whole(name, moments[name]), whole[name] * 2)
+        for name in names
+    )
+    found["step count"] = parallel.whole("embed.weight", torch.tensor(3.0)).item()
+
+    def attempt(name: str, step: Any) -> None:
+        try:
+            parallel.wrap_step(step)(batches(1)[0], 0)
+            found["errors"][name] = ""
+        except (RuntimeError, NotImplementedError) as error:
+            found["errors"][name] = str(error)
+
+    mlp, x = module.blocks[0].mlp, torch.randn(2, 3, C)
+    attempt("in place", lambda batch, index: mlp.gate_up(x).chunk(2, -1)[0].cumsum_(-1))
+    attempt("hook", lambda batch, index: mlp.gate_up(x).chunk(2, -1)[0].register_hook(print))
+    attempt("sizes", lambda batch, index: found.update(sizes=[*mlp.gate_up.weight.shape, len(mlp.down.weight)]))
+    try:
+        mlp.gate_up(x)
+    except RuntimeError as error:
+        found["errors"]["outside"] = str(error)
+    module.eval()
+    with torch.no_grad():
+        found["outputs"] = type(parallel.wrap_step(lambda batch, index: mlp.gate_up(x))(0, 0)).__name__
+    module.train()
+    attempt("after errors", module.training_step)
+    found["parameters"] = all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
+    parallel.undo()
+    found["undone"] = all(torch.equal(value, whole[name]) for name, value in module.state_dict().items())
+    found["outside of the step"] = mlp.gate_up(x).shape == (2, 3, 4 * C)
+    return found
+
+
+def test_states_move_between_shards_and_wholes_and_uses_without_a_rule_are_errors() -> None:
+    for found in run_ranks(behaviour, 2):
+        assert found["round trip"]
+        assert found["step count"] == 3.0
+        assert "changes it in place" in found["errors"]["in place"]
+        assert "register_hook was called on an activation that is sharded" in found["errors"]["hook"]
+        assert "blocks.0.mlp.gate_up is sharded" in found["errors"]["outside"]
+        assert found["sizes"] == [4 * C, C, C]
+        assert found["errors"]["after errors"] == found["errors"]["sizes"] == ""
+        assert found["outputs"] == "Tensor"
+        assert found["parameters"]
+        assert found["undone"]
+        assert found["outside of the step"]

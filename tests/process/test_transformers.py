@@ -1,0 +1,91 @@
+"""Models of Hugging Face's transformers on the ranks of a tensor-parallel group, from tiny configurations."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from torch import nn
+
+from fabricx.testing import run_ranks
+from tests.process.test_tensor_parallel import CLOSE, compare, sgd
+
+pytestmark = [
+    pytest.mark.usefixtures("warm_ranks"),
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed"),
+]
+ROWS = 67  # as in the batches of test_tensor_parallel
+SMALL = {
+    "vocab_size": ROWS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}  # fmt: skip
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+GPT2 = {
+    "vocab_size": ROWS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0
+}  # fmt: skip
+T5 = {
+    "vocab_size": ROWS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+HEAD = {"net.lm_head": "head", "net.model.embed_tokens": "vocab"}
+
+# name -> class, arguments of its configuration, overrides of the plan, number of sharded layers
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, str], int]] = {
+    "llama": ("LlamaForCausalLM", GROUPED, HEAD, 16),
+    "llama, eager": ("LlamaForCausalLM", {**GROUPED, "attn_implementation": "eager", "attention_dropout": 0.2}, {}, 14),
+    "gpt2": ("GPT2LMHeadModel", GPT2, {}, 8),
+    "qwen2": ("Qwen2ForCausalLM", GROUPED, {}, 14),
+    "qwen3": ("Qwen3ForCausalLM", {**GROUPED, "head_dim": 8}, {}, 14),
+    "bert": ("BertForMaskedLM", SMALL, {}, 12),
+    "phi3": ("Phi3ForCausalLM", {**GROUPED, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}, {}, 8),
+    "t5": ("T5ForConditionalGeneration", T5, {}, 32),
+}
+
+
+@contextmanager
+def quiet() -> Iterator[Any]:
+    """Import transformers, which changes the environment and warns."""
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        library: Any = importlib.import_module("transformers")
+        library.logging.set_verbosity_error()
+        yield library
+
+
+class Wrapped(nn.Module):
+    def __init__(self, kind: str, options: dict[str, Any]):
+        super().__init__()
+        with quiet() as library:
+            model = getattr(library, kind)
+            self.net = model(model.config_class(**options)).double()
+        self.logged: list[Any] = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(input_ids=batch, labels=batch).loss
+        self.logged.append(loss.item())
+        return loss
+
+
+def all_models() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (kind, options, given, _) in MODELS.items():
+        with quiet():
+            found[name] = compare(functools.partial(Wrapped, kind, options), given, False, sgd, 3)
+    return found
+
+
+def test_models_of_transformers_train_as_in_one_process() -> None:
+    [found, _] = run_ranks(all_models, 2)
+    for name, differences in found.items():
+        # The library computes the loss in float32: sums over sharded classes are rounded in another order.
+        close = 1e-4 if MODELS[name][2] else CLOSE
+        for what in ("losses", "norms", "weights", "random"):
+            assert differences[what] < close, (name, what, differences)
+        assert differences["layers"] == MODELS[name][3], (name, differences)
