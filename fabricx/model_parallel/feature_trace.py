@@ -47,6 +47,12 @@ UNBINDS: Final[set[Any]] = {torch.unbind, Tensor.unbind}
 SOFTMAXES: Final[set[Any]] = {
     F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, Tensor.log_softmax, F.normalize,
 }  # fmt: skip
+MIXING: Final[set[Any]] = {  # of features in any dim; shapes do not always show it
+    F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.batch_norm,
+    F.group_norm, F.instance_norm, F.local_response_norm, torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod,
+    torch.flip, Tensor.flip, torch.roll, Tensor.roll, torch.sort, Tensor.sort, F.unfold, F.fold, F.interpolate,
+    F.pixel_shuffle,
+}  # fmt: skip
 NORMS: Final[set[Any]] = {F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm}
 
 
@@ -97,6 +103,10 @@ class FeatureTrace(TorchFunctionMode):
         else:
             self._follow(func, args, options, out)
         return out
+
+    def release(self) -> None:
+        """Release the tensors of the run."""
+        self._kept, self._features = [], {}
 
     # -- layers -------------------------------------------------------------------------------------------------
 
@@ -198,8 +208,10 @@ class FeatureTrace(TorchFunctionMode):
         operation = getattr(func, "__name__", str(func))
         spans = tuple(dict.fromkeys(span for _, features in tracked for span in features.spans))
         lost = next((features.lost for _, features in tracked if not features.dims), "")
-        if lost:
-            return Features(spans, (), lost)
+        if lost or func in MIXING:
+            return Features(spans, (), lost or operation)
+        if func is F.glu:
+            return self._gated(tracked[0][1], tracked[0][0], out)
         if func is F.scaled_dot_product_attention:
             return self._attended(spans, tracked, out)
         found = [broadcast(features, tensor.shape, out.shape) for tensor, features in tracked]
@@ -214,12 +226,29 @@ class FeatureTrace(TorchFunctionMode):
 
     def _attended(self, spans: Any, tracked: list[tuple[Tensor, Features]], out: Tensor) -> Features:
         """Return the features after attention, which is computed for each head; k and v may have fewer heads than q."""
+        several = [(tensor, features) for tensor, features in tracked if features.dims[0] != tensor.dim() - 1]
+        if len(several) < len(tracked) and several and several[0][0] is tracked[0][0]:
+            for _, features in tracked:  # a single head of keys, which all ranks compute for their heads of the query
+                if features.dims[0] not in (each.dims[0] for _, each in several):
+                    for name in features.layers:
+                        self.unfit.setdefault(name, "all heads read its single head")
+            tracked, spans = several, tuple(span for _, features in several for span in features.spans)
         for tensor, features in tracked:
             self._require_whole_heads(features, tensor.shape[features.dims[0]])
         heads = {features.dims[0] - tensor.dim() for tensor, features in tracked}
         if heads != {-3}:
             return Features(spans, (), "attention over a dim that is not heads")
         return Features(spans, (out.dim() - 3, out.dim() - 1))
+
+    def _gated(self, features: Features, tensor: Tensor, out: Tensor) -> Features:
+        """Return the features after a gated linear unit, which multiplies the halves of a dim."""
+        [dim] = [at for at in range(out.dim()) if out.shape[at] != tensor.shape[at]]
+        if dim != features.dims[0]:
+            return features
+        size = tensor.shape[dim]
+        halves = [self._taken(features, tensor.shape, [Index(dim, at, at + size // 2)]) for at in (0, size // 2)]
+        spans = tuple(span for half in halves for span in half.spans)
+        return replace(halves[0], spans=spans) if halves[0].dims else halves[0]
 
     @staticmethod
     def _normalised(func: Any, tracked: Any, features: Features, out: Tensor) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from fabricx.model_parallel.feature_dims import Features, Index, indices, permuted, sections, viewed
 from fabricx.model_parallel.feature_trace import CHUNKS, PERMUTES, SPLITS, VIEWS
@@ -42,6 +43,10 @@ def fused_output(activations: Activations, func: Any, args: Sequence[Any], optio
     if func is Tensor.__getitem__:
         found = indices(fused.shape, args[1])
         return NotImplemented if found is None else _indexed(activations, fused, dim, parts, found)
+    if func is F.glu:
+        along = (args[1] if len(args) > 1 else options.get("dim", -1)) % fused.dim()
+        halves = along == dim and len(parts) == 2 and parts[0] == parts[1]
+        return activations.sharded(F.glu(fused.local, dim), dim) if halves else NotImplemented
     if func in SPLITS or func in CHUNKS:
         return _split(activations, fused, dim, parts, func, args, options)
     return NotImplemented

@@ -112,9 +112,14 @@ def scaled_dot_product_attention(
     if not activations.is_even(query):
         return NotImplemented
     heads = query.shape[HEADS]
-    if any(tensor.shape[HEADS] % activations.world.size or tensor.dim() != query.dim() for tensor in (key, value)):
+    if key.dim() != query.dim() or value.dim() != query.dim():
         return NotImplemented
-    key, value = (activations.shard_of(tensor, tensor.dim() + HEADS) for tensor in (key, value))
+    if enable_gqa and key.shape[HEADS] == value.shape[HEADS] == 1:
+        key, value = activations.input_of(key), activations.input_of(value)  # all heads read the same keys
+    elif key.shape[HEADS] % activations.world.size or value.shape[HEADS] % activations.world.size:
+        return NotImplemented
+    else:
+        key, value = (activations.shard_of(tensor, tensor.dim() + HEADS) for tensor in (key, value))
     mask = local_mask(activations, attn_mask, heads)
     output, _ = attend(
         activations, query.local, key, value, mask, dropout_p, is_causal, scale, grouped=enable_gqa

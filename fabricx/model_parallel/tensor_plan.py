@@ -78,6 +78,7 @@ def find_tensor_plan(
         with trace:
             run()
     finally:
+        trace.release()
         torch.backends.mha.set_fastpath_enabled(fast_path)
     found, reasons = _pairs(layers, trace, size)
     found |= {name: Layer(style, _parts(trace, name)) for name, style in given.items() if style != "replicate"}

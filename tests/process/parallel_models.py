@@ -134,6 +134,27 @@ class Penalised(LanguageModel):
         return loss + 1e-3 * weights + 1e-2 * hidden.sigmoid().mean()
 
 
+class OneHead(Model):
+    """Attention whose heads share one head of keys, a gated linear unit, and a learned bias of attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(ROWS, C), nn.Linear(C, ROWS)
+        self.q, self.kv, self.out = nn.Linear(C, C), nn.Linear(C, 2 * C // H), nn.Linear(C, C)
+        self.gate_up, self.down = nn.Linear(C, 4 * C), nn.Linear(2 * C, C)
+        self.slopes = nn.Parameter(torch.rand(H, 1, 1))
+
+    def features(self, ids):
+        x = self.embed(ids)
+        b, t, _ = x.shape
+        q = self.q(x).view(b, t, H, C // H).transpose(1, 2)
+        k, v = self.kv(x)[:, None].chunk(2, -1)
+        bias = self.slopes * torch.arange(t).to(x.dtype)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, C))
+        return x + self.down(F.glu(self.gate_up(x)))
+
+
 class Logits(LanguageModel):
     """Reads the logits in several ways; a row of the embedding is padding."""
 

@@ -21,7 +21,19 @@ from fabricx.model_parallel.tensor_parallel import TensorParallel
 from fabricx.model_parallel.tensor_plan import find_tensor_plan
 from fabricx.model_parallel.trial import StepChanged, check_unchanged, recorded_step
 from fabricx.testing import run_ranks
-from tests.process.parallel_models import LAYERS, ROWS, C, H, HandTied, LanguageModel, Logits, Penalised, T, Torch
+from tests.process.parallel_models import (
+    LAYERS,
+    ROWS,
+    C,
+    H,
+    HandTied,
+    LanguageModel,
+    Logits,
+    OneHead,
+    Penalised,
+    T,
+    Torch,
+)
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 CLOSE = 1e-9
@@ -101,6 +113,7 @@ CASES: dict[str, tuple[Any, dict[str, str], bool, Any]] = {
     "vocabulary": (lambda: LanguageModel("gpt"), VOCABULARY, False, adamw),
     "tied": (lambda: LanguageModel("llama", tied=True), VOCABULARY, False, adamw),
     "logits": (Logits, VOCABULARY, False, adamw),
+    "one head of keys": (OneHead, {}, False, adamw),
     "tied by hand": (HandTied, {"embed": "vocab"}, False, adamw),
     "recomputed": (lambda: LanguageModel("gpt", 0.2, recompute=True), VOCABULARY, False, adamw),
     "penalised": (Penalised, {}, False, adamw),
@@ -133,7 +146,7 @@ def all_cases(steps: int, names: list[str]) -> dict[str, Any]:
 def test_training_on_several_ranks_is_that_of_one_process(ranks: int) -> None:
     names = list(CASES)
     if ranks == 4:  # two heads of keys can't be divided by four
-        names = ["gpt", "llama", "logits", "tied", "torch's layers", "sequence"]
+        names = ["gpt", "llama", "one head of keys", "logits", "tied", "torch's layers", "sequence"]
     for found in run_ranks(all_cases, ranks, 20 if ranks == 2 else 5, names):
         for name, differences in found.items():
             for what in ("losses", "norms", "weights", "logged", "random"):

@@ -100,6 +100,29 @@ def test_gate_and_up_projections_are_both_colwise():
     assert styles(plan) == {"gate": ("colwise", ()), "up": ("colwise", ()), "down": ("rowwise", ())}
 
 
+def test_a_single_head_of_keys_stays_whole_and_the_heads_of_the_query_are_sharded():
+    def compute(net, x):
+        q = net.q(x).view(B, T, H, C // H).transpose(1, 2)
+        k, v = net.kv(x)[:, None].chunk(2, -1)
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return net.out(y.transpose(1, 2).reshape(B, T, C))
+
+    plan = plan_of(compute, q=(C, C), kv=(C, C // 2), out=(C, C))
+    assert styles(plan) == {"q": ("colwise", ()), "out": ("rowwise", ())}
+    assert plan.unsharded == {"kv": "all heads read its single head"}
+
+
+def test_a_gated_linear_unit_has_two_parts():
+    plan = plan_of(lambda n, x: n.down(F.glu(n.up(x))), up=(C, 96), down=(48, C))
+    assert styles(plan) == {"up": ("colwise", (48, 48)), "down": ("rowwise", ())}
+
+
+def test_a_convolution_over_features_is_not_followed():
+    weight = torch.ones(48, 1, 1)
+    plan = plan_of(lambda n, x: n.b(F.conv1d(n.a(x).mT, weight, groups=48).mT), a=(C, 48), b=(48, C))
+    assert plan.unsharded["a"] == "conv1d, before b, may mix its features"
+
+
 def test_a_fused_gate_has_two_parts():
     def compute(net, x):
         gate, up = net.up(x).chunk(2, -1)
