@@ -273,7 +273,8 @@ def behaviour() -> dict[str, Any]:
         except (RuntimeError, NotImplementedError) as error:
             found["errors"][name] = str(error)
 
-    mlp, x = module.blocks[0].mlp, torch.randn(2, 3, C)
+    mlp: Any = module.get_submodule("blocks.0.mlp")
+    x = torch.randn(2, 3, C)
     attempt("in place", lambda batch, index: mlp.gate_up(x).chunk(2, -1)[0].cumsum_(-1))
     attempt("hook", lambda batch, index: mlp.gate_up(x).chunk(2, -1)[0].register_hook(print))
     attempt("sizes", lambda batch, index: found.update(sizes=[*mlp.gate_up.weight.shape, len(mlp.down.weight)]))
