@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 from fabricx import plugins
 from fabricx.core.loss import loss_of
+from fabricx.core.optimizers import needs_closure
+from fabricx.core.placeholder import is_placeholder
 from fabricx.core.rng import seed_generators
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import (
@@ -32,6 +34,8 @@ from fabricx.model_parallel.axes import sizes_of, with_axes
 from fabricx.model_parallel.division import Division
 from fabricx.model_parallel.elementwise import check_elementwise
 from fabricx.model_parallel.gradient_sums import GradientSums
+from fabricx.model_parallel.microbatches import rows_of
+from fabricx.model_parallel.pipeline_checks import CLOSURE
 from fabricx.model_parallel.pipeline_schedule import SCHEDULES
 from fabricx.model_parallel.same_batches import SameBatches
 from fabricx.model_parallel.sharded_sums import ShardedSums
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
 
 Data = Literal["ddp", "fsdp"]
 DATA: Final = ("ddp", "fsdp")
+MOST_RANKS: Final = 16  # whose weights are printed one by one
 
 
 class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, WrapsStep):
@@ -182,8 +187,12 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
     def parallelize(self, module: nn.Module, trial: Callable[[], Trial], layout: Mapping[str, Any]) -> None:
         if not self._divided:
             return
-        for whole in (*module.parameters(), *module.buffers()):
-            self.world.broadcast(whole)
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.world.broadcast(tensor)
+        whole = _bytes_of(module)
+        axes = " x ".join(f"{axis} {self.world.axis(axis).size}" for axis in ("data", "pipeline", "tensor"))
+        kind = self.data if isinstance(self.data, str) else type(self.data).__name__.lower()
+        self._print([f"mesh: {axes}; data ranks: {kind}"])
         made = trial()
         self._batches = SameBatches(self.world.axis("model"))
         in_stages = self.world.axis("pipeline").size > 1  # whose random numbers are not those of one process
@@ -193,6 +202,7 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
             else:
                 self._divide_matrices(module, made)
                 self._division = Division(module, self.world, self._tensor, None)
+        self._print_shares(module, whole)
 
     def _divide_in_stages(self, module: nn.Module, trial: Trial, layout: Mapping[str, Any]) -> None:
         """Divide the blocks over the stages, and compare loss and gradient of two samples before and after."""
@@ -202,9 +212,9 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
         gc.collect()  # graphs of the trial runs remember the shapes of whole parameters
         if self.world.axis("tensor").size > 1:
             self._divide_matrices(module, trial)
-        self._divide_blocks(module, chain, layout)
+        self._divide_blocks(module, chain, layout, trial)
         self._division = Division(module, self.world, self._tensor, self._pipeline)
-        after = measure(functools.partial(self._staged_gradients, trial), module.parameters(), self._norm, dtypes)
+        after = measure(functools.partial(self._staged_gradients, trial), module.parameters(), self._trial_norm, dtypes)
         if before.differs(after):
             raise ValueError(
                 f"strategy={self._called} computes another model: for two samples the loss is {after.loss:.9g} and the "
@@ -242,7 +252,7 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
         chain = trace_chain(module, find_blocks(module, self.blocks, trial.run), trial.run)
         return replace(chain, costs=self.world.broadcast_object(chain.costs))  # times differ by rank
 
-    def _divide_blocks(self, module: nn.Module, chain: Chain, layout: Mapping[str, Any]) -> None:
+    def _divide_blocks(self, module: nn.Module, chain: Chain, layout: Mapping[str, Any], trial: Trial) -> None:
         from fabricx.model_parallel.pipeline import Pipeline
         from fabricx.model_parallel.pipeline_cuts import describe, divide
 
@@ -254,8 +264,13 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
         self._pipeline = Pipeline(
             module, chain, cuts, pipeline, schedule=self.schedule, microbatches=microbatches, virtual=self.virtual
         )
-        rows = 2
-        self._print([*describe(chain, cuts, pipeline.size, self.schedule, self.virtual, microbatches, rows)])
+        if microbatches > 1 and trial.samples is not None and rows_of(trial.batch) != trial.samples:
+            raise ValueError(
+                f"the first dimension of a batch of {trial.samples} samples has {rows_of(trial.batch)} elements, and a "
+                "pipeline splits batches by their first dimension: let the loader return the samples first, or set "
+                "microbatches=1"
+            )
+        self._print([*describe(chain, cuts, pipeline.size, self.schedule, self.virtual, microbatches, trial.rows)])
 
     def _staged_gradients(self, trial: Trial) -> float:
         """Compute the gradients of the two samples in stages; returns the loss, on all stages."""
@@ -275,9 +290,26 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
         self.backward(loss_of(outputs))
         return outputs
 
+    def _print_shares(self, module: nn.Module, whole: int) -> None:
+        """Print the bytes of weights that each rank stores, and the bytes of the whole module."""
+        data = self.world.axis("data").size if self.data_strategy.traits.sharded else 1
+        shares = self.world.gather_objects(_bytes_of(module) / data)
+        ranks = [f"rank {rank} {_mib(share)}" for rank, share in enumerate(shares)]
+        if len(ranks) > MOST_RANKS:
+            ranks = [f"{_mib(min(shares))} to {_mib(max(shares))} on each of {len(ranks)} ranks"]
+        self._print([f"weights: {', '.join(ranks)}; the whole module {_mib(whole)}"])
+
     def _print(self, lines: Sequence[str]) -> None:
         if self.world.main_rank:
             print("\n".join(lines), flush=True)
+
+    def _trial_norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        """Return the norm of the gradient of this data rank's samples; data ranks may have different samples."""
+        from fabricx.model_parallel.gradient_norm import clip_norm
+
+        assert self._division is not None
+        copies, shares = self._division.copies, self.world.axis("data").size
+        return clip_norm(parameters, math.inf, self.world.axis("model"), lambda parameter: copies(parameter) / shares)
 
     def _norm(self, parameters: Iterable[Tensor]) -> Tensor:
         from fabricx.model_parallel.gradient_norm import clip_norm
@@ -291,6 +323,8 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
 
     def attach_optimizers(self, optimizers: list[Optimizer]) -> None:
         self._optimizers = optimizers
+        if self._pipeline is not None and any(needs_closure(optimizer) for optimizer in optimizers):
+            raise ValueError(CLOSURE)
         if self._tensor is not None:
             for optimizer in optimizers:
                 check_elementwise(optimizer, f"tensor={self.world.axis('tensor').size}")
@@ -468,6 +502,15 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
+
+
+def _bytes_of(module: nn.Module) -> int:
+    """Return the bytes of the parameters on this rank."""
+    return sum(parameter.nbytes for parameter in module.parameters() if not is_placeholder(parameter))
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.1f} MiB"
 
 
 def _gradients(run: Callable[[], Any]) -> float:

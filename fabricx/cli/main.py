@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger(__name__)  # to fabricx.log in the folder of the run
 STAGES = ("fit", "validate", "test", "predict")
-COMMANDS = (*STAGES, "resume", "scale", "report", "status", "checkpoint", "doctor")
+COMMANDS = (*STAGES, "plan", "resume", "scale", "report", "status", "checkpoint", "doctor")
 _SETTINGS: Final = "[GROUP=CHOICE ...] [KEY=VALUE ...]"
 USAGE: Final = {
     "fit": f"""\
@@ -39,6 +39,16 @@ GROUP=CHOICE selects a choice of a group, KEY=VALUE sets a value.
   fabricx fit ckpt_path=last        a new run that continues a checkpoint
   fabricx fit --cfg job             print the configuration, and exit
   fabricx fit --config-dir conf     your own groups, from a folder
+""",
+    "plan": f"""\
+fabricx plan {_SETTINGS}
+
+Print how a mesh divides the module, without training: the parts of layers
+and blocks, each rank's weights, and predicted memory and idle time. The
+settings are those of `fabricx fit`; the training step runs on two samples.
+
+  fabricx plan strategy=pipeline trainer.devices=4
+  fabricx plan strategy=mesh strategy.tensor=2 strategy.pipeline=2 trainer.devices=4
 """,
     "validate": f"""\
 fabricx validate ckpt_path=PATH {_SETTINGS}
@@ -92,6 +102,7 @@ fabricx: training for PyTorch, distributed by a single setting
   fabricx validate     validate a checkpoint:  fabricx validate ckpt_path=runs/.../checkpoints/last.ckpt
   fabricx test         test a checkpoint
   fabricx predict      write a checkpoint's predictions to predictions.pt in the run's folder
+  fabricx plan         print how a mesh divides the module over the ranks, without training
   fabricx resume       continue a stopped run:  fabricx resume runs/... [trainer.max_epochs=20]
   fabricx scale        change the number of workers of a run in progress:  fabricx scale runs/... 3
   fabricx report       report a run as tables and as an HTML page; compare the runs of a sweep's folder
@@ -114,7 +125,7 @@ def main() -> None:
         return
     command = arguments[0]
     if any(flag in arguments for flag in completion.FLAGS):
-        completion.main(arguments, COMMANDS, STAGES)
+        completion.main(arguments, COMMANDS, (*STAGES, "plan"))
         return
     if command == "--version":
         from fabricx import __version__
@@ -147,10 +158,13 @@ def main() -> None:
 def _run(command: str, arguments: list[str]) -> None:
     from fabricx.cli.hydra_app import run_app
     from fabricx.config import plain
+    from fabricx.scratch import private_folder
 
     interrupted: list[bool] = []
 
     def task(cfg: DictConfig) -> Any:
+        if command == "plan":
+            return _plan(plain(cfg))
         stopped, value = run(command, plain(cfg))
         if not arguments and command == "fit":
             print(
@@ -161,7 +175,25 @@ def _run(command: str, arguments: list[str]) -> None:
             raise SystemExit(130)
         return value
 
-    run_app(task, [*_demonstration(arguments), *arguments], None, "config", USAGE[command])
+    with private_folder() if command == "plan" else contextlib.nullcontext("") as folder:
+        hidden = [f"hydra.run.dir={folder}"] if folder else []
+        run_app(task, [*_demonstration(arguments), *arguments, *hidden], None, "config", USAGE[command])
+
+
+def _plan(config: dict[str, Any]) -> None:
+    """Set up a fit that makes no step, and leaves no files: a mesh prints how it divides the module."""
+    from fabricx.config import build, check_settings
+
+    off = dict.fromkeys(
+        ("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "enable_telemetry"), False
+    )
+    config = {**config, "logger": {}, "callbacks": {}, "trainer": {**config["trainer"], **off, "max_steps": 0}}
+    check_settings(config)
+    trainer, module, data = build(config)
+    trainer.fit(module, datamodule=data, ckpt_path=config["ckpt_path"])
+    if not getattr(trainer.strategy, "divides", False):
+        name = type(trainer.strategy).__name__.lower()
+        print(f"strategy={name} doesn't divide the module: each rank computes all of it, on its own samples")
 
 
 def _resume(arguments: list[str]) -> int:

@@ -15,6 +15,8 @@ class Trial:
     Attributes:
         step: of the module; called with a batch and its index.
         batch: two samples, on the device.
+        samples: of the batch, if the data set was read; None for a batch of the loader.
+        rows: samples of a batch of the run, as far as the loader tells.
         undisturbed: returns a context in which values of `self.log` are discarded; buffers and random numbers are
             restored at its end.
     """
@@ -22,6 +24,8 @@ class Trial:
     step: Callable[..., Any]
     batch: Any
     undisturbed: Callable[[], AbstractContextManager[Any]]
+    samples: int | None = None
+    rows: int = 2
 
     def run(self) -> Any:
         """Return the outputs of the step for the two samples."""

@@ -33,7 +33,16 @@ def trial_of(session: Session) -> Trial:
     with random_kept():
         batch = session.to_device(two_samples(session.data.train_dataloader), 0)
     step = wrap_steps(session.module, session.precision, several_loaders=False)["training"]
-    return Trial(step, batch, functools.partial(_undisturbed, session))
+    samples, rows = _sizes(session.data.train_dataloader)
+    return Trial(step, batch, functools.partial(_undisturbed, session), samples, rows)
+
+
+def _sizes(loader: Any) -> tuple[int | None, int]:
+    """Return the samples of `two_samples`, None if they are not known; and those of a batch of the loader."""
+    known = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    rows = known if isinstance(known, int) else 2
+    mapped = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    return (2 if mapped and known else None), rows
 
 
 @contextlib.contextmanager

@@ -59,6 +59,15 @@ def test_a_run_says_what_came_out_and_where_it_is(own_folder: Path) -> None:
     assert "predictions.pt" in fabricx("predict", f"ckpt_path={last}", "trainer.devices=2")
 
 
+def test_the_division_of_a_module_is_printed_without_training_and_leaves_no_files(own_folder: Path) -> None:
+    said = fabricx("plan", "strategy=pipeline", "trainer.devices=2", "strategy.microbatches=3")
+    assert "mesh: data 1 x pipeline 2 x tensor 1" in said
+    assert "pipeline: 2 stages, 1f1b, 3 microbatches" in said
+    assert "; the whole module 0.3 MiB" in said
+    assert "each rank computes all of it" in fabricx("plan", "strategy=single")
+    assert not list(own_folder.glob("runs/*"))
+
+
 def test_a_run_is_resumed_in_its_folder_and_its_checkpoints_are_looked_after(own_folder: Path) -> None:
     fabricx("fit", "trainer.devices=2", *SHORT)
     [run] = (own_folder / "runs").iterdir()
