@@ -19,7 +19,7 @@ def test_a_dotted_path_is_a_plugin_too() -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_all() -> None:
-    with pytest.raises(LookupError, match=r"Did you mean 'ddp'\?\n  known: async_sgd, ddp, .*, single\n  your own"):
+    with pytest.raises(LookupError, match=r"Did you mean 'ddp'\?\n  known: async_sgd, .*, single, tensor\n  your own"):
         plugins.build("strategies", "dpd")
 
 
