@@ -32,13 +32,13 @@ ELEMENTWISE: Final[set[Any]] = _methods(
     "relu6", "softplus", "logsigmoid", "softsign", "tanhshrink", "clamp", "clip", "clamp_min", "clamp_max", "where",
     "maximum", "minimum", "masked_fill", "lerp", "addcmul", "sign", "round", "floor", "ceil", "isnan", "isinf",
     "isfinite", "nan_to_num", "logical_not", "logical_and", "logical_or", "eq", "ne", "lt", "le", "gt", "ge", "clone",
-    "detach", "float", "double", "half", "bfloat16", "to", "type", "contiguous", "zeros_like", "ones_like", "type_as",
+    "detach", "float", "double", "half", "bfloat16", "to", "type", "contiguous", "type_as",
     "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__pow__",
     "__neg__", "__abs__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__invert__", "__and__", "__or__",
 )  # fmt: skip
 IN_PLACE: Final[set[Any]] = _methods(
     "add_", "sub_", "mul_", "div_", "masked_fill_", "clamp_", "relu_", "neg_", "pow_", "sqrt_", "exp_", "zero_",
-    "fill_", "__iadd__", "__isub__", "__imul__", "__itruediv__",
+    "fill_", "copy_", "__iadd__", "__isub__", "__imul__", "__itruediv__",
 )  # fmt: skip
 SOFTMAXES: Final[set[Any]] = _methods("softmax", "log_softmax")
 REDUCTIONS: Final[set[Any]] = _methods("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "norm", "prod")
@@ -188,6 +188,22 @@ def _index(activations: Activations, func: Any, args: Sequence[Any], options: di
     local = tensor.local[tuple(basic_index(each, each is entry) for each in found)]
     moved = sum(not each.drops for each in found[: found.index(entry)])
     return _with_size(activations, local, moved, tensor)
+
+
+def _set_index(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    tensor, index, value = args
+    found = indices(tensor.shape, index) if isinstance(tensor, ShardedTensor) else None
+    if found is None:
+        return NotImplemented
+    [entry] = [entry for entry in found if entry.dim == tensor.sharded_dim]
+    if entry.drops or (entry.begin, entry.end, entry.step) != (0, tensor.shape[tensor.sharded_dim], 1):
+        return NotImplemented
+    place = -sum(not each.drops for each in found[found.index(entry) :])
+    if isinstance(value, ShardedTensor) and value.sharded_dim - value.dim() != place:
+        return NotImplemented
+    own = _operand(activations, value, place, tensor.shape[tensor.sharded_dim])
+    tensor.local[tuple(basic_index(each, each is entry) for each in found)] = own
+    return None
 
 
 def basic_index(entry: Index, everything: bool = False) -> Any:
@@ -340,6 +356,7 @@ _RULES: Final[dict[Any, Rule]] = {
     **dict.fromkeys(REDUCTIONS, _reduce),
     **dict.fromkeys(PRODUCTS, _product),
     Tensor.__getitem__: _index,
+    Tensor.__setitem__: _set_index,
     torch.cat: _concatenate,
     torch.concat: _concatenate,
     Tensor.expand: _expand,

@@ -30,7 +30,8 @@ RANDOM_IN_PLACE: Final[set[Any]] = {
     Tensor.cauchy_, Tensor.log_normal_,
 }  # fmt: skip
 FACTORIES: Final[set[Any]] = {
-    Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor,
+    Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor, torch.zeros_like,
+    torch.ones_like, torch.full_like, torch.empty_like,
 }  # fmt: skip
 READS: Final[set[Any]] = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__,
@@ -159,7 +160,9 @@ def _dropped(
 
 
 def _new(_: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-    return func(torch.empty((), dtype=args[0].dtype, device=args[0].device), *args[1:], **options)
+    """Return an ordinary tensor."""
+    example = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
+    return func(example, *args[1:], **options)
 
 
 _RULES: Final[dict[Any, Rule]] = {
