@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,6 +24,7 @@ from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import (
     Elastic,
     HidesGradients,
+    KeepsLocalState,
     ModelParallel,
     ShardsWeights,
     WrapsStep,
@@ -50,9 +52,10 @@ if TYPE_CHECKING:
 Data = Literal["ddp", "fsdp"]
 DATA: Final = ("ddp", "fsdp")
 MOST_RANKS: Final = 16  # whose weights are printed one by one
+_LAYOUT: Final = "layout"  # key of the run's layout in the store, for replacements of dead workers
 
 
-class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, WrapsStep):
+class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, ShardsWeights, WrapsStep):
     """Train a module on a mesh of ranks: ranks along the model's axes compute a share of the data together.
 
     The axes from outer to inner are data, pipeline, context, tensor. `batch_size` is that of a data rank, so the global
@@ -123,6 +126,7 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
         self._pipeline: Pipeline | None = None
         self._in_batch = False  # within `forward_backward`, which reduces gradients at its end
         self._half = False
+        self._late: tuple[Callable[[], Trial], bool] | None = None  # trial, and an argument of `setup`
         self._batches = SameBatches(World())
         self._optimizers: list[Optimizer] = []
 
@@ -132,7 +136,7 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
         if not self.divides:
             return traits
         replicas = traits.replicas if traits.sharded else data_ranks
-        return replace(traits, unreplicated=True, elastic=False, replicas=replicas)
+        return replace(traits, unreplicated=True, replicas=replicas)
 
     @property
     def _divided(self) -> bool:
@@ -142,6 +146,9 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
 
     def check_ranks(self, ranks: int) -> None:
         self._sizes(ranks)
+
+    def data_ranks_of(self, ranks: int) -> int:
+        return self._sizes(ranks)["data"]
 
     def _sizes(self, ranks: int) -> dict[str, int]:
         known = math.prod(size for size in self._axes.values() if size is not None)
@@ -165,8 +172,24 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
         self.data_strategy.enter(world.axis("data"), module)
 
     def world_changed(self, world: World) -> None:
+        """Continue in the same mesh: a replacement takes the place of a dead worker."""
+        module = self.module
+        assert module is not None
         self.world = world
-        as_part(self.data_strategy, Elastic).world_changed(self.world.axis("data"))
+        if self._late is not None:  # a replacement, which has its place in the mesh only now
+            trial, several_backwards = self._late
+            self._late = None
+            assert world.store is not None
+            self._divide(module, trial(), json.loads(world.store.get(world.key(_LAYOUT))), joins=True)
+            self.data_strategy.setup(module, several_backwards=several_backwards)
+        elif self._divided:
+            self._batches = SameBatches(world.axis("model"))
+            if self._tensor is not None:
+                self._tensor.world_changed(world.axis("tensor"))
+            if self._pipeline is not None:
+                self._pipeline.world_changed(world.axis("pipeline"))
+            self._division = Division(module, world, self._tensor, self._pipeline)
+        as_part(self.data_strategy, Elastic).world_changed(world.axis("data"))
 
     def init_context(self) -> AbstractContextManager[Any]:
         # Layers are divided after a trial run, which needs their weights.
@@ -185,6 +208,8 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
             )
 
     def parallelize(self, module: nn.Module, trial: Callable[[], Trial], layout: Mapping[str, Any]) -> None:
+        if self.world.newcomer and self.divides:
+            self._late = (trial, False)
         if not self._divided:
             return
         for tensor in (*module.parameters(), *module.buffers()):
@@ -193,27 +218,45 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
         axes = " x ".join(f"{axis} {self.world.axis(axis).size}" for axis in ("data", "pipeline", "tensor"))
         kind = self.data if isinstance(self.data, str) else type(self.data).__name__.lower()
         self._print([f"mesh: {axes}; data ranks: {kind}"])
-        made = trial()
+        self._divide(module, trial(), layout)
+        self._print_shares(module, whole)
+        if self.world.main_rank and self.world.store is not None:
+            self.world.store.set(self.world.key(_LAYOUT), json.dumps(self.layout))
+
+    def _divide(self, module: nn.Module, trial: Trial, layout: Mapping[str, Any], *, joins: bool = False) -> None:
+        """Divide the module.
+
+        Args:
+            module: whole.
+            trial: the training step on two samples.
+            layout: of the run that is resumed or joined.
+            joins: this rank replaces a dead worker: it has no weights yet, and the other ranks don't compare with it.
+        """
         self._batches = SameBatches(self.world.axis("model"))
         in_stages = self.world.axis("pipeline").size > 1  # whose random numbers are not those of one process
         with _evaluating(module) if in_stages else nullcontext():
-            if in_stages:
-                self._divide_in_stages(module, made, layout)
+            if in_stages and not joins:
+                self._divide_and_compare(module, trial, layout)
             else:
-                self._divide_matrices(module, made)
-                self._division = Division(module, self.world, self._tensor, None)
-        self._print_shares(module, whole)
+                self._divide_tensors(module, trial, layout, compares=not joins)
 
-    def _divide_in_stages(self, module: nn.Module, trial: Trial, layout: Mapping[str, Any]) -> None:
-        """Divide the blocks over the stages, and compare loss and gradient of two samples before and after."""
-        dtypes = {parameter.dtype for parameter in module.parameters()} | ({torch.bfloat16} if self._half else set())
-        before = measure(functools.partial(_gradients, trial.run), module.parameters(), _plain_norm, dtypes)
-        chain = self._chain(module, trial)
+    def _divide_tensors(
+        self, module: nn.Module, trial: Trial, layout: Mapping[str, Any], *, compares: bool = True
+    ) -> None:  # fmt: skip
+        """Divide matrices over the tensor axis, and blocks over the stages of a pipeline."""
+        chain = self._chain(module, trial, shared=compares) if self.world.axis("pipeline").size > 1 else None
         gc.collect()  # graphs of the trial runs remember the shapes of whole parameters
         if self.world.axis("tensor").size > 1:
-            self._divide_matrices(module, trial)
-        self._divide_blocks(module, chain, layout, trial)
+            self._divide_matrices(module, trial, compares=compares)
+        if chain is not None:
+            self._divide_blocks(module, chain, layout, trial, prints=compares)
         self._division = Division(module, self.world, self._tensor, self._pipeline)
+
+    def _divide_and_compare(self, module: nn.Module, trial: Trial, layout: Mapping[str, Any]) -> None:
+        """Compare loss and gradient of two samples before and after the division in stages."""
+        dtypes = {parameter.dtype for parameter in module.parameters()} | ({torch.bfloat16} if self._half else set())
+        before = measure(functools.partial(_gradients, trial.run), module.parameters(), _plain_norm, dtypes)
+        self._divide_tensors(module, trial, layout)
         after = measure(functools.partial(self._staged_gradients, trial), module.parameters(), self._trial_norm, dtypes)
         if before.differs(after):
             raise ValueError(
@@ -222,7 +265,7 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
                 "Choose other blocks by blocks=CLASS or a list of names, or set pipeline=1"
             )
 
-    def _divide_matrices(self, module: nn.Module, trial: Trial) -> None:
+    def _divide_matrices(self, module: nn.Module, trial: Trial, *, compares: bool) -> None:
         """Divide layers over the tensor axis, and compare the outputs of all submodules before and after."""
         from fabricx.model_parallel.pipeline_chain import find_blocks
         from fabricx.model_parallel.tensor_parallel import TensorParallel
@@ -230,11 +273,13 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
         from fabricx.model_parallel.trial import check_unchanged, recorded_step
 
         world = self.world.axis("tensor")
-        before = recorded_step(module, trial.run)
+        before = recorded_step(module, trial.run) if compares else None
         plan = find_tensor_plan(module, trial.run, world.size, self.plan)
         blocks = [block for _, block in find_blocks(module, self.blocks, trial.run)] if self.sequence else []
         gc.collect()  # graphs of the trial runs remember the shapes of whole parameters
         self._tensor = TensorParallel(module, plan, world, sequence=self.sequence, blocks=blocks)
+        if before is None:
+            return
         self._print(plan.describe())
         sharded = replace(trial, step=self._sharded(trial.step))
         after = recorded_step(module, sharded.run, world, self._tensor.ordinary)
@@ -246,13 +291,15 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
             return {}
         return {"blocks": list(self._pipeline.chain.blocks), "cuts": [list(cut) for cut in self._pipeline.cuts]}
 
-    def _chain(self, module: nn.Module, trial: Trial) -> Chain:
+    def _chain(self, module: nn.Module, trial: Trial, *, shared: bool) -> Chain:
         from fabricx.model_parallel.pipeline_chain import find_blocks, trace_chain
 
         chain = trace_chain(module, find_blocks(module, self.blocks, trial.run), trial.run)
-        return replace(chain, costs=self.world.broadcast_object(chain.costs))  # times differ by rank
+        return replace(chain, costs=self.world.broadcast_object(chain.costs)) if shared else chain  # times differ
 
-    def _divide_blocks(self, module: nn.Module, chain: Chain, layout: Mapping[str, Any], trial: Trial) -> None:
+    def _divide_blocks(
+        self, module: nn.Module, chain: Chain, layout: Mapping[str, Any], trial: Trial, *, prints: bool
+    ) -> None:  # fmt: skip
         from fabricx.model_parallel.pipeline import Pipeline
         from fabricx.model_parallel.pipeline_cuts import describe, divide
 
@@ -270,7 +317,9 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
                 "pipeline splits batches by their first dimension: let the loader return the samples first, or set "
                 "microbatches=1"
             )
-        self._print([*describe(chain, cuts, pipeline.size, self.schedule, self.virtual, microbatches, trial.rows)])
+        if prints:
+            rows = trial.rows
+            self._print([*describe(chain, cuts, pipeline.size, self.schedule, self.virtual, microbatches, rows)])
 
     def _staged_gradients(self, trial: Trial) -> float:
         """Compute the gradients of the two samples in stages; returns the loss, on all stages."""
@@ -319,6 +368,9 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         super().setup(module)
+        if self._late is not None:
+            self._late = (self._late[0], several_backwards)
+            return
         self.data_strategy.setup(module, several_backwards=several_backwards)
 
     def attach_optimizers(self, optimizers: list[Optimizer]) -> None:
@@ -429,6 +481,21 @@ class Mesh(Strategy, Elastic, HidesGradients, ModelParallel, ShardsWeights, Wrap
 
     def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
         self.data_strategy.load_state_dict(state, module, optimizers)
+
+    def local_state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+        data = self.data_strategy
+        state = (data.local_state_dict if isinstance(data, KeepsLocalState) else data.state_dict)(module, optimizers)
+        absent = frozenset() if self._division is None else self._division.absent
+        return {**state, "module": {name: value for name, value in state["module"].items() if name not in absent}}
+
+    def load_local_states(
+        self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer], *, own: bool
+    ) -> None:  # fmt: skip
+        data = self.data_strategy
+        if isinstance(data, KeepsLocalState):
+            data.load_local_states(states, module, optimizers, own=own)
+        else:
+            data.load_state_dict(states[0], module, optimizers)
 
     def whole_state(self, state: dict[str, Any]) -> dict[str, Any]:
         return state if self._division is None else dict(self._division.whole_state(state))

@@ -133,6 +133,14 @@ class ModelParallel:
 
     divides = False
 
+    def data_ranks_of(self, ranks: int) -> int:
+        """Return the number of data ranks among a number of ranks.
+
+        Args:
+            ranks: number of all ranks.
+        """
+        return ranks
+
     def check_ranks(self, ranks: int) -> None:
         """Refuse a number of ranks that does not fit the axes, before any process starts.
 

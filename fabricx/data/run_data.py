@@ -13,6 +13,7 @@ from fabricx.core.datamodule import DataModule
 from fabricx.core.duration import check_count
 from fabricx.core.hooks import overrides
 from fabricx.core.module_hooks import ModuleHooks
+from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.data.advice import advise_on_shuffling, advise_on_validation
 from fabricx.data.combined import CombinedLoader, combined, is_loader
 from fabricx.data.factory import make_feed
@@ -318,7 +319,8 @@ class RunData:
             raise ValueError(f"{type(source).__name__} is not iterable: pass a DataLoader or an iterable of batches")
         world = world.axis("data")
         if world.newcomer:  # the ranks that it will join: same number of batches as on the other ranks
-            world = replace(world, rank=0, size=world.local_size)
+            size = as_part(self._strategy, ModelParallel).data_ranks_of(world.local_size)
+            world = replace(world, rank=0, size=size)
         options, strategy = self._options, self._strategy
         return make_feed(
             source, world, seed=self._state.seed, limit=limit, shard=options.use_distributed_sampler,

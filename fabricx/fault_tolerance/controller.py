@@ -23,12 +23,14 @@ class ElasticPolicy:
         least: minimum number of workers to continue with.
         tries: maximum number of consecutive deaths without a step in between.
         outlived: in-memory checkpoints outlive the workers, so that no worker has to survive.
+        fixed: the number of workers can't change: the survivors wait for replacements.
     """
 
     waits: float = 0.0
     least: int = 1
     tries: int = 10
     outlived: bool = False
+    fixed: bool = False
 
 
 @final
@@ -135,7 +137,9 @@ class ElasticController:
         Returns:
             whether the other workers can continue.
         """
-        if self._died_early(worker) or worker not in self._seats:
+        if self._died_early(worker):
+            return not self._stuck
+        if worker not in self._seats:
             return True
         survivors = tuple(other for other in self.workers if other != worker)
         if worker in self._ended and worker != self._seats[0]:  # it had finished
@@ -166,10 +170,15 @@ class ElasticController:
         Returns:
             whether the worker had not joined yet; otherwise nothing is recorded.
         """
-        if not self._died_early(worker):
+        if not self._died_early(worker) or self._stuck:
             return False
         print(f"a worker could not join:\n{why}", file=sys.stderr)
         return True
+
+    @property
+    def _stuck(self) -> bool:
+        """Return whether the survivors can't continue without a replacement, and none will come."""
+        return self._elastic.fixed and self._broken and not self._coming and self.wanted() is None
 
     def _died_early(self, worker: int) -> bool:
         early = worker in self._coming or worker in self._ready
@@ -196,6 +205,11 @@ class ElasticController:
         """
         if workers < self._elastic.least:
             return f"{workers} workers are too few: min_ranks={self._elastic.least}; request as many, or more"
+        if self._elastic.fixed and workers != self._size:
+            return (
+                f"this strategy divides the model over {self._size} workers, and their number can't change during a "
+                "run: stop it, and resume with other devices"
+            )
         if self._ended or not self._inside.issuperset(self.workers):
             return "the number of workers can't be changed while the run starts or ends; try again later"
         self._size = workers
@@ -252,7 +266,8 @@ class ElasticController:
         if self._ended:
             pass
         elif self._broken:
-            enough = len(self.workers) + len(self._ready) >= max(1, self._elastic.least)
+            needed = self._size if self._elastic.fixed else max(1, self._elastic.least)
+            enough = len(self.workers) + len(self._ready) >= needed
             if complete or (enough and self._clock() - self._since >= self._patience()):
                 self._begin_generation()
         elif self._arrived.issuperset(self.workers):

@@ -12,6 +12,7 @@ from torch import Tensor
 from fabricx.core.reductions import check_reduction
 from fabricx.core.strategy import Strategy
 from fabricx.core.transfer import batch_size_of
+from fabricx.distributed.world import World
 from fabricx.metrics.accumulator import EXACT, Metrics, Series, as_value
 from fabricx.metrics.objects import metric_objects, set_states, states_of
 
@@ -54,9 +55,21 @@ class Logbook:
         self.batches = 0
         self.idle = False
         self.logs_batches = False
+        self._silent = mute
         self._reports = strategy.world.reports  # else another stage of a pipeline has the outputs of the step
         self._mute = mute or not self._reports
         self._alone = not strategy.traits.lockstep  # values of a step are this rank's, not reduced
+
+    def world_changed(self, world: World) -> None:
+        """Reduce values over other ranks.
+
+        Args:
+            world: all ranks; the main rank has the sums of departed ranks.
+        """
+        self.metrics.world_changed(world.axis("metrics"))
+        self.metrics.counts_shared = world.axis("metrics").main_rank
+        self._reports = world.reports
+        self._mute = self._silent or not self._reports
 
     def begin_batch(self, batch: Any, size: int | None, step: int) -> None:
         """Begin a batch, to which the following values belong.

@@ -142,8 +142,7 @@ class RunMetrics:
         Args:
             world: the ranks.
         """
-        self.training.metrics.world_changed(world.axis("metrics"))
-        self.training.metrics.counts_shared = world.axis("metrics").main_rank
+        self.training.world_changed(world)
 
     def log_step(self, recorder: NoopRecorder, optimizers: Sequence[Optimizer], norm: Tensor | None) -> None:
         """Write the values of this weight update to the loggers, every `log_every_n_steps`; ranks are in lockstep.

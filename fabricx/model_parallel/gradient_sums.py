@@ -11,14 +11,19 @@ from torch import Tensor, nn
 from fabricx.core.gradient_checks import check_dense
 from fabricx.core.placeholder import is_placeholder
 from fabricx.core.strategy import Strategy, Traits
+from fabricx.core.strategy_parts import Elastic
+from fabricx.distributed.world import World
 
 BUCKET_BYTES: Final = 25 * 2**20  # gradients that are summed in one collective
 
 
-class GradientSums(Strategy):
+class GradientSums(Strategy, Elastic):
     """Sum the gradients of data ranks in buckets, after backward; torch's DDP expects one forward before a backward."""
 
-    traits = Traits()
+    traits = Traits(elastic=True)
+
+    def world_changed(self, world: World) -> None:
+        self.world = world
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         super().setup(module)

@@ -70,6 +70,16 @@ class TensorParallel:
         if sequence and blocks:
             self._shard_sequence(blocks)
 
+    def world_changed(self, world: World) -> None:
+        """Use another process group with the same place of this rank.
+
+        Args:
+            world: ranks of the group, as many as before.
+        """
+        self._world, self._activations = world, Activations(world)
+        self._functions = LayerFunctions(self._activations)
+        self._mode = ShardedFunctions(self._activations, _LAYERS, self._layer, self._weights, self._weight)
+
     # -- parameters ---------------------------------------------------------------------------------------------
 
     def _shard_parameters(self, plan: TensorPlan) -> None:

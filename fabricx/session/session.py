@@ -107,7 +107,7 @@ class Session:
         self.sharding, self.serving = as_part(strategy, ShardsWeights), as_part(strategy, HasServers)
         self.gradients, self.dealer = as_part(strategy, HidesGradients), as_part(strategy, DealsData).dealer
         self.gradient_factor = self._gradient_factor()
-        self.divided, self.staged = world.axis("model").size > 1, world.axis("pipeline").size > 1
+        self._note_axes()
         self.hooks = Hooks(trainer, module, callbacks)
         self.agreement = Agreement(world)
         self.precision = Precision()
@@ -160,8 +160,12 @@ class Session:
         """
         self.world = as_part(self.strategy, ModelParallel).with_axes(world)
         self.gradient_factor = self._gradient_factor()
+        self._note_axes()
         as_part(self.strategy, Elastic).world_changed(self.world)
         self.wrap_steps(fits=True)
+
+    def _note_axes(self) -> None:
+        self.divided, self.staged = self.world.axis("model").size > 1, self.world.axis("pipeline").size > 1
 
     def _gradient_factor(self) -> float:
         return float(self.world.axis("data").size) if self.strategy.traits.averages else 1.0

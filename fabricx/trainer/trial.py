@@ -49,16 +49,16 @@ def _sizes(loader: Any) -> tuple[int | None, int]:
 def _undisturbed(session: Session) -> Iterator[None]:
     """Context of a trial: discards logged values, and restores buffers and random numbers."""
     buffers = [(buffer, buffer.clone()) for buffer in session.module.buffers()]
-    logbook = session.metrics.training
+    logbook, before = session.metrics.training, vars(session.module).get("_log_to")
     session.metrics.collect(logbook)
     try:
         with random_kept(), logbook.muted():
             yield
     finally:
-        session.metrics.collect(None)
+        session.metrics.collect(before)
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for buffer, value in buffers:
+                buffer.copy_(value)
 
 
 def two_samples(loader: Any) -> Any:

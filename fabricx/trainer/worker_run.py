@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fabricx.checkpoint import is_committed, read_manifest
 from fabricx.checkpoint.storage import as_path
 from fabricx.core.callback import recovery_policy_of
-from fabricx.core.strategy_parts import HasServers, ShardsWeights, as_part
+from fabricx.core.strategy_parts import HasServers, ModelParallel, ShardsWeights, as_part
 from fabricx.distributed.world import OPERATION, World
 from fabricx.errors import WorkerFailed
 from fabricx.fault_tolerance.controller import ElasticPolicy
@@ -143,7 +143,8 @@ def elastic_policy(strategy: Strategy, callbacks: Iterable[Callback]) -> Elastic
     policy = recovery_policy_of(callbacks)
     if policy is None:
         return None
-    return ElasticPolicy(policy.patience, policy.min_ranks, policy.max_restarts, not strategy.traits.replicated)
+    fixed = as_part(strategy, ModelParallel).divides
+    return ElasticPolicy(policy.patience, policy.min_ranks, policy.max_restarts, not strategy.traits.replicated, fixed)
 
 
 def _timeouts(policy: RecoveryPolicy | None, accelerator: str, elastic: ElasticPolicy | None) -> dict[str, Any]:

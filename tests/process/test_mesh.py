@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx import checkpoint
-from fabricx.callbacks import EMA
+from fabricx.callbacks import EMA, FaultRecovery
 from fabricx.strategies import DDP, FSDP, Mesh
-from fabricx.testing import QUIET, run_ranks
+from fabricx.testing import QUIET, kill, run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -221,6 +221,43 @@ def test_a_run_that_resumes_on_the_same_mesh_is_the_run_without_the_interruption
         again = run_ranks(train, ranks, strategy, 4, {}, {"dropout": 0.2}, "", f"{folder}/end")[0]
         assert again["metrics"] == whole["metrics"]
         assert all(torch.equal(again["weights"][n], w) for n, w in whole["weights"].items()), name
+
+
+def recovered(strategy: Any, devices: int, faults: list[Any]) -> Any:
+    """Train in workers of this process; return weights, metrics, and the failures that were survived."""
+    fx.seed_everything(3)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = GPT(dropout=0.2)
+        trainer = fx.Trainer(
+            devices=devices, strategy=strategy, callbacks=[FaultRecovery(), *faults],
+            **{**QUIET, "max_epochs": 2, "gradient_clip_val": 0.5},
+        )  # fmt: skip
+        data = DataLoader(sentences(27), 4, shuffle=True)  # type: ignore[arg-type]
+        trainer.fit(model, data, DataLoader(sentences(5), 2))  # type: ignore[arg-type]
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        return weights, {n: float(v) for n, v in trainer.callback_metrics.items()}, list(trainer.failures)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "rank", "moment"),
+    [
+        (lambda: Mesh(tensor=2), 2, 1, "backward"),
+        (lambda: Mesh(pipeline=2), 2, 0, "forward"),
+        (lambda: Mesh(tensor=2, data="fsdp"), 4, 2, "optimizer"),
+    ],
+)
+def test_a_replacement_takes_the_place_of_a_dead_worker(strategy: Any, devices: int, rank: int, moment: str) -> None:
+    expected = recovered(strategy(), devices, [])
+    weights, metrics, failures = recovered(strategy(), devices, [kill(rank).during(moment, step=5)])  # type: ignore[arg-type]
+    assert len(failures) == 1
+    assert metrics.keys() == expected[1].keys()
+    # The cuts of a pipeline depend on measured times, and with them the rounding of the gradient's norm.
+    assert max(float((weights[name] - value).abs().max()) for name, value in expected[0].items()) < 1e-9
+    assert all(abs(metrics[name] - value) < 1e-9 for name, value in expected[1].items())
 
 
 def refused(strategy: Any, options: dict[str, Any], change: str) -> str:

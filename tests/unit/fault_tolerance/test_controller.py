@@ -286,3 +286,15 @@ def test_nobody_waits_for_a_replacement_that_does_not_come() -> None:
     workers.clock.now += 0.1
     workers.supervise()
     assert [generation.workers for generation in workers.generations] == [(0,)]
+
+
+def test_a_fixed_number_of_workers_waits_for_replacements_and_is_not_resized() -> None:
+    run = Workers(ElasticPolicy(tries=2, outlived=True, fixed=True), 2)
+    assert "their number can't change" in run.changes.resize(3)
+    run.end(1)
+    run.clock.now = 100.0
+    run.supervise()
+    assert run.generations == []  # no generation of a single worker
+    assert run.changes.could_not_join(2, "an error")  # the first replacement
+    run.supervise()
+    assert not run.changes.could_not_join(3, "an error")  # the last: the run ends with an error, in place of a hang

@@ -19,7 +19,7 @@ from fabricx.strategies import DDP, FSDP, LocalSGD, Mesh, PipelineMesh, TensorMe
         ({"data": "dpd"}, "Did you mean 'ddp'"),
         ({"data": LocalSGD()}, "data=LocalSGD"),
         ({"schedule": "1f2b"}, "Did you mean '1f1b'"),
-        ({"data": "fsdp", "pipeline": 2}, "set data=ddp, or pipeline=1"),
+        ({"data": FSDP(), "pipeline": 2}, r"data=FSDP\(...\) with a pipeline has no options"),
     ],
 )
 def test_wrong_options_are_errors_with_the_remedy(options: dict[str, object], said: str) -> None:
