@@ -66,16 +66,30 @@ def _elementwise(activations: Activations, func: Any, args: Sequence[Any], optio
     tensors = [value for value in values if isinstance(value, Tensor)]
     if any(isinstance(value, (list, tuple)) for value in values):
         return NotImplemented
+    first = args[0]
+    if len(tensors) == 1 and tensors[0] is first and isinstance(first, ShardedTensor):
+        return _with_size(activations, func(first.local, *args[1:], **options), first.sharded_dim, first)
     place = _common_place(tensors)
     if place is None:
         return NotImplemented
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    shape = _broadcast_shape(tensors)
     if shape[place] == 1:
         return NotImplemented
     own = [_operand(activations, value, place, shape[place]) for value in values]
     given = dict(zip(options, own[len(args) :], strict=True))
     local = func(*own[: len(args)], **given)
     return activations.sharded(local, len(shape) + place, (), shape)
+
+
+def _broadcast_shape(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return the shape that operands broadcast to; `torch.broadcast_shapes` takes longer than the operation."""
+    shape = max((tensor.shape for tensor in tensors), key=len)
+    if all(tensor.shape == shape for tensor in tensors):
+        return shape
+    return tuple(
+        next((size for size in sizes if size != 1), 1)
+        for sizes in zip(*((1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape) for tensor in tensors), strict=True)
+    )
 
 
 def _common_place(tensors: Sequence[Tensor]) -> int | None:
@@ -105,7 +119,7 @@ def _in_place(activations: Activations, func: Any, args: Sequence[Any], options:
         return NotImplemented
     tensors = [value for value in (*args, *options.values()) if isinstance(value, Tensor)]
     place = _common_place(tensors)
-    if place is None or torch.broadcast_shapes(*(tensor.shape for tensor in tensors)) != target.shape:
+    if place is None or _broadcast_shape(tensors) != target.shape:
         return NotImplemented
     size = target.shape[place]
     own = [_operand(activations, value, place, size) for value in args[1:]]

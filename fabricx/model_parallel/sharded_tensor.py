@@ -77,11 +77,13 @@ class ShardedTensor(Tensor):
 
 def _strides(local: Tensor, dim: int, size: int) -> tuple[int, ...]:
     """Return the strides that the whole tensor has in one process."""
-    own = local.shape[dim]
-    if own == size:
-        return local.stride()
-    inner = local.stride(dim)
+    own, strides = local.shape[dim], local.stride()
+    if own in (size, 0):
+        return strides
+    inner = strides[dim]
     return tuple(
-        stride // own * size if own and stride >= inner and other != dim and stride else stride
-        for other, stride in enumerate(local.stride())
+        [
+            stride // own * size if stride >= inner and other != dim and stride else stride
+            for other, stride in enumerate(strides)
+        ]
     )
