@@ -30,6 +30,7 @@ from fabricx.core.strategy_parts import (
     WrapsStep,
     as_part,
 )  # fmt: skip
+from fabricx.distributed.point_to_point import open_channels
 from fabricx.distributed.world import World
 from fabricx.errors import check_choice
 from fabricx.model_parallel.axes import sizes_of, with_axes
@@ -309,8 +310,9 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             cuts = [(begin, end) for begin, end in layout["cuts"]]  # measured times would give other cuts
         microbatches = self.microbatches or 2 * pipeline.size
         self._pipeline = Pipeline(
-            module, chain, cuts, pipeline, schedule=self.schedule, microbatches=microbatches, virtual=self.virtual
-        )
+            module, chain, cuts, pipeline, schedule=self.schedule, microbatches=microbatches, virtual=self.virtual,
+            channels=self._channels(),
+        )  # fmt: skip
         if microbatches > 1 and trial.samples is not None and rows_of(trial.batch) != trial.samples:
             raise ValueError(
                 f"the first dimension of a batch of {trial.samples} samples has {rows_of(trial.batch)} elements, and a "
@@ -320,6 +322,16 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         if prints:
             rows = trial.rows
             self._print([*describe(chain, cuts, pipeline.size, self.schedule, self.virtual, microbatches, rows)])
+
+    def _channels(self) -> dict[str, Any]:
+        """Build the groups of the stages' transfers, where the backend needs several; all ranks call it."""
+        if not self.world.silent:
+            return {}
+        pipeline = self.world.axis("pipeline")
+        members: dict[str, list[int]] = {}
+        for rank, coordinate in enumerate(self.world.gather_objects(pipeline.coordinate)):
+            members.setdefault(coordinate, []).append(rank)
+        return open_channels(self.world, list(members.values()))
 
     def _staged_gradients(self, trial: Trial) -> float:
         """Compute the gradients of the two samples in stages; returns the loss, on all stages."""

@@ -94,7 +94,7 @@ class Transfers:
         raw = _raw(tensor.detach().contiguous())
         self.sent_bytes += raw.numel() * raw.element_size()
         try:
-            work = dist.isend(raw, group=self._group(channel), group_dst=to, tag=tag)
+            work = dist.isend(raw, group=self._group(channel), group_dst=to, tag=self._tag(tag))
         except RuntimeError as error:
             self._fail(error, event)
             raise
@@ -117,7 +117,7 @@ class Transfers:
         if not tensor.numel():
             return Expected(tensor, None, event)
         try:
-            work = dist.irecv(_raw(tensor), group=self._group(channel), group_src=source, tag=tag)
+            work = dist.irecv(_raw(tensor), group=self._group(channel), group_src=source, tag=self._tag(tag))
         except RuntimeError as error:
             self._fail(error, event)
             raise
@@ -165,6 +165,9 @@ class Transfers:
     def under_way(self) -> int:
         """Return the number of sends for which `finish` has not waited."""
         return len(self._sent)
+
+    def _tag(self, tag: int) -> int:
+        return 0 if self._world.silent else tag  # NCCL has no tags: the order of the messages has to suffice
 
     def _group(self, channel: str) -> dist.ProcessGroup | None:
         return self._channels.get(channel, self._world.group)

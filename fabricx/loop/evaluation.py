@@ -188,7 +188,7 @@ def predict(session: Session, feeds: Sequence[Feed], *, keep: bool) -> list[Any]
         keep: whether to return the outputs.
 
     Returns:
-        for each loader, pairs (batch index, outputs) of this rank.
+        for each loader, pairs (batch index, outputs) of this rank; none on ranks that compute the outputs of others.
     """
     before, session.state.phase = session.state.phase, Phase.PREDICT
     session.metrics.collect(None)
@@ -218,7 +218,7 @@ def predict(session: Session, feeds: Sequence[Feed], *, keep: bool) -> list[Any]
                     with in_hook:
                         for hook in session.hooks.on_predict_batch_end:
                             hook(outputs, batch, micro.index, number)
-                    if keep:
+                    if keep and session.world.reports:
                         loader_outputs.append((micro.index, cpu(outputs)))
             results.append(loader_outputs)
         session.strategy.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from fabricx.distributed import world as worlds
+from fabricx.distributed.point_to_point import open_channels
 from fabricx.model_parallel.pipeline import Pipeline
 from fabricx.model_parallel.pipeline_chain import find_blocks, trace_chain
 from fabricx.model_parallel.pipeline_cuts import divide
@@ -80,7 +82,7 @@ def alone(module: Any, data: list[Any]) -> dict[str, Any]:
 
 def divided(
     module: Any, batch: Any, *, schedule: str = "1f1b", microbatches: int = 4, virtual: int = 1, blocks: Any = "auto",
-    by_time: bool = False,
+    by_time: bool = False, channels: bool = False,
 ) -> Pipeline:  # fmt: skip
     """Divide a module over all ranks."""
     world = worlds.current()
@@ -89,7 +91,12 @@ def divided(
     chain = world.broadcast_object(trace_chain(module, find_blocks(module, blocks, run), run))
     equal = [0.0, *[1.0] * len(chain.blocks), 0.0]
     cuts = divide(chain.costs if by_time else equal, world.size * virtual, chain.joined)
-    return Pipeline(module, chain, cuts, world, schedule=schedule, microbatches=microbatches, virtual=virtual)
+    if channels:  # as for NCCL, whose groups have neither tags nor operations beside each other
+        world = replace(world, backend="gloo in the place of nccl")
+    return Pipeline(
+        module, chain, cuts, world, schedule=schedule, microbatches=microbatches, virtual=virtual,
+        channels=open_channels(world, [range(world.size)]),
+    )  # fmt: skip
 
 
 def first(batch: Any, rows: int) -> Any:

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
-from fabricx.testing import run_ranks
+import fabricx as fx
+from fabricx.strategies import Mesh
+from fabricx.testing import QUIET, run_ranks
 from tests.process.stages import STEPS, Language, alone, compare, make, staged
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -135,3 +138,75 @@ def test_models_of_users_train_in_stages_what_they_train_in_one_process() -> Non
     by_rank = run_ranks(train_all, 2)
     for number, (name, cls, model, _) in enumerate(CASES):
         compare([rank[number] for rank in by_rank], alone(make(cls, **model), data_of(name)))
+
+
+# -- through the Trainer ----------------------------------------------------------------------------------------------
+
+
+class Trained(fx.Module):
+    """A user's module around a model; validates with the loss of the model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        outputs = self.model.training_step(batch, batch_idx)
+        self.log("loss", outputs["loss"], on_epoch=True)
+        return outputs["loss"]
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        outputs = self.model.training_step(batch, batch_idx)
+        self.log_dict({"val": outputs["loss"], "first": outputs["logits"].flatten()[0]})
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model.training_step(batch, batch_idx)["logits"].argmax(-1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+class Vision(Transformers):
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Any:
+        logits = self.model(pixel_values=batch["image"]).logits
+        return {"loss": F.cross_entropy(logits, batch["labels"][:, 0] % 2), "logits": logits}
+
+
+VIT = {**SIZES, "image_size": 8, "patch_size": 4}
+TRAINED: list[tuple[Any, dict[str, Any]]] = [
+    (Transformers, {"name": "GPT2LMHeadModel", "config": GPT2}),
+    (Transformers, {"name": "LlamaForCausalLM", "config": LLAMA}),
+    (Vision, {"name": "ViTForImageClassification", "config": VIT}),
+    (Encoder, {}),
+]
+
+
+def samples(count: int) -> list[Any]:
+    batches = [batch for batch in tokens(1) if batch["ids"].shape[1] == LENGTH]
+    return [{name: value[0] for name, value in batch.items()} for batch in (batches * 3)[:count]]
+
+
+def fit(strategy: Any, devices: int) -> list[Any]:
+    torch.set_num_threads(1)
+    found = []
+    for cls, options in TRAINED:
+        module = Trained(make(cls, **options))
+        trainer = fx.Trainer(devices=devices, strategy=strategy, max_epochs=2, gradient_clip_val=0.5, **QUIET)
+        trainer.fit(module, DataLoader(samples(21), 5), DataLoader(samples(7), 2))
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        predicted = trainer.predict(module, DataLoader(samples(3), 2))
+        weights = {name: value.detach().clone() for name, value in module.named_parameters()}
+        found.append((metrics, weights, [] if predicted is None else [part.tolist() for part in predicted]))
+    return found
+
+
+def test_models_of_users_train_validate_and_predict_through_the_trainer() -> None:
+    pytest.importorskip("transformers")
+    alone = fit("single", 1)
+    strategy = Mesh(pipeline=2, microbatches=3)
+    for rank in run_ranks(fit, 2, strategy, 2):
+        for (metrics, weights, predicted), (expected, whole, labels) in zip(rank, alone, strict=True):
+            assert metrics == pytest.approx(expected, abs=1e-6), "logged values are stored in float32"
+            assert predicted == labels
+            for name, value in whole.items():
+                assert torch.allclose(weights[name], value, rtol=0, atol=1e-9), name

@@ -211,7 +211,8 @@ def test_gradients_of_frozen_stages_are_not_sent_and_shapes_are_announced_once()
 def evaluate() -> Any:
     here = world()
     data = batches(ROWS)
-    pipeline = divided(make(Language), data[0], virtual=2)
+    module = make(Language)
+    pipeline = divided(module, data[0], virtual=2)
     with torch.inference_mode():
         found = [pipeline.evaluate(pipeline.module.training_step, batch, 0, seed=torch.manual_seed) for batch in data]
     under_way = pipeline.transfers.under_way
@@ -219,7 +220,7 @@ def evaluate() -> Any:
     placeholders = sum(p.isnan().all().item() for p in pipeline.module.parameters())
     values = whole(pipeline)
     pipeline.undo(values)
-    classes = [type(block).__name__ for block in pipeline.module.blocks]
+    classes = [type(block).__name__ for block in module.blocks]
     expected = [pipeline.module.training_step(batch, 0)["loss"].item() for batch in data]
     here.barrier()
     return [output and output["loss"].item() for output in found], expected, under_way, placeholders, classes
