@@ -413,10 +413,13 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
 
     def wrap_evaluation(self, step: Callable[..., Any]) -> Callable[..., Any]:
         sharded, pipeline = self._sharded(step), self._pipeline
-        if pipeline is None:
+        if not self._divided:
             return sharded
 
-        def staged(batch: Any, *args: Any) -> Any:
+        def evaluated(batch: Any, *args: Any) -> Any:
+            self._batches.check(batch)
+            if pipeline is None:
+                return sharded(batch, *args)
             sums = self._sums()
             sums.gather_to_evaluate()
             try:
@@ -424,7 +427,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             finally:
                 sums.release()
 
-        return staged
+        return evaluated
 
     def _sums(self) -> GradientSums:
         assert isinstance(self.data_strategy, GradientSums)

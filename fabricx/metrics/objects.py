@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+from fabricx.distributed.world import World
 
 
 def metric_objects(module: nn.Module) -> dict[str, Any]:
@@ -14,6 +17,31 @@ def metric_objects(module: nn.Module) -> dict[str, Any]:
         module: searched at any depth.
     """
     return {name: part for name, part in module.named_modules() if hasattr(part, "_update_count")}  # not collections
+
+
+def reduce_along(metric: Any, world: World) -> Callable[[], None]:
+    """Let a metric object reduce its state over the ranks that update it with different samples.
+
+    Args:
+        metric: a torchmetrics object.
+        world: these ranks.
+
+    Returns:
+        a function that undoes it.
+    """
+    before = metric.process_group, metric.distributed_available_fn
+    metric.process_group = world.group
+    if world.size == 1:
+        metric.distributed_available_fn = _alone
+
+    def undo() -> None:
+        metric.process_group, metric.distributed_available_fn = before
+
+    return undo
+
+
+def _alone() -> bool:
+    return False
 
 
 def states_of(metric: Any) -> dict[str, Any]:

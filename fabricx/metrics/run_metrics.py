@@ -12,6 +12,7 @@ from fabricx.core.state import Phase
 from fabricx.core.strategy_parts import HasServers, HidesGradients, as_part
 from fabricx.metrics.collector import Logbook
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
+from fabricx.metrics.objects import metric_objects, reduce_along
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -143,6 +144,9 @@ class RunMetrics:
             world: the ranks.
         """
         self.training.world_changed(world)
+        if world.axis("model").size > 1:
+            for metric in metric_objects(self._module).values():
+                reduce_along(metric, world.axis("metrics"))
 
     def log_step(self, recorder: NoopRecorder, optimizers: Sequence[Optimizer], norm: Tensor | None) -> None:
         """Write the values of this weight update to the loggers, every `log_every_n_steps`; ranks are in lockstep.

@@ -44,7 +44,7 @@ from fabricx.loop import fit_asynchronous as asynchronous
 from fabricx.loop.fit import fit, train_batches
 from fabricx.loop.update import step_optimizer
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
-from fabricx.metrics.objects import metric_objects
+from fabricx.metrics.objects import metric_objects, reduce_along
 from fabricx.metrics.run_metrics import RunMetrics
 from fabricx.redaction import masked
 from fabricx.scratch import set_multiprocessing_folder
@@ -348,6 +348,9 @@ def _set_up_model(session: Session, job: Job) -> None:
     session.window.by_weight = session.overridden.batch_weight and module.automatic_optimization
     session.transfer = _batch_transfer(session)
     session.data.load(session.world)
+    if session.divided:
+        metrics = session.world.axis("metrics")
+        session.overridden.undo += [reduce_along(metric, metrics) for metric in metric_objects(module).values()]
     if job.stage == "fit" and session.world.main_rank and not session.options.fast_dev_run:
         advise_on_logging(session.data.batches.training, session.options.log_every_n_steps, session.loggers)
     _check_samples_of_all_ranks(session, job)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 import fabricx as fx
 from fabricx import checkpoint
@@ -43,6 +44,22 @@ class Block(nn.Module):
         return x + self.down(self.drop(F.gelu(self.up(self.norms[1](x)))))
 
 
+class Counts(Metric):
+    """Number of samples over all ranks."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, samples: int) -> None:
+        self.total += samples
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
 class GPT(fx.Module):
     """A language model with a tied head, unless told otherwise."""
 
@@ -51,6 +68,7 @@ class GPT(fx.Module):
         self.sgd = sgd
         self.embed, self.position = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.correct = Counts()
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embed.weight
         self.norms: list[float] = []
@@ -71,6 +89,8 @@ class GPT(fx.Module):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val", self._loss(batch))
+        self.correct.update(len(batch))
+        self.log("samples", self.correct)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if isinstance(self.trainer.strategy, Mesh):
@@ -162,6 +182,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_meshes_train_what_one_process_trains(run: str) -> None:
     options, module = RUNS[run]
     alone = train("single", 4, options, module)
+    assert alone["metrics"]["samples"] == 5
     for name, (strategy, ranks, shares) in MESHES.items():
         by_rank = run_ranks(train, ranks, strategy(), 4 // shares, options, module)
         assert far(alone, by_rank[0]) < 1e-9, name

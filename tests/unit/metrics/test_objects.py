@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fabricx.metrics.objects import metric_objects, set_states, states_of
+from fabricx.distributed.world import World
+from fabricx.metrics.objects import metric_objects, reduce_along, set_states, states_of
 
 
 class Metric(nn.Module):
@@ -51,3 +53,12 @@ def test_a_state_is_not_changed_by_later_updates_and_can_be_sent() -> None:
     metric.update(3.0)
     assert float(metric.total) == float(other.total) == 5.0
     assert metric._update_count == 2
+
+
+def test_a_metric_reduces_over_some_ranks_until_it_is_undone() -> None:
+    metric = SimpleNamespace(process_group=None, distributed_available_fn=lambda: True)
+    before = metric.process_group, metric.distributed_available_fn
+    undo = reduce_along(metric, World())
+    assert not metric.distributed_available_fn()
+    undo()
+    assert (metric.process_group, metric.distributed_available_fn) == before
