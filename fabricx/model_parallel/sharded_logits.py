@@ -40,14 +40,16 @@ def logits_output(activations: Activations, func: Any, args: Sequence[Any], opti
         return cross_entropy(activations, *args, **options)
     if func in VIEWS:
         shape = func(torch.empty(logits.shape, device="meta"), *args[1:], **options).shape
-        return _logits(activations, local.reshape(*shape[:-1], -1), shape) if shape[-1] == classes else NotImplemented
+        if shape[-1] != classes:
+            return NotImplemented
+        return _logits(activations, local.reshape(*shape[:-1], local.shape[-1]), shape)
     if func in ELEMENTWISE and not any(isinstance(arg, Tensor) for arg in (*args[1:], *options.values())):
         return _logits(activations, func(local, *args[1:], **options), logits.shape)
     if func is Tensor.__getitem__:
         found = indices(logits.shape, args[1])
         if not found or found[-1].dim != logits.dim() - 1 or (found[-1].begin, found[-1].end) != (0, classes):
             return NotImplemented
-        if found[-1].drops or found[-1].step != 1 or local.shape[-1] == 0:
+        if found[-1].drops or found[-1].step != 1:
             return NotImplemented
         shape = torch.empty(logits.shape, device="meta")[args[1]].shape
         index = [basic_index(each) for each in found[:-1]]

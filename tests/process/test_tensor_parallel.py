@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -307,3 +308,37 @@ def test_states_move_between_shards_and_wholes_and_uses_without_a_rule_are_error
         assert found["parameters"]
         assert found["undone"]
         assert found["outside of the step"]
+
+
+class FewRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, C), nn.Linear(C, 5)
+        self.head.weight = self.embed.weight
+
+    def step(self) -> Any:
+        ids = torch.tensor([[0, 1, 4], [2, 3, 4]])
+        logits = self.head(self.embed(ids))
+        loss = F.cross_entropy(logits[:, 1:].reshape(-1, 5), ids[:, 1:].flatten())
+        return loss + logits[:, :1].softmax(-1).square().mean()
+
+
+def few_rows() -> tuple[float, list[int]]:
+    world = worlds.current()
+    assert world is not None
+    torch.manual_seed(0)
+    module = FewRows().double()
+    before = recorded_step(module, module.step)
+    plan = find_tensor_plan(module, module.step, world.size, VOCABULARY)
+    parallel = TensorParallel(module, plan, world)
+    after = recorded_step(module, parallel.wrap_step(module.step), world, parallel.ordinary)
+    check_unchanged(before, after, list(parallel.placements), world.size)
+    rows = [len(parameter) for parameter in module.parameters()]
+    parallel.undo()
+    return abs((before.loss or 0) - (after.loss or 0)), rows
+
+
+def test_a_rank_may_have_no_rows_of_a_vocabulary() -> None:
+    found = run_ranks(few_rows, 4)
+    assert [rows for _, rows in found] == [[2, 2], [2, 2], [1, 1], [0, 0]]
+    assert max(difference for difference, _ in found) < CLOSE
