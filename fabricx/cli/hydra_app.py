@@ -400,8 +400,10 @@ def _resolvers() -> None:
     OmegaConf.register_new_resolver("runs_folder", _runs_folder, replace=True)
 
 
-def _runs_folder(root: str | None) -> str:
-    """Return the folder of all runs; the Trainer refuses a URL."""
+def _runs_folder(_root_: Any) -> str:
+    """Return the folder of all runs, for a configuration; the Trainer refuses a URL."""
+    trainer = _root_.get("trainer")  # a wrong value of the group gets an error of its own later
+    root = trainer.get("default_root_dir") if isinstance(trainer, DictConfig) else None
     return "runs" if root is None or "://" in str(root) else str(Path(root).expanduser() / "runs")
 
 
