@@ -20,6 +20,7 @@ _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
         "ddp": "fabricx.strategies.ddp:DDP",
         "fsdp": "fabricx.strategies.fsdp:FSDP",
         "local_sgd": "fabricx.strategies.local_sgd:LocalSGD",
+        "context": "fabricx.strategies.mesh:ContextMesh",
         "mesh": "fabricx.strategies.mesh:Mesh",
         "pipeline": "fabricx.strategies.mesh:PipelineMesh",
         "tensor": "fabricx.strategies.mesh:TensorMesh",

@@ -9,7 +9,7 @@ from fabricx.strategies.async_sgd import AsyncSGD
 from fabricx.strategies.ddp import DDP
 from fabricx.strategies.fsdp import FSDP
 from fabricx.strategies.local_sgd import LocalSGD
-from fabricx.strategies.mesh import Mesh, PipelineMesh, TensorMesh
+from fabricx.strategies.mesh import ContextMesh, Mesh, PipelineMesh, TensorMesh
 from fabricx.strategies.parameter_server import ParameterServer
 from fabricx.strategies.reproducible import Reproducible
 from fabricx.strategies.single import Single
@@ -18,6 +18,7 @@ __all__ = [
     "DDP",
     "FSDP",
     "AsyncSGD",
+    "ContextMesh",
     "LocalSGD",
     "Mesh",
     "ParameterServer",

@@ -46,8 +46,9 @@ from fabricx.model_parallel.trial_run import measure
 
 if TYPE_CHECKING:
     from fabricx.core.trial import Trial
+    from fabricx.model_parallel.context_parallel import ContextParallel
     from fabricx.model_parallel.pipeline import Pipeline
-    from fabricx.model_parallel.pipeline_chain import Chain
+    from fabricx.model_parallel.pipeline_chain import Blocks, Chain
     from fabricx.model_parallel.tensor_parallel import TensorParallel
 
 Data = Literal["ddp", "fsdp"]
@@ -69,9 +70,12 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         plan: how layers are divided, by glob of module names, where it should differ from the plan that a trial run
             finds: "colwise", "rowwise", "vocab", "head" or "replicate".
         sequence: divide activations between the layers along the sequence, too.
+        context: ranks over which the sequence is divided, for long sequences; None for all remaining ranks. Blocks
+            compute a shard of it, with the positions and the attention of the whole sequence.
+        sequence_dim: dim of the sequence in the first argument of the first block.
         pipeline: ranks over which the blocks of the module are divided into stages; None for all remaining ranks.
-        blocks: modules that the stages consist of: their names, the name of their class, or "auto" for the longest
-            chain of modules that a trial run finds.
+        blocks: modules that the stages consist of, or that compute shards of the sequence: their names, the name of
+            their class, or "auto" for the longest chain of modules that a trial run finds.
         microbatches: parts of a batch that are in the pipeline at the same time; None for twice the number of stages.
         schedule: order of the computations of a stage: "1f1b", "gpipe" or "zero_bubble".
         virtual: groups of blocks on each rank ("interleaved" schedules); more groups are idle for a shorter time, and
@@ -83,8 +87,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
 
     def __init__(
         self, *, data: Data | Strategy = "ddp", tensor: int | None = 1, plan: Mapping[str, str] | None = None,
-        sequence: bool = False, pipeline: int | None = 1, blocks: str | Sequence[str] = "auto",
-        microbatches: int | None = None, schedule: str = "1f1b", virtual: int = 1,
+        sequence: bool = False, context: int | None = 1, sequence_dim: int = 1, pipeline: int | None = 1,
+        blocks: str | Sequence[str] = "auto", microbatches: int | None = None, schedule: str = "1f1b", virtual: int = 1,
     ) -> None:  # fmt: skip
         super().__init__()
         if isinstance(data, str):
@@ -92,14 +96,20 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         elif not any(isinstance(data, plugins.find("strategies", name)) for name in DATA):
             raise ValueError(f"data={type(data).__name__}: data parallelism of a mesh is 'ddp' or 'fsdp'")
         self.data, self.tensor, self.plan, self.sequence = data, tensor, dict(plan or {}), sequence
+        self.context, self.sequence_dim = context, sequence_dim
         self.pipeline, self.blocks, self.microbatches = pipeline, blocks, microbatches
         self.schedule, self.virtual = schedule, virtual
-        self._axes: dict[str, int | None] = {"pipeline": pipeline, "tensor": tensor}
+        self._axes: dict[str, int | None] = {"pipeline": pipeline, "context": context, "tensor": tensor}
         for name, size in self._axes.items():
             if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
                 raise ValueError(f"{name}={size!r}: set the number of ranks along this axis, or null for all ranks")
-        if sum(size is None for size in self._axes.values()) > 1:
-            raise ValueError("pipeline=None and tensor=None: only one axis can have all the ranks that remain")
+        if len(rest := [f"{axis}=None" for axis, size in self._axes.items() if size is None]) > 1:
+            raise ValueError(f"{' and '.join(rest)}: only one axis can have all the ranks that remain")
+        if context != 1 and pipeline != 1:
+            raise ValueError(
+                "context with pipeline isn't supported: stages would divide the sequence anew; set pipeline=1 and "
+                "divide layers by tensor, or set context=1"
+            )
         check_choice(type(self).__name__, "schedule", schedule, SCHEDULES)
         self.data_strategy: Strategy = plugins.build("strategies", data) if isinstance(data, str) else data
         if pipeline != 1:
@@ -124,6 +134,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
     def _forget(self) -> None:
         self._division: Division | None = None
         self._tensor: TensorParallel | None = None
+        self._context: ContextParallel | None = None
         self._pipeline: Pipeline | None = None
         self._in_batch = False  # within `forward_backward`, which reduces gradients at its end
         self._half = False
@@ -131,12 +142,16 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self._batches = SameBatches(World())
         self._optimizers: list[Optimizer] = []
 
-    def _traits_of(self, data_ranks: int) -> Traits:
-        """Return the properties of the data strategy; ranks along the model's axes have different weights."""
+    def _traits_of(self, copies: int) -> Traits:
+        """Return the properties of the data strategy; ranks along the model's axes have different weights.
+
+        Args:
+            copies: ranks with equal weights under ddp.
+        """
         traits = self.data_strategy.traits
         if not self.divides:
             return traits
-        replicas = traits.replicas if traits.sharded else data_ranks
+        replicas = traits.replicas if traits.sharded else copies
         return replace(traits, unreplicated=True, replicas=replicas)
 
     @property
@@ -165,12 +180,12 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         if world.newcomer:  # its place in the mesh is known when it joins the other ranks
             return world
         sizes = self._sizes(world.size)
-        self.traits = self._traits_of(sizes["data"])
+        self.traits = self._traits_of(sizes["data"] * sizes["context"])
         return with_axes(world, sizes)
 
     def enter(self, world: World, module: nn.Module) -> None:
         super().enter(world, module)
-        self.data_strategy.enter(world.axis("data"), module)
+        self.data_strategy.enter(world.axis("gradients"), module)
 
     def world_changed(self, world: World) -> None:
         """Continue in the same mesh: a replacement takes the place of a dead worker."""
@@ -187,10 +202,12 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             self._batches = SameBatches(world.axis("model"))
             if self._tensor is not None:
                 self._tensor.world_changed(world.axis("tensor"))
+            if self._context is not None:
+                self._context.world_changed(world.axis("context"))
             if self._pipeline is not None:
                 self._pipeline.world_changed(world.axis("pipeline"))
             self._division = Division(module, world, self._tensor, self._pipeline)
-        as_part(self.data_strategy, Elastic).world_changed(world.axis("data"))
+        as_part(self.data_strategy, Elastic).world_changed(world.axis("gradients"))
 
     def init_context(self) -> AbstractContextManager[Any]:
         # Layers are divided after a trial run, which needs their weights.
@@ -216,7 +233,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         for tensor in (*module.parameters(), *module.buffers()):
             self.world.broadcast(tensor)
         whole = _bytes_of(module)
-        axes = " x ".join(f"{axis} {self.world.axis(axis).size}" for axis in ("data", "pipeline", "tensor"))
+        axes = " x ".join(f"{axis} {self.world.axis(axis).size}" for axis in ("data", "pipeline", "context", "tensor"))
         kind = self.data if isinstance(self.data, str) else type(self.data).__name__.lower()
         self._print([f"mesh: {axes}; data ranks: {kind}"])
         self._divide(module, trial(), layout)
@@ -244,14 +261,40 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
     def _divide_tensors(
         self, module: nn.Module, trial: Trial, layout: Mapping[str, Any], *, compares: bool = True
     ) -> None:  # fmt: skip
-        """Divide matrices over the tensor axis, and blocks over the stages of a pipeline."""
+        """Divide matrices over the tensor axis, and the sequence over the context axis or blocks over stages."""
+        blocks = self._context_blocks(module, trial)
         chain = self._chain(module, trial, shared=compares) if self.world.axis("pipeline").size > 1 else None
         gc.collect()  # graphs of the trial runs remember the shapes of whole parameters
         if self.world.axis("tensor").size > 1:
             self._divide_matrices(module, trial, compares=compares)
+        if blocks:
+            self._divide_sequence(module, blocks, trial, layout, compares=compares)
         if chain is not None:
             self._divide_blocks(module, chain, layout, trial, prints=compares)
         self._division = Division(module, self.world, self._tensor, self._pipeline)
+
+    def _context_blocks(self, module: nn.Module, trial: Trial) -> Blocks:
+        if self.world.axis("context").size == 1:
+            return []
+        from fabricx.model_parallel.context_parallel import context_blocks
+
+        return context_blocks(module, self.blocks, trial.run)
+
+    def _divide_sequence(
+        self, module: nn.Module, blocks: Blocks, trial: Trial, layout: Mapping[str, Any], *, compares: bool
+    ) -> None:  # fmt: skip
+        """Divide the sequence in the blocks, and compare the outputs of all submodules before and after."""
+        from fabricx.model_parallel.context_parallel import ContextParallel
+
+        run = replace(trial, step=self._sharded(trial.step)).run
+        ordinary = self._tensor.ordinary if self._tensor is not None else lambda output: output
+        world = self.world.axis("context")
+        self._context = ContextParallel(module, blocks, world, dim=self.sequence_dim, ordinary=ordinary)
+        if compares:
+            self._context.check(run)
+            self._print(self._context.describe())
+        else:
+            self._context.adopt(run, layout["lengths"])
 
     def _divide_and_compare(self, module: nn.Module, trial: Trial, layout: Mapping[str, Any]) -> None:
         """Compare loss and gradient of two samples before and after the division in stages."""
@@ -288,6 +331,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
 
     @property
     def layout(self) -> dict[str, Any]:
+        if self._context is not None:
+            return {"lengths": self._context.lengths}
         if self._pipeline is None:
             return {}
         return {"blocks": list(self._pipeline.chain.blocks), "cuts": [list(cut) for cut in self._pipeline.cuts]}
@@ -353,7 +398,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
 
     def _print_shares(self, module: nn.Module, whole: int) -> None:
         """Print the bytes of weights that each rank stores, and the bytes of the whole module."""
-        data = self.world.axis("data").size if self.data_strategy.traits.sharded else 1
+        data = self.world.axis("gradients").size if self.data_strategy.traits.sharded else 1
         shares = self.world.gather_objects(_bytes_of(module) / data)
         ranks = [f"rank {rank} {_mib(share)}" for rank, share in enumerate(shares)]
         if len(ranks) > MOST_RANKS:
@@ -399,6 +444,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             self._division.restore(self._optimizers, getattr(self.data_strategy, "unshard", lambda: None))
 
     def teardown(self) -> None:
+        if self._context is not None:
+            self._context.undo()
         self.data_strategy.teardown()
         self._forget()
         super().teardown()
@@ -409,7 +456,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         return as_part(self.data_strategy, WrapsStep).wrap_step(self._sharded(step))
 
     def _sharded(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        return step if self._tensor is None else self._tensor.wrap_step(step)
+        step = step if self._tensor is None else self._tensor.wrap_step(step)
+        return step if self._context is None else self._context.wrap_step(step)
 
     def wrap_evaluation(self, step: Callable[..., Any]) -> Callable[..., Any]:
         sharded, pipeline = self._sharded(step), self._pipeline
@@ -572,6 +620,25 @@ class TensorMesh(Mesh):
         sequence: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(data=data, tensor=tensor, plan=plan, sequence=sequence)
+
+
+@final
+class ContextMesh(Mesh):
+    """A mesh whose ranks divide the sequence, for long sequences, and compute the same samples.
+
+    Args:
+        context: ranks over which the sequence is divided; None for all ranks.
+        data, sequence_dim, blocks: see `Mesh`.
+
+    Raises:
+        ValueError: an option is unknown or out of range.
+    """
+
+    def __init__(
+        self, *, data: Data | Strategy = "ddp", context: int | None = None, sequence_dim: int = 1,
+        blocks: str | Sequence[str] = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__(data=data, context=context, sequence_dim=sequence_dim, blocks=blocks)
 
 
 @contextmanager

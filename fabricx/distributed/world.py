@@ -36,7 +36,7 @@ KEYLESS: Final = (
     "could run code. To create a key: umask 077; openssl rand -hex 32 > key. Then set FABRICX_KEY_FILE=key (a path) "
     "for all processes (docs/security.md)"
 )
-AXES: Final = ("data", "pipeline", "context", "tensor", "model", "metrics")  # see `World.axis`
+AXES: Final = ("data", "pipeline", "context", "tensor", "model", "metrics", "gradients")  # see `World.axis`
 DEPARTURE_S: Final = 60.0  # all ranks have run the same collectives: they differ by moments, and by users' hooks
 
 
@@ -118,7 +118,8 @@ class World:
             name: "data": ranks that train different shares of each global batch; all ranks, unless the strategy is
                 model-parallel. "pipeline", "context" and "tensor": ranks that compute a share together, along one axis
                 of the model's parallelism, and "model": along all of these; this rank alone by default. "metrics":
-                ranks that log different values, which are those along "data", "pipeline" and "context".
+                ranks that log different values, which are those along "data" and "pipeline". "gradients": ranks whose
+                gradients are averaged, which are those along "data" and "context".
 
         Raises:
             ValueError: there is no such axis.
@@ -126,7 +127,7 @@ class World:
         check_choice("World", "axis", name, AXES)
         if (found := self.axes.get(name)) is not None:
             return found
-        return self if name in ("data", "metrics") else replace(self, rank=0, size=1, group=None, axes={})
+        return self if name in ("data", "metrics", "gradients") else replace(self, rank=0, size=1, group=None, axes={})
 
     def ranks_of_run(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return the ranks of the run that compute the shares of data ranks.

@@ -11,7 +11,9 @@ import torch
 from fabricx.distributed.world import World
 
 ORDER: Final = ("data", "pipeline", "context", "tensor")  # from outer to inner: a tensor group is on one machine
-JOINT: Final = {"model": ("pipeline", "context", "tensor"), "metrics": ("data", "pipeline", "context")}
+JOINT: Final = {
+    "model": ("pipeline", "context", "tensor"), "metrics": ("data", "pipeline"), "gradients": ("data", "context"),
+}  # fmt: skip
 
 
 def sizes_of(ranks: int, axes: Mapping[str, int], name: str) -> dict[str, int]:

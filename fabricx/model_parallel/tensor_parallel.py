@@ -14,13 +14,13 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 
 from fabricx.distributed.world import World
 from fabricx.model_parallel.layer_functions import LayerFunctions, Weight
 from fabricx.model_parallel.parallel_layers import placements_of
 from fabricx.model_parallel.placement import Placement
+from fabricx.model_parallel.recomputation import recomputing
 from fabricx.model_parallel.sharded_activations import Activations
 from fabricx.model_parallel.sharded_functions import SIZES, ShardedFunctions
 from fabricx.model_parallel.sharded_tensor import ShardedTensor
@@ -187,40 +187,13 @@ class TensorParallel:
         torch.backends.mha.set_fastpath_enabled(False)
         self._depth += 1
         try:
-            with self._mode, self._recomputing():
+            with self._mode, recomputing(lambda: self.active(self._functions.sequence)):
                 yield
         finally:
             self._depth -= 1
             torch.backends.mha.set_fastpath_enabled(fast_path)
             self._functions.sequence = before
             self._functions.forget()
-
-    @contextmanager
-    def _recomputing(self) -> Iterator[None]:
-        """Make activation checkpointing recompute on the shards, too: the backward is outside of the step."""
-        original = checkpoint._checkpoint_without_reentrant_generator
-
-        def generator(
-            fn: Any, preserve_rng_state: bool = True, context_fn: Any = checkpoint.noop_context_fn, *args: Any,
-            **options: Any,
-        ) -> Any:  # fmt: skip
-            contexts = functools.partial(self._contexts, context_fn)
-            return original(fn, preserve_rng_state, contexts, *args, **options)
-
-        checkpoint._checkpoint_without_reentrant_generator = generator
-        try:
-            yield
-        finally:
-            checkpoint._checkpoint_without_reentrant_generator = original
-
-    def _contexts(self, context_fn: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-        forward, recomputation = context_fn()
-        return forward, self._again(recomputation, self._functions.sequence)
-
-    @contextmanager
-    def _again(self, recomputation: Any, sequence: bool) -> Iterator[None]:
-        with self.active(sequence), recomputation:
-            yield
 
     def ordinary(self, output: Any) -> Any:
         """Return an activation as an ordinary tensor that is equal on all ranks; collective, within a step.

@@ -45,7 +45,8 @@ class Record:
 
 
 def recorded_step(
-    module: nn.Module, run: Callable[[], Any], world: World | None = None, whole: Callable[[Any], Any] = lambda x: x
+    module: nn.Module, run: Callable[[], Any], world: World | None = None, whole: Callable[[Any], Any] = lambda x: x,
+    complete: Callable[[], None] = lambda: None, remedy: str = _REMEDY,
 ) -> Record:  # fmt: skip
     """Run the step once, and record its loss, the outputs of all submodules, and the norms of gradients.
 
@@ -56,6 +57,8 @@ def recorded_step(
         run: computes the training step for a few samples; returns its outputs.
         world: ranks whose gradients are recorded; None for this rank only.
         whole: returns an output of a submodule as a tensor that is equal on all ranks.
+        complete: called after the backward, to complete gradients.
+        remedy: sentences for the message of an error in the step.
     """
     record = Record()
     entered: list[str] = []
@@ -69,17 +72,20 @@ def recorded_step(
             if isinstance(loss, Tensor):
                 if loss.requires_grad:
                     loss.backward()
+                    complete()
                 record.loss = float(loss.detach())
         except Exception as error:
             error.add_note(
-                f"in the trial of the parallelised step, in {entered[-1] if entered else 'the step'}. {_REMEDY}"
+                f"in the trial of the parallelised step, in {entered[-1] if entered else 'the step'}. {remedy}"
             )
             raise
         _record_gradients(module, record, world)
     return record
 
 
-def check_unchanged(before: Record, after: Record, sharded: Sequence[str], ranks: int) -> None:
+def check_unchanged(
+    before: Record, after: Record, sharded: Sequence[str], ranks: int, remedy: str = _REMEDY
+) -> None:  # fmt: skip
     """Compare the steps of a module before and after it was parallelised.
 
     Args:
@@ -87,6 +93,7 @@ def check_unchanged(before: Record, after: Record, sharded: Sequence[str], ranks
         after: of the parallelised module, on the same samples.
         sharded: names of parameters of which each rank has a part.
         ranks: number of ranks of the parallelised module.
+        remedy: sentences for the message; by default it is completed by the pattern of a plan.
 
     Raises:
         StepChanged: the steps differ; the message names the first submodule or parameter that differs.
@@ -97,7 +104,7 @@ def check_unchanged(before: Record, after: Record, sharded: Sequence[str], ranks
     if not _close(before.loss, after.loss, tolerance):
         raise StepChanged(
             f"the loss of the parallelised step is {after.loss}, and {before.loss} in one process.{place} "
-            f"{_REMEDY}{_pattern(changed)}"
+            f"{remedy}{_pattern(changed) if remedy is _REMEDY else ''}"
         )
     total = math.sqrt(sum(norms[0] ** 2 for norms in before.gradients.values()))
     for name, norms in before.gradients.items():
@@ -105,9 +112,10 @@ def check_unchanged(before: Record, after: Record, sharded: Sequence[str], ranks
         combined = [math.sqrt(sum(each**2 for each in found))] if name in sharded and len(found) == ranks else found
         for norm in combined:
             if not abs(norm - norms[0]) <= tolerance * max(total, 1e-30):  # True for NaN
+                pattern = _pattern(changed or name.rpartition(".")[0]) if remedy is _REMEDY else ""
                 raise StepChanged(
                     f"the gradient of {name} has the norm {norm} in the parallelised step, and {norms[0]} in one "
-                    f"process.{place} {_REMEDY}{_pattern(changed or name.rpartition('.')[0])}"
+                    f"process.{place} {remedy}{pattern}"
                 )
 
 

@@ -27,12 +27,20 @@ def test_ranks_along_the_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world.axis("tensor").group == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert world.axis("pipeline").group == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert world.axis("data").group == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert world.axis("gradients").group == world.axis("data").group
     assert world.axis("metrics").group == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert world.axis("model").group == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert world.axis("data").ranks_of_run([1]) == (4, 5, 6, 7)
     assert not world.reports  # the first stage has no outputs
     assert with_axes(World(rank=7, size=8), sizes).reports
     assert [with_axes(World(rank=rank, size=8), sizes).represents for rank in (3, 6)] == [False, True]
+
+
+def test_gradients_are_averaged_over_context_ranks_and_metrics_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "new_subgroup", lambda self, parts: parts)
+    world = with_axes(World(rank=6, size=8), sizes_of(8, {"context": 2, "tensor": 2}, "mesh"))
+    assert world.axis("gradients").group == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert world.axis("metrics").group == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 def test_a_mesh_of_data_ranks_is_the_world() -> None:

@@ -16,6 +16,8 @@ from fabricx.strategies import DDP, FSDP, LocalSGD, Mesh, PipelineMesh, TensorMe
     [
         ({"tensor": 0}, "tensor=0: set the number of ranks"),
         ({"tensor": None, "pipeline": None}, "only one axis can have all"),
+        ({"tensor": None, "context": None}, "context=None and tensor=None"),
+        ({"context": 2, "pipeline": 2}, "set pipeline=1"),
         ({"data": "dpd"}, "Did you mean 'ddp'"),
         ({"data": LocalSGD()}, "data=LocalSGD"),
         ({"schedule": "1f2b"}, "Did you mean '1f1b'"),
@@ -47,7 +49,7 @@ def test_parts_are_those_of_the_data_strategy() -> None:
     assert as_part(mesh, ShardsWeights) is mesh
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("tensor", 3), ("pipeline", 2)])
+@pytest.mark.parametrize(("name", "ranks"), [("tensor", 3), ("pipeline", 2), ("context", 2)])
 def test_presets_have_all_ranks(name: str, ranks: int) -> None:
     strategy = fx.Trainer(devices=ranks, strategy=name, logger=False, enable_checkpointing=False).strategy
     assert isinstance(strategy, Mesh)

@@ -1,0 +1,241 @@
+"""Functions of torch whose result for a shard of the sequence depends on the whole sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+
+from fabricx.distributed.world import World
+from fabricx.model_parallel.context_attention import own_stream, scaled_dot_product_attention, whole_mask
+from fabricx.model_parallel.sequence_shard import SequenceShard, gathered
+
+
+@final
+class ContextFunctions(TorchFunctionMode):
+    """While active and within a shard, positions and attention are those of the whole sequence.
+
+    All other functions compute each position by itself, or the trial run refuses the module.
+
+    Args:
+        world: ranks along the context axis.
+        dim: of the sequence in activations.
+        tables: buffers of the module, which may have a row for each position.
+
+    Attributes:
+        shard: of the sequence that is computed; None outside of the blocks.
+        in_trial: attention has no dropout, which equals that of one process in distribution only; numbers that the
+            user's code takes for lengths are recorded.
+    """
+
+    def __init__(self, world: World, dim: int, tables: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.world, self.dim = world, dim
+        self.shard: SequenceShard | None = None
+        self.in_trial = False
+        self._tables = {id(table): table for table in tables}
+        self._numbers: tuple[set[int], set[int]] = (set(), set())  # that a whole sequence and a shard have used
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        rule = _RULES.get(func)
+        if rule is None:
+            return func(*args, **options)
+        return rule(self, *args, **options)
+
+    def counts_positions(self, number: Any) -> bool:
+        """Return whether a number of elements is the length of the shard.
+
+        Args:
+            number: of the user's code.
+
+        Raises:
+            ValueError: the number has another meaning, too, and is equal by chance.
+        """
+        if self.in_trial and isinstance(number, int):
+            self._numbers[self.shard is not None].add(number)
+        if self.shard is None or number != self.shard.local:
+            return False
+        if not self.in_trial and number in self._numbers[0] & self._numbers[1]:
+            raise ValueError(
+                f"a shard has {number} positions, and the module also uses {number} for a number that does not "
+                "depend on the sequence, so that positions can't be told from others: compute positions before the "
+                "blocks and pass them to the blocks, or set another length of the sequence"
+            )
+        return True
+
+    @property
+    def lengths(self) -> list[list[int]]:
+        """Return the numbers of elements that the user's code has used in the trial: whole, and in shards."""
+        return [sorted(numbers) for numbers in self._numbers]
+
+    @lengths.setter
+    def lengths(self, numbers: list[list[int]]) -> None:
+        self._numbers = (set(numbers[0]), set(numbers[1]))
+
+    # -- rules ---------------------------------------------------------------------------------------------------
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+        """Compute `F.scaled_dot_product_attention`."""
+        named = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)), **options}
+        if self.in_trial:
+            named["dropout_p"] = 0.0
+        if self.shard is None:
+            whole: Tensor = F.scaled_dot_product_attention(query, key, value, **named)
+            return whole
+        return scaled_dot_product_attention(self.world, self.shard, query, key, value, **named)
+
+    def arange(self, *args: Any, **options: Any) -> Tensor:
+        """Return the positions of the shard for `torch.arange(length)`, or after an offset."""
+        output = torch.arange(*args, **options)
+        named = dict(zip(("end",) if len(args) == 1 else ("start", "end", "step"), args, strict=False)) | options
+        start, end = named.get("start", 0), named["end"]
+        if named.get("step", 1) != 1 or not isinstance(start, int) or not isinstance(end, int):
+            return output
+        if not self.counts_positions(end - start):
+            return output
+        assert self.shard is not None
+        positions: Tensor = self.shard.positions + start
+        return positions.to(output.device, output.dtype)
+
+    def item(self, tensor: Tensor, index: Any) -> Any:
+        """Return rows of the shard's positions for `table[:length]`, if the table is a buffer."""
+        if id(tensor) not in self._tables:
+            return tensor[index]
+        indices = list(index) if isinstance(index, tuple) else [index]
+        begins = 0  # dims of the table before the index
+        for place, each in enumerate(indices):
+            if each is Ellipsis:
+                begins = tensor.dim() - sum(other is not None for other in indices[place + 1 :])
+                continue
+            cuts = isinstance(each, slice) and each.start in (0, None) and each.step in (1, None)
+            if cuts and self.counts_positions(each.stop):
+                assert self.shard is not None
+                self._check_rows(tensor, begins)
+                indices[place] = slice(0, self.shard.length)
+                for after in range(place + 1, len(indices)):  # of a square mask: keys of the whole sequence
+                    if isinstance(indices[after], slice) and indices[after].stop == self.shard.local:
+                        indices[after] = slice(0, self.shard.length)
+                kept = sum(not isinstance(other, int) for other in indices[:place])
+                whole = tensor[tuple(indices)]
+                return self.shard.part(whole, kept if Ellipsis not in indices[:place] else begins)
+            begins += each is not None
+        return tensor[index]
+
+    def _check_rows(self, table: Tensor, dim: int) -> None:
+        assert self.shard is not None
+        if table.shape[dim] < self.shard.length:
+            raise ValueError(
+                f"a buffer has {table.shape[dim]} positions, and the sequence {self.shard.length}: enlarge the buffer"
+            )
+
+    def dropout(
+        self, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None
+    ) -> Any:  # fmt: skip
+        """Draw the mask of the whole sequence on every rank, as a single process does."""
+        active = training if train is None else train
+        dim = self._sequence_dim(input)
+        if self.shard is None or dim is None or not active or p == 0.0:
+            return F.dropout(input, p, active, inplace)
+        shape = list(input.shape)
+        shape[dim] = self.shard.length
+        order = sorted(range(input.dim()), key=lambda each: (-input.stride()[each], each))
+        ones = input.new_ones([shape[each] for each in order])
+        ones = ones.permute([order.index(each) for each in range(input.dim())])  # a mask is drawn in memory's order
+        factor = self.shard.part(F.dropout(ones, p), dim)
+        return input.mul_(factor) if inplace else input * factor
+
+    def _sequence_dim(self, tensor: Tensor) -> int | None:
+        local = 0 if self.shard is None else self.shard.local
+        for dim in (self.dim, tensor.dim() - 2):
+            if 0 <= dim < tensor.dim() and tensor.shape[dim] == local:
+                return dim
+        return None
+
+    def multi_head_attention(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """Compute `F.multi_head_attention_forward`, the function of `nn.MultiheadAttention`."""
+        named = dict(zip(_MULTI_HEAD, args, strict=False)) | options
+        query, key, value = (named[name] for name in ("query", "key", "value"))
+        shard = self.shard
+        if self.in_trial:
+            named["dropout_p"] = 0.0
+        if shard is None or query.shape[0] != shard.local or named.get("bias_k") is not None or named["add_zero_attn"]:
+            return F.multi_head_attention_forward(**named)
+        batched = query.dim() == 3
+        weights = [named.get(f"{name}_proj_weight") for name in "qkv"]
+        if not named.get("use_separate_proj_weight"):
+            weights = list(named["in_proj_weight"].chunk(3))
+        biases = [None] * 3 if named["in_proj_bias"] is None else list(named["in_proj_bias"].chunk(3))
+        projected = []
+        for tensor, weight, bias in zip((query, key, value), weights, biases, strict=True):
+            assert weight is not None
+            output = F.linear(tensor if batched else tensor.unsqueeze(1), weight, bias)
+            projected.append(output.unflatten(-1, (named["num_heads"], -1)).permute(1, 2, 0, 3))
+        q, k, v = projected
+        mask = self._added_mask(named.get("attn_mask"), named.get("key_padding_mask"), q)
+        dropout = named["dropout_p"] if named.get("training", True) else 0.0
+        shown = None
+        if named.get("need_weights", True):
+            attended, shown = self._attend_with_weights(q, k, v, mask, dropout)
+            if named.get("average_attn_weights", True):
+                shown = shown.mean(1)
+            shown = shown if batched else shown.squeeze(0)
+        else:
+            causal = named.get("is_causal", False) and mask is None
+            attended = scaled_dot_product_attention(self.world, shard, q, k, v, mask, dropout, causal)
+        attended = attended.permute(2, 0, 1, 3).flatten(-2)
+        output = F.linear(attended, named["out_proj_weight"], named["out_proj_bias"])
+        return output if batched else output.squeeze(1), shown
+
+    def _added_mask(self, attention: Tensor | None, padding: Tensor | None, query: Tensor) -> Tensor | None:
+        """Return the sum of the masks of torch's layer (True: do not attend)."""
+        total = None
+        if attention is not None:
+            total = _added(attention, query.dtype)
+            total = total.view(query.shape[0], -1, *total.shape[1:]) if total.dim() == 3 else total
+        if padding is not None:
+            assert self.shard is not None
+            if padding.shape[-1] == self.shard.local:
+                padding = whole_mask(self.world, self.shard, padding)
+            padding = _added(padding, query.dtype).view(-1, 1, 1, padding.shape[-1])
+            total = padding if total is None else total + padding
+        return total
+
+    def _attend_with_weights(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        shard = self.shard
+        assert shard is not None
+        if key.shape[2] == shard.local:
+            key, value = (gathered(tensor, self.world, shard, 2) for tensor in (key, value))
+        scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+        if dropout:
+            with own_stream(self.world, weights, dropout):
+                weights = F.dropout(weights, dropout)
+        return weights @ value, weights
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask that is added to attention scores."""
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
+
+
+_MULTI_HEAD: Final = (
+    "query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v",
+    "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias",
+)  # fmt: skip
+_RULES: Final[dict[Any, Callable[..., Any]]] = {
+    F.scaled_dot_product_attention: ContextFunctions.attention,
+    F.multi_head_attention_forward: ContextFunctions.multi_head_attention,
+    F.dropout: ContextFunctions.dropout,
+    torch.arange: ContextFunctions.arange,
+    Tensor.__getitem__: ContextFunctions.item,
+}

@@ -1,0 +1,125 @@
+"""Shards of a sequence: each rank has a piece from its front and one from its back, which balances causal attention.
+
+Source: Dubey et al., "The Llama 3 Herd of Models", 2024, section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fabricx.distributed.world import World
+
+
+@dataclass(frozen=True)
+class SequenceShard:
+    """The shard of a rank: pieces `rank` and `2 * ranks - 1 - rank` of `2 * ranks` equal pieces.
+
+    Attributes:
+        length: of the whole sequence.
+        ranks: number of shards.
+        rank: of this shard.
+        device: of the positions.
+        positions: in the whole sequence, of the elements of this shard; shape [length / ranks].
+        order: index of each position of the whole sequence in the shards of all ranks, one after another.
+
+    Raises:
+        ValueError: the sequence is not divisible.
+
+    >>> shard = SequenceShard(8, 2, 0)
+    >>> shard.positions.tolist(), shard.order.tolist(), shard.pieces
+    ([0, 1, 6, 7], [0, 1, 4, 5, 6, 7, 2, 3], ((0, 2), (6, 8)))
+    """
+
+    length: int
+    ranks: int
+    rank: int
+    device: torch.device | str = "cpu"
+    positions: Tensor = field(init=False, repr=False, compare=False)
+    order: Tensor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.length % (2 * self.ranks):
+            more = -(-self.length // (2 * self.ranks)) * 2 * self.ranks
+            raise ValueError(
+                f"context={self.ranks} divides a sequence into {2 * self.ranks} equal pieces, and its length is "
+                f"{self.length}: crop or pad the samples to a multiple of {2 * self.ranks}, such as {more}, after any "
+                "shift of the targets in the step; or set another context"
+            )
+        pieces = torch.arange(self.length).view(2 * self.ranks, -1)
+        shards = [pieces[[rank, 2 * self.ranks - 1 - rank]].flatten() for rank in range(self.ranks)]
+        object.__setattr__(self, "positions", shards[self.rank].to(self.device))
+        object.__setattr__(self, "order", torch.cat(shards).argsort().to(self.device))
+
+    @property
+    def local(self) -> int:
+        """Return the number of positions of this shard."""
+        return self.length // self.ranks
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return (begin, end) of the two pieces of this shard in the whole sequence."""
+        size = self.length // (2 * self.ranks)
+        front, back = self.rank * size, (2 * self.ranks - 1 - self.rank) * size
+        return (front, front + size), (back, back + size)
+
+    def part(self, whole: Tensor, dim: int) -> Tensor:
+        """Return this rank's part of a tensor.
+
+        Args:
+            whole: with the whole sequence in `dim`.
+            dim: of the sequence.
+        """
+        return whole.index_select(dim, self.positions)
+
+    def ordered(self, shards: Tensor, dim: int) -> Tensor:
+        """Return the whole sequence in its order.
+
+        Args:
+            shards: of all ranks, shape [ranks, ...].
+            dim: of the sequence in a shard, 0 or more.
+        """
+        return torch.cat(tuple(shards), dim).index_select(dim, self.order)
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, local: Tensor, world: World, shard: SequenceShard, dim: int) -> Tensor:
+        ctx.shard, ctx.dim = shard, dim  # type: ignore[attr-defined]
+        return shard.ordered(world.all_gather(local.contiguous()), dim)
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        shard: SequenceShard = ctx.shard  # type: ignore[attr-defined]
+        return shard.part(gradients[0], ctx.dim) * shard.ranks, None, None, None  # type: ignore[attr-defined]
+
+
+def joined(local: Tensor, world: World, shard: SequenceShard, dim: int) -> Tensor:
+    """Return the whole tensor, on each rank; each rank is to compute the same with it.
+
+    The backward multiplies this rank's part of the gradient by the number of ranks: gradients of parameters are
+    averaged over the ranks, and each rank has a part of the sum for what it computes on its shard, and all of the
+    gradient for what every rank computes.
+
+    Args:
+        local: this rank's part.
+        world: ranks along the context axis.
+        shard: of the sequence.
+        dim: of the sequence, 0 or more.
+    """
+    whole: Tensor = _Joined.apply(local, world, shard, dim)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def gathered(local: Tensor, world: World, shard: SequenceShard, dim: int) -> Tensor:
+    """Return the whole tensor, with which each rank computes something else; the backward sums over the ranks.
+
+    Args:
+        local: this rank's part.
+        world: ranks along the context axis.
+        shard: of the sequence.
+        dim: of the sequence, 0 or more.
+    """
+    return shard.ordered(world.all_gather(local.contiguous(), sync_grads=True), dim)

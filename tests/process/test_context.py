@@ -1,0 +1,306 @@
+"""Context parallelism trains what one process trains, with unchanged modules; what it can't divide is an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint as checkpointed
+from torch.utils.data import DataLoader
+
+import fabricx as fx
+from fabricx import checkpoint
+from fabricx.callbacks import EMA
+from fabricx.strategies import FSDP, ContextMesh, Mesh
+from fabricx.testing import QUIET, run_ranks
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
+WORDS, WIDTH, HEADS, LENGTH, MOST = 19, 16, 4, 16, 24
+PADDING = -100
+
+
+class Attention(nn.Module):
+    """Attention of the kinds that users write."""
+
+    def __init__(self, kind: str, dropout: float) -> None:
+        super().__init__()
+        self.kind, self.dropout, self.heads = kind, dropout, 2 if kind == "grouped" else HEADS
+        if kind == "torch":
+            self.layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+            return
+        size = WIDTH // HEADS
+        self.q, self.k, self.v = (nn.Linear(WIDTH, heads * size) for heads in (HEADS, self.heads, self.heads))
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.ones(1, 1, MOST, MOST, dtype=torch.bool).tril(), persistent=False)
+        angles = torch.arange(MOST)[:, None] / 10 ** torch.linspace(0, 1, size // 2)
+        self.register_buffer("table", torch.stack([angles.cos(), angles.sin()]), persistent=False)
+
+    def turned(self, x: Tensor, rotary: Any) -> Tensor:
+        if rotary is None:
+            return x
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * rotary[0] - b * rotary[1], a * rotary[1] + b * rotary[0]], -1)
+
+    def forward(self, x: Tensor, rotary: Any, mask: Any, padding: Any) -> Tensor:
+        count = x.shape[1]
+        if self.kind == "torch":
+            forbidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1) if mask is None else ~mask
+            return self.layer(x, x, x, attn_mask=forbidden, key_padding_mask=padding)[0]  # type: ignore[no-any-return]
+        q, k, v = (part(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        if self.kind == "grouped":  # positions of its own, in the block
+            angles = torch.arange(count, dtype=x.dtype)[:, None] / 10 ** torch.linspace(0, 1, WIDTH // HEADS // 2)
+            rotary = angles.cos(), angles.sin()
+        if self.kind == "table":
+            rotary = self.table[:, :count]
+        q, k = self.turned(q, rotary), self.turned(k, rotary)
+        if self.kind == "products":  # of matrices, not torch's attention
+            return self.out(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        options: dict[str, Any] = {"enable_gqa": self.kind == "grouped"}
+        if self.kind == "own mask":
+            options["attn_mask"] = torch.ones(count, count, dtype=torch.bool).tril()
+        elif self.kind == "table":
+            options["attn_mask"] = self.mask[:, :, :count, :count]
+        elif mask is not None:
+            options["attn_mask"] = mask
+        else:
+            options["is_causal"] = True
+        if self.kind == "attention dropout":
+            options["dropout_p"] = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, **options)
+        return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self, kind: str, dropout: float) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+        self.attention, self.drop = Attention(kind, dropout), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.mixes: Any = nn.Conv1d(WIDTH, WIDTH, 3, padding=1) if kind == "convolution" else None
+
+    def forward(self, x: Tensor, rotary: Any = None, mask: Any = None, padding: Any = None) -> Tensor:
+        y = self.norms[0](x)
+        if self.mixes is not None:
+            y = self.mixes(y.transpose(1, 2)).transpose(1, 2)
+        x = x + self.attention(y, rotary, mask, padding)
+        return x + self.drop(self.down(F.gelu(self.up(self.norms[1](x)))))
+
+
+class GPT(fx.Module):
+    """A language model whose step shifts the words and leaves padding out of the loss."""
+
+    def __init__(self, kind: str = "", dropout: float = 0.0, sgd: bool = False) -> None:
+        super().__init__()
+        self.kind, self.sgd = kind, sgd
+        self.embed, self.position = nn.Embedding(WORDS, WIDTH), nn.Embedding(MOST, WIDTH)
+        self.blocks = nn.ModuleList(Block(kind, dropout) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.norms: list[float] = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        count = ids.shape[1]
+        x = self.embed(ids.clamp(min=0)) + self.position(torch.arange(count))
+        options: dict[str, Any] = {}
+        if self.kind in ("rotary", "torch", "checkpointed"):  # computed once, passed to all blocks
+            angles = torch.arange(count, dtype=x.dtype)[:, None] / 10 ** torch.linspace(0, 1, WIDTH // HEADS // 2)
+            options = {"rotary": (angles.cos(), angles.sin())}
+        if self.kind == "rotary":
+            options["mask"] = torch.ones(count, count, dtype=torch.bool).tril()[None, None] & (ids >= 0)[:, None, None]
+        if self.kind == "torch":
+            options |= {"mask": torch.ones(count, count, dtype=torch.bool).tril(), "padding": ids < 0}
+        for block in self.blocks:
+            if self.kind == "checkpointed" and self.training:
+                x = checkpointed(block, x, use_reentrant=False, **options)
+            else:
+                x = block(x, **options)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        targets = batch[:, 1:].reshape(-1)
+        return F.cross_entropy(self(batch[:, :-1]).reshape(-1, WORDS), targets, ignore_index=PADDING)
+
+    def batch_weight(self, batch: Tensor) -> int:
+        return int((batch[:, 1:] >= 0).sum())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        self.log("loss", loss, on_epoch=True, batch_size=self.batch_weight(batch))
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self._loss(batch), batch_size=self.batch_weight(batch))
+        self.log("shorter", self(batch[:, :5]).square().mean())  # can't be divided: whole on each rank
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch[:, :-1]).argmax(-1)  # type: ignore[no-any-return]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if isinstance(self.trainer.strategy, Mesh):
+            self.norms.append(float(self.trainer.strategy.gradient_norm([optimizer])))  # type: ignore[arg-type]
+        else:
+            found = nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+            self.norms.append(float(found))
+
+    def configure_optimizers(self) -> Any:
+        if self.sgd:
+            return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class SavesAtTheEnd(fx.Callback):
+    """Saves a checkpoint at the last batch, before the run ends."""
+
+    def __init__(self, folder: str, step: int) -> None:
+        self.folder, self.step = folder, step
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(f"{self.folder}/end")
+
+
+def sentences(count: int) -> list[Tensor]:
+    """Return sentences whose ends are padding, of different lengths."""
+    generator = torch.Generator().manual_seed(1)
+    words = [torch.randint(WORDS, (LENGTH + 1,), generator=generator) for _ in range(count)]
+    for number, sentence in enumerate(words):
+        sentence[LENGTH + 1 - number % 4 :] = PADDING
+    return words
+
+
+def train(
+    strategy: Any, batch: int, options: dict[str, Any], modules: list[dict[str, Any]], folder: str = "",
+    ckpt_path: str | None = None, ema: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Train modules one after another in the present ranks; return weights, metrics and gradient norms of each."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    results = []
+    try:
+        for module in modules:
+            fx.seed_everything(3)
+            model = GPT(**module)
+            trainer = fx.Trainer(
+                devices=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+                strategy=strategy, default_root_dir=folder or None,
+                callbacks=[EMA(0.8)] * ema + ([SavesAtTheEnd(folder, options["max_steps"])] if folder else []),
+                **{**QUIET, "max_epochs": 2, "gradient_clip_val": 0.5, **options},
+            )  # fmt: skip
+            data = DataLoader(sentences(27), batch, shuffle=True)  # type: ignore[arg-type]
+            trainer.fit(model, data, DataLoader(sentences(5), 2), ckpt_path=ckpt_path)  # type: ignore[arg-type]
+            whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
+            results.append({
+                "weights": {name: weight.detach() for name, weight in whole.items()}, "norms": model.norms,
+                "metrics": {n: float(v) for n, v in trainer.callback_metrics.items()},
+            })  # fmt: skip
+        return results
+    finally:
+        torch.set_default_dtype(before)
+
+
+def far(first: Any, second: Any) -> float:
+    """Return the largest difference of weights, metrics and norms."""
+    weights = [float((value - second["weights"][name]).abs().max()) for name, value in first["weights"].items()]
+    metrics = [abs(value - second["metrics"][name]) for name, value in first["metrics"].items()]
+    assert len(first["norms"]) == len(second["norms"]) > 0
+    return max(weights + metrics + [abs(a - b) for a, b in zip(first["norms"], second["norms"], strict=True)])
+
+
+KINDS = ["", "grouped", "table", "rotary", "torch", "checkpointed"]
+
+
+def test_context_parallelism_trains_what_one_process_trains() -> None:
+    modules: list[dict[str, Any]] = [{"kind": kind} for kind in KINDS] + [{"dropout": 0.3}]
+    alone = train("single", 4, {"max_epochs": 3}, modules)  # 21 updates
+    for name, (strategy, ranks, shares) in {
+        "context": (ContextMesh(), 2, 1),
+        "of 4": (Mesh(context=4), 4, 1),
+        "ddp": (Mesh(context=2), 4, 2),
+        "fsdp": (ContextMesh(context=2, data="fsdp"), 4, 2),
+        "tensor": (Mesh(context=2, tensor=2), 4, 1),
+    }.items():
+        count = len(modules) if name == "context" else 2
+        by_rank = run_ranks(train, ranks, strategy, 4 // shares, {"max_epochs": 3}, modules[:count])
+        for number, module in enumerate(modules[:count]):
+            assert far(alone[number], by_rank[0][number]) < 1e-9, (name, module)
+            for other in by_rank[1:]:
+                weights = by_rank[0][number]["weights"].items()
+                assert all(torch.equal(other[number]["weights"][n], weight) for n, weight in weights), name
+
+
+def test_checkpoints_move_between_strategies(tmp_path: Path) -> None:
+    module = [{"kind": "rotary"}]
+    alone = train("single", 4, {}, module, ema=True)[0]
+    places: dict[str, tuple[Any, int]] = {
+        "context": (ContextMesh(), 2), "fsdp": (FSDP(), 2), "fsdp x context": (Mesh(context=2, data="fsdp"), 4),
+    }  # fmt: skip
+    moves = [("context", "fsdp x context"), ("fsdp x context", "context"), ("context", "fsdp")]
+    for source, target in moves:  # in the middle of an epoch
+        (strategy, ranks), folder = places[source], str(tmp_path / source)
+        shares = 2 if "fsdp" in source else 1
+        if not Path(folder).exists():
+            run_ranks(train, ranks, strategy, 4 // shares, {"max_steps": 4}, module, folder, None, True)
+        saved = checkpoint.load(f"{folder}/end")["strategy"]
+        moments = saved["optimizers"][0]["state"]["blocks.0.up.weight"]["exp_avg"]
+        assert saved["module"]["blocks.0.up.weight"].shape == moments.shape == (4 * WIDTH, WIDTH)
+        strategy, ranks = places[target]  # a global batch has the batch size times the shares that began the run
+        end = run_ranks(train, ranks, strategy, 4 // shares, {}, module, "", f"{folder}/end", True)[0][0]
+        assert max(float((end["weights"][n] - w).abs().max()) for n, w in alone["weights"].items()) < 1e-9, target
+
+
+def test_attention_dropout_is_reproducible_and_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
+    module = [{"kind": "attention dropout", "dropout": 0.2}]
+    whole = run_ranks(train, 2, ContextMesh(), 4, {}, module)
+    assert all(torch.equal(whole[1][0]["weights"][n], weight) for n, weight in whole[0][0]["weights"].items())
+    run_ranks(train, 2, ContextMesh(), 4, {"max_steps": 5}, module, str(tmp_path))
+    again = run_ranks(train, 2, ContextMesh(), 4, {}, module, "", str(tmp_path / "end"))
+    assert again[0][0]["metrics"] == whole[0][0]["metrics"]
+    assert all(torch.equal(again[0][0]["weights"][n], weight) for n, weight in whole[0][0]["weights"].items())
+
+
+def predicted(strategy: Any) -> list[Any]:
+    trainer = fx.Trainer(devices=2, strategy=strategy, **{**QUIET, "max_epochs": 1})
+    model = GPT()
+    data = DataLoader(sentences(8), 4)  # type: ignore[arg-type]
+    trainer.fit(model, data)
+    return [trainer.predict(model, data), trainer.validate(model, data)]
+
+
+def test_outputs_and_metrics_count_once() -> None:
+    (outputs, metrics), _ = run_ranks(predicted, 2, ContextMesh())
+    assert [tuple(output.shape) for output in outputs] == [(4, LENGTH)] * 2
+    assert metrics[0]["val"] > 0
+
+
+def refusal(cases: list[tuple[Any, dict[str, Any], int, dict[str, Any]]]) -> list[str]:
+    """Return the messages of the errors of fits that can't begin."""
+    messages = []
+    for strategy, module, length, options in cases:
+        data = DataLoader([sentence[:length] for sentence in sentences(8)], 4)  # type: ignore[arg-type]
+        try:
+            fx.Trainer(devices=2, strategy=strategy, **{**QUIET, "max_epochs": 1, **options}).fit(GPT(**module), data)
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {error} {' '.join(getattr(error, '__notes__', ()))}")
+        else:
+            messages.append("")
+    return messages
+
+
+def test_what_cannot_be_divided_is_an_error_with_the_remedy() -> None:
+    whole = LENGTH + 1
+    cases: dict[str, tuple[Any, dict[str, Any], int, dict[str, Any]]] = {
+        "first output that differs is that of blocks.0.mixes": (ContextMesh(), {"kind": "convolution"}, whole, {}),
+        "first output that differs is that of blocks.0.attention.out": (ContextMesh(), {"kind": "products"}, whole, {}),
+        "compute the mask before the blocks": (ContextMesh(), {"kind": "own mask"}, whole, {}),
+        "pad the samples to a multiple of 4, such as 16": (ContextMesh(), {}, whole - 3, {}),
+        "remove compile": (ContextMesh(), {}, whole, {"compile": True}),
+        "Did you mean 'Block'": (ContextMesh(blocks="Blocks"), {}, whole, {}),
+        "no argument with a sequence in dim 3": (ContextMesh(sequence_dim=3), {}, whole, {}),
+    }
+    for expected, message in zip(cases, run_ranks(refusal, 2, list(cases.values()))[0], strict=True):
+        assert expected in message

@@ -1,0 +1,80 @@
+"""Functions of torch within a shard; attention is in `test_context_attention.py`, layers in the process tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from fabricx.distributed.world import World
+from fabricx.model_parallel.context_functions import ContextFunctions
+from fabricx.model_parallel.sequence_shard import SequenceShard
+
+SHARD = SequenceShard(8, 2, 1)  # positions 2, 3, 4, 5
+
+
+def within(*tables: torch.Tensor) -> ContextFunctions:
+    mode = ContextFunctions(World(), 1, tables)
+    mode.shard = SHARD
+    return mode
+
+
+def test_positions_of_the_shard() -> None:
+    with within():
+        assert torch.arange(4).tolist() == [2, 3, 4, 5]
+        assert torch.arange(end=4, dtype=torch.float64).tolist() == [2.0, 3.0, 4.0, 5.0]
+        assert torch.arange(10, 14).tolist() == [12, 13, 14, 15]
+        assert torch.arange(0, 8, 2).tolist() == [0, 2, 4, 6]  # frequencies
+        assert torch.arange(5).tolist() == [0, 1, 2, 3, 4]
+        assert torch.arange(0.0, 4.0).tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_outside_of_the_blocks_nothing_changes() -> None:
+    mode = within()
+    mode.shard = None
+    with mode:
+        assert torch.arange(4).tolist() == [0, 1, 2, 3]
+
+
+def test_a_number_that_is_the_length_of_a_shard_by_chance_is_an_error() -> None:
+    mode = within()
+    mode.in_trial = True
+    for length, local in ((12, 6), (12, 6)):
+        mode.shard = None
+        assert not mode.counts_positions(length)
+        mode.counts_positions(4)  # in both: a number of features
+        mode.shard = SequenceShard(12, 2, 0)
+        assert mode.counts_positions(local)
+        assert not mode.counts_positions(4)
+    mode.in_trial, mode.shard = False, SHARD
+    with mode, pytest.raises(ValueError, match="a shard has 4 positions, and the module also uses 4"):
+        torch.arange(4)
+    mode.shard = SequenceShard(16, 2, 0)
+    assert mode.counts_positions(8)
+
+
+def test_rows_of_a_table_of_positions() -> None:
+    table, mask = torch.arange(20).view(10, 2), torch.ones(1, 9, 9).tril()
+    with within(table, mask):
+        assert table[:4, 0].tolist() == [4, 6, 8, 10]
+        assert table[:3, 0].tolist() == [0, 2, 4]
+        assert torch.equal(mask[:, :4, :4], torch.ones(8, 8).tril()[None, [2, 3, 4, 5]])
+        assert torch.equal(mask[..., :4, :4], torch.ones(8, 8).tril()[None, [2, 3, 4, 5]])
+        other = torch.arange(20)
+        assert other[:4].tolist() == [0, 1, 2, 3]  # no buffer
+    with (
+        within(small := torch.zeros(5)),
+        pytest.raises(ValueError, match="a buffer has 5 positions, and the sequence 8"),
+    ):
+        small[:4]
+
+
+def test_dropout_is_that_of_the_whole_sequence() -> None:
+    whole = torch.randn(2, 8, 3)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        expected = SHARD.part(F.dropout(whole, 0.5), 1)
+        torch.manual_seed(1)
+        with within():
+            assert torch.equal(F.dropout(SHARD.part(whole, 1), 0.5), expected)
+            assert F.dropout(whole, 0.5, training=False) is whole

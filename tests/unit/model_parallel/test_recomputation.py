@@ -1,0 +1,37 @@
+"""Recomputations of activation checkpointing run in the contexts of their step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils import checkpoint
+
+from fabricx.model_parallel.recomputation import recomputing
+
+
+def test_a_recomputation_is_in_the_context_of_its_forward() -> None:
+    seen: list[str] = []
+    place = ["forward"]
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        seen.append(place[0])
+        return x.sin()
+
+    @contextmanager
+    def again(state: str) -> Iterator[None]:
+        place.append(place.pop().replace("outside", state))
+        try:
+            yield
+        finally:  # torch ends a recomputation early
+            place[0] = "outside"
+
+    original = checkpoint._checkpoint_without_reentrant_generator
+    with recomputing(lambda: again(f"again in {place[0]}")):
+        y = checkpoint.checkpoint(part, torch.ones(2, requires_grad=True), use_reentrant=False)
+    assert checkpoint._checkpoint_without_reentrant_generator is original
+    place[0] = "outside"
+    y.sum().backward()
+    assert seen == ["forward", "again in forward"]
+    assert place == ["outside"]
