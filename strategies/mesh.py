@@ -19,7 +19,7 @@ from fabricx import plugins
 from fabricx.core.loss import loss_of
 from fabricx.core.optimizers import needs_closure
 from fabricx.core.placeholder import is_placeholder
-from fabricx.core.rng import seed_generators
+from fabricx.core.rng import seed_often
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import (
     Elastic,
@@ -672,7 +672,7 @@ def _gradients(run: Callable[[], Any]) -> float:
 def _seeds() -> Callable[[int], None]:
     """Return a function that seeds the parts of a batch, alike on ranks that have drawn the same numbers before."""
     base = int(torch.empty((), dtype=torch.int64).random_())
-    return lambda number: seed_generators((base + 7919 * number) % 2**32)
+    return lambda number: seed_often((base + 7919 * number) % 2**32)
 
 
 def _plain_norm(parameters: Iterable[Tensor]) -> Tensor:

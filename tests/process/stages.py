@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from fabricx.core.rng import seed_often
 from fabricx.distributed import world as worlds
 from fabricx.distributed.point_to_point import open_channels
 from fabricx.model_parallel.pipeline import Pipeline
@@ -110,7 +111,7 @@ def backward_of(pipeline: Pipeline) -> Any:
 
 def compute(pipeline: Pipeline, batch: Any, index: int) -> Any:
     """Compute the gradients of a batch."""
-    seed = lambda number: torch.manual_seed(1000 * index + number)  # noqa: E731
+    seed = lambda number: seed_often(1000 * index + number)  # noqa: E731
     step = pipeline.module.training_step
     return pipeline.forward_backward(step, backward_of(pipeline), batch, index, seed=seed)
 

@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from fabricx.core.rng import GLOBAL_SEED, RandomState, random_kept, reset_seed, seed_everything
+from fabricx.core.rng import (
+    GLOBAL_SEED,
+    RandomState,
+    random_kept,
+    reset_seed,
+    seed_everything,
+    seed_generators,
+    seed_often,
+)
 
 
 def drawn() -> list[Any]:
@@ -96,3 +104,12 @@ def test_without_a_seed_that_of_the_environment_is_used(monkeypatch: pytest.Monk
         seed_everything()
     with pytest.raises(ValueError, match="seed='x': must be an integer"):
         seed_everything("x")  # type: ignore[arg-type]
+
+
+def test_seeds_within_a_step_are_those_of_other_seeds():
+    with random_kept():
+        drawn = []
+        for seed in (seed_generators, seed_often):
+            seed(7)
+            drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
+        assert drawn[0] == drawn[1]
