@@ -138,6 +138,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self._pipeline: Pipeline | None = None
         self._in_batch = False  # within `forward_backward`, which reduces gradients at its end
         self._half = False
+        self._plan: dict[str, Any] | None = None  # of tensor parallelism, as plain data
         self._late: tuple[Callable[[], Trial], bool] | None = None  # trial, and an argument of `setup`
         self._batches = SameBatches(World())
         self._optimizers: list[Optimizer] = []
@@ -266,7 +267,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         chain = self._chain(module, trial, shared=compares) if self.world.axis("pipeline").size > 1 else None
         gc.collect()  # graphs of the trial runs remember the shapes of whole parameters
         if self.world.axis("tensor").size > 1:
-            self._divide_matrices(module, trial, compares=compares)
+            self._divide_matrices(module, trial, layout, compares=compares)
         if blocks:
             self._divide_sequence(module, blocks, trial, layout, compares=compares)
         if chain is not None:
@@ -309,16 +310,23 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
                 "Choose other blocks by blocks=CLASS or a list of names, or set pipeline=1"
             )
 
-    def _divide_matrices(self, module: nn.Module, trial: Trial, *, compares: bool) -> None:
+    def _divide_matrices(
+        self, module: nn.Module, trial: Trial, layout: Mapping[str, Any], *, compares: bool
+    ) -> None:  # fmt: skip
         """Divide layers over the tensor axis, and compare the outputs of all submodules before and after."""
         from fabricx.model_parallel.pipeline_chain import find_blocks
         from fabricx.model_parallel.tensor_parallel import TensorParallel
-        from fabricx.model_parallel.tensor_plan import find_tensor_plan
+        from fabricx.model_parallel.tensor_plan import TensorPlan, find_tensor_plan
         from fabricx.model_parallel.trial import check_unchanged, recorded_step
 
         world = self.world.axis("tensor")
         before = recorded_step(module, trial.run) if compares else None
-        plan = find_tensor_plan(module, trial.run, world.size, self.plan)
+        if compares:  # samples may differ between data ranks, and with them the layers that a step calls
+            plan = find_tensor_plan(module, trial.run, world.size, self.plan)
+            plan = TensorPlan.of(self.world.broadcast_object(plan.plain()))
+        else:
+            plan = TensorPlan.of(layout["plan"])
+        self._plan = plan.plain()
         blocks = [block for _, block in find_blocks(module, self.blocks, trial.run)] if self.sequence else []
         gc.collect()  # graphs of the trial runs remember the shapes of whole parameters
         self._tensor = TensorParallel(module, plan, world, sequence=self.sequence, blocks=blocks)
@@ -331,11 +339,13 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
 
     @property
     def layout(self) -> dict[str, Any]:
+        plan: dict[str, Any] = {} if self._plan is None else {"plan": self._plan}
         if self._context is not None:
-            return {"lengths": self._context.lengths}
+            plan["lengths"] = self._context.lengths
         if self._pipeline is None:
-            return {}
-        return {"blocks": list(self._pipeline.chain.blocks), "cuts": [list(cut) for cut in self._pipeline.cuts]}
+            return plan
+        blocks, cuts = self._pipeline.chain.blocks, self._pipeline.cuts
+        return {**plan, "blocks": list(blocks), "cuts": [list(cut) for cut in cuts]}
 
     def _chain(self, module: nn.Module, trial: Trial, *, shared: bool) -> Chain:
         from fabricx.model_parallel.pipeline_chain import find_blocks, trace_chain

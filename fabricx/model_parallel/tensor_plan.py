@@ -34,6 +34,21 @@ class TensorPlan:
     layers: dict[str, Layer] = field(default_factory=dict)
     unsharded: dict[str, str] = field(default_factory=dict)
 
+    def plain(self) -> dict[str, Any]:
+        """Return the plan as plain data, for other ranks; see `of`."""
+        layers = {name: [layer.style, list(layer.parts)] for name, layer in self.layers.items()}
+        return {"ranks": self.ranks, "layers": layers, "unsharded": dict(self.unsharded)}
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> TensorPlan:
+        """Return the plan of plain data.
+
+        Args:
+            plain: result of `plain`.
+        """
+        layers = {name: Layer(style, tuple(parts)) for name, (style, parts) in plain["layers"].items()}
+        return cls(plain["ranks"], layers, dict(plain["unsharded"]))
+
     def describe(self) -> list[str]:
         """Return lines for the main rank's output; layers whose names differ by numbers share a line."""
         lines = [f"tensor parallel on {self.ranks} ranks: {len(self.layers)} layers are sharded"]

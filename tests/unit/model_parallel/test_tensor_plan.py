@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from fabricx.model_parallel.parallel_layers import Layer
-from fabricx.model_parallel.tensor_plan import find_tensor_plan
+from fabricx.model_parallel.tensor_plan import TensorPlan, find_tensor_plan
 
 B, T, C, H = 2, 6, 24, 4
 X = torch.randn(B, T, C, generator=torch.Generator().manual_seed(0))
@@ -278,3 +280,8 @@ def test_layers_that_differ_by_numbers_share_a_line():
         "  colwise   *.qkv (3, 3 parts)",
         "  rowwise   *.out (3)",
     ]
+
+
+def test_a_plan_is_the_same_after_its_way_to_another_rank() -> None:
+    plan = TensorPlan(2, {"a": Layer("colwise", (4, 4, 4)), "b": Layer("rowwise", ())}, {"c": "no linear layer"})
+    assert TensorPlan.of(json.loads(json.dumps(plan.plain()))) == plan
