@@ -37,6 +37,7 @@ from fabricx.model_parallel.axes import sizes_of, with_axes
 from fabricx.model_parallel.division import Division
 from fabricx.model_parallel.elementwise import check_elementwise
 from fabricx.model_parallel.gradient_sums import GradientSums
+from fabricx.model_parallel.hidden_gradients import HiddenGradients
 from fabricx.model_parallel.microbatches import rows_of
 from fabricx.model_parallel.pipeline_checks import CLOSURE
 from fabricx.model_parallel.pipeline_schedule import SCHEDULES
@@ -141,6 +142,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self._plan: dict[str, Any] | None = None  # of tensor parallelism, as plain data
         self._late: tuple[Callable[[], Trial], bool] | None = None  # trial, and an argument of `setup`
         self._batches = SameBatches(World())
+        self._hidden = HiddenGradients()
         self._optimizers: list[Optimizer] = []
 
     def _traits_of(self, copies: int) -> Traits:
@@ -527,19 +529,33 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             return self.data_strategy.clip_norm(parameters, max_norm)
         from fabricx.model_parallel.gradient_norm import clip_norm
 
-        return clip_norm(parameters, max_norm, self.world, self._division.copies)
+        with self._hidden.shown():
+            return clip_norm(parameters, max_norm, self.world, self._division.copies)
 
     def clip_value(self, parameters: Iterable[Tensor], limit: float) -> None:
-        self.data_strategy.clip_value(parameters, limit)
+        with self._hidden.shown():
+            self.data_strategy.clip_value(parameters, limit)
+
+    def hooks_see_gradients(self) -> AbstractContextManager[Any]:
+        if self._division is None:
+            return as_part(self.data_strategy, HidesGradients).hooks_see_gradients()
+        return self._hidden.hide(self._division.divided())
 
     def gradient_norm(self, optimizers: Sequence[Optimizer]) -> Tensor | None:
         if self._division is None:
             return as_part(self.data_strategy, HidesGradients).gradient_norm(optimizers)
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-        return self._norm([p for group in groups for p in group["params"]])
+        with self._hidden.shown():
+            known = [p for group in groups for p in group["params"] if p.grad is not None]
+            return self._norm([p for p in known if not p.grad.is_sparse])
+
+    def nonfinite_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        with self._hidden.shown():
+            return as_part(self.data_strategy, HidesGradients).nonfinite_gradients(parameters)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        return self.data_strategy.optimizer_step(optimizer, closure)
+        with self._hidden.shown():
+            return self.data_strategy.optimizer_step(optimizer, closure)
 
     def after_update(self, step: int) -> int:
         return self.data_strategy.after_update(step)

@@ -193,10 +193,11 @@ def watch_gradients(session: Session) -> None:
         return
 
     def compare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if session.world.size == 1 or (session.state.step >= FIRST_STEPS and session.state.step % COMPARE_EVERY):
+        world = session.world.axis("data")  # ranks along the other axes have other parts of the gradients
+        if world.size == 1 or (session.state.step >= FIRST_STEPS and session.state.step % COMPARE_EVERY):
             return
-        fingerprint = _fingerprint(optimizer).to(session.world.device)
-        largest, smallest = session.world.all_reduce(torch.stack([fingerprint, -fingerprint]), "max")
+        fingerprint = _fingerprint(optimizer).to(world.device)
+        largest, smallest = world.all_reduce(torch.stack([fingerprint, -fingerprint]), "max")
         # Averaged gradients are bitwise equal; clipping may round differently on other kinds of processors.
         if bool((largest + smallest > 1e-4 * largest[:, :1]).any()):
             raise RanksDisagree(

@@ -266,6 +266,8 @@ class Logbook:
         Args:
             step: number of the weight update.
         """
+        if not self._reports:  # only reduced values are known here
+            return {}
         return {
             self.names(name, epoch=False): series.value for name, series in self.metrics.series.items()
             if series.bar and series.on_step and series.value is not None

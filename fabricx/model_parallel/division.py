@@ -53,6 +53,13 @@ class Division:
             copies = copies / size if placement.is_shard() else copies
         return copies
 
+    def divided(self) -> Iterator[nn.Parameter]:
+        """Yield parameters whose gradients on this rank are a part of the whole gradient, or of all gradients."""
+        sharded = () if self._tensor is None else self._tensor.placements
+        for name, parameter in self._module.named_parameters():
+            if self._pipeline is not None or name in sharded:
+                yield parameter
+
     def _name(self, parameter: Tensor) -> str:
         if id(parameter) not in self._names:  # fsdp has replaced the parameters
             self._names = {id(p): name for name, p in self._module.named_parameters()}

@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabricx.core.rng import random_kept
@@ -56,10 +55,8 @@ def _undisturbed(session: Session) -> Iterator[None]:
             yield
     finally:
         session.metrics.collect(before)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                if not torch.equal(buffer, value):  # a copy would invalidate what the backward of the step reads
-                    buffer.copy_(value)
+        for buffer, value in buffers:
+            buffer.data.copy_(value)  # not counted as a change: a backward that follows may need the buffer
 
 
 def two_samples(loader: Any) -> Any:

@@ -55,6 +55,22 @@ def test_the_language_model_learns(tmp_path):
     assert number(output, "val_bits") < 6  # a uniform prediction of 103 characters has 6.7 bits
 
 
+def test_a_gpt_on_a_mesh_is_that_of_one_process(tmp_path):
+    program = [EXAMPLES / "gpt_mesh.py", "--part", "0.02"]
+    alone, mesh = (
+        number(run(*program, *more, cwd=tmp_path), "bits per character:")
+        for more in ([], ["--devices", "4", "--tensor", "2", "--pipeline", "2"])
+    )
+    assert mesh == pytest.approx(alone, rel=1e-4)  # float32 sums in another order
+
+
+def test_a_llama_of_transformers_is_divided_over_two_ranks(tmp_path):
+    pytest.importorskip("transformers", reason="the example needs Hugging Face transformers")
+    output = run(EXAMPLES / "llama_tensor.py", cwd=tmp_path)
+    assert "tensor parallel on 2 ranks" in output
+    assert number(output, "loss of the last epoch:") < 1  # guessing has 4.2
+
+
 def test_runs_reach_other_services_through_four_methods(tmp_path):
     run(EXAMPLES / "exports" / "wandb_logger.py", cwd=tmp_path)
     [stored] = tmp_path.glob("runs/*/wandb/offline-run-*/*.wandb")
@@ -99,6 +115,8 @@ def test_an_example_is_short_and_needs_little(path):
     allowed = {"fabricx", "torch", "sklearn", *sys.stdlib_module_names}
     if path.parent.name == "exports":
         allowed |= {"wandb", "mlflow", "opentelemetry"}
+    if path.name == "llama_tensor.py":
+        allowed |= {"transformers"}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             assert {alias.name.partition(".")[0] for alias in node.names} <= allowed

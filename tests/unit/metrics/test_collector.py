@@ -11,7 +11,7 @@ import torch
 import fabricx as fx
 from fabricx.core.strategy import Traits
 from fabricx.distributed.world import World
-from fabricx.metrics.accumulator import as_value
+from fabricx.metrics.accumulator import Series, as_value
 from fabricx.metrics.collector import Logbook
 from fabricx.testing import TinyModule, tiny_loader
 
@@ -81,3 +81,11 @@ def test_a_mean_over_batches_takes_no_value_from_between_them(reduction: str) ->
         return
     with pytest.raises(ValueError, match="within a batch and between batches"):
         log(book, 2.0, on_step=False, reduce_fx=reduction)
+
+
+def test_a_rank_without_outputs_shows_reduced_values_only() -> None:
+    stage = World(axes={"pipeline": World(rank=0, size=2)})
+    book = Logbook(cast(Any, SimpleNamespace(world=stage, traits=Traits(), module=None)), training=True)
+    book.metrics.series["x"] = Series.of_kind(("mean", True, True, True, True, False))
+    book.metrics.series["x"].contribute_nothing(epoch=False)
+    assert book.local_values(1) == {}

@@ -89,3 +89,11 @@ def test_at_the_end_module_and_optimizer_have_whole_tensors() -> None:
     Division(built, World(), Halves(), None).restore([optimizer], lambda: None)  # type: ignore[arg-type]
     assert {name: len(p) for name, p in built.named_parameters()} == {"a.weight": 4, "b.weight": 2, "c.weight": 2}
     assert len(optimizer.state[built["a"].weight]["momentum_buffer"]) == 4  # type: ignore[index]
+
+
+def test_divided_parameters_are_sharded_ones_or_all_of_a_stage() -> None:
+    built = module(2)
+    tensor = Division(built, world(), Halves(), None)  # type: ignore[arg-type]
+    assert [parameter is built["a"].weight for parameter in tensor.divided()] == [True]
+    stages = Division(built, world(), None, Stages())  # type: ignore[arg-type]
+    assert len(list(stages.divided())) == 3

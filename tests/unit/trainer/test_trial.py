@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from fabricx.core.strategy import Traits
 from fabricx.data.combined import CombinedLoader
-from fabricx.trainer.trial import two_samples
+from fabricx.distributed.world import World
+from fabricx.metrics.collector import Logbook
+from fabricx.trainer.trial import _undisturbed, two_samples
 
 
 class Stream(IterableDataset[Any]):
@@ -45,3 +50,20 @@ def test_what_cannot_be_copied_is_an_error() -> None:
         two_samples(number for number in range(3))
     with pytest.raises(ValueError, match="combine the data sets in one DataLoader"):
         two_samples(CombinedLoader([DataLoader([1.0])], "min_size"))  # type: ignore[arg-type]
+
+
+def test_a_step_whose_backward_needs_a_buffer_that_it_changed_can_be_tried() -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+            self.weight = nn.Parameter(torch.ones(()))
+
+    module = Mean()
+    logbook = Logbook(cast(Any, SimpleNamespace(world=World(), traits=Traits(), module=None)), training=True)
+    metrics = SimpleNamespace(training=logbook, collect=lambda to: None)
+    with _undisturbed(cast(Any, SimpleNamespace(module=module, metrics=metrics))):
+        module.scale.mul_(2.0)
+        loss = module.weight * module.scale  # batch normalisation keeps its statistics for backward
+    assert float(module.scale) == 1.0
+    loss.backward()

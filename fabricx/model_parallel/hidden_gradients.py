@@ -1,0 +1,87 @@
+"""Errors for hooks that read a gradient of which this rank has a part only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, NoReturn, final
+
+import torch
+from torch import Tensor, nn
+
+_MESSAGE: Final = (
+    "this gradient is divided over ranks, and a rank has only its part: hooks can't read it. For the norm of the whole "
+    "gradient call self.trainer.strategy.gradient_norm([optimizer]); to clip, set gradient_clip_val or call "
+    "self.clip_gradients; under strategy=ddp and tensor=1, pipeline=1 hooks read whole gradients"
+)
+
+
+class DividedGradient(RuntimeError):
+    """A hook has read or changed a gradient of which this rank has a part only."""
+
+
+class _Part(Tensor):
+    """Raises an error when it is read."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise DividedGradient(_MESSAGE)
+
+
+@final
+class HiddenGradients:
+    """Hides gradients from hooks, and shows them to the strategy that hooks call."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+
+    @contextmanager
+    def hide(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Context of hooks, in which reading a gradient is an error.
+
+        Args:
+            parameters: with or without gradients.
+
+        >>> weight, hidden = nn.Parameter(torch.ones(2)), HiddenGradients()
+        >>> weight.grad = torch.ones(2)
+        >>> with hidden.hide([weight]):
+        ...     with hidden.shown():
+        ...         print(float(weight.grad.sum()))
+        ...     try:
+        ...         weight.grad.norm()
+        ...     except DividedGradient as error:
+        ...         print(str(error)[:38])
+        2.0
+        this gradient is divided over ranks, a
+        """
+        found = [(p, p.grad, _hidden(p.grad)) for p in parameters if p.grad is not None]
+        self._pairs = found
+        for parameter, _, part in found:
+            parameter.grad = part
+        try:
+            yield
+        finally:
+            self._pairs = []
+            _replace((parameter, part, gradient) for parameter, gradient, part in found)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Context in which all gradients are there, within `hide`, too."""
+        pairs = self._pairs
+        _replace((parameter, part, gradient) for parameter, gradient, part in pairs)
+        try:
+            yield
+        finally:
+            _replace(pairs)
+
+
+def _replace(pairs: Iterable[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
+    """Replace gradients that are still the first of a pair by the second."""
+    for parameter, before, after in pairs:
+        if parameter.grad is before:
+            parameter.grad = after
+
+
+def _hidden(gradient: Tensor) -> Tensor:
+    stand_in = torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
+    return stand_in.as_subclass(_Part)
