@@ -6,7 +6,7 @@ import argparse
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fabricx as fx
@@ -23,8 +23,8 @@ class Llama(fx.Module):
         )  # fmt: skip
         self.model = LlamaForCausalLM(config)
 
-    def training_step(self, ids: Tensor) -> Tensor:
-        loss = self.model(input_ids=ids, labels=ids).loss
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        loss = self.model(input_ids=batch[0], labels=batch[0]).loss
         self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
         return loss
 
@@ -32,9 +32,9 @@ class Llama(fx.Module):
         return torch.optim.AdamW(self.parameters(), self.hparams.lr)
 
 
-def counting(samples: int, words: int, length: int = 16) -> list[Tensor]:
+def counting(samples: int, words: int, length: int = 16) -> TensorDataset:
     """Return sequences that count in steps of 1 to 3."""
-    return [(torch.arange(length) * (1 + n % 3) + 7 * n) % words for n in range(samples)]
+    return TensorDataset(torch.stack([(torch.arange(length) * (1 + n % 3) + 7 * n) % words for n in range(samples)]))
 
 
 def main() -> None:

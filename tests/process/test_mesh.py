@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader
@@ -16,6 +17,7 @@ from torchmetrics import Metric
 import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import EMA, FaultRecovery
+from fabricx.model_parallel.hidden_gradients import DividedGradient
 from fabricx.strategies import DDP, FSDP, Mesh
 from fabricx.testing import QUIET, kill, run_ranks
 
@@ -279,6 +281,63 @@ def test_a_replacement_takes_the_place_of_a_dead_worker(strategy: Any, devices: 
     # The cuts of a pipeline depend on measured times, and with them the rounding of the gradient's norm.
     assert max(float((weights[name] - value).abs().max()) for name, value in expected[0].items()) < 1e-9
     assert all(abs(metrics[name] - value) < 1e-9 for name, value in expected[1].items())
+
+
+class Measures(GPT):
+    """Counts in torchmetrics objects, predicts, and has batch statistics beside its blocks."""
+
+    def __init__(self, statistics: bool) -> None:
+        super().__init__(sgd=True)
+        self.batch_norm = nn.BatchNorm1d(LENGTH) if statistics else nn.Identity()
+        self.sum, self.total = torchmetrics.SumMetric(), torchmetrics.SumMetric()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.batch_norm(super().forward(ids))  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.sum.update(loss.detach())
+        self.log("sum", self.sum, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.total.update(batch.sum())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("total", self.total.compute())
+        self.total.reset()
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch[:, :-1])[:, -1]  # type: ignore[no-any-return]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if isinstance(self.trainer.strategy, Mesh) and not self.norms:
+            with pytest.raises(DividedGradient, match="a rank has only its part"):
+                nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        self.norms.append(0.0)
+
+
+def measured(strategy: Any, statistics: bool) -> dict[str, Any]:
+    fx.seed_everything(3)
+    module = Measures(statistics)
+    devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    trainer = fx.Trainer(devices=devices, strategy=strategy, **{**QUIET, "max_epochs": 1, "gradient_clip_val": 0.5})
+    trainer.fit(module, DataLoader(sentences(10), 4), DataLoader(sentences(5), 2))  # type: ignore[arg-type]
+    predicted = trainer.predict(module, DataLoader(sentences(5), 2))  # type: ignore[arg-type]
+    return {
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "predicted": torch.cat(predicted), "weights": module.state_dict(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("axis", "statistics"), [("tensor", True), ("pipeline", False)])
+def test_metric_objects_predictions_and_batch_statistics_are_those_of_one_process(axis: str, statistics: bool) -> None:
+    alone = measured("single", statistics)
+    for found in run_ranks(measured, 2, Mesh(**{axis: 2}), statistics):
+        assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-4)  # float32
+        assert torch.allclose(found["predicted"], alone["predicted"], atol=1e-4)
+        assert all(torch.allclose(found["weights"][name], w, atol=1e-4) for name, w in alone["weights"].items())
 
 
 def refused(strategy: Any, options: dict[str, Any], change: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabricx.core.strategy import Traits
@@ -54,6 +54,8 @@ def test_what_cannot_be_copied_is_an_error() -> None:
 
 def test_a_step_whose_backward_needs_a_buffer_that_it_changed_can_be_tried() -> None:
     class Mean(nn.Module):
+        scale: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("scale", torch.ones(()))
