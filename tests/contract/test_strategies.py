@@ -15,7 +15,7 @@ import fabricx as fx
 import fabricx.strategies as package
 from fabricx.callbacks import EMA
 from fabricx.errors import WorkerFailed
-from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer, Reproducible, Single
+from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, Mesh, ParameterServer, Reproducible, Single
 from fabricx.testing import QUIET, LayeredModule, layered_data
 from tests.soak import params
 
@@ -37,6 +37,8 @@ WAYS: dict[str, tuple[Callable[[], fx.Strategy], int]] = {
     "parameter_server, servers step": (lambda: ParameterServer(servers=2, optimizer="server"), 2),
     "parameter_server, bounded": (lambda: ParameterServer(mode="bounded", max_staleness=0), 2),
     "async_sgd": (AsyncSGD, 2),
+    "mesh, ddp": (Mesh, 2),  # with all axes 1; tests/process/test_mesh.py has the others
+    "mesh, fsdp": (lambda: Mesh(data="fsdp"), 2),
 }
 SYNCHRONOUS = [name for name, (make, _) in WAYS.items() if make().traits.synchronous]
 
@@ -45,6 +47,8 @@ VARIANTS = {
     "fsdp, weights kept": ("plain", "accumulated", "fewer samples than ranks"),
     "fsdp, recomputed, offloaded": ("compiled", "in bf16", "clipped by value"),
     "fsdp, 2 groups of 2": ("plain", "clipped by norm", "manual"),
+    "mesh, ddp": ("plain", "accumulated", "clipped by norm"),
+    "mesh, fsdp": ("plain", "clipped by value", "fewer samples than ranks"),
     "parameter_server, no server": ("plain", "averaged", "clipped by norm"),
     "parameter_server, over gloo": ("plain", "accumulated", "fewer samples than ranks"),
     "parameter_server, bounded": ("plain", "averaged", "clipped by value"),
@@ -56,7 +60,9 @@ GLOBAL_BATCH = 12
 
 
 def test_the_list_is_complete() -> None:
-    assert {getattr(package, name) for name in package.__all__} == {type(make()) for make, _ in WAYS.values()}
+    exported = {getattr(package, name) for name in package.__all__}
+    presets = {strategy for strategy in exported if issubclass(strategy, Mesh) and strategy is not Mesh}
+    assert exported - presets == {type(make()) for make, _ in WAYS.values()}
 
 
 def train(way: str, *, samples: int = 43, **options: Any) -> tuple[LayeredModule, fx.Trainer]:
