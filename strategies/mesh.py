@@ -228,6 +228,12 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
                 "and has no loss; use automatic optimization, or strategy=tensor"
             )
 
+        if self.world.axis("context").size > 1 and not automatic_optimization:
+            raise ValueError(
+                f"strategy={self._called} with manual optimization: the step of the trial run has no optimizers; use "
+                "automatic optimization, or context=1"
+            )
+
     def parallelize(self, module: nn.Module, trial: Callable[[], Trial], layout: Mapping[str, Any]) -> None:
         if self.world.newcomer and self.divides:
             self._late = (trial, False)

@@ -271,6 +271,7 @@ def recovered(strategy: Any, devices: int, faults: list[Any]) -> Any:
         (lambda: Mesh(tensor=2), 2, 1, "backward"),
         (lambda: Mesh(pipeline=2), 2, 0, "forward"),
         (lambda: Mesh(tensor=2, data="fsdp"), 4, 2, "optimizer"),
+        (lambda: Mesh(context=2, data="fsdp"), 2, 1, "forward"),
     ],
 )
 def test_a_replacement_takes_the_place_of_a_dead_worker(strategy: Any, devices: int, rank: int, moment: str) -> None:
@@ -361,6 +362,7 @@ def refused(strategy: Any, options: dict[str, Any], change: str) -> str:
         (lambda: Mesh(tensor=2), {"sync_batchnorm": True}, "", "remove sync_batchnorm"),
         (lambda: Mesh(tensor=2), {}, "lbfgs", "use AdamW or SGD"),
         (lambda: Mesh(pipeline=2), {}, "manual", "automatic optimization"),
+        (lambda: Mesh(context=2), {}, "manual", "context=1"),
         (lambda: Mesh(tensor=2, plan={"blocks.*.nothing": "colwise"}), {}, "", "nothing"),
         (lambda: Mesh(pipeline=2, virtual=2), {}, "", "blocks can be divided into at most"),
     ],
