@@ -149,8 +149,9 @@ def builtin(value: Any) -> Any:
     """
     if isinstance(value, Enum) and isinstance(value, (int, float, str)):
         value = value.value
+    scalar: Any = value
     if not isinstance(value, (bool, int, float, str)) and getattr(value, "shape", None) == ():
-        value = value.item()  # of numpy or torch
+        value = scalar.item()  # of numpy or torch
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)

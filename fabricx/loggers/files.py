@@ -51,7 +51,7 @@ class LoggerFolder:
             run_dir: the run's folder, or `path`; None with a `save_dir`.
         """
         if run_dir is not None and run_dir == self.path:  # to write after the run
-            return self.path
+            return run_dir
         root = run_dir if self.save_dir is None else self.save_dir
         assert root is not None
         parent = self._parent(root)
