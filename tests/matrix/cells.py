@@ -12,7 +12,7 @@ from typing import Any
 from allpairspy import AllPairs
 
 from fabricx import Strategy
-from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer, Reproducible, Single
+from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, Mesh, ParameterServer, Reproducible, Single
 
 WAYS: dict[str, Callable[[], Strategy]] = {
     "single": Single,
@@ -50,6 +50,12 @@ WAYS: dict[str, Callable[[], Strategy]] = {
     "local_sgd-2": lambda: LocalSGD(every=2),
     "reproducible": Reproducible,
 }
+# In chosen cells only, not in lists of pairs and triples.
+MESH_WAYS: dict[str, Callable[[], Strategy]] = {
+    "tensor": lambda: Mesh(tensor=2),
+    "pipeline": lambda: Mesh(pipeline=2, microbatches=3),
+}
+TOGETHER_RANKS = {"tensor": 2, "pipeline": 2}  # ranks that compute a share of each batch together
 # Compared with `plain.Joined` only: no feature of one process is what they do.
 JOINED_WAYS: dict[str, Callable[[], Strategy]] = {
     "ddp-powersgd": WAYS["ddp-powersgd"],
@@ -149,8 +155,8 @@ class Cell:
             ValueError: a name or a value isn't known.
         """
         way, *rest = text.split()
-        if way not in WAYS:
-            raise ValueError(f"no strategy {way!r}; known: {', '.join(WAYS)}")
+        if way not in WAYS | MESH_WAYS:
+            raise ValueError(f"no strategy {way!r}; known: {', '.join(WAYS | MESH_WAYS)}")
         given: dict[str, Any] = {}
         for part in rest:
             name, _, value = part.partition("=")
@@ -159,6 +165,11 @@ class Cell:
                 raise ValueError(f"{name}={value!r}; known: {', '.join(known)}")
             given[name] = known[value]
         return Cell(way, **given)
+
+    @property
+    def data_ranks(self) -> int:
+        """Return the number of ranks that train different shares of the data."""
+        return self.ranks // TOGETHER_RANKS.get(self.way, 1)
 
     @property
     def manual(self) -> bool:
@@ -175,6 +186,7 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     yield cell.way == "single" and cell.ranks != 1
     yield cell.way in ONE_WORKER and cell.ranks != 1  # several workers: no order of updates to compare with
     yield cell.way == "hsdp" and cell.ranks != 2  # the groups have to be of one size
+    yield cell.way in TOGETHER_RANKS and cell.ranks != 2
     # torch has no such optimizer, or it needs dense gradients.
     yield cell.model == "sparse" and cell.optimizer not in ("sgd", "groups", "adagrad", "own-step", "subset")
     yield cell.model == "sparse" and cell.schedule == "own"  # it sets a weight decay, which dense gradients have only

@@ -22,7 +22,7 @@ import torch
 import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import EMA, BaseFinetuning, EarlyStopping, LoadBalancer, StochasticWeightAveraging
-from fabricx.core.strategy_parts import HasServers, as_part
+from fabricx.core.strategy_parts import HasServers, HidesGradients, ModelParallel, as_part
 from fabricx.distributed.world import World
 from fabricx.errors import WorkerFailed
 from fabricx.launch.supervisor import run_workers
@@ -31,7 +31,7 @@ from fabricx.testing import QUIET
 from fabricx.trainer import process
 from fabricx.trainer.run_request import Job, check_job
 from fabricx.trainer.set_up import execute
-from tests.matrix.cells import BOUNDED, JOINED_WAYS, LOSSY, ONE_WORKER, UNEQUAL_PACE, WAYS, Cell
+from tests.matrix.cells import BOUNDED, JOINED_WAYS, LOSSY, MESH_WAYS, ONE_WORKER, UNEQUAL_PACE, WAYS, Cell
 from tests.matrix.module import CLIP, PRECISIONS, make_loaders, make_module, whole
 
 EACH_BATCH = {
@@ -88,12 +88,17 @@ class Watches(fx.Callback):
             _SERVED.append(world.job)
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if as_part(trainer.strategy, ModelParallel).divides:  # a rank has a part of each gradient
+            whole_norm = as_part(trainer.strategy, HidesGradients).gradient_norm([optimizer])
+            self.found.seen.append((rates, None if whole_norm is None else float(whole_norm)))
+            return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         try:
             norm = float(sum(whole(gradient).double().square().sum() for gradient in gradients)) ** 0.5
         except GradientElsewhere:  # it is on the servers, and says so
             norm = None
-        self.found.seen.append(([group["lr"] for group in optimizer.param_groups], norm))
+        self.found.seen.append((rates, norm))
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         trainer.save_checkpoint(self.path)
@@ -221,25 +226,25 @@ def fit(
     cell: Cell, world: World, folder: Path, *, resume: Path | None = None, save: Path | None = None, began: int = 0
 ) -> Found:  # fmt: skip
     """Train a cell in this process, as one rank of a world; it goes on with a run that `began` on so many."""
-    began = began or world.size
+    began = began or cell.data_ranks
     found = Found()
     torch.manual_seed(7)
     module = make_module(cell)
     try:
-        mine = [*callbacks(cell, world.size), Watches(found, folder / "end.ckpt")]
+        mine = [*callbacks(cell, cell.data_ranks), Watches(found, folder / "end.ckpt")]
         if save is not None:
             elsewhere = "on_train_epoch_end" if cell.way in UNEQUAL_PACE else "on_train_batch_end"
             mine.append(saves_in(cell.save, save, elsewhere=elsewhere))
         trainer = fx.Trainer(
             devices=world.size,
-            strategy={**JOINED_WAYS, **WAYS}[cell.way](),
+            strategy={**JOINED_WAYS, **WAYS, **MESH_WAYS}[cell.way](),
             callbacks=mine,
             default_root_dir=folder,
             **options(cell),
         )
-        train, validation = make_loaders(cell, began, world.size)
+        train, validation = make_loaders(cell, began)
         if cell.loop == "reload":
-            vars(module)["train_dataloader"] = lambda: make_loaders(cell, began, world.size)[0]
+            vars(module)["train_dataloader"] = lambda: make_loaders(cell, began)[0]
             train = None
         _run(trainer, Job("fit", module, train, validation, None, resume), world, folder)
         found.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -247,7 +252,7 @@ def fit(
         if cell.loop == "evaluate":
             found.results = []
             for stage in ("validate", "test", "predict"):
-                loader = make_loaders(cell, began, world.size)[1]
+                loader = make_loaders(cell, began)[1]
                 job = Job(stage, module, None, loader, None, None, stage == "predict")
                 found.results.append(_run(trainer, job, world, folder))
             found.results[2] = torch.cat(found.results[2])
@@ -292,7 +297,8 @@ def needs_own_oracle(cell: Cell) -> bool:
         return True
     if cell.way == "reproducible":
         return cell.model == "dropout"
-    return cell.ranks > 1 and cell.model in ("dropout", "batchnorm")
+    # A stage of a pipeline seeds itself for each microbatch, and a batch's statistics are those of a microbatch.
+    return (cell.data_ranks > 1 or cell.way == "pipeline") and cell.model in ("dropout", "batchnorm")
 
 
 def reference_of(cell: Cell) -> Cell:
@@ -300,7 +306,7 @@ def reference_of(cell: Cell) -> Cell:
 
     What one rank draws or sees is the same under each strategy in which all ranks make each step together.
     """
-    alike = cell.way not in {*LOSSY, *BOUNDED, *ONE_WORKER, "local_sgd", "reproducible"}
+    alike = cell.way not in {*LOSSY, *BOUNDED, *ONE_WORKER, "local_sgd", "reproducible", "pipeline"}
     return dataclasses.replace(cell, way="ddp" if alike and cell.save == "none" else cell.way)
 
 

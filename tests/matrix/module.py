@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import fabricx as fx
-from tests.matrix.cells import STREAMS, Cell
+from tests.matrix.cells import STREAMS, TOGETHER_RANKS, Cell
 
 GLOBAL_BATCH = 12
 SAMPLES = {
@@ -59,11 +59,12 @@ class Stream:
     With `ends`, all ranks but the first have a part of the first global batch only.
     """
 
-    def __init__(self, samples: Samples, *, ends: bool) -> None:
-        self.samples, self.ends = samples, ends
+    def __init__(self, samples: Samples, *, ends: bool, together: int = 1) -> None:
+        self.samples, self.ends, self.together = samples, ends, together
 
     def __iter__(self) -> Iterator[Any]:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, ranks = rank // self.together, ranks // self.together
         each = GLOBAL_BATCH // ranks
         for start in range(0, len(self.samples), GLOBAL_BATCH):
             numbers = range(start + rank * each, start + (rank + 1) * each)
@@ -401,19 +402,20 @@ def make_module(cell: Cell) -> Net:
     return made(cell)
 
 
-def make_loaders(cell: Cell, began: int, ranks: int) -> tuple[Any, Any]:
+def make_loaders(cell: Cell, began: int) -> tuple[Any, Any]:
     """Return the loaders of one rank of so many: whatever their number, the global batches are the same.
 
     Args:
         cell: of the matrix.
-        began: ranks with which the run began: one that goes on from a checkpoint keeps its global batch.
-        ranks: that there are now.
+        began: data ranks with which the run began: one that goes on from a checkpoint keeps its global batch.
     """
     dtype = DTYPES[cell.precision]
     samples = Samples(SAMPLES[cell.data], dtype)
     if cell.loop == "nan":
         samples.targets[13] = torch.nan  # of the second global batch
-    train: Any = (Promised if cell.data == "promised" else Stream)(samples, ends=cell.data != "iterable")
+    train: Any = (Promised if cell.data == "promised" else Stream)(
+        samples, ends=cell.data != "iterable", together=TOGETHER_RANKS.get(cell.way, 1)
+    )
     if cell.data not in STREAMS:
         train = DataLoader(samples, GLOBAL_BATCH // began, shuffle=cell.data == "shuffled")
     if cell.data == "combined":
@@ -421,7 +423,7 @@ def make_loaders(cell: Cell, began: int, ranks: int) -> tuple[Any, Any]:
         long, short = Subset(samples, range(24)), Subset(samples, range(24, 36))  # the short one is read twice
         train = {"long": DataLoader(long, each), "short": DataLoader(short, each)}
     validation: Any = DataLoader(
-        Samples(1 if cell.loop == "one-val" else VALIDATION_SAMPLES, dtype, seed=2), 6 // ranks
+        Samples(1 if cell.loop == "one-val" else VALIDATION_SAMPLES, dtype, seed=2), 6 // cell.data_ranks
     )
     if cell.loop == "two-val":
         validation = [validation, DataLoader(Samples(4, dtype, seed=4), 1)]

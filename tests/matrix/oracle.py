@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fabricx import checkpoint
 from fabricx.distributed.world import World
-from tests.matrix.cells import BOUNDED, SERVERS_STEP, UNEQUAL_PACE, Cell
+from tests.matrix.cells import BOUNDED, SERVERS_STEP, TOGETHER_RANKS, UNEQUAL_PACE, Cell
 from tests.matrix.fits import Found, fit, needs_own_oracle, reference_of
 from tests.matrix.module import make_module
 from tests.matrix.rules import refusal, refusals, tolerance
@@ -89,7 +89,12 @@ def _wrong(cell: Cell, found: Sequence[Found], oracle: Found) -> Iterator[str]:
     elif cell.save.startswith("on_") and not first.error:
         yield f"nothing was saved in {cell.save}"
     for rank, one in enumerate(found[1:], 1):
-        if one.random and one.random == first.random and cell.way != "reproducible" and cell.save != "from-single":
+        if (
+            one.random
+            and one.random == first.random
+            and cell.way not in ("reproducible", *TOGETHER_RANKS)
+            and cell.save != "from-single"
+        ):
             yield f"rank {rank} draws the random numbers of rank 0"
         if one.position != first.position:
             yield f"rank {rank} is at {one.position}, rank 0 at {first.position}"

@@ -49,7 +49,7 @@ def _on_one_process(cell: Cell, found: Sequence[Found], oracle: Found, place: Pa
         return []
     (place / "one").mkdir()
     single = dataclasses.replace(cell, way="single", ranks=1)
-    resumed = fit(single, World(), place / "one", resume=place / "mid.ckpt", began=cell.ranks)
+    resumed = fit(single, World(), place / "one", resume=place / "mid.ckpt", began=cell.data_ranks)
     if (place / "one/end.ckpt").exists():
         resumed.state = checkpoint.load(place / "one/end.ckpt")
     like = dataclasses.replace(cell, save="from-single")  # what came before isn't in it

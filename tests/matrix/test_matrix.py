@@ -168,6 +168,19 @@ def test_cells_that_were_wrong_once_and_those_in_which_usual_mistakes_show_are_r
     check([Cell.parse(text) for text in (*TELLING, *AGAIN)], tmp_path)
 
 
+MESHES = (
+    "tensor ranks=2 clip=norm data=uneven callback=ema",
+    "tensor ranks=2 model=dropout accumulate=2 save=on_train_epoch_end",
+    "tensor ranks=2 optimizer=momentum model=toggled save=to-single",
+    "pipeline ranks=2 optimizer=momentum clip=norm save=from-single",
+    "pipeline ranks=2 update=several data=uneven log=objects loop=evaluate",
+)
+
+
+def test_ranks_that_compute_a_share_together_train_what_one_process_trains(tmp_path: Path) -> None:
+    check([Cell.parse(text) for text in MESHES], tmp_path)
+
+
 def test_an_error_in_a_job_of_a_server_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     def serve(world: World, number: int, *, network: bool) -> None:
         raise ValueError(f"server {number} of job {world.job}")
