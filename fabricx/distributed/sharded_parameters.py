@@ -84,7 +84,7 @@ class ShardedParameters:
 
     def shards(self) -> dict[str, nn.Parameter]:
         """Return the parts of this rank by name, as DTensors."""
-        return {one.name: one.shard for one in self._all}
+        return {member.name: member.shard for member in self._all}
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -95,20 +95,20 @@ class ShardedParameters:
         """
         if self.gathered:
             return
-        for one in self._all:
-            if number_of_hooks(one.shard):
+        for member in self._all:
+            if number_of_hooks(member.shard):
                 raise ValueError(
-                    f"{one.name} has a gradient hook, which is not called for the parts of sharded weights; use "
+                    f"{member.name} has a gradient hook, which is not called for the parts of sharded weights; use "
                     "data=ddp"
                 )
         for bucket in _buckets(self._all):
-            parts = self._world.all_gather(torch.cat([self._padded(one) for one in bucket]))
-            sizes = [self._size(one.whole) for one in bucket]
-            for one, part in zip(bucket, parts.split(sizes, dim=1), strict=True):
-                one.whole.data = part.reshape(-1)[: one.whole.numel()].view(one.whole.shape)
-        for one in self._all:
-            one.whole.requires_grad_(one.shard.requires_grad)
-            _place(one, one.whole)
+            parts = self._world.all_gather(torch.cat([self._padded(member) for member in bucket]))
+            sizes = [self._size(member.whole) for member in bucket]
+            for member, part in zip(bucket, parts.split(sizes, dim=1), strict=True):
+                member.whole.data = part.reshape(-1)[: member.whole.numel()].view(member.whole.shape)
+        for member in self._all:
+            member.whole.requires_grad_(member.shard.requires_grad)
+            _place(member, member.whole)
         self.gathered = True
 
     @torch.no_grad()
@@ -119,12 +119,12 @@ class ShardedParameters:
         """
         from torch.distributed.tensor import DTensor
 
-        for bucket in _buckets([one for one in self._all if one.whole.grad is not None]):
-            sizes = [self._size(one.whole) for one in bucket]
-            gradients = [one.whole.grad for one in bucket if one.whole.grad is not None]
+        for bucket in _buckets([member for member in self._all if member.whole.grad is not None]):
+            sizes = [self._size(member.whole) for member in bucket]
+            gradients = [member.whole.grad for member in bucket if member.whole.grad is not None]
             parts = torch.cat([self._by_rank(gradient) for gradient in gradients], dim=1)
-            for one, flat in zip(bucket, self._world.reduce_scatter(parts).split(sizes), strict=True):
-                shard: Any = one.shard
+            for member, flat in zip(bucket, self._world.reduce_scatter(parts).split(sizes), strict=True):
+                shard: Any = member.shard
                 local = flat[: _local(shard).numel()].view(_local(shard).shape).clone()
                 total = DTensor.from_local(
                     local,
@@ -134,20 +134,20 @@ class ShardedParameters:
                     shape=shard.shape,
                     stride=shard.stride(),
                 )
-                one.shard.grad = total if one.shard.grad is None else one.shard.grad + total
-                one.whole.grad = None
+                member.shard.grad = total if member.shard.grad is None else member.shard.grad + total
+                member.whole.grad = None
 
     @torch.no_grad()
     def release(self) -> None:
         """Give the module the parts; changes of this rank's rows by users' code are kept."""
         if not self.gathered:
             return
-        for one in self._all:
-            one.shard.requires_grad_(one.whole.requires_grad)
-            _local(one.shard).copy_(self._own(one.whole.detach()))
-            one.whole.grad = None
-            one.whole.data = one.whole.new_zeros(()).expand(one.whole.shape)
-            _place(one, one.shard)
+        for member in self._all:
+            member.shard.requires_grad_(member.whole.requires_grad)
+            _local(member.shard).copy_(self._own(member.whole.detach()))
+            member.whole.grad = None
+            member.whole.data = member.whole.new_zeros(()).expand(member.whole.shape)
+            _place(member, member.shard)
         self.gathered = False
 
     def undo(self, optimizers: Sequence[Optimizer]) -> None:
@@ -156,10 +156,10 @@ class ShardedParameters:
         Args:
             optimizers: of the module.
         """
-        wholes = {id(one.shard): one.whole for one in self._all}
-        for one in self._all:
-            one.whole.data = torch.empty(one.whole.shape, dtype=one.whole.dtype, device=one.whole.device)
-            _place(one, one.whole)
+        wholes = {id(member.shard): member.whole for member in self._all}
+        for member in self._all:
+            member.whole.data = torch.empty(member.whole.shape, dtype=member.whole.dtype, device=member.whole.device)
+            _place(member, member.whole)
         for optimizer in optimizers:
             optimizer.state.clear()
             for group in optimizer.param_groups:
@@ -170,10 +170,10 @@ class ShardedParameters:
         """Return the number of elements of a rank's rows, with padding."""
         return -(-whole.shape[0] // self._world.size) * (whole.numel() // max(whole.shape[0], 1))
 
-    def _padded(self, one: _Sharded) -> Tensor:
+    def _padded(self, member: _Sharded) -> Tensor:
         """Return the rows of this rank, with padding, shape [elements]."""
-        local = _local(one.shard).reshape(-1)
-        return F.pad(local, (0, self._size(one.whole) - local.numel()))
+        local = _local(member.shard).reshape(-1)
+        return F.pad(local, (0, self._size(member.whole) - local.numel()))
 
     def _by_rank(self, gradient: Tensor) -> Tensor:
         """Return a gradient as the rows of each rank, with padding, shape [size, ...]."""
@@ -187,8 +187,8 @@ def _local(shard: Any) -> Tensor:
     return local
 
 
-def _place(one: _Sharded, parameter: nn.Parameter) -> None:
-    for part, name in one.places:
+def _place(member: _Sharded, parameter: nn.Parameter) -> None:
+    for part, name in member.places:
         setattr(part, name, parameter)
 
 
@@ -196,11 +196,11 @@ def _buckets(parameters: Sequence[_Sharded]) -> Iterator[list[_Sharded]]:
     """Yield lists of parameters of the same dtype, of at most `BUCKET_BYTES` unless a parameter is larger."""
     bucket: list[_Sharded] = []
     size = 0
-    for one in parameters:
-        if bucket and (size + one.whole.nbytes > BUCKET_BYTES or one.whole.dtype != bucket[0].whole.dtype):
+    for member in parameters:
+        if bucket and (size + member.whole.nbytes > BUCKET_BYTES or member.whole.dtype != bucket[0].whole.dtype):
             yield bucket
             bucket, size = [], 0
-        bucket.append(one)
-        size += one.whole.nbytes
+        bucket.append(member)
+        size += member.whole.nbytes
     if bucket:
         yield bucket

@@ -71,9 +71,9 @@ class Division:
         if self._pipeline is None:
             return frozenset()
         first = {id(t): name for name, t in reversed([*self._named(duplicates=False)])}
-        owners, own = self._pipeline.owners, self._pipeline.own_names
+        owners, local_part = self._pipeline.owners, self._pipeline.own_names
         names = {name: first[id(tensor)] for name, tensor in self._named(duplicates=True)}
-        return frozenset(alias for alias, name in names.items() if name in owners and name not in own)
+        return frozenset(alias for alias, name in names.items() if name in owners and name not in local_part)
 
     def _named(self, *, duplicates: bool) -> Iterator[tuple[str, Tensor]]:
         yield from self._module.named_parameters(remove_duplicate=not duplicates)
@@ -88,8 +88,8 @@ class Division:
             state: nested dicts, lists and tuples, with this rank's parts.
         """
         absent = self.absent
-        own = _mapped(without(state, absent) if absent else state, "", self._parameters(), self._whole)
-        return of_all_stages(own, absent, self._world.axis("pipeline"))
+        local_part = _mapped(without(state, absent) if absent else state, "", self._parameters(), self._whole)
+        return of_all_stages(local_part, absent, self._world.axis("pipeline"))
 
     def own_state(self, state: Any) -> Any:
         """Return a state with this rank's parts; the inverse of `whole_state`, without communication.

@@ -158,8 +158,8 @@ class FeatureTrace(TorchFunctionMode):
 
     def _follow(self, func: Any, args: Any, options: dict[str, Any], out: Any) -> None:
         read = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
-        found = [(tensor, self._features_of(tensor)) for tensor in read]
-        tracked = [(tensor, features) for tensor, features in found if features is not None]
+        result = [(tensor, self._features_of(tensor)) for tensor in read]
+        tracked = [(tensor, features) for tensor, features in result if features is not None]
         if not tracked:
             return
         if func is F.cross_entropy:
@@ -214,13 +214,13 @@ class FeatureTrace(TorchFunctionMode):
             return self._gated(tracked[0][1], tracked[0][0], out)
         if func is F.scaled_dot_product_attention:
             return self._attended(spans, tracked, out)
-        found = [broadcast(features, tensor.shape, out.shape) for tensor, features in tracked]
+        result = [broadcast(features, tensor.shape, out.shape) for tensor, features in tracked]
         if func in SOFTMAXES:
-            found = [each for each in found if each is not None and not self._normalised(func, tracked, each, out)]
-        if any(each is None for each in found) or not found:
+            result = [item for item in result if item is not None and not self._normalised(func, tracked, item, out)]
+        if any(item is None for item in result) or not result:
             return Features(spans, (), operation)
-        dims = [each.dims for each in found if each is not None]
-        if len({each[0] for each in dims}) > 1:
+        dims = [item.dims for item in result if item is not None]
+        if len({item[0] for item in dims}) > 1:
             return Features(spans, (), operation)
         return Features(spans, max(dims, key=len))
 
@@ -229,7 +229,7 @@ class FeatureTrace(TorchFunctionMode):
         several = [(tensor, features) for tensor, features in tracked if features.dims[0] != tensor.dim() - 1]
         if len(several) < len(tracked) and several and several[0][0] is tracked[0][0]:
             for _, features in tracked:  # a single head of keys, which all ranks compute for their heads of the query
-                if features.dims[0] not in (each.dims[0] for _, each in several):
+                if features.dims[0] not in (item.dims[0] for _, item in several):
                     for name in features.layers:
                         self.unfit.setdefault(name, "all heads read its single head")
             tracked, spans = several, tuple(span for _, features in several for span in features.spans)
@@ -267,26 +267,26 @@ class FeatureTrace(TorchFunctionMode):
         return [permuted(features, func, args, options)]
 
     def _split(self, features: Features, func: Any, args: Any, options: Any, outs: list[Tensor]) -> list[Features]:
-        given = (args[1] if len(args) > 1 else options.get("dim", 0)) if func in UNBINDS else None
-        dim = given if given is not None else args[2] if len(args) > 2 else options.get("dim", 0)
+        arguments = (args[1] if len(args) > 1 else options.get("dim", 0)) if func in UNBINDS else None
+        dim = arguments if arguments is not None else args[2] if len(args) > 2 else options.get("dim", 0)
         dim %= args[0].dim()
         shape, drops = args[0].shape, func in UNBINDS
         ends = sections(shape[dim], tuple(1 if drops else out.shape[dim] for out in outs))
-        found = [[Index(dim, begin, end, 1, drops)] for begin, end in ends]
+        result = [[Index(dim, begin, end, 1, drops)] for begin, end in ends]
         return [
-            _moved(self._taken(features, shape, each), each) if drops else self._taken(features, shape, each)
-            for each in found
+            _moved(self._taken(features, shape, item), item) if drops else self._taken(features, shape, item)
+            for item in result
         ]
 
     def _index(self, features: Features, _: Any, args: Any, __: Any, ___: list[Tensor]) -> list[Features]:
-        found = indices(args[0].shape, args[1])
-        if found is None:
+        result = indices(args[0].shape, args[1])
+        if result is None:
             return [features.without_dims("an index that is a tensor")]
-        return [_moved(self._taken(features, args[0].shape, found), found)]
+        return [_moved(self._taken(features, args[0].shape, result), result)]
 
-    def _taken(self, features: Features, shape: Sequence[int], found: list[Index]) -> Features:
+    def _taken(self, features: Features, shape: Sequence[int], result: list[Index]) -> Features:
         """Return the features in a range or an element of some dims, numbered as before; notes where layers are cut."""
-        for entry in found:
+        for entry in result:
             if not features.dims or entry.dim not in features.dims:
                 continue
             size, (outer, *inner) = shape[entry.dim], features.dims
@@ -311,14 +311,14 @@ class FeatureTrace(TorchFunctionMode):
                 self.unfit.setdefault(name, f"its {heads} heads can't be divided by {self._ranks} ranks")
 
 
-def _moved(features: Features, found: list[Index]) -> Features:
+def _moved(features: Features, result: list[Index]) -> Features:
     """Return the features with their dims after an index has dropped dims and made new dims."""
-    if len(found) == 1 and found[0].drops:  # `unbind`: all other dims stay
-        gone = found[0].dim or 0
+    if len(result) == 1 and result[0].drops:  # `unbind`: all other dims stay
+        gone = result[0].dim or 0
         return replace(features, dims=tuple(dim - (dim > gone) for dim in features.dims))
-    place, after = {}, 0
-    for entry in found:
+    position, after = {}, 0
+    for entry in result:
         if entry.dim is not None and not entry.drops:
-            place[entry.dim] = after
+            position[entry.dim] = after
         after += not entry.drops
-    return replace(features, dims=tuple(place[dim] for dim in features.dims))
+    return replace(features, dims=tuple(position[dim] for dim in features.dims))

@@ -41,8 +41,8 @@ def fused_output(activations: Activations, func: Any, args: Sequence[Any], optio
     if func in ELEMENTWISE and not any(isinstance(value, Tensor) for value in (*args[1:], *options.values())):
         return activations.sharded(func(fused.local, *args[1:], **options), dim, parts)
     if func is Tensor.__getitem__:
-        found = indices(fused.shape, args[1])
-        return NotImplemented if found is None else _indexed(activations, fused, dim, parts, found)
+        result = indices(fused.shape, args[1])
+        return NotImplemented if result is None else _indexed(activations, fused, dim, parts, result)
     if func is F.glu:
         along = (args[1] if len(args) > 1 else options.get("dim", -1)) % fused.dim()
         halves = along == dim and len(parts) == 2 and parts[0] == parts[1]
@@ -61,8 +61,8 @@ def _split(
         pieces = func(fused.local, *args[1:], **options)
         return type(pieces)(activations.sharded(piece, dim, parts) for piece in pieces)
     sizes = [piece.shape[dim] for piece in func(torch.empty(fused.shape, device="meta"), *args[1:], **options)]
-    found = [_range(activations, fused, dim, parts, *ends) for ends in sections(sum(parts), tuple(sizes))]
-    return NotImplemented if any(piece is None for piece in found) else tuple(found)
+    result = [_range(activations, fused, dim, parts, *ends) for ends in sections(sum(parts), tuple(sizes))]
+    return NotImplemented if any(piece is None for piece in result) else tuple(result)
 
 
 def _range(
@@ -81,16 +81,16 @@ def _range(
 
 
 def _indexed(
-    activations: Activations, fused: ShardedTensor, dim: int, parts: tuple[int, ...], found: list[Index]
+    activations: Activations, fused: ShardedTensor, dim: int, parts: tuple[int, ...], result: list[Index]
 ) -> Any:  # fmt: skip
-    [entry] = [entry for entry in found if entry.dim == dim]
+    [entry] = [entry for entry in result if entry.dim == dim]
     if entry.drops or entry.step != 1:
         return NotImplemented
     taken = _range(activations, fused, dim, parts, entry.begin, entry.end)
     if taken is None:
         return NotImplemented
-    index = [basic_index(each, each is entry) for each in found]
-    moved = sum(not each.drops for each in found[: found.index(entry)])
+    index = [basic_index(item, item is entry) for item in result]
+    moved = sum(not item.drops for item in result[: result.index(entry)])
     return activations.sharded(taken.local[tuple(index)], moved, taken.parts)
 
 
@@ -102,7 +102,7 @@ def _view(
     if after is None or any(part % ranks for part in parts):
         return NotImplemented
     outer, *inner = after.dims
-    shape, size = list(target.shape), math.prod(target.shape[each] for each in inner)
+    shape, size = list(target.shape), math.prod(target.shape[item] for item in inner)
     if any(part % size for part in parts):
         return NotImplemented
     units = tuple(part // size for part in parts)

@@ -22,7 +22,7 @@ Rule = Callable[[Activations, Any, Sequence[Any], dict[str, Any]], Any]
 def _methods(*names: str) -> set[Any]:
     """Return the functions of torch, of `torch.nn.functional` and of tensors with these names."""
     places = (torch, F, Tensor)
-    return {getattr(place, name) for name in names for place in places if hasattr(place, name)}
+    return {getattr(position, name) for name in names for position in places if hasattr(position, name)}
 
 
 ELEMENTWISE: Final[set[Any]] = _methods(
@@ -69,16 +69,16 @@ def _elementwise(activations: Activations, func: Any, args: Sequence[Any], optio
     first = args[0]
     if len(tensors) == 1 and tensors[0] is first and isinstance(first, ShardedTensor):
         return _with_size(activations, func(first.local, *args[1:], **options), first.sharded_dim, first)
-    place = _common_place(tensors)
-    if place is None:
+    position = _common_place(tensors)
+    if position is None:
         return NotImplemented
     shape = _broadcast_shape(tensors)
-    if shape[place] == 1:
+    if shape[position] == 1:
         return NotImplemented
-    own = [_operand(activations, value, place, shape[place]) for value in values]
-    given = dict(zip(options, own[len(args) :], strict=True))
-    local = func(*own[: len(args)], **given)
-    return activations.sharded(local, len(shape) + place, (), shape)
+    local_part = [_operand(activations, value, position, shape[position]) for value in values]
+    arguments = dict(zip(options, local_part[len(args) :], strict=True))
+    local = func(*local_part[: len(args)], **arguments)
+    return activations.sharded(local, len(shape) + position, (), shape)
 
 
 def _broadcast_shape(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -98,15 +98,15 @@ def _common_place(tensors: Sequence[Tensor]) -> int | None:
     return places.pop() if len(places) == 1 else None
 
 
-def _operand(activations: Activations, value: Any, place: int, size: int) -> Any:
+def _operand(activations: Activations, value: Any, position: int, size: int) -> Any:
     """Return this rank's part of an operand; gradients of elements that all ranks read are summed."""
     if isinstance(value, ShardedTensor):
         return value.local
     if not isinstance(value, Tensor) or value.dim() == 0:
         return _read_by_all(activations, value)
-    if value.dim() + place < 0 or value.shape[place] != size:
+    if value.dim() + position < 0 or value.shape[position] != size:
         return _read_by_all(activations, value)
-    return activations.shard_of(value, value.dim() + place)
+    return activations.shard_of(value, value.dim() + position)
 
 
 def _read_by_all(activations: Activations, value: Any) -> Any:
@@ -118,12 +118,16 @@ def _in_place(activations: Activations, func: Any, args: Sequence[Any], options:
     if not isinstance(target, ShardedTensor):
         return NotImplemented
     tensors = [value for value in (*args, *options.values()) if isinstance(value, Tensor)]
-    place = _common_place(tensors)
-    if place is None or _broadcast_shape(tensors) != target.shape:
+    position = _common_place(tensors)
+    if position is None or _broadcast_shape(tensors) != target.shape:
         return NotImplemented
-    size = target.shape[place]
-    own = [_operand(activations, value, place, size) for value in args[1:]]
-    func(target.local, *own, **{name: _operand(activations, value, place, size) for name, value in options.items()})
+    size = target.shape[position]
+    local_part = [_operand(activations, value, position, size) for value in args[1:]]
+    func(
+        target.local,
+        *local_part,
+        **{name: _operand(activations, value, position, size) for name, value in options.items()},
+    )
     return target
 
 
@@ -131,11 +135,11 @@ def _view(activations: Activations, func: Any, args: Sequence[Any], options: dic
     tensor: ShardedTensor = args[0]
     if not isinstance(tensor, ShardedTensor) or not activations.is_even(tensor):
         return NotImplemented
-    given = tuple(
+    arguments = tuple(
         arg.shape if isinstance(arg, Tensor) else tuple(arg) if isinstance(arg, list) else arg for arg in args[1:]
     )
     view = Tensor.reshape if func in (Tensor.view_as, Tensor.reshape_as) else func
-    dim, whole = _shape_after(view, tensor.shape, tensor.sharded_dim, given, tuple(options.items()))
+    dim, whole = _shape_after(view, tensor.shape, tensor.sharded_dim, arguments, tuple(options.items()))
     if dim is None or whole[dim] % activations.world.size:
         return NotImplemented
     shape = list(whole)
@@ -160,8 +164,8 @@ def _permute(activations: Activations, func: Any, args: Sequence[Any], options: 
     tensor: ShardedTensor = args[0]
     if not isinstance(tensor, ShardedTensor):
         return NotImplemented
-    given = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in args[1:])
-    moved = _dim_after(func, tensor.dim(), tensor.sharded_dim, given, tuple(options.items()))
+    arguments = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in args[1:])
+    moved = _dim_after(func, tensor.dim(), tensor.sharded_dim, arguments, tuple(options.items()))
     return _with_size(activations, func(tensor.local, *args[1:], **options), moved, tensor)
 
 
@@ -193,30 +197,30 @@ def _with_size(activations: Activations, local: Tensor, dim: int, before: Sharde
 
 def _index(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
     tensor = args[0]
-    found = indices(tensor.shape, args[1]) if isinstance(tensor, ShardedTensor) else None
-    if found is None:
+    result = indices(tensor.shape, args[1]) if isinstance(tensor, ShardedTensor) else None
+    if result is None:
         return NotImplemented
-    [entry] = [entry for entry in found if entry.dim == tensor.sharded_dim]
+    [entry] = [entry for entry in result if entry.dim == tensor.sharded_dim]
     if entry.drops or (entry.begin, entry.end, entry.step) != (0, tensor.shape[tensor.sharded_dim], 1):
         return NotImplemented
-    local = tensor.local[tuple(basic_index(each, each is entry) for each in found)]
-    moved = sum(not each.drops for each in found[: found.index(entry)])
+    local = tensor.local[tuple(basic_index(item, item is entry) for item in result)]
+    moved = sum(not item.drops for item in result[: result.index(entry)])
     return _with_size(activations, local, moved, tensor)
 
 
 def _set_index(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
     tensor, index, value = args
-    found = indices(tensor.shape, index) if isinstance(tensor, ShardedTensor) else None
-    if found is None:
+    result = indices(tensor.shape, index) if isinstance(tensor, ShardedTensor) else None
+    if result is None:
         return NotImplemented
-    [entry] = [entry for entry in found if entry.dim == tensor.sharded_dim]
+    [entry] = [entry for entry in result if entry.dim == tensor.sharded_dim]
     if entry.drops or (entry.begin, entry.end, entry.step) != (0, tensor.shape[tensor.sharded_dim], 1):
         return NotImplemented
-    place = -sum(not each.drops for each in found[found.index(entry) :])
-    if isinstance(value, ShardedTensor) and value.sharded_dim - value.dim() != place:
+    position = -sum(not item.drops for item in result[result.index(entry) :])
+    if isinstance(value, ShardedTensor) and value.sharded_dim - value.dim() != position:
         return NotImplemented
-    own = _operand(activations, value, place, tensor.shape[tensor.sharded_dim])
-    tensor.local[tuple(basic_index(each, each is entry) for each in found)] = own
+    local_part = _operand(activations, value, position, tensor.shape[tensor.sharded_dim])
+    tensor.local[tuple(basic_index(item, item is entry) for item in result)] = local_part
     return None
 
 
@@ -238,12 +242,12 @@ def _concatenate(activations: Activations, func: Any, args: Sequence[Any], optio
     tensors, *rest = args
     kept = [tensor for tensor in tensors if tensor.shape != (0,)]  # caches of keys begin with an empty vector
     dim = (rest[0] if rest else options.get("dim", 0)) % kept[0].dim()
-    place = _common_place(kept)
-    if place is None or dim == kept[0].dim() + place or len({tensor.dim() for tensor in kept}) > 1:
+    position = _common_place(kept)
+    if position is None or dim == kept[0].dim() + position or len({tensor.dim() for tensor in kept}) > 1:
         return NotImplemented
     example = next(tensor for tensor in kept if isinstance(tensor, ShardedTensor))
-    own = [activations.shard_of(tensor, example.sharded_dim) for tensor in kept]
-    return _with_size(activations, torch.cat(own, dim), example.sharded_dim, example)
+    local_part = [activations.shard_of(tensor, example.sharded_dim) for tensor in kept]
+    return _with_size(activations, torch.cat(local_part, dim), example.sharded_dim, example)
 
 
 def _expand(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -269,11 +273,11 @@ def _norm(activations: Activations, func: Any, args: Sequence[Any], options: dic
     tensor, shape = args[0], args[1] if len(args) > 1 else options["normalized_shape"]
     if not isinstance(tensor, ShardedTensor) or tensor.sharded_dim >= tensor.dim() - len(shape):
         return NotImplemented
-    own = [_read_by_all(activations, value) for value in args[2:]]
-    given = {name: _read_by_all(activations, value) for name, value in options.items()}
-    if any(isinstance(value, ShardedTensor) for value in (*own, *given.values())):
+    local_part = [_read_by_all(activations, value) for value in args[2:]]
+    arguments = {name: _read_by_all(activations, value) for name, value in options.items()}
+    if any(isinstance(value, ShardedTensor) for value in (*local_part, *arguments.values())):
         return NotImplemented
-    return _with_size(activations, func(tensor.local, *args[1:2], *own, **given), tensor.sharded_dim, tensor)
+    return _with_size(activations, func(tensor.local, *args[1:2], *local_part, **arguments), tensor.sharded_dim, tensor)
 
 
 def _reduce(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -281,10 +285,12 @@ def _reduce(activations: Activations, func: Any, args: Sequence[Any], options: d
     tensor = args[0]
     if not isinstance(tensor, ShardedTensor):
         return NotImplemented
-    given = args[1] if len(args) > 1 else options.get("dim")
-    if isinstance(given, (bool, torch.dtype, float)) or (given is None and args[1:]):
+    arguments = args[1] if len(args) > 1 else options.get("dim")
+    if isinstance(arguments, (bool, torch.dtype, float)) or (arguments is None and args[1:]):
         return NotImplemented
-    several = given if isinstance(given, (tuple, list)) else range(tensor.dim()) if given is None else [given]
+    several = (
+        arguments if isinstance(arguments, (tuple, list)) else range(tensor.dim()) if arguments is None else [arguments]
+    )
     dims = [dim % tensor.dim() for dim in several] or list(range(tensor.dim()))
     if tensor.sharded_dim in dims:
         return _sum_over_ranks(activations, func, tensor, args, options)
@@ -311,12 +317,12 @@ def _product(activations: Activations, func: Any, args: Sequence[Any], options: 
     if options or len(args) != 2:
         return NotImplemented
     first, second = args
-    place = _common_place([first, second])
-    if place is None or place > -3 or first.dim() != second.dim() or first.shape[:-2] != second.shape[:-2]:
+    position = _common_place([first, second])
+    if position is None or position > -3 or first.dim() != second.dim() or first.shape[:-2] != second.shape[:-2]:
         return NotImplemented
-    own = [activations.shard_of(tensor, tensor.dim() + place) for tensor in (first, second)]
+    local_part = [activations.shard_of(tensor, tensor.dim() + position) for tensor in (first, second)]
     example = first if isinstance(first, ShardedTensor) else second
-    return _with_size(activations, func(*own), example.sharded_dim, example)
+    return _with_size(activations, func(*local_part), example.sharded_dim, example)
 
 
 def _einsum(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -330,12 +336,12 @@ def _einsum(activations: Activations, func: Any, args: Sequence[Any], options: d
     if len(sharded) != 1 or not sharded <= set(output):
         return NotImplemented
     [index] = sharded
-    own = [
+    local_part = [
         activations.shard_of(operand, name.index(index)) if index in name else _read_by_all(activations, operand)
         for name, operand in pairs
     ]
     example = next(operand for operand in operands if isinstance(operand, ShardedTensor))
-    return _with_size(activations, func(args[0], *own), output.index(index), example)
+    return _with_size(activations, func(args[0], *local_part), output.index(index), example)
 
 
 def _repeat_interleave(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -352,10 +358,12 @@ def _linear(activations: Activations, func: Any, args: Sequence[Any], options: d
     tensor = args[0] if args else None
     if not isinstance(tensor, ShardedTensor) or tensor.sharded_dim == tensor.dim() - 1:
         return NotImplemented
-    own = [_read_by_all(activations, value) for value in (*args[1:], *options.values())]
-    if any(isinstance(value, ShardedTensor) for value in own):
+    local_part = [_read_by_all(activations, value) for value in (*args[1:], *options.values())]
+    if any(isinstance(value, ShardedTensor) for value in local_part):
         return NotImplemented
-    local = F.linear(tensor.local, *own[: len(args) - 1], **dict(zip(options, own[len(args) - 1 :], strict=True)))
+    local = F.linear(
+        tensor.local, *local_part[: len(args) - 1], **dict(zip(options, local_part[len(args) - 1 :], strict=True))
+    )
     return _with_size(activations, local, tensor.sharded_dim, tensor)
 
 

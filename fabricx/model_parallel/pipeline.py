@@ -177,12 +177,12 @@ class Pipeline:
         """Begin to receive what an action needs, and the next action, so that transfers and computation overlap."""
         if self.world.silent:  # NCCL's operations of a group wait for each other
             return
-        for one in (action, following):
-            if one is not None and one.kind == "forward":
-                if not passes[one[1:]].expect_arguments():
+        for planned in (action, following):
+            if planned is not None and planned.kind == "forward":
+                if not passes[planned[1:]].expect_arguments():
                     return  # messages arrive in the order of the forwards
-            elif one is not None and one.kind != "weight_gradient":
-                passes[one[1:]].expect_gradients()
+            elif planned is not None and planned.kind != "weight_gradient":
+                passes[planned[1:]].expect_gradients()
 
     def _check_output(self, now: Pass) -> None:
         """Refuse results of a training step whose gradients other stages would not have."""
@@ -369,7 +369,7 @@ def _shares(parts: Sequence[Any], weight: Callable[[Any], float] | None) -> list
         return [1.0]
     weights = [weight(part) if weight else float(rows.rows_of(part) or 0) for part in parts]
     total = sum(weights)
-    return [one / total if total else 1.0 / len(parts) for one in weights]
+    return [share / total if total else 1.0 / len(parts) for share in weights]
 
 
 def _scaled(output: Any, share: float) -> Any:

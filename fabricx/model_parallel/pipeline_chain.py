@@ -76,7 +76,7 @@ class Chain:
         if not places:
             home = (number for number, block in enumerate(self.blocks) if name.startswith(f"{block}."))
             places = frozenset([next(home, -1)])
-        return tuple(sorted({chunk_of(place, cuts) % stages for place in places}))
+        return tuple(sorted({chunk_of(spot, cuts) % stages for spot in places}))
 
     @property
     def shared_with_blocks(self) -> dict[str, frozenset[int]]:
@@ -84,7 +84,7 @@ class Chain:
         return {
             name: places
             for name, places in self.uses.items()
-            if name not in self.buffers and len(places) > 1 and any(0 <= place < len(self.blocks) for place in places)
+            if name not in self.buffers and len(places) > 1 and any(0 <= spot < len(self.blocks) for spot in places)
         }
 
 
@@ -122,19 +122,21 @@ def find_blocks(module: nn.Module, blocks: str | Sequence[str], run: Callable[[]
         return _detect(module, run)
     known = dict(module.named_modules())
     if isinstance(blocks, str):
-        found = [name for name, part in known.items() if any(c.__name__ == blocks for c in type(part).__mro__[:-2])]
-        found = [name for name in found if not any(name.startswith(f"{other}.") for other in found if other != name)]
-        if not found:
+        matches = [name for name, part in known.items() if any(c.__name__ == blocks for c in type(part).__mro__[:-2])]
+        matches = [
+            name for name in matches if not any(name.startswith(f"{other}.") for other in matches if other != name)
+        ]
+        if not matches:
             classes = sorted({type(part).__name__ for part in known.values()})
             raise LookupError(f"blocks={blocks!r}: the module has no such class{_did_you_mean(blocks, classes)}")
     else:
-        found = list(blocks)
-        for name in found:
+        matches = list(blocks)
+        for name in matches:
             if not name or name not in known:
                 raise LookupError(f"blocks: the module has no part {name!r}{_did_you_mean(name, known)}")
-    if len(found) < 2 or len(set(found)) < len(found):
-        raise ValueError(f"blocks={blocks!r}: a pipeline needs two or more different blocks, and these are {found}")
-    return [(name, known[name]) for name in found]
+    if len(matches) < 2 or len(set(matches)) < len(matches):
+        raise ValueError(f"blocks={blocks!r}: a pipeline needs two or more different blocks, and these are {matches}")
+    return [(name, known[name]) for name in matches]
 
 
 def _did_you_mean(name: str, known: Any) -> str:
@@ -198,7 +200,7 @@ def _calls(module: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, list[tu
 
 def _candidates(module: nn.Module, calls: dict[nn.Module, list[tuple[int, int]]]) -> list[Blocks]:
     """Return runs of modules that are called one after another, the most promising first."""
-    found: list[Blocks] = []
+    matches: list[Blocks] = []
     for path, parent in module.named_modules():
         mixed = isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
         runs: list[Blocks] = [[]]
@@ -210,8 +212,8 @@ def _candidates(module: nn.Module, calls: dict[nn.Module, list[tuple[int, int]]]
                 runs.append([])
             if once:
                 runs[-1].append((f"{path}.{name}" if path else name, child))
-        found += [blocks for blocks in runs if sum(_size(block) > 0 for _, block in blocks) > 1]
-    return sorted(found, key=lambda blocks: (_largest_part(module, blocks, calls), -len(blocks)))
+        matches += [blocks for blocks in runs if sum(_size(block) > 0 for _, block in blocks) > 1]
+    return sorted(matches, key=lambda blocks: (_largest_part(module, blocks, calls), -len(blocks)))
 
 
 def _largest_part(module: nn.Module, blocks: Blocks, calls: dict[nn.Module, list[tuple[int, int]]]) -> int:
@@ -224,11 +226,11 @@ def _largest_part(module: nn.Module, blocks: Blocks, calls: dict[nn.Module, list
     before = after = 0
     for part in module.modules():
         if part not in inside:
-            own = _size(part, deep=False)
+            local_part = _size(part, deep=False)
             if calls.get(part, [(0, 0)])[0][0] < begin:
-                before += own
+                before += local_part
             else:
-                after += own
+                after += local_part
     return max(2 * before, after, *(_size(block) for _, block in blocks))
 
 
@@ -271,8 +273,8 @@ def trace_chain(module: nn.Module, blocks: Blocks, run: Callable[[], Any]) -> Ch
     parameters = dict(module.named_parameters())
     sizes = dict.fromkeys(places, 0)
     for name, parameter in parameters.items():
-        for place in trace.uses.get(name, ()):
-            sizes[place] += parameter.numel() * parameter.element_size()
+        for spot in trace.uses.get(name, ()):
+            sizes[spot] += parameter.numel() * parameter.element_size()
     return Chain(
         blocks=tuple(names),
         uses={name: frozenset(trace.uses.get(name, ())) for name in (*parameters, *dict(module.named_buffers()))},
@@ -283,7 +285,7 @@ def trace_chain(module: nn.Module, blocks: Blocks, run: Callable[[], Any]) -> Ch
         changing=trace.changing,
         costs=costs,
         sizes=tuple(sizes.values()),
-        saved=tuple(trace.saved[place] / SAMPLES for place in places),
+        saved=tuple(trace.saved[spot] / SAMPLES for spot in places),
         notes=tuple(_notes(module)),
     )
 

@@ -200,19 +200,19 @@ class Pass:
         """Return the arguments of the first block with received tensors."""
         begin = self._chain.entries[self._begin]
         if not self._again:
-            given = dict(leaves((args, kwargs)))
+            arguments = dict(leaves((args, kwargs)))
             for path, value in zip(begin, self._received_arguments(), strict=True):
                 self._values[path] = value
-                if isinstance(given.get(path), Tensor):
-                    self._replaced[id(given[path])] = (given[path], value)
-        found = set()
+                if isinstance(arguments.get(path), Tensor):
+                    self._replaced[id(arguments[path])] = (arguments[path], value)
+        changed = set()
 
         def change(path: Any, leaf: Any) -> Any:
-            found.add(path)
+            changed.add(path)
             return self._values.get(path, leaf)
 
         changed = mapped((args, kwargs), change)
-        if not found >= self._values.keys():
+        if not changed >= self._values.keys():
             raise ValueError(
                 f"{self._chain.blocks[self._begin]} is called with other arguments than in the trial run; call the "
                 "model in the same way in all steps"
@@ -271,7 +271,7 @@ class Pass:
     def _stand_in(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return an output with the structure and the shapes of a block that another stage computes."""
         described = list(self._received_header()["outputs"][number])
-        given = [leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        arguments = [leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         template = self._chain.outputs[number]
         if len(described) != sum(1 for _ in leaves(template)):
             raise ValueError(
@@ -284,7 +284,11 @@ class Pass:
             kind, *content = next(rest)
             if kind == "value":
                 return content[0]
-            return leaf if kind == "other" else _like(given, content[0], getattr(torch, content[1]), self._links.device)
+            return (
+                leaf
+                if kind == "other"
+                else _like(arguments, content[0], getattr(torch, content[1]), self._links.device)
+            )
 
         return mapped(template, change)
 
@@ -318,7 +322,7 @@ class Pass:
     def gradients(self) -> list[Tensor | None]:
         """Receive the gradients of the tensors that were sent."""
         self.expect_gradients()
-        gradients = [one and self._links.transfers.complete(one) for one in self._gradients or ()]
+        gradients = [expected and self._links.transfers.complete(expected) for expected in self._gradients or ()]
         if any(gradient is not None for gradient in gradients):  # the next stage has received what was sent before
             while self._sends:
                 self._links.transfers.end_send(self._sends.pop())
@@ -345,8 +349,8 @@ class Pass:
 
     def _send(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Send the derived arguments of the first block of the next chunk."""
-        given = dict(leaves((args, kwargs)))
-        values = [given.get(path) for path in self._chain.entries[self._end]]
+        arguments = dict(leaves((args, kwargs)))
+        values = [arguments.get(path) for path in self._chain.entries[self._end]]
         described = [_described(value) for value in values]
         if any(entry[0] == "other" for entry in described):
             raise ValueError(f"{self._chain.blocks[self._end]} takes an argument that can't be sent to another stage")
@@ -386,9 +390,9 @@ def _detached(path: Any, leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _like(given: Sequence[Tensor], shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _like(arguments: Sequence[Tensor], shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor without a meaning: an argument of the same shape, else zeros."""
-    for tensor in given:
+    for tensor in arguments:
         if list(tensor.shape) == shape and tensor.dtype == dtype:
             return tensor.detach()
     return torch.zeros(shape, dtype=dtype, device=device)

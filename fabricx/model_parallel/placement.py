@@ -61,15 +61,15 @@ class Placement:
         >>> Placement((12, 4), 0, (4, 4, 4), 2).blocks(1, 3, 6)
         [Block(local=0, whole=7, rows=1), Block(local=1, whole=10, rows=2)]
         """
-        found, local, whole = [], 0, 0
+        result, local, whole = [], 0, 0
         for part in self.parts:
             first, last = share(part, rank, self.ranks)
             low = max(begin, local)
             high = local + last - first if end is None else min(end, local + last - first)
             if low < high:
-                found.append(Block(low - begin, whole + first + low - local, high - low))
+                result.append(Block(low - begin, whole + first + low - local, high - low))
             local, whole = local + last - first, whole + part
-        return found
+        return result
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's shard.
@@ -140,5 +140,5 @@ def share(rows: int, rank: int, ranks: int) -> tuple[int, int]:
     >>> [share(67, rank, 4) for rank in range(4)]
     [(0, 17), (17, 34), (34, 51), (51, 67)]
     """
-    each = math.ceil(rows / ranks)
-    return min(rank * each, rows), min((rank + 1) * each, rows)
+    entry = math.ceil(rows / ranks)
+    return min(rank * entry, rows), min((rank + 1) * entry, rows)

@@ -229,10 +229,10 @@ def _has_sharded(values: Iterable[Any]) -> bool:
 
 def _sharded_tensors(values: Iterable[Any]) -> list[ShardedTensor]:
     """Return the sharded tensors among arguments, also in lists."""
-    found: list[ShardedTensor] = []
+    matches: list[ShardedTensor] = []
     for value in values:
         if type(value) is ShardedTensor:
-            found.append(value)
+            matches.append(value)
         elif isinstance(value, (list, tuple)):
-            found += _sharded_tensors(value)
-    return found
+            matches += _sharded_tensors(value)
+    return matches

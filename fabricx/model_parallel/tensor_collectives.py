@@ -67,11 +67,11 @@ def scattered(tensor: Tensor, world: World, dim: int) -> Tensor:
         PeerLost: another rank has died.
     """
     size = tensor.shape[dim]
-    each = -(-size // world.size)
+    entry = -(-size // world.size)
     rows = tensor.movedim(dim, 0)
-    if each * world.size != size:
-        rows = torch.cat([rows, rows.new_zeros((each * world.size - size, *rows.shape[1:]))])
-    total = rows.new_empty((each, *rows.shape[1:]))
+    if entry * world.size != size:
+        rows = torch.cat([rows, rows.new_zeros((entry * world.size - size, *rows.shape[1:]))])
+    total = rows.new_empty((entry, *rows.shape[1:]))
     # torch 2.13 has a new name for it and warns about the old name.
     reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     try:
@@ -155,8 +155,8 @@ def _own(tensor: Tensor, world: World, dim: int) -> Tensor:
 
 def _joined(tensor: Tensor, world: World, size: int, dim: int) -> Tensor:
     """Return the shards of all ranks side by side; shards are padded to the largest, since gloo needs equal sizes."""
-    each = -(-size // world.size)
-    missing = each - tensor.shape[dim]
+    entry = -(-size // world.size)
+    missing = entry - tensor.shape[dim]
     if missing:
         shape = list(tensor.shape)
         shape[dim] = missing

@@ -234,10 +234,10 @@ class TensorParallel:
                 return self._functions.multi_head_attention(weight, *args, **options)
         return NotImplemented
 
-    def _sharded_weight(self, args: Any, options: dict[str, Any], place: int, name: str) -> Weight | None:
-        tensor = args[place] if len(args) > place else options.get(name)
-        found = self._weights.get(id(tensor))
-        return None if found is None else found[1]
+    def _sharded_weight(self, args: Any, options: dict[str, Any], position: int, name: str) -> Weight | None:
+        tensor = args[position] if len(args) > position else options.get(name)
+        result = self._weights.get(id(tensor))
+        return None if result is None else result[1]
 
     def _weight(self, tensor: Any) -> Any:
         """Return a sharded weight that a function other than its layer's reads, as a sharded tensor."""

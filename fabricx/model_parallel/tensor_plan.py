@@ -82,9 +82,9 @@ def find_tensor_plan(
     """
     check_not_compiled(module)
     layers: dict[str, tuple[nn.Module, Kind]] = {name: (layer, kind) for name, layer, kind in layers_of(module)}
-    given = _given(layers, overrides or {})
+    arguments = _given(layers, overrides or {})
     trace = FeatureTrace(module, size)
-    for name, style in given.items():
+    for name, style in arguments.items():
         if style == "replicate":
             trace.unfit[name] = "by the plan's override"
     fast_path = torch.backends.mha.get_fastpath_enabled()
@@ -95,13 +95,13 @@ def find_tensor_plan(
     finally:
         trace.release()
         torch.backends.mha.set_fastpath_enabled(fast_path)
-    found, reasons = _pairs(layers, trace, size)
-    found |= {name: Layer(style, _parts(trace, name)) for name, style in given.items() if style != "replicate"}
-    _separate_ties(module, layers, found, reasons)
+    result, reasons = _pairs(layers, trace, size)
+    result |= {name: Layer(style, _parts(trace, name)) for name, style in arguments.items() if style != "replicate"}
+    _separate_ties(module, layers, result, reasons)
     return TensorPlan(
         size,
-        {name: found[name] for name in layers if name in found},
-        {name: reasons.get(name, "") for name in layers if name not in found},
+        {name: result[name] for name in layers if name in result},
+        {name: reasons.get(name, "") for name in layers if name not in result},
     )
 
 
@@ -163,29 +163,29 @@ def _pairs(
             _add_reason(
                 reasons, [name], f"its {features_of(layers[name][0])[0]} inputs can't be divided by {size} ranks"
             )
-    for name in dict.fromkeys(each for made in readers.values() for each in made):
+    for name in dict.fromkeys(entry for made in readers.values() for entry in made):
         sizes = _parts(trace, name) or (features_of(layers[name][0])[1],)
         if uneven := [part for part in sizes if part % size]:
             _add_reason(reasons, [name], f"its {uneven[0]} features can't be divided by {size} ranks")
         if name in readers:
             _add_reason(reasons, [name], "it is called in several roles")
     fit = _fitting(readers, reasons)
-    found: dict[str, Layer] = {}
+    result: dict[str, Layer] = {}
     for name, made in fit.items():
-        found[name] = Layer("rowwise")
-        found.update({each: Layer("colwise", _parts(trace, each)) for each in made})
+        result[name] = Layer("rowwise")
+        result.update({entry: Layer("colwise", _parts(trace, entry)) for entry in made})
     for name, (layer, kind) in layers.items():
         if kind == "attention" and name in trace.called:
             _add_reason(reasons, [name], _refused_attention(layer, size))
             if not reasons[name]:
-                found[name] = Layer("attention")
+                result[name] = Layer("attention")
         elif kind == "embedding" and layer._parameters["weight"].shape[0] >= VOCABULARY:  # type: ignore[union-attr]
             _add_reason(reasons, [name], _refused_embedding(layer))
             if not reasons[name] and name in trace.called:
-                found[name] = Layer("vocab")
-        elif name in trace.logits and name not in found and features_of(layer)[1] >= VOCABULARY and not reasons[name]:
-            found[name] = Layer("head")
-        if name not in found:
+                result[name] = Layer("vocab")
+        elif name in trace.logits and name not in result and features_of(layer)[1] >= VOCABULARY and not reasons[name]:
+            result[name] = Layer("head")
+        if name not in result:
             called = (
                 "no linear layer reads its output"
                 if name in trace.called
@@ -193,7 +193,7 @@ def _pairs(
             )
             small = f"it has fewer than {VOCABULARY} rows"
             _add_reason(reasons, [name], small if kind == "embedding" and name in trace.called else called)
-    return found, reasons
+    return result, reasons
 
 
 def _default_reason(kind: Kind, called: bool) -> str:
@@ -209,7 +209,7 @@ def _fitting(readers: dict[str, tuple[str, ...]], reasons: dict[str, str]) -> di
     while changes:
         changes = False
         for name, made in list(fit.items()):
-            blocking = next((each for each in (name, *made) if reasons[each]), None)
+            blocking = next((entry for entry in (name, *made) if reasons[entry]), None)
             if blocking is not None:
                 _add_reason(reasons, (name, *made), f"{blocking} stays whole")
                 del fit[name]
@@ -242,7 +242,7 @@ def _refused_embedding(layer: Any) -> str:
 
 
 def _separate_ties(
-    module: nn.Module, layers: Mapping[str, tuple[nn.Module, Kind]], found: dict[str, Layer], reasons: dict[str, str]
+    module: nn.Module, layers: Mapping[str, tuple[nn.Module, Kind]], result: dict[str, Layer], reasons: dict[str, str]
 ) -> None:  # fmt: skip
     """Keep tied parameters whole, unless all layers that share them store the same rows on a rank."""
     owners: dict[int, list[str]] = {}
@@ -253,10 +253,10 @@ def _separate_ties(
     same: dict[Style, tuple[str, ...]] = {"vocab": ("vocab", "rows"), "head": ("vocab", "rows")}
     for parts in owners.values():
         names = [name if name in layers else name.rpartition(".")[0] for name in parts]
-        kinds = {(same.get(found[n].style, found[n].style), found[n].parts) if n in found else None for n in names}
+        kinds = {(same.get(result[n].style, result[n].style), result[n].parts) if n in result else None for n in names}
         if len(kinds) > 1:
             for name in names:
-                found.pop(name, None)
+                result.pop(name, None)
                 reasons[name] = "it shares a parameter with " + next(other for other in names if other != name)
 
 

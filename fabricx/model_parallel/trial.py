@@ -100,22 +100,24 @@ def check_unchanged(
     """
     tolerance = max(before.tolerance, after.tolerance)
     changed = first_difference(before, after)
-    place = f" The first output that differs is that of {changed}." if changed else ""
+    position = f" The first output that differs is that of {changed}." if changed else ""
     if not _close(before.loss, after.loss, tolerance):
         raise StepChanged(
-            f"the loss of the parallelised step is {after.loss}, and {before.loss} in one process.{place} "
+            f"the loss of the parallelised step is {after.loss}, and {before.loss} in one process.{position} "
             f"{remedy}{_pattern(changed) if remedy is _REMEDY else ''}"
         )
     total = math.sqrt(sum(norms[0] ** 2 for norms in before.gradients.values()))
     for name, norms in before.gradients.items():
-        found = after.gradients.get(name, [0.0])
-        combined = [math.sqrt(sum(each**2 for each in found))] if name in sharded and len(found) == ranks else found
+        result = after.gradients.get(name, [0.0])
+        combined = (
+            [math.sqrt(sum(entry**2 for entry in result))] if name in sharded and len(result) == ranks else result
+        )
         for norm in combined:
             if not abs(norm - norms[0]) <= tolerance * max(total, 1e-30):  # True for NaN
                 pattern = _pattern(changed or name.rpartition(".")[0]) if remedy is _REMEDY else ""
                 raise StepChanged(
                     f"the gradient of {name} has the norm {norm} in the parallelised step, and {norms[0]} in one "
-                    f"process.{place} {remedy}{pattern}"
+                    f"process.{position} {remedy}{pattern}"
                 )
 
 
@@ -127,10 +129,10 @@ def first_difference(before: Record, after: Record) -> str:
         after: of the parallelised module.
     """
     tolerance = max(before.tolerance, after.tolerance)
-    for (name, wanted), (other, found) in zip(before.outputs, after.outputs, strict=False):
+    for (name, wanted), (other, result) in zip(before.outputs, after.outputs, strict=False):
         if name != other:
             return name
-        if any(abs(a - b) > tolerance * max(wanted[0], 1e-30) for a, b in zip(wanted, found, strict=True)):
+        if any(abs(a - b) > tolerance * max(wanted[0], 1e-30) for a, b in zip(wanted, result, strict=True)):
             return name
     if len(before.outputs) != len(after.outputs):
         longer = max(before.outputs, after.outputs, key=len)
