@@ -225,13 +225,12 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         if self.world.axis("pipeline").size > 1 and not automatic_optimization:
             raise ValueError(
                 f"strategy={self._called} with manual optimization: a stage of a pipeline computes a part of the step, "
-                "and has no loss; use automatic optimization, or strategy=tensor"
+                "and has no loss; use automatic optimization, or strategy=ddp"
             )
-
-        if self.world.axis("context").size > 1 and not automatic_optimization:
+        if self._divided and not automatic_optimization:
             raise ValueError(
                 f"strategy={self._called} with manual optimization: the step of the trial run has no optimizers; use "
-                "automatic optimization, or context=1"
+                "automatic optimization, or strategy=ddp or fsdp"
             )
 
     def parallelize(self, module: nn.Module, trial: Callable[[], Trial], layout: Mapping[str, Any]) -> None:
