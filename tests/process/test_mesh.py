@@ -363,7 +363,7 @@ def refused(strategy: Any, options: dict[str, Any], change: str) -> str:
         (lambda: Mesh(tensor=2), {}, "lbfgs", "use AdamW or SGD"),
         (lambda: Mesh(pipeline=2), {}, "manual", "automatic optimization"),
         (lambda: Mesh(tensor=2), {}, "manual", "automatic optimization"),
-        (lambda: Mesh(context=2), {}, "manual", "context=1"),
+        (lambda: Mesh(context=2), {}, "manual", "automatic optimization"),
         (lambda: Mesh(tensor=2, plan={"blocks.*.nothing": "colwise"}), {}, "", "nothing"),
         (lambda: Mesh(pipeline=2, virtual=2), {}, "", "blocks can be divided into at most"),
     ],
