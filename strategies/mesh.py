@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import gc
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx import plugins
-from fabricx.core.loss import loss_of
 from fabricx.core.optimizers import needs_closure
 from fabricx.core.placeholder import is_placeholder
 from fabricx.core.rng import seed_often
@@ -30,26 +27,22 @@ from fabricx.core.strategy_parts import (
     WrapsStep,
     as_part,
 )  # fmt: skip
-from fabricx.distributed.point_to_point import open_channels
 from fabricx.distributed.world import World
 from fabricx.errors import check_choice
 from fabricx.model_parallel.axes import sizes_of, with_axes
-from fabricx.model_parallel.division import Division
+from fabricx.model_parallel.divider import Divider, Settings
 from fabricx.model_parallel.elementwise import check_elementwise
 from fabricx.model_parallel.gradient_sums import GradientSums
 from fabricx.model_parallel.hidden_gradients import HiddenGradients
-from fabricx.model_parallel.microbatches import rows_of
 from fabricx.model_parallel.pipeline_checks import CLOSURE
 from fabricx.model_parallel.pipeline_schedule import SCHEDULES
 from fabricx.model_parallel.same_batches import SameBatches
 from fabricx.model_parallel.sharded_sums import ShardedSums
-from fabricx.model_parallel.trial_run import measure
 
 if TYPE_CHECKING:
     from fabricx.core.trial import Trial
-    from fabricx.model_parallel.context_parallel import ContextParallel
+    from fabricx.model_parallel.division import Division
     from fabricx.model_parallel.pipeline import Pipeline
-    from fabricx.model_parallel.pipeline_chain import Blocks, Chain
     from fabricx.model_parallel.tensor_parallel import TensorParallel
 
 Data = Literal["ddp", "fsdp"]
@@ -133,13 +126,9 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         return ShardedSums() if self.data == "fsdp" else GradientSums()
 
     def _forget(self) -> None:
-        self._division: Division | None = None
-        self._tensor: TensorParallel | None = None
-        self._context: ContextParallel | None = None
-        self._pipeline: Pipeline | None = None
+        self._divider: Divider | None = None
         self._in_batch = False  # within `forward_backward`, which reduces gradients at its end
         self._half = False
-        self._plan: dict[str, Any] | None = None  # of tensor parallelism, as plain data
         self._late: tuple[Callable[[], Trial], bool] | None = None  # trial, and an argument of `setup`
         self._batches = SameBatches(World())
         self._hidden = HiddenGradients()
@@ -156,6 +145,18 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             return traits
         replicas = traits.replicas if traits.sharded else copies
         return replace(traits, unreplicated=True, replicas=replicas)
+
+    @property
+    def _division(self) -> Division | None:
+        return None if self._divider is None else self._divider.division
+
+    @property
+    def _tensor(self) -> TensorParallel | None:
+        return None if self._divider is None else self._divider.tensor
+
+    @property
+    def _pipeline(self) -> Pipeline | None:
+        return None if self._divider is None else self._divider.pipeline
 
     @property
     def _divided(self) -> bool:
@@ -203,13 +204,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             self.data_strategy.setup(module, several_backwards=several_backwards)
         elif self._divided:
             self._batches = SameBatches(world.axis("model"))
-            if self._tensor is not None:
-                self._tensor.world_changed(world.axis("tensor"))
-            if self._context is not None:
-                self._context.world_changed(world.axis("context"))
-            if self._pipeline is not None:
-                self._pipeline.world_changed(world.axis("pipeline"))
-            self._division = Division(module, world, self._tensor, self._pipeline)
+            assert self._divider is not None
+            self._divider.world_changed(module, world)
         as_part(self.data_strategy, Elastic).world_changed(world.axis("gradients"))
 
     def init_context(self) -> AbstractContextManager[Any]:
@@ -250,168 +246,17 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             self.world.store.set(self.world.key(_LAYOUT), json.dumps(self.layout))
 
     def _divide(self, module: nn.Module, trial: Trial, layout: Mapping[str, Any], *, joins: bool = False) -> None:
-        """Divide the module.
-
-        Args:
-            module: whole.
-            trial: the training step on two samples.
-            layout: of the run that is resumed or joined.
-            joins: this rank replaces a dead worker: it has no weights yet, and the other ranks don't compare with it.
-        """
         self._batches = SameBatches(self.world.axis("model"))
-        in_stages = self.world.axis("pipeline").size > 1  # whose random numbers are not those of one process
-        with _evaluating(module) if in_stages else nullcontext():
-            if in_stages and not joins:
-                self._divide_and_compare(module, trial, layout)
-            else:
-                self._divide_tensors(module, trial, layout, compares=not joins)
-
-    def _divide_tensors(
-        self, module: nn.Module, trial: Trial, layout: Mapping[str, Any], *, compares: bool = True
-    ) -> None:  # fmt: skip
-        """Divide matrices over the tensor axis, and the sequence over the context axis or blocks over stages."""
-        blocks = self._context_blocks(module, trial)
-        chain = self._chain(module, trial, shared=compares) if self.world.axis("pipeline").size > 1 else None
-        gc.collect()  # graphs of the trial runs remember the shapes of whole parameters
-        if self.world.axis("tensor").size > 1:
-            self._divide_matrices(module, trial, layout, compares=compares)
-        if blocks:
-            self._divide_sequence(module, blocks, trial, layout, compares=compares)
-        if chain is not None:
-            self._divide_blocks(module, chain, layout, trial, prints=compares)
-        self._division = Division(module, self.world, self._tensor, self._pipeline)
-
-    def _context_blocks(self, module: nn.Module, trial: Trial) -> Blocks:
-        if self.world.axis("context").size == 1:
-            return []
-        from fabricx.model_parallel.context_parallel import context_blocks
-
-        return context_blocks(module, self.blocks, trial.run)
-
-    def _divide_sequence(
-        self, module: nn.Module, blocks: Blocks, trial: Trial, layout: Mapping[str, Any], *, compares: bool
-    ) -> None:  # fmt: skip
-        """Divide the sequence in the blocks, and compare the outputs of all submodules before and after."""
-        from fabricx.model_parallel.context_parallel import ContextParallel
-
-        run = replace(trial, step=self._sharded(trial.step)).run
-        ordinary = self._tensor.ordinary if self._tensor is not None else lambda output: output
-        world = self.world.axis("context")
-        self._context = ContextParallel(module, blocks, world, dim=self.sequence_dim, ordinary=ordinary)
-        if compares:
-            self._context.check(run)
-            self._print(self._context.describe())
-        else:
-            self._context.adopt(run, layout["lengths"])
-
-    def _divide_and_compare(self, module: nn.Module, trial: Trial, layout: Mapping[str, Any]) -> None:
-        """Compare loss and gradient of two samples before and after the division in stages."""
-        dtypes = {parameter.dtype for parameter in module.parameters()} | ({torch.bfloat16} if self._half else set())
-        before = measure(functools.partial(_gradients, trial.run), module.parameters(), _plain_norm, dtypes)
-        self._divide_tensors(module, trial, layout)
-        after = measure(functools.partial(self._staged_gradients, trial), module.parameters(), self._trial_norm, dtypes)
-        if before.differs(after):
-            raise ValueError(
-                f"strategy={self._called} computes another model: for two samples the loss is {after.loss:.9g} and the "
-                f"norm of the gradient {after.norm:.9g}, and without stages {before.loss:.9g} and {before.norm:.9g}. "
-                "Choose other blocks by blocks=CLASS or a list of names, or set pipeline=1"
-            )
-
-    def _divide_matrices(
-        self, module: nn.Module, trial: Trial, layout: Mapping[str, Any], *, compares: bool
-    ) -> None:  # fmt: skip
-        """Divide layers over the tensor axis, and compare the outputs of all submodules before and after."""
-        from fabricx.model_parallel.pipeline_chain import find_blocks
-        from fabricx.model_parallel.tensor_parallel import TensorParallel
-        from fabricx.model_parallel.tensor_plan import TensorPlan, find_tensor_plan
-        from fabricx.model_parallel.trial import check_unchanged, recorded_step
-
-        world = self.world.axis("tensor")
-        before = recorded_step(module, trial.run) if compares else None
-        if compares:  # samples may differ between data ranks, and with them the layers that a step calls
-            plan = find_tensor_plan(module, trial.run, world.size, self.plan)
-            plan = TensorPlan.of(self.world.broadcast_object(plan.plain()))
-        else:
-            plan = TensorPlan.of(layout["plan"])
-        self._plan = plan.plain()
-        blocks = [block for _, block in find_blocks(module, self.blocks, trial.run)] if self.sequence else []
-        gc.collect()  # graphs of the trial runs remember the shapes of whole parameters
-        self._tensor = TensorParallel(module, plan, world, sequence=self.sequence, blocks=blocks)
-        if before is None:
-            return
-        self._print(plan.describe())
-        sharded = replace(trial, step=self._sharded(trial.step))
-        after = recorded_step(module, sharded.run, world, self._tensor.ordinary)
-        check_unchanged(before, after, list(self._tensor.placements), world.size)
+        settings = Settings(
+            self._called, self.plan, self.sequence, self.sequence_dim, self.blocks, self.microbatches, self.schedule,
+            self.virtual, self._half,
+        )  # fmt: skip
+        self._divider = Divider(settings, self.world)
+        self._divider.divide(module, trial, layout, joins=joins)
 
     @property
     def layout(self) -> dict[str, Any]:
-        plan: dict[str, Any] = {} if self._plan is None else {"plan": self._plan}
-        if self._context is not None:
-            plan["lengths"] = self._context.lengths
-        if self._pipeline is None:
-            return plan
-        blocks, cuts = self._pipeline.chain.blocks, self._pipeline.cuts
-        return {**plan, "blocks": list(blocks), "cuts": [list(cut) for cut in cuts]}
-
-    def _chain(self, module: nn.Module, trial: Trial, *, shared: bool) -> Chain:
-        from fabricx.model_parallel.pipeline_chain import find_blocks, trace_chain
-
-        chain = trace_chain(module, find_blocks(module, self.blocks, trial.run), trial.run)
-        return replace(chain, costs=self.world.broadcast_object(chain.costs)) if shared else chain  # times differ
-
-    def _divide_blocks(
-        self, module: nn.Module, chain: Chain, layout: Mapping[str, Any], trial: Trial, *, prints: bool
-    ) -> None:  # fmt: skip
-        from fabricx.model_parallel.pipeline import Pipeline
-        from fabricx.model_parallel.pipeline_cuts import describe, divide
-
-        pipeline = self.world.axis("pipeline")
-        cuts = divide(chain.costs, pipeline.size * self.virtual, chain.joined)
-        if layout.get("blocks") == list(chain.blocks) and len(layout["cuts"]) == len(cuts):
-            cuts = [(begin, end) for begin, end in layout["cuts"]]  # measured times would give other cuts
-        microbatches = self.microbatches or 2 * pipeline.size
-        self._pipeline = Pipeline(
-            module, chain, cuts, pipeline, schedule=self.schedule, microbatches=microbatches, virtual=self.virtual,
-            channels=self._channels(),
-        )  # fmt: skip
-        if microbatches > 1 and trial.samples is not None and rows_of(trial.batch) != trial.samples:
-            raise ValueError(
-                f"the first dimension of a batch of {trial.samples} samples has {rows_of(trial.batch)} elements, and a "
-                "pipeline splits batches by their first dimension: let the loader return the samples first, or set "
-                "microbatches=1"
-            )
-        if prints:
-            rows = trial.rows
-            self._print([*describe(chain, cuts, pipeline.size, self.schedule, self.virtual, microbatches, rows)])
-
-    def _channels(self) -> dict[str, Any]:
-        """Build the groups of the stages' transfers, where the backend needs several; all ranks call it."""
-        if not self.world.silent:
-            return {}
-        pipeline = self.world.axis("pipeline")
-        members: dict[str, list[int]] = {}
-        for rank, coordinate in enumerate(self.world.gather_objects(pipeline.coordinate)):
-            members.setdefault(coordinate, []).append(rank)
-        return open_channels(self.world, list(members.values()))
-
-    def _staged_gradients(self, trial: Trial) -> float:
-        """Compute the gradients of the two samples in stages; returns the loss, on all stages."""
-        assert self._pipeline is not None
-        microbatches, self._pipeline.microbatches = self._pipeline.microbatches, 1
-        with trial.undisturbed():
-            outputs = self._pipeline.forward_backward(
-                self._sharded(trial.step), self._trial_backward, trial.batch, 0, seed=lambda number: None
-            )
-            self._pipeline.reduce_shared()
-        self._pipeline.microbatches = microbatches
-        stages = self.world.axis("pipeline")
-        loss = float(outputs["loss"] if isinstance(outputs, Mapping) else outputs) if self._pipeline.last else 0.0
-        return float(stages.broadcast_object(loss, stages.size - 1))
-
-    def _trial_backward(self, outputs: Any) -> Any:
-        self.backward(loss_of(outputs))
-        return outputs
+        return {} if self._divider is None else self._divider.layout
 
     def _print_shares(self, module: nn.Module, whole: int) -> None:
         """Print the bytes of weights that each rank stores, and the bytes of the whole module."""
@@ -425,20 +270,6 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
     def _print(self, lines: Sequence[str]) -> None:
         if self.world.main_rank:
             print("\n".join(lines), flush=True)
-
-    def _trial_norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        """Return the norm of the gradient of this data rank's samples; data ranks may have different samples."""
-        from fabricx.model_parallel.gradient_norm import clip_norm
-
-        assert self._division is not None
-        copies, shares = self._division.copies, self.world.axis("data").size
-        return clip_norm(parameters, math.inf, self.world.axis("model"), lambda parameter: copies(parameter) / shares)
-
-    def _norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        from fabricx.model_parallel.gradient_norm import clip_norm
-
-        assert self._division is not None
-        return clip_norm(parameters, math.inf, self.world, self._division.copies)
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         super().setup(module)
@@ -461,8 +292,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             self._division.restore(self._optimizers, getattr(self.data_strategy, "unshard", lambda: None))
 
     def teardown(self) -> None:
-        if self._context is not None:
-            self._context.undo()
+        if self._divider is not None and self._divider.context is not None:
+            self._divider.context.undo()
         self.data_strategy.teardown()
         self._forget()
         super().teardown()
@@ -473,8 +304,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         return as_part(self.data_strategy, WrapsStep).wrap_step(self._sharded(step))
 
     def _sharded(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        step = step if self._tensor is None else self._tensor.wrap_step(step)
-        return step if self._context is None else self._context.wrap_step(step)
+        return step if self._divider is None else self._divider.sharded(step)
 
     def wrap_evaluation(self, step: Callable[..., Any]) -> Callable[..., Any]:
         sharded, pipeline = self._sharded(step), self._pipeline
@@ -547,12 +377,12 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         return self._hidden.hide(self._division.divided())
 
     def gradient_norm(self, optimizers: Sequence[Optimizer]) -> Tensor | None:
-        if self._division is None:
+        if self._divider is None:
             return as_part(self.data_strategy, HidesGradients).gradient_norm(optimizers)
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         with self._hidden.shown():
             known = [p for group in groups for p in group["params"] if p.grad is not None]
-            return self._norm([p for p in known if not p.grad.is_sparse])
+            return self._divider.norm([p for p in known if not p.grad.is_sparse])
 
     def nonfinite_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         with self._hidden.shown():
@@ -672,18 +502,6 @@ class ContextMesh(Mesh):
         super().__init__(data=data, context=context, sequence_dim=sequence_dim, blocks=blocks)
 
 
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Context in which dropout is off."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
 def _bytes_of(module: nn.Module) -> int:
     """Return the bytes of the parameters on this rank."""
     return sum(parameter.nbytes for parameter in module.parameters() if not is_placeholder(parameter))
@@ -693,21 +511,10 @@ def _mib(size: float) -> str:
     return f"{size / 2**20:.1f} MiB"
 
 
-def _gradients(run: Callable[[], Any]) -> float:
-    """Compute the gradients of a step, and return its loss."""
-    loss = loss_of(run())
-    loss.backward()
-    return float(loss.detach())
-
-
 def _seeds() -> Callable[[int], None]:
     """Return a function that seeds the parts of a batch, alike on ranks that have drawn the same numbers before."""
     base = int(torch.empty((), dtype=torch.int64).random_())
     return lambda number: seed_often((base + 7919 * number) % 2**32)
-
-
-def _plain_norm(parameters: Iterable[Tensor]) -> Tensor:
-    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 def check_options(name: str, precision: str, *, compiles: bool, synchronises_batchnorm: bool) -> None:

@@ -205,14 +205,14 @@ class Pass:
                 self._values[path] = value
                 if isinstance(arguments.get(path), Tensor):
                     self._replaced[id(arguments[path])] = (arguments[path], value)
-        changed = set()
+        replaced = set()
 
         def change(path: Any, leaf: Any) -> Any:
-            changed.add(path)
+            replaced.add(path)
             return self._values.get(path, leaf)
 
         changed = mapped((args, kwargs), change)
-        if not changed >= self._values.keys():
+        if not replaced >= self._values.keys():
             raise ValueError(
                 f"{self._chain.blocks[self._begin]} is called with other arguments than in the trial run; call the "
                 "model in the same way in all steps"

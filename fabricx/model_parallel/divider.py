@@ -1,0 +1,314 @@
+"""Division of a module over the model's axes of a mesh, by trial runs of its training step."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+
+from fabricx.core.loss import loss_of
+from fabricx.distributed.point_to_point import open_channels
+from fabricx.distributed.world import World
+from fabricx.model_parallel.division import Division
+from fabricx.model_parallel.microbatches import rows_of
+from fabricx.model_parallel.trial_run import measure
+
+if TYPE_CHECKING:
+    from fabricx.core.trial import Trial
+    from fabricx.model_parallel.context_parallel import ContextParallel
+    from fabricx.model_parallel.pipeline import Pipeline
+    from fabricx.model_parallel.pipeline_chain import Blocks, Chain
+    from fabricx.model_parallel.tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of a mesh that determine how a module is divided; see `Mesh`.
+
+    Attributes:
+        name: of the strategy, for messages.
+        half: the run computes in 16 bits.
+    """
+
+    name: str
+    plan: Mapping[str, str]
+    sequence: bool
+    sequence_dim: int
+    blocks: str | Sequence[str]
+    microbatches: int | None
+    schedule: str
+    virtual: int
+    half: bool
+
+
+@final
+class Divider:
+    """Divides a module over the tensor axis, and over the context axis or the stages of a pipeline.
+
+    Args:
+        settings: of the mesh.
+        world: all ranks, with the axes of the mesh.
+
+    Attributes:
+        tensor, context, pipeline: the parts of the division; None without that axis, and before `divide`.
+        division: parts of the module's tensors on this rank; None before `divide`.
+        plan: of tensor parallelism, as plain data.
+    """
+
+    def __init__(self, settings: Settings, world: World) -> None:
+        self._settings, self._world = settings, world
+        self.tensor: TensorParallel | None = None
+        self.context: ContextParallel | None = None
+        self.pipeline: Pipeline | None = None
+        self.division: Division | None = None
+        self.plan: dict[str, Any] | None = None
+
+    def world_changed(self, module: nn.Module, world: World) -> None:
+        """Use other process groups, with the same place of this rank in the mesh; all ranks call it.
+
+        Args:
+            module: divided.
+            world: all ranks, with the axes of the mesh.
+        """
+        self._world = world
+        if self.tensor is not None:
+            self.tensor.world_changed(world.axis("tensor"))
+        if self.context is not None:
+            self.context.world_changed(world.axis("context"))
+        if self.pipeline is not None:
+            self.pipeline.world_changed(world.axis("pipeline"), self._channels())
+        self.division = Division(module, world, self.tensor, self.pipeline)
+
+    def sharded(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a step that computes with the shards of matrices and sequences.
+
+        Args:
+            step: of the module.
+        """
+        step = step if self.tensor is None else self.tensor.wrap_step(step)
+        return step if self.context is None else self.context.wrap_step(step)
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Return the division as plain data, for a resumed run and for replacements of dead workers."""
+        plan: dict[str, Any] = {} if self.plan is None else {"plan": self.plan}
+        if self.context is not None:
+            plan["lengths"] = self.context.lengths
+        if self.pipeline is None:
+            return plan
+        blocks, cuts = self.pipeline.chain.blocks, self.pipeline.cuts
+        return {**plan, "blocks": list(blocks), "cuts": [list(cut) for cut in cuts]}
+
+    def divide(self, module: nn.Module, trial: Trial, layout: Mapping[str, Any], *, joins: bool = False) -> None:
+        """Divide the module.
+
+        Args:
+            module: whole.
+            trial: the training step on two samples.
+            layout: of the run that is resumed or joined.
+            joins: this rank replaces a dead worker: it has no weights yet, and the other ranks don't compare with it.
+        """
+        in_stages = self._world.axis("pipeline").size > 1  # whose random numbers are not those of one process
+        with _evaluating(module) if in_stages else nullcontext():
+            if in_stages and not joins:
+                self._divide_and_compare(module, trial, layout)
+            else:
+                self._divide_tensors(module, trial, layout, compares=not joins)
+
+    def _divide_tensors(
+        self, module: nn.Module, trial: Trial, layout: Mapping[str, Any], *, compares: bool = True
+    ) -> None:  # fmt: skip
+        """Divide matrices over the tensor axis, and the sequence over the context axis or blocks over stages."""
+        blocks = self._context_blocks(module, trial)
+        chain = self._chain(module, trial, shared=compares) if self._world.axis("pipeline").size > 1 else None
+        gc.collect()  # graphs of the trial runs remember the shapes of whole parameters
+        if self._world.axis("tensor").size > 1:
+            self._divide_matrices(module, trial, layout, compares=compares)
+        if blocks:
+            self._divide_sequence(module, blocks, trial, layout, compares=compares)
+        if chain is not None:
+            self._divide_blocks(module, chain, layout, trial, prints=compares)
+        self.division = Division(module, self._world, self.tensor, self.pipeline)
+
+    def _context_blocks(self, module: nn.Module, trial: Trial) -> Blocks:
+        if self._world.axis("context").size == 1:
+            return []
+        from fabricx.model_parallel.context_parallel import context_blocks
+
+        return context_blocks(module, self._settings.blocks, trial.run)
+
+    def _divide_sequence(
+        self, module: nn.Module, blocks: Blocks, trial: Trial, layout: Mapping[str, Any], *, compares: bool
+    ) -> None:  # fmt: skip
+        """Divide the sequence in the blocks, and compare the outputs of all submodules before and after."""
+        from fabricx.model_parallel.context_parallel import ContextParallel
+
+        run = replace(trial, step=self.sharded(trial.step)).run
+        ordinary = self.tensor.ordinary if self.tensor is not None else lambda output: output
+        world = self._world.axis("context")
+        self.context = ContextParallel(module, blocks, world, dim=self._settings.sequence_dim, ordinary=ordinary)
+        if compares:
+            self.context.check(run)
+            self._print(self.context.describe())
+        else:
+            self.context.adopt(run, layout["lengths"])
+
+    def _divide_and_compare(self, module: nn.Module, trial: Trial, layout: Mapping[str, Any]) -> None:
+        """Compare loss and gradient of two samples before and after the division in stages."""
+        dtypes = {parameter.dtype for parameter in module.parameters()} | (
+            {torch.bfloat16} if self._settings.half else set()
+        )
+        before = measure(functools.partial(_gradients, trial.run), module.parameters(), _plain_norm, dtypes)
+        self._divide_tensors(module, trial, layout)
+        after = measure(functools.partial(self._staged_gradients, trial), module.parameters(), self._trial_norm, dtypes)
+        if before.differs(after):
+            raise ValueError(
+                f"strategy={self._settings.name} computes another model: for two samples the loss is {after.loss:.9g} "
+                f"and the norm of the gradient {after.norm:.9g}, and without stages {before.loss:.9g} and "
+                f"{before.norm:.9g}. "
+                "Choose other blocks by blocks=CLASS or a list of names, or set pipeline=1"
+            )
+
+    def _divide_matrices(
+        self, module: nn.Module, trial: Trial, layout: Mapping[str, Any], *, compares: bool
+    ) -> None:  # fmt: skip
+        """Divide layers over the tensor axis, and compare the outputs of all submodules before and after."""
+        from fabricx.model_parallel.pipeline_chain import find_blocks
+        from fabricx.model_parallel.tensor_parallel import TensorParallel
+        from fabricx.model_parallel.tensor_plan import TensorPlan, find_tensor_plan
+        from fabricx.model_parallel.trial import check_unchanged, recorded_step
+
+        world = self._world.axis("tensor")
+        before = recorded_step(module, trial.run) if compares else None
+        if compares:  # samples may differ between data ranks, and with them the layers that a step calls
+            plan = find_tensor_plan(module, trial.run, world.size, self._settings.plan)
+            plan = TensorPlan.of(self._world.broadcast_object(plan.plain()))
+        else:
+            plan = TensorPlan.of(layout["plan"])
+        self.plan = plan.plain()
+        blocks = (
+            [block for _, block in find_blocks(module, self._settings.blocks, trial.run)]
+            if self._settings.sequence
+            else []
+        )
+        gc.collect()  # graphs of the trial runs remember the shapes of whole parameters
+        self.tensor = TensorParallel(module, plan, world, sequence=self._settings.sequence, blocks=blocks)
+        if before is None:
+            return
+        self._print(plan.describe())
+        sharded = replace(trial, step=self.sharded(trial.step))
+        after = recorded_step(module, sharded.run, world, self.tensor.ordinary)
+        check_unchanged(before, after, list(self.tensor.placements), world.size)
+
+    def _chain(self, module: nn.Module, trial: Trial, *, shared: bool) -> Chain:
+        from fabricx.model_parallel.pipeline_chain import find_blocks, trace_chain
+
+        chain = trace_chain(module, find_blocks(module, self._settings.blocks, trial.run), trial.run)
+        return replace(chain, costs=self._world.broadcast_object(chain.costs)) if shared else chain  # times differ
+
+    def _divide_blocks(
+        self, module: nn.Module, chain: Chain, layout: Mapping[str, Any], trial: Trial, *, prints: bool
+    ) -> None:  # fmt: skip
+        from fabricx.model_parallel.pipeline import Pipeline
+        from fabricx.model_parallel.pipeline_cuts import describe, divide
+
+        settings, stages = self._settings, self._world.axis("pipeline")
+        cuts = divide(chain.costs, stages.size * settings.virtual, chain.joined)
+        if layout.get("blocks") == list(chain.blocks) and len(layout["cuts"]) == len(cuts):
+            cuts = [(begin, end) for begin, end in layout["cuts"]]  # measured times would give other cuts
+        microbatches = settings.microbatches or 2 * stages.size
+        self.pipeline = Pipeline(
+            module, chain, cuts, stages, schedule=settings.schedule, microbatches=microbatches,
+            virtual=settings.virtual, channels=self._channels(),
+        )  # fmt: skip
+        if microbatches > 1 and trial.samples is not None and rows_of(trial.batch) != trial.samples:
+            raise ValueError(
+                f"the first dimension of a batch of {trial.samples} samples has {rows_of(trial.batch)} elements, and a "
+                "pipeline splits batches by their first dimension: let the loader return the samples first, or set "
+                "microbatches=1"
+            )
+        if prints:
+            numbers = (settings.virtual, microbatches, trial.rows)
+            self._print([*describe(chain, cuts, stages.size, settings.schedule, *numbers)])
+
+    def _channels(self) -> dict[str, Any]:
+        """Build the groups of the stages' transfers, where the backend needs several; all ranks call it."""
+        if not self._world.silent:
+            return {}
+        pipeline = self._world.axis("pipeline")
+        members: dict[str, list[int]] = {}
+        for rank, coordinate in enumerate(self._world.gather_objects(pipeline.coordinate)):
+            members.setdefault(coordinate, []).append(rank)
+        return open_channels(self._world, list(members.values()))
+
+    def _staged_gradients(self, trial: Trial) -> float:
+        """Compute the gradients of the two samples in stages; returns the loss, on all stages."""
+        assert self.pipeline is not None
+        microbatches, self.pipeline.microbatches = self.pipeline.microbatches, 1
+        with trial.undisturbed():
+            outputs = self.pipeline.forward_backward(
+                self.sharded(trial.step), self._trial_backward, trial.batch, 0, seed=lambda number: None
+            )
+            self.pipeline.reduce_shared()
+        self.pipeline.microbatches = microbatches
+        stages = self._world.axis("pipeline")
+        loss = float(outputs["loss"] if isinstance(outputs, Mapping) else outputs) if self.pipeline.last else 0.0
+        return float(stages.broadcast_object(loss, stages.size - 1))
+
+    def _trial_backward(self, outputs: Any) -> Any:
+        assert self.pipeline is not None
+        self.pipeline.backward(loss_of(outputs))
+        return outputs
+
+    def _print(self, lines: Sequence[str]) -> None:
+        if self._world.main_rank:
+            print("\n".join(lines), flush=True)
+
+    def _trial_norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        """Return the norm of the gradient of this data rank's samples; data ranks may have different samples."""
+        from fabricx.model_parallel.gradient_norm import clip_norm
+
+        assert self.division is not None
+        copies, shares = self.division.copies, self._world.axis("data").size
+        return clip_norm(parameters, math.inf, self._world.axis("model"), lambda parameter: copies(parameter) / shares)
+
+    def norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        """Return the norm of the gradient of all ranks.
+
+        Args:
+            parameters: of this rank, with gradients.
+        """
+        from fabricx.model_parallel.gradient_norm import clip_norm
+
+        assert self.division is not None
+        return clip_norm(parameters, math.inf, self._world, self.division.copies)
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Context in which dropout is off."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def _gradients(run: Callable[[], Any]) -> float:
+    """Compute the gradients of a step, and return its loss."""
+    loss = loss_of(run())
+    loss.backward()
+    return float(loss.detach())
+
+
+def _plain_norm(parameters: Iterable[Tensor]) -> Tensor:
+    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
