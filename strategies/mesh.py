@@ -237,7 +237,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         for tensor in (*module.parameters(), *module.buffers()):
             self.world.broadcast(tensor)
         whole = _bytes_of(module)
-        axes = " x ".join(f"{axis} {self.world.axis(axis).size}" for axis in ("data", "pipeline", "context", "tensor"))
+        sizes = {axis: self.world.axis(axis).size for axis in ("data", "pipeline", "context", "tensor")}
+        axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "data")
         kind = self.data if isinstance(self.data, str) else type(self.data).__name__.lower()
         self._print([f"mesh: {axes}; data ranks: {kind}"])
         self._divide(module, trial(), layout)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 
 from fabricx.distributed.world import World
 
@@ -29,19 +29,39 @@ def reduce_along(metric: Any, world: World) -> Callable[[], None]:
     Returns:
         a function that undoes it.
     """
-    before = metric.process_group, metric.distributed_available_fn
-    metric.process_group = world.group
+    before = metric.dist_sync_fn, metric.distributed_available_fn
+    metric.dist_sync_fn = _GatherAlong(world.group)
     if world.size == 1:
         metric.distributed_available_fn = _alone
 
     def undo() -> None:
-        metric.process_group, metric.distributed_available_fn = before
+        metric.dist_sync_fn, metric.distributed_available_fn = before
 
     return undo
 
 
 def _alone() -> bool:
     return False
+
+
+@final
+class _GatherAlong:
+    """Gathers states over a process group; unlike `Metric.process_group`, it lets the metric be copied and pickled."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
+        from torchmetrics.utilities.distributed import gather_all_tensors
+
+        gathered: list[Tensor] = gather_all_tensors(state, self._group)
+        return gathered
+
+    def __deepcopy__(self, memo: Any) -> _GatherAlong:
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # in another process, the metric has torchmetrics' own function
 
 
 def states_of(metric: Any) -> dict[str, Any]:

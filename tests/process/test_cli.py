@@ -61,7 +61,7 @@ def test_a_run_says_what_came_out_and_where_it_is(own_folder: Path) -> None:
 
 def test_the_division_of_a_module_is_printed_without_training_and_leaves_no_files(own_folder: Path) -> None:
     said = fabricx("plan", "strategy=pipeline", "trainer.devices=2", "strategy.microbatches=3")
-    assert "mesh: data 1 x pipeline 2 x tensor 1" in said
+    assert "mesh: data 1 x pipeline 2; data ranks: ddp" in said
     assert "pipeline: 2 stages, 1f1b, 3 microbatches" in said
     assert "; the whole module 0.3 MiB" in said
     assert "each rank computes all of it" in fabricx("plan", "strategy=single")
@@ -156,7 +156,7 @@ def test_an_error_in_the_users_own_code_has_its_traceback(own_folder: Path) -> N
 
 def test_help_and_configuration_are_shown_without_running(own_folder: Path) -> None:
     said = fabricx("fit", "--help")
-    assert "strategy: async_sgd, auto, custom, ddp, fsdp" in said
+    assert "strategy: async_sgd, auto, context, custom, ddp, fsdp" in said
     assert "trainer.log_every_n_steps=10\n      weight updates between two rows in the loggers." in said
     assert "hydra" not in said
     assert "fabricx fit" in fabricx("--help")

@@ -49,6 +49,7 @@ class Block(nn.Module):
 class Counts(Metric):
     """Number of samples over all ranks."""
 
+    full_state_update = False
     total: Tensor
 
     def __init__(self) -> None:

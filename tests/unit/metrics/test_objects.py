@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -56,9 +57,11 @@ def test_a_state_is_not_changed_by_later_updates_and_can_be_sent() -> None:
 
 
 def test_a_metric_reduces_over_some_ranks_until_it_is_undone() -> None:
-    metric = SimpleNamespace(process_group=None, distributed_available_fn=lambda: True)
-    before = metric.process_group, metric.distributed_available_fn
+    metric = SimpleNamespace(dist_sync_fn=None, distributed_available_fn=lambda: True)
+    before = metric.dist_sync_fn, metric.distributed_available_fn
     undo = reduce_along(metric, World())
     assert not metric.distributed_available_fn()
+    assert copy.deepcopy(metric).dist_sync_fn is metric.dist_sync_fn
+    assert pickle.loads(pickle.dumps(metric.dist_sync_fn)) is None
     undo()
-    assert (metric.process_group, metric.distributed_available_fn) == before
+    assert (metric.dist_sync_fn, metric.distributed_available_fn) == before
