@@ -96,6 +96,8 @@ class BasePredictionWriter(Callback):
         self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:  # fmt: skip
+        if not trainer.world.represents:  # ranks of a mesh that compute a share together have the same outputs
+            return
         indices = trainer.session.batch.indices
         if "batch" in self.interval:
             self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
@@ -107,7 +109,7 @@ class BasePredictionWriter(Callback):
             self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
-        if "epoch" not in self.interval:
+        if "epoch" not in self.interval or not trainer.world.represents:
             return
         loaders = len(trainer.num_predict_batches)
         outputs = self._outputs + [[] for _ in range(loaders - len(self._outputs))]  # loaders without a batch here

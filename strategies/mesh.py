@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx import plugins
+from fabricx.core.gradient_checks import check_dense
 from fabricx.core.optimizers import needs_closure
 from fabricx.core.placeholder import is_placeholder
 from fabricx.core.rng import seed_often
@@ -234,6 +235,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             self._late = (trial, False)
         if not self._divided:
             return
+        if self.world.axis("pipeline").size > 1:
+            check_dense(module, f"strategy={self._called}")
         for tensor in (*module.parameters(), *module.buffers()):
             self.world.broadcast(tensor)
         whole = _bytes_of(module)

@@ -346,6 +346,8 @@ def refused(strategy: Any, options: dict[str, Any], change: str) -> str:
     module = GPT()
     if change == "lbfgs":
         module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())  # type: ignore[method-assign]
+    if change == "sparse":
+        module.embed.sparse = True
     if change == "manual":
         module.automatic_optimization = False
     data = DataLoader(sentences(8), 4)  # type: ignore[arg-type]
@@ -363,6 +365,7 @@ def refused(strategy: Any, options: dict[str, Any], change: str) -> str:
         (lambda: Mesh(tensor=2), {"sync_batchnorm": True}, "", "remove sync_batchnorm"),
         (lambda: Mesh(tensor=2), {}, "lbfgs", "use AdamW or SGD"),
         (lambda: Mesh(pipeline=2), {}, "manual", "automatic optimization"),
+        (lambda: Mesh(pipeline=2), {}, "sparse", "set sparse=False"),
         (lambda: Mesh(tensor=2), {}, "manual", "automatic optimization"),
         (lambda: Mesh(context=2), {}, "manual", "automatic optimization"),
         (lambda: Mesh(tensor=2, plan={"blocks.*.nothing": "colwise"}), {}, "", "nothing"),
