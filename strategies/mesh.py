@@ -293,7 +293,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
 
     def restore_whole(self, module: nn.Module) -> None:
         if self._division is not None:
-            self._division.restore(self._optimizers, getattr(self.data_strategy, "unshard", lambda: None))
+            self._division.restore(self._optimizers, as_part(self.data_strategy, ShardsWeights).unshard)
 
     def teardown(self) -> None:
         if self._divider is not None and self._divider.context is not None:

@@ -1,4 +1,4 @@
-"""Placeholders of parameters and buffers that another stage of a pipeline holds."""
+"""Placeholders of parameters and buffers of other stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def is_placeholder(tensor: Tensor) -> bool:
-    """Return whether a tensor has the shape of a parameter of another stage, but no memory for its elements.
+    """Return whether a tensor has a shape, but no memory for its elements: the parameter is on a different stage.
 
     Args:
         tensor: of a module; DTensors are never placeholders.

@@ -247,6 +247,9 @@ class ShardsWeights:
         """
         return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
 
+    def unshard(self) -> None:
+        """Reverse the sharding, at the end of a fit; the values of weights and optimizer states may be lost."""
+
     def discard_window(self) -> None:
         """Discard the results of an accumulation window that is aborted, except `parameter.grad`."""
 

@@ -20,7 +20,7 @@ def metric_objects(module: nn.Module) -> dict[str, Any]:
 
 
 def reduce_along(metric: Any, world: World) -> Callable[[], None]:
-    """Let a metric object reduce its state over the ranks that update it with different samples.
+    """Make a metric object reduce its state over the ranks that update it with different samples.
 
     Args:
         metric: a torchmetrics object.
@@ -46,7 +46,7 @@ def _alone() -> bool:
 
 @final
 class _GatherAlong:
-    """Gathers states over a process group; unlike `Metric.process_group`, it lets the metric be copied and pickled."""
+    """Gathers states over a process group; unlike with `Metric.process_group`, the metric can be copied and pickled."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -61,7 +61,7 @@ class _GatherAlong:
         return self
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # in another process, the metric has torchmetrics' own function
+        return type(None), ()  # after unpickling, the metric uses torchmetrics' own function
 
 
 def states_of(metric: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The blocks of a module that a pipeline divides into stages: their names, their order, and what each of them needs."""
+"""The blocks of a module that a pipeline divides into stages: their names, their order, and their inputs."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ class Slot:
 
 @dataclass(frozen=True)
 class Chain:
-    """Blocks that are called one after another, and what a stage needs to compute some of them.
+    """Blocks that are called in sequence, and the inputs with which a stage computes some of them.
 
     Positions are -1 before the blocks, i in block i and between it and the next, n after the last of n blocks. A chain
     is plain data: rank 0 measures it and the other ranks receive it, as times differ between ranks.
 
     Attributes:
         blocks: names, in the order of the calls.
-        uses: positions of each parameter and each buffer; none for those that the step doesn't use.
+        uses: positions of each parameter and each buffer; none for a tensor that the step doesn't use.
         buffers: names of buffers; the other names of `uses` are parameters.
-        entries: for each block, the paths of the arguments that come from earlier positions; the first begins with 0
+        entries: for each block, the paths of the arguments from earlier positions; the first begins with 0
             for positional and 1 for keyword arguments.
-        outputs: for each block, the structure of its output; tensors are `Slot`.
+        outputs: for each block, the structure of the output; tensors are `Slot`.
         joined: boundaries without a cut, with the reason; boundary b is before block b.
         changing: shapes of tensors may depend on values of the batch.
         costs: seconds of forward and backward of two samples: before the blocks, of each block, after the blocks.
         sizes: bytes of the parameters at each position, in the order of `costs`.
         saved: bytes per sample that autograd stores at each position, in the order of `costs`.
-        notes: what differs from training in one process, for the user.
+        notes: differences from training in a single process, for the user.
     """
 
     blocks: tuple[str, ...]
@@ -110,13 +110,13 @@ def find_blocks(module: nn.Module, blocks: str | Sequence[str], run: Callable[[]
     Args:
         module: of the user.
         blocks: names of modules; or the name of their class; or "auto" for a run of modules in a list, a `Sequential`,
-            or of the same class, that are called one after another in the step: the run for which the largest part of
+            or of the same class, that are called in sequence in the step: the run for which the largest part of
             the module that can't be divided is smallest.
         run: computes a training step.
 
     Raises:
-        LookupError: there is no such module or class.
-        ValueError: there are fewer than two blocks, or no chain.
+        LookupError: the module or class does not exist.
+        ValueError: fewer than two blocks, or no chain.
     """
     if blocks == "auto":
         return _detect(module, run)
@@ -199,7 +199,7 @@ def _calls(module: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, list[tu
 
 
 def _candidates(module: nn.Module, calls: dict[nn.Module, list[tuple[int, int]]]) -> list[Blocks]:
-    """Return runs of modules that are called one after another, the most promising first."""
+    """Return runs of modules that are called in sequence, the most promising first."""
     matches: list[Blocks] = []
     for path, parent in module.named_modules():
         mixed = isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
@@ -235,7 +235,7 @@ def _largest_part(module: nn.Module, blocks: Blocks, calls: dict[nn.Module, list
 
 
 def _size(part: nn.Module, *, deep: bool = True) -> int:
-    """Return the number of elements of the parameters of a module, without embeddings, which take no time."""
+    """Return the number of elements of the parameters of a module, without embeddings, which need no time."""
     return sum(
         parameter.numel()
         for inner in (part.modules() if deep else [part])
@@ -244,7 +244,7 @@ def _size(part: nn.Module, *, deep: bool = True) -> int:
     )
 
 
-# -- what they need ---------------------------------------------------------------------------------------------------
+# -- their inputs ------------------------------------------------------------------------------------------------------
 
 
 def trace_chain(module: nn.Module, blocks: Blocks, run: Callable[[], Any]) -> Chain:
@@ -291,12 +291,12 @@ def trace_chain(module: nn.Module, blocks: Blocks, run: Callable[[], Any]) -> Ch
 
 
 def _slot(path: Path, leaf: Any) -> Any:
-    """Return what stands for a leaf of an output on a stage that doesn't compute it."""
+    """Return the substitute for a leaf of an output on a stage that doesn't compute it."""
     return Slot() if isinstance(leaf, Tensor) else leaf
 
 
 def _nested(module: nn.Module, names: Sequence[str], trace: Trace) -> dict[int, str]:
-    """Return the boundaries without a cut, with those after a block whose output can't be described."""
+    """Return the boundaries without a cut, also after blocks with an output that can't be described."""
     joined = dict(trace.joined)
     for number, output in enumerate(trace.outputs[:-1]):
         for _, leaf in leaves(output):
@@ -317,11 +317,11 @@ def _notes(module: nn.Module) -> Iterator[str]:
         )
 
 
-# -- how long they take -----------------------------------------------------------------------------------------------
+# -- their times ------------------------------------------------------------------------------------------------------
 
 
 class _Clock:
-    """Times of one step: forward until each block begins, backward until the gradient of its inputs is there.
+    """Times of a step: forward until each block begins, backward until the gradient of the inputs is computed.
 
     Args:
         entries: see `Chain`.
@@ -353,7 +353,7 @@ class _Clock:
                 leaf.register_hook(functools.partial(self._reached, number))
 
     def _reached(self, number: int, gradient: Tensor) -> None:
-        if not self.backward[number]:  # of several inputs, the first: others may pass the blocks by
+        if not self.backward[number]:  # of several inputs, the first: further inputs may bypass the blocks
             self.backward[number] = self.now()
 
 

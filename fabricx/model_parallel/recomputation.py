@@ -1,4 +1,4 @@
-"""Activation checkpointing in a step whose functions are intercepted: recomputations are intercepted, too."""
+"""Activation checkpointing in a step with intercepted functions: recomputations are intercepted, too."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def recomputing(again: Callable[[], AbstractContextManager[Any]]) -> Iterator[No
     """Context in which `torch.utils.checkpoint` (use_reentrant=False) recomputes within other contexts.
 
     Args:
-        again: called in the forward of each checkpointed part; returns the context of its recomputation, which is
-            outside of the step.
+        again: called in the forward of each checkpointed part; returns the context of the recomputation, which
+            happens outside of the step.
     """
     original = checkpoint._checkpoint_without_reentrant_generator
 

@@ -24,10 +24,10 @@ def trial_of(session: Session) -> Trial:
     """Return the training step on two samples.
 
     Args:
-        session: of a fit, whose data has been loaded.
+        session: of a fit, after its data was loaded.
 
     Raises:
-        ValueError: the loader can't give samples without a change of its state.
+        ValueError: reading samples would change the loader's state.
     """
     with random_kept():
         batch = session.to_device(two_samples(session.data.train_dataloader), 0)
@@ -37,7 +37,7 @@ def trial_of(session: Session) -> Trial:
 
 
 def _sizes(loader: Any) -> tuple[int | None, int]:
-    """Return the samples of `two_samples`, None if they are not known; and those of a batch of the loader."""
+    """Return the number of samples of `two_samples`, None if unknown, and of a batch of the loader."""
     known = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     rows = known if isinstance(known, int) else 2
     mapped = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
@@ -66,7 +66,7 @@ def two_samples(loader: Any) -> Any:
         loader: of the training data.
 
     Raises:
-        ValueError: the loader can't be read without a change of its state.
+        ValueError: reading would change the loader's state.
     """
     if isinstance(loader, CombinedLoader):
         raise ValueError(
@@ -100,7 +100,7 @@ def _first_keys(loader: DataLoader[Any]) -> list[Any]:
 
 
 def _copied(source: Any) -> Any:
-    """Return a copy of a stream, whose position stays."""
+    """Return a copy of a stream; the position of the original does not change."""
     try:
         return copy.deepcopy(source)
     except Exception as error:
