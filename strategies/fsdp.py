@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, final
 
@@ -17,14 +17,13 @@ from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic, MeasuresWaiting, ShardsWeights, WrapsStep
 from fabricx.distributed.collective_order import CollectiveOrder
 from fabricx.distributed.fsdp_internals import CollectiveTimer, DeviceWaits, UnshardedModule
+from fabricx.distributed.fsdp_units import Policy, blocks, check_owned, outermost_owners, tied_parameters
 from fabricx.distributed.gathered import GatheredWeights
 from fabricx.distributed.grad_hooks import check_before_sharding, check_sharded, keep_hooks
 from fabricx.distributed.heap import LARGE, release_freed_memory
 from fabricx.distributed.unused_shards import UnusedShards
 from fabricx.distributed.world import World
-from fabricx.errors import did_you_mean
 
-Policy = str | Sequence[str] | float
 Dtype = Literal["bf16", "fp16", "fp32"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NOT_GATHERED = (
@@ -113,7 +112,7 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
             return
         check_dense(module, "strategy=fsdp")
         if several_backwards:
-            _check_owned(module)
+            check_owned(module)
         if not isinstance(module, FSDPModule):  # else: sharded by an earlier run in this process
             _check_dtypes(module)
             check_before_sharding(module)
@@ -158,8 +157,8 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload and self._has_device() else OffloadPolicy(),
         }
         with built.sharding():
-            units = [block for block in blocks(module, self.wrap) if not _ties(module, block)]
-            for block in [*(_owners(module, units) if self._manual else ()), *units]:
+            units = [block for block in blocks(module, self.wrap) if not tied_parameters(module, block)]
+            for block in [*(outermost_owners(module, units) if self._manual else ()), *units]:
                 fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
             # The root gathers the other parameters for the whole step: freeing them would only cost another gather.
             fully_shard(module, reshard_after_forward=False, **options)
@@ -428,13 +427,6 @@ def _all_names(module: nn.Module | None) -> Iterable[tuple[str, nn.Parameter]]:
     return module.named_parameters(remove_duplicate=False) if module is not None else ()
 
 
-def _ties(module: nn.Module, block: nn.Module) -> list[str]:
-    """Return the parameters of a submodule that are tied to other submodules; FSDP can't shard these separately."""
-    inside = {id(part) for part in block.modules()}
-    outside = {id(p) for part in module.modules() if id(part) not in inside for p in part._parameters.values()}
-    return [name for name, parameter in block.named_parameters() if id(parameter) in outside]
-
-
 def _loss(outputs: Any) -> Any:
     return outputs["loss"] if isinstance(outputs, dict) else outputs
 
@@ -465,90 +457,3 @@ def _check_dtypes(module: nn.Module) -> None:
         raise ValueError(
             f"strategy=fsdp needs parameters of the same dtype, and {dtypes}; convert the module, or use strategy=ddp"
         )
-
-
-def _owns(module: nn.Module) -> bool:
-    """Return whether a module has direct parameters, also in a list or dict of parameters."""
-    lists = (nn.ParameterList, nn.ParameterDict)
-    return bool(module._parameters) or any(isinstance(child, lists) for child in module.children())
-
-
-def _check_owned(module: nn.Module) -> None:
-    """Refuse parameters that a manual step would read without a forward that gathers them."""
-    names = [name for name, parameter in module._parameters.items() if parameter is not None]
-    if names or _owns(module):
-        raise ValueError(
-            "strategy=fsdp gathers weights for the forward of a submodule, and "
-            f"{', '.join(names) or 'a parameter list'} belongs to the manually optimised module itself; move it to a "
-            "submodule, or use strategy=ddp"
-        )
-    if ties := [f"{name}.{tied}" for name, child in module.named_children() for tied in _ties(module, child)]:
-        raise ValueError(
-            f"strategy=fsdp gathers weights for each submodule that a manual step calls, and {ties[0]} belongs to "
-            "several submodules; combine these into a single submodule, or use strategy=ddp"
-        )
-
-
-def _owners(module: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the outermost submodules with direct parameters, except `units`.
-
-    A manual step may call any submodule directly; each of these gathers its weights, and reduces its gradients.
-    """
-    owners = []
-    for child in module.children():
-        if child in units:
-            continue
-        owners += [child] if _owns(child) else _owners(child, units)
-    return owners
-
-
-def blocks(module: nn.Module, policy: Policy) -> list[nn.Module]:
-    """Return the submodules that a policy selects, inner submodules first.
-
-    Args:
-        module: root module; never selected.
-        policy: "auto": submodules with children that have siblings of the same class in a list, sequence or dict of
-            modules; names of classes; or the least number of parameters.
-
-    Raises:
-        ValueError: no submodule has a class of that name; the message lists the classes.
-
-    >>> layers = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)])
-    >>> len(blocks(nn.Sequential(layers, nn.Linear(4, 2)), "auto"))
-    3
-    """
-    inner_first = [part for part in reversed(list(module.modules())) if part is not module]
-    if isinstance(policy, (int, float)):
-        return _of_size(module, policy)
-    if policy == "auto":
-        chosen = {id(block) for parent in module.modules() for block in _repeated(parent)}
-        return [part for part in inner_first if id(part) in chosen]
-    names = {policy} if isinstance(policy, str) else set(policy)
-    classes = {type(part).__name__ for part in inner_first}
-    for name in names - classes:
-        raise ValueError(
-            f"no submodule is a {name!r}.{did_you_mean(name, sorted(classes))}\n  known: {', '.join(sorted(classes))}"
-        )
-    return [part for part in inner_first if type(part).__name__ in names]
-
-
-def _repeated(parent: nn.Module) -> list[nn.Module]:
-    if not isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-        return []
-    able = [child for child in parent.children() if any(child.children()) and any(True for _ in child.parameters())]
-    kinds = [type(child) for child in able]
-    return [child for child in able if kinds.count(type(child)) > 1]
-
-
-def _of_size(module: nn.Module, least: float) -> list[nn.Module]:
-    """Return submodules, inner first, with at least `least` parameters outside of inner submodules in the result."""
-    assigned: set[int] = set()
-    chosen = []
-    for part in reversed(list(module.modules())):
-        sizes = {id(parameter): parameter.numel() for parameter in part.parameters()}
-        free = {key: count for key, count in sizes.items() if key not in assigned}
-        containers = (nn.ModuleList, nn.ModuleDict)  # never called, so that no forward would gather them
-        if part is not module and sum(free.values()) >= least and not isinstance(part, containers):
-            chosen.append(part)
-            assigned |= sizes.keys()
-    return chosen
