@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from fabricx import plugins
 from fabricx.core.gradient_checks import check_dense
 from fabricx.core.optimizers import needs_closure
-from fabricx.core.placeholder import is_placeholder
 from fabricx.core.rng import seed_often
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import (
@@ -35,6 +34,8 @@ from fabricx.model_parallel.divider import Divider, Settings
 from fabricx.model_parallel.elementwise import check_elementwise
 from fabricx.model_parallel.gradient_sums import GradientSums
 from fabricx.model_parallel.hidden_gradients import HiddenGradients
+from fabricx.model_parallel.mesh_report import axes_line, parameter_bytes, weights_line
+from fabricx.model_parallel.option_checks import check_options, refuse_manual_optimization
 from fabricx.model_parallel.pipeline_checks import CLOSURE
 from fabricx.model_parallel.pipeline_schedule import SCHEDULES
 from fabricx.model_parallel.same_batches import SameBatches
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 
 Data = Literal["ddp", "fsdp"]
 DATA: Final = ("ddp", "fsdp")
-MOST_RANKS: Final = 16  # whose weights are printed one by one
 _LAYOUT: Final = "layout"  # key of the run's layout in the store, for replacements of dead workers
 
 
@@ -219,16 +219,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self._half = "16" in precision
         if self._divided:
             check_options(self._called, precision, compiles=compiles, synchronises_batchnorm=synchronises_batchnorm)
-        if self.world.axis("pipeline").size > 1 and not automatic_optimization:
-            raise ValueError(
-                f"strategy={self._called} with manual optimization: a stage of a pipeline computes a part of the step, "
-                "and has no loss; use automatic optimization, or strategy=ddp"
-            )
-        if self._divided and not automatic_optimization:
-            raise ValueError(
-                f"strategy={self._called} with manual optimization: the step of the trial run has no optimizers; use "
-                "automatic optimization, or strategy=ddp or fsdp"
-            )
+            if not automatic_optimization:
+                refuse_manual_optimization(self._called, pipelined=self.world.axis("pipeline").size > 1)
 
     def parallelize(self, module: nn.Module, trial: Callable[[], Trial], layout: Mapping[str, Any]) -> None:
         if self.world.newcomer and self.divides:
@@ -239,13 +231,13 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             check_dense(module, f"strategy={self._called}")
         for tensor in (*module.parameters(), *module.buffers()):
             self.world.broadcast(tensor)
-        whole = _bytes_of(module)
-        sizes = {axis: self.world.axis(axis).size for axis in ("data", "pipeline", "context", "tensor")}
-        axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "data")
-        kind = self.data if isinstance(self.data, str) else type(self.data).__name__.lower()
-        self._print([f"mesh: {axes}; data ranks: {kind}"])
+        whole = parameter_bytes(module)
+        self._print(
+            axes_line(self.world, self.data if isinstance(self.data, str) else type(self.data).__name__.lower())
+        )
         self._divide(module, trial(), layout)
-        self._print_shares(module, whole)
+        data = self.world.axis("gradients").size if self.data_strategy.traits.sharded else 1
+        self._print(weights_line(self.world.gather_objects(parameter_bytes(module) / data), whole))
         if self.world.main_rank and self.world.store is not None:
             self.world.store.set(self.world.key(_LAYOUT), json.dumps(self.layout))
 
@@ -262,18 +254,9 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
     def layout(self) -> dict[str, Any]:
         return {} if self._divider is None else self._divider.layout
 
-    def _print_shares(self, module: nn.Module, whole: int) -> None:
-        """Print the bytes of weights that each rank stores, and the bytes of the whole module."""
-        data = self.world.axis("gradients").size if self.data_strategy.traits.sharded else 1
-        shares = self.world.gather_objects(_bytes_of(module) / data)
-        ranks = [f"rank {rank} {_mib(share)}" for rank, share in enumerate(shares)]
-        if len(ranks) > MOST_RANKS:
-            ranks = [f"{_mib(min(shares))} to {_mib(max(shares))} on each of {len(ranks)} ranks"]
-        self._print([f"weights: {', '.join(ranks)}; the whole module {_mib(whole)}"])
-
-    def _print(self, lines: Sequence[str]) -> None:
+    def _print(self, line: str) -> None:
         if self.world.main_rank:
-            print("\n".join(lines), flush=True)
+            print(line, flush=True)
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         super().setup(module)
@@ -506,40 +489,7 @@ class ContextMesh(Mesh):
         super().__init__(data=data, context=context, sequence_dim=sequence_dim, blocks=blocks)
 
 
-def _bytes_of(module: nn.Module) -> int:
-    """Return the bytes of the parameters on this rank."""
-    return sum(parameter.nbytes for parameter in module.parameters() if not is_placeholder(parameter))
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**20:.1f} MiB"
-
-
 def _seeds() -> Callable[[int], None]:
     """Return a function that seeds the parts of a batch, alike on ranks that have drawn the same numbers before."""
     base = int(torch.empty((), dtype=torch.int64).random_())
     return lambda number: seed_often((base + 7919 * number) % 2**32)
-
-
-def check_options(name: str, precision: str, *, compiles: bool, synchronises_batchnorm: bool) -> None:
-    """Refuse options of a run that a divided module does not support.
-
-    Args:
-        name: of the strategy.
-        precision, compiles, synchronises_batchnorm: options of the run.
-
-    Raises:
-        ValueError: names the option and the remedy.
-    """
-    if compiles:
-        raise ValueError(f"compile with strategy={name}: a compiled module can't be divided over ranks; remove compile")
-    if synchronises_batchnorm:
-        raise ValueError(
-            f"sync_batchnorm with strategy={name}: ranks that compute the same samples would be counted several times; "
-            "remove sync_batchnorm, or use another normalisation"
-        )
-    if precision == "16-mixed":
-        raise ValueError(
-            f"precision=16-mixed with strategy={name}: an overflow would be noticed by some of the ranks only; set "
-            "precision=bf16-mixed"
-        )

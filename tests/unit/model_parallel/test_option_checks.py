@@ -1,0 +1,32 @@
+"""Options that a divided module does not support are refused with the remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from fabricx.model_parallel.option_checks import check_options, refuse_manual_optimization
+
+
+@pytest.mark.parametrize(
+    ("precision", "compiles", "synchronises_batchnorm", "remedy"),
+    [
+        ("32", True, False, "remove compile"),
+        ("32", False, True, "remove sync_batchnorm, or use another normalisation"),
+        ("16-mixed", False, False, "set precision=bf16-mixed"),
+    ],
+)
+def test_an_unsupported_option_names_the_remedy(
+    precision: str, compiles: bool, synchronises_batchnorm: bool, remedy: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"with strategy=tensor: .*{remedy}$"):
+        check_options("tensor", precision, compiles=compiles, synchronises_batchnorm=synchronises_batchnorm)
+
+
+def test_other_options_are_accepted() -> None:
+    check_options("mesh", "bf16-mixed", compiles=False, synchronises_batchnorm=False)
+
+
+@pytest.mark.parametrize(("pipelined", "reason"), [(True, "has no loss"), (False, "has no optimizers")])
+def test_manual_optimization_is_refused_with_its_reason(pipelined: bool, reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"{reason}; use automatic optimization, or strategy=ddp"):
+        refuse_manual_optimization("mesh", pipelined=pipelined)
