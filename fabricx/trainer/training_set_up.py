@@ -1,0 +1,155 @@
+"""Set-up of training on a rank: data, options, strategy and optimizers, compared with the other ranks."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import TYPE_CHECKING, Any
+
+from fabricx.checkpoint import is_foreign, read_manifest
+from fabricx.consistency import comparison
+from fabricx.core.gradient_checks import SPARSE_CLIPPED, sparse_tables
+from fabricx.core.optimizers import OptimizerHandle, need_metrics_each_step, needs_closure, parse_optimizers
+from fabricx.core.strategy_parts import ModelParallel, as_part
+from fabricx.data.advice import advise_on_logging
+from fabricx.distributed.sync_batchnorm import synchronised
+from fabricx.fault_tolerance import fault_tolerance
+from fabricx.loop import manual_optimization
+from fabricx.loop.update import step_optimizer
+from fabricx.metrics.objects import metric_objects
+from fabricx.session.checkpoint import begin_from_weights
+from fabricx.trainer.trial import trial_of
+
+if TYPE_CHECKING:
+    from fabricx.session.session import Session
+
+
+def set_up_training(session: Session) -> None:
+    """Set up the parts of a fit, in the order of `core/hooks.md`, with its module on the device and its data loaded.
+
+    Args:
+        session: after `set_up_module`.
+
+    Raises:
+        RanksDisagree: on all ranks: options, module, data or optimizers differ between the ranks.
+        ValueError: an option, the data or an optimizer does not fit the module or the strategy.
+    """
+    if session.world.main_rank and not session.options.fast_dev_run:
+        advise_on_logging(session.data.batches.training, session.options.log_every_n_steps, session.loggers)
+    _check_samples_of_all_ranks(session)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    session.recorder.update_attributes(
+        loader_processes=session.data.train_feed.processes, cores=max(1, cores // max(1, session.world.local_size))
+    )
+    session.fault_tolerance = fault_tolerance.set_up(session)
+    _check_options(session)
+    comparison.compare_at_set_up(
+        session.world,
+        "training",
+        comparison.of_training(session.options, session.module, session.strategy, session.callbacks)
+        | comparison.of_module(session.module)
+        | comparison.of_data(session.data.train_feed, session.data.val_feeds),
+    )
+    _set_up_strategy(session)
+    session.wrap_steps(fits=True)
+    if session.state.step and session.overridden.ckpt_path is None:
+        session.print(
+            f"this run continues after {session.state.step} steps of an earlier fit with its weights, and with new "
+            "optimizers and schedules; set ckpt_path='last' to continue with those of the newest checkpoint"
+        )
+    session.metrics.begin(session.weigh)
+    session.metrics.collect(None)
+    _set_up_optimizers(session)
+    session.share_settings()
+    example = session.module.example_input_array
+    if example is not None:
+        session.metrics.loggers.each(lambda logger: logger.log_graph(session.module, example))
+
+
+def _set_up_strategy(session: Session) -> None:
+    """Load weights, and distribute the module over the ranks."""
+    module, strategy = session.module, session.strategy
+    several_backwards = not module.automatic_optimization
+    if any(parameter.is_meta for parameter in module.parameters()):  # the strategy creates these when it shards
+        strategy.setup(module, several_backwards=several_backwards)
+        begin_from_weights(session)
+        return
+    begin_from_weights(session)
+    trial = functools.partial(trial_of, session)
+    as_part(strategy, ModelParallel).parallelize(module, trial, _former_layout(session))
+    strategy.setup(module, several_backwards=several_backwards)
+
+
+def _former_layout(session: Session) -> dict[str, Any]:
+    """Return how the run of the checkpoint divided the module; {} without a checkpoint or a division."""
+    path = session.overridden.ckpt_path
+    # When a newcomer joins, the checkpoint may be deleted already.
+    if session.world.newcomer or path is None or is_foreign(path):
+        return {}
+    return dict(read_manifest(path).get("layout") or {})
+
+
+def _set_up_optimizers(session: Session) -> None:
+    """Create the optimizers, compare them with the other ranks, and attach them to the strategy."""
+    module = session.module
+    optimizers, schedules = parse_optimizers(module.configure_optimizers())
+    if not optimizers:
+        session.warn_once("no optimizer", "configure_optimizers returned no optimizer, so no weight will change")
+    session.optimizers += optimizers
+    session.lr_schedulers += schedules
+    comparison.compare_at_set_up(session.world, "optimizers", comparison.of_optimizers(module, optimizers, schedules))
+    session.overridden.metrics_each_step = need_metrics_each_step(schedules, session.strategy)
+    session.overridden.closures = frozenset(id(optimizer) for optimizer in optimizers if needs_closure(optimizer))
+    if session.overridden.closures and session.options.accumulate_grad_batches > 1:
+        raise ValueError(
+            f"accumulate_grad_batches={session.options.accumulate_grad_batches}: an optimizer that computes the loss "
+            "several times, such as LBFGS, supports only one batch per update; remove the option and set a larger "
+            "batch_size"
+        )
+    if not session.strategy.traits.lockstep:
+        has_buffers = next(module.buffers(), None) is not None
+        session.dealer.keeps_state = has_buffers or bool(metric_objects(module))
+    session.strategy.attach_optimizers(session.optimizers)
+    session.checks.guard_weights(session.hooks)
+    step = functools.partial(step_optimizer, session)
+    session.optimizer_handles += [
+        OptimizerHandle(optimizer, step, module.toggled_optimizer) for optimizer in optimizers
+    ]
+    if not module.automatic_optimization:
+        manual_optimization.watch_gradients(session)
+
+
+def _check_options(session: Session) -> None:
+    """Refuse options that the module or the strategy does not support, before training."""
+    options = session.options
+    as_part(session.strategy, ModelParallel).check_options(
+        precision=options.precision, compiles=bool(options.compile), synchronises_batchnorm=options.sync_batchnorm,
+        automatic_optimization=session.module.automatic_optimization,
+    )  # fmt: skip
+    if not session.module.automatic_optimization:
+        manual_optimization.check_options(session)
+    if (
+        session.options.gradient_clip_val is not None
+        and session.options.gradient_clip_algorithm == "norm"
+        and session.serving.norm_clipping_refused
+    ):
+        raise ValueError(session.serving.norm_clipping_refused)
+    if session.overridden.batch_weight and session.world.size > 1 and session.strategy.batch_weight_refused:
+        raise ValueError(session.strategy.batch_weight_refused)
+    clips = session.options.gradient_clip_val is not None and not session.overridden.configure_gradient_clipping
+    if clips and sparse_tables(session.module):
+        raise ValueError(SPARSE_CLIPPED)
+
+
+def _check_samples_of_all_ranks(session: Session) -> None:
+    """Refuse data with a batch in which a rank has no sample, if the forward is a collective of all ranks."""
+    if session.world.size == 1 or session.world.newcomer or not synchronised(session.module):
+        return
+    if session.data.train_feed.leaves_out(session.options.accumulate_grad_batches):
+        remedy = "set drop_last=True on the DataLoader, or another batch_size"
+        if not session.data.train_feed.exact_position:
+            remedy = "set limit_train_batches to a number of batches that every rank has"
+        raise ValueError(
+            "SyncBatchNorm needs a sample on each rank in each batch, and at the end of an epoch some of "
+            f"{session.world.size} ranks may have none: {remedy}"
+        )

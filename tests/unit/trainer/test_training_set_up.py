@@ -1,0 +1,48 @@
+"""What set-up refuses before the first batch, with the remedy, and what it reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fabricx as fx
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+
+class Several(TinyModule):
+    """An optimizer that computes the loss several times in a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def test_an_optimizer_with_several_losses_refuses_accumulation() -> None:
+    with pytest.raises(ValueError, match=r"accumulate_grad_batches=2: .* remove the option and set a larger"):
+        fx.Trainer(max_steps=1, accumulate_grad_batches=2, **QUIET).fit(Several(), tiny_loader())
+
+
+def test_sparse_gradients_refuse_clipping_unless_the_module_clips() -> None:
+    class Sparse(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(4, 2, sparse=True)
+
+    class Clips(Sparse):
+        def configure_gradient_clipping(self, optimizer: Any, *limits: Any, **named: Any) -> None: ...
+
+    options: dict[str, Any] = {**QUIET, "max_steps": 1, "gradient_clip_val": 1.0}
+    with pytest.raises(ValueError, match="sparse"):
+        fx.Trainer(**options).fit(Sparse(), tiny_loader())
+    fx.Trainer(**options).fit(Clips(), tiny_loader())
+
+
+def test_the_recorder_knows_the_processes_of_the_loader(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fabricx.telemetry.recorder import NoopRecorder
+
+    attributes: dict[str, Any] = {}
+    monkeypatch.setattr(NoopRecorder, "update_attributes", lambda recorder, **named: attributes.update(named))
+    fx.Trainer(max_steps=1, **QUIET).fit(TinyModule(), tiny_loader())
+    assert attributes["loader_processes"] == 0
+    assert attributes["cores"] >= 1
