@@ -17,6 +17,7 @@ from fabricx.checkpoint import tree
 from fabricx.core.gradient_checks import check_frozen
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep
+from fabricx.distributed.optimizer_moments import average_moments
 from fabricx.distributed.world import World
 from fabricx.errors import check_choice
 
@@ -242,7 +243,7 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         self._end_round()
         for optimizer in optimizers:
-            self.data_ranks.average_moments(optimizer)
+            average_moments(self.data_ranks, optimizer)
         state = super().state_dict(module, optimizers)
         if not optimizers or self.outer != "nesterov":
             return state

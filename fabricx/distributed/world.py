@@ -14,9 +14,8 @@ from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
-from fabricx.distributed import authentication, autograd_collectives, heartbeat, peers
+from fabricx.distributed import autograd_collectives, heartbeat, object_messages, peers
 from fabricx.distributed.generations import death_key, membership
 from fabricx.distributed.lost_peers import raise_peer_lost
 from fabricx.errors import check_choice
@@ -31,11 +30,6 @@ _SUBGROUPS: dict[tuple[Any, ...], Any] = {}  # groups along the axes of the pres
 MEET: Final = timedelta(seconds=4)  # time for members of a later generation to connect
 CONFIRM: Final = timedelta(seconds=20)  # minimum time for ranks to compare their connections afterwards
 OPERATION: Final = timedelta(minutes=30)  # timeout of a collective
-KEYLESS: Final = (
-    "\n  without a key, processes on several machines exchange plain data and tensors only, because other objects "
-    "could run code. To create a key: umask 077; openssl rand -hex 32 > key. Then set FABRICX_KEY_FILE=key (a path) "
-    "for all processes (docs/security.md)"
-)
 AXES: Final = ("data", "pipeline", "context", "tensor", "model", "metrics", "gradients")  # see `World.axis`
 DEPARTURE_S: Final = 60.0  # all ranks have run the same collectives: they differ by moments, and by users' hooks
 
@@ -342,41 +336,6 @@ class World:
             dist.all_reduce(tensor, kinds[op], self.group)
         return tensor
 
-    def average_moments(self, optimizer: Optimizer) -> None:
-        """Average the state tensors of optimizers that have stepped independently on each rank.
-
-        A rank whose optimizer has not stepped yet has no state, and receives the average of the others. State that is
-        not a floating-point tensor with at least one dim is copied from another rank where it is missing.
-
-        Args:
-            optimizer: with the same parameters on all ranks; its state is changed in place.
-        """
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        joined = {
-            (number, name): value
-            for number, parameter in enumerate(parameters)
-            for name, value in optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor) and value.is_floating_point() and value.dim()
-        }
-        rest = {
-            (number, name): value
-            for number, parameter in enumerate(parameters)
-            for name, value in optimizer.state.get(parameter, {}).items()
-            if (number, name) not in joined
-        }
-        states = self.gather_objects(({key: (v.shape, v.dtype) for key, v in joined.items()}, rest))
-        for number, name in sorted(set().union(*(rests for _, rests in states)) - rest.keys()):
-            value = next(rests[number, name] for _, rests in states if (number, name) in rests)
-            optimizer.state[parameters[number]][name] = value
-        kinds = {key: kind for moments, _ in states for key, kind in moments.items()}
-        for key in sorted(kinds):
-            shape, dtype = kinds[key]
-            moment = joined.get(key)
-            if moment is None:
-                moment = torch.zeros(shape, dtype=dtype, device=parameters[key[0]].device)
-                optimizer.state[parameters[key[0]]][key[1]] = moment
-            self.all_reduce(moment).div_(sum(key in moments for moments, _ in states))
-
     @_counted
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Copy the tensor of one rank to all ranks, in place.
@@ -509,27 +468,11 @@ class World:
         return self.device if self.silent else _CPU
 
     def _packed(self, kind: str, obj: Any) -> tuple[Tensor, str]:
-        """Serialise and sign an object: an address in a store or a port may belong to a foreign program.
-
-        If it can't be sent, the bytes contain the reason, which all ranks raise; the reason is returned, too.
-        """
-        context, refused = [kind, self.generation, self.rank], ""
-        try:
-            signed = authentication.dumps(self.secret, context, ("", obj))
-        except Exception as error:
-            refused = f"an object of rank {self.rank} can't be sent to other ranks: {error}" + (
-                "" if self.secret else KEYLESS
-            )
-            signed = authentication.dumps(self.secret, context, (refused, None))
-        return torch.frombuffer(bytearray(signed), dtype=torch.uint8).to(self._wire), refused
+        message, refused = object_messages.pack(self.secret, [kind, self.generation, self.rank], obj)
+        return message.to(self._wire), refused
 
     def _unpacked(self, kind: str, rank: int, message: Tensor) -> Any:
-        """Verify and deserialise the object of a rank."""
-        signed = message.cpu().numpy().tobytes()
-        refused, obj = authentication.loads(self.secret, [kind, self.generation, rank], signed)
-        if refused:
-            raise TypeError(refused)
-        return obj
+        return object_messages.unpack(self.secret, [kind, self.generation, rank], message.cpu())
 
 
 def current() -> World | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabricx.distributed.optimizer_moments import average_moments
 from fabricx.distributed.world import World
 from fabricx.parameter_server.wire.messages import Push, Settings
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
@@ -153,7 +154,7 @@ class LocalRounds(Asynchronous):
         """Save the servers' weights and the mean of the workers' optimizer states, with which all workers continue."""
         self._local = []
         for optimizer in self.optimizers.optimizers:
-            self.world.average_moments(optimizer)
+            average_moments(self.world, optimizer)
         yield
 
 

@@ -1,0 +1,46 @@
+"""Averages of optimizer states over ranks that have stepped independently."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fabricx.distributed.world import World
+
+
+def average_moments(world: World, optimizer: Optimizer) -> None:
+    """Average the state tensors of optimizers that have stepped independently on each rank.
+
+    A rank whose optimizer has not stepped yet has no state, and receives the average of the others. State that is
+    not a floating-point tensor with at least one dim is copied from another rank where it is missing.
+
+    Args:
+        world: ranks that have stepped; all call this together.
+        optimizer: with the same parameters on all ranks; its state is changed in place.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    joined = {
+        (number, name): value
+        for number, parameter in enumerate(parameters)
+        for name, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim()
+    }
+    rest = {
+        (number, name): value
+        for number, parameter in enumerate(parameters)
+        for name, value in optimizer.state.get(parameter, {}).items()
+        if (number, name) not in joined
+    }
+    states = world.gather_objects(({key: (v.shape, v.dtype) for key, v in joined.items()}, rest))
+    for number, name in sorted(set().union(*(rests for _, rests in states)) - rest.keys()):
+        value = next(rests[number, name] for _, rests in states if (number, name) in rests)
+        optimizer.state[parameters[number]][name] = value
+    kinds = {key: kind for moments, _ in states for key, kind in moments.items()}
+    for key in sorted(kinds):
+        shape, dtype = kinds[key]
+        moment = joined.get(key)
+        if moment is None:
+            moment = torch.zeros(shape, dtype=dtype, device=parameters[key[0]].device)
+            optimizer.state[parameters[key[0]]][key[1]] = moment
+        world.all_reduce(moment).div_(sum(key in moments for moments, _ in states))
