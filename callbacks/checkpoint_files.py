@@ -6,13 +6,14 @@ import itertools
 import os
 import tempfile
 import uuid
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from fabricx.checkpoint import is_committed, read_manifest, remove
 from fabricx.checkpoint.storage import as_path
-from fabricx.errors import CheckpointError, is_full
+from fabricx.errors import CheckpointError, PossibleUserWarning, is_full
 
 
 def check_writable(folder: Path) -> None:
@@ -35,6 +36,17 @@ def check_writable(folder: Path) -> None:
             f"ModelCheckpoint: checkpoints cannot be written to {folder} ({error.strerror}); set dirpath, or "
             "default_root_dir of the Trainer, to a writable folder"
         ) from error
+
+
+def warn_of_files(folder: Path) -> None:
+    """Warn of files of other runs in a folder, where `ckpt_path="last"` may find checkpoints of these runs.
+
+    Args:
+        folder: local folder of checkpoints, which need not exist.
+    """
+    if folder.is_dir() and any(folder.iterdir()):
+        text = f"the checkpoint folder {folder} exists and is not empty; its files are kept"
+        warnings.warn(text, PossibleUserWarning, stacklevel=3)
 
 
 def step_of(path: str) -> int:

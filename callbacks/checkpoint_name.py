@@ -5,9 +5,62 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, final
 
 _FIELD: Final = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
+
+
+@final
+@dataclass(frozen=True)
+class CheckpointNames:
+    """Names of the checkpoints of a run, without folder and extension.
+
+    Attributes:
+        template: of ranked checkpoints; None for "{epoch}-{step}".
+        last: template of the link's name.
+        join: text between the parts of a name.
+        equals: text between the name and the value of a metric.
+        insert: insert the names of metrics before their values.
+    """
+
+    template: str | None
+    last: str = "last"
+    join: str = "-"
+    equals: str = "="
+    insert: bool = True
+
+    def ranked(self, metrics: Mapping[str, float]) -> str:
+        """Return the name of a checkpoint.
+
+        >>> CheckpointNames(None).ranked({"epoch": 1, "step": 8})
+        'epoch=1-step=8'
+
+        Args:
+            metrics: values by name.
+        """
+        return self._format(self.template or f"{{epoch}}{self.join}{{step}}", metrics)
+
+    def unranked(self, reason: str, metrics: Mapping[str, float]) -> str:
+        """Return the name of a checkpoint that is saved for another reason than its metric.
+
+        Args:
+            reason: part of the name, unless the user has set a template.
+            metrics: values by name.
+        """
+        name = self.ranked(metrics)
+        return f"{reason}{self.join}{name}" if self.template is None else name
+
+    def link(self, metrics: Mapping[str, float]) -> str:
+        """Return the name of the link to the newest checkpoint.
+
+        Args:
+            metrics: values by name.
+        """
+        return self._format(self.last, metrics)
+
+    def _format(self, template: str, metrics: Mapping[str, float]) -> str:
+        return format_name(template, metrics, self.insert, self.equals)
 
 
 def format_name(

@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
@@ -14,26 +14,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 import torch
 from torch import Tensor
 
-from fabricx.callbacks.checkpoint_files import (
-    Suffixes,
-    check_writable,
-    is_of_run,
-    link_to,
-    may_be_accessed,
-    remove_link,
-    remove_own,
-    step_of,
-    versioned,
-)
-from fabricx.callbacks.checkpoint_name import format_name
-from fabricx.callbacks.checkpoint_ranking import MetricAge, Mode, admit, best, worst
+from fabricx.callbacks.checkpoint_files import Suffixes, check_writable, is_of_run, step_of, versioned, warn_of_files
+from fabricx.callbacks.checkpoint_name import CheckpointNames
+from fabricx.callbacks.checkpoint_ranking import MetricAge, Mode, admit, worst
+from fabricx.callbacks.kept_checkpoints import KeptCheckpoints
 from fabricx.callbacks.metric_timing import has_validation, reads_at_epoch_end
 from fabricx.callbacks.time_interval import TimeInterval
 from fabricx.checkpoint import sweep
 from fabricx.checkpoint.storage import as_path, is_local
 from fabricx.core.callback import Callback
 from fabricx.core.duration import parse_duration
-from fabricx.errors import PossibleUserWarning, did_you_mean
+from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -44,6 +35,14 @@ _PARTS: Final = {
     "CHECKPOINT_NAME_LAST": "last", "CHECKPOINT_JOIN_CHAR": "-", "CHECKPOINT_EQUALS_CHAR": "=",
     "FILE_EXTENSION": ".ckpt", "STARTING_VERSION": 1,
 }  # fmt: skip
+
+
+def _record(name: str) -> Any:
+    """Return a property that reads and sets an attribute of the callback's records."""
+    return property(
+        lambda callback: getattr(callback._records, name),
+        lambda callback, value: setattr(callback._records, name, value),
+    )
 
 
 class ModelCheckpoint(Callback):
@@ -112,34 +111,25 @@ class ModelCheckpoint(Callback):
     FILE_EXTENSION: str = ".ckpt"
     STARTING_VERSION: int = 1  # of the first name that exists already
 
+    best_model_path: str = _record("best_path")
+    best_model_score: Tensor | None = _record("best_score")
+    best_k_models: dict[str, Tensor] = _record("models")
+    last_model_path: str = _record("link")
+
     def __init__(
-        self,
-        dirpath: str | os.PathLike[str] | None = None,
-        filename: str | None = None,
-        monitor: str | None = None,
-        mode: Mode = "min",
-        save_top_k: int = 1,
-        save_last: bool | Literal["link"] | None = False,
-        keep_every_n_steps: int = 0,
-        every_n_train_steps: int | None = None,
-        every_n_epochs: int | None = None,
-        train_time_interval: timedelta | str | None = None,
-        save_on_train_epoch_end: bool | None = None,
-        save_weights_only: bool = False,
-        save_on_exception: bool = True,
-        asynchronous: bool = True,
-        auto_insert_metric_name: bool = True,
-        verbose: bool = False,
-        enable_version_counter: bool = True,
+        self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None, monitor: str | None = None,
+        mode: Mode = "min", save_top_k: int = 1, save_last: bool | Literal["link"] | None = False,
+        keep_every_n_steps: int = 0, every_n_train_steps: int | None = None, every_n_epochs: int | None = None,
+        train_time_interval: timedelta | str | None = None, save_on_train_epoch_end: bool | None = None,
+        save_weights_only: bool = False, save_on_exception: bool = True, asynchronous: bool = True,
+        auto_insert_metric_name: bool = True, verbose: bool = False, enable_version_counter: bool = True,
         single_file: bool | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._chosen_dirpath = None if dirpath is None else str(as_path(dirpath).expanduser().absolute())
         self.dirpath: str | None = self._chosen_dirpath
-        self.filename = filename
-        self.monitor = monitor
+        self.filename, self.monitor = filename, monitor
         self.mode: Mode = mode
-        self.save_top_k = save_top_k
-        self.save_last = bool(save_last)
+        self.save_top_k, self.save_last = save_top_k, bool(save_last)
         self.keep_every_n_steps = keep_every_n_steps
         self.every_n_train_steps = every_n_train_steps or 0
         self.train_time_interval = None if train_time_interval is None else parse_duration(train_time_interval)
@@ -147,22 +137,15 @@ class ModelCheckpoint(Callback):
             every_n_epochs = 0 if self.every_n_train_steps or self.train_time_interval else 1
         self.every_n_epochs = every_n_epochs
         self.save_on_train_epoch_end = save_on_train_epoch_end
-        self.save_weights_only = save_weights_only
-        self.save_on_exception = save_on_exception
+        self.save_weights_only, self.save_on_exception = save_weights_only, save_on_exception
         self.asynchronous = asynchronous
         self.auto_insert_metric_name = auto_insert_metric_name
+        self.enable_version_counter, self.single_file = enable_version_counter, single_file
         self.verbose = verbose
-        self.enable_version_counter = enable_version_counter
-        self.single_file = single_file
         self._check_arguments()
 
-        self.best_model_path = ""
-        self.best_model_score: Tensor | None = None
-        self.best_k_models: dict[str, Tensor] = {}
         self.current_score: Tensor | None = None
-        self.last_model_path = ""
-        self._last_target = ""  # path that the link points to
-        self._permanent: set[str] = set()
+        self._records = KeptCheckpoints()
         self._clock = TimeInterval(self.train_time_interval) if self.train_time_interval else None
         self._fitting = False
         self._resumed = False  # state was loaded from a checkpoint; a save of the same step may still be due
@@ -171,7 +154,6 @@ class ModelCheckpoint(Callback):
         self._step_ranked = 0  # newest step that was compared with the best checkpoints
         self._waiting = False  # a save is due, but the monitored metric was not logged yet
         self._metric = MetricAge()
-        self._pending: dict[str, Any] | None = None  # newest checkpoint, and the former state, until it is complete
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker imports the class without the assignments to its attributes.
@@ -211,27 +193,22 @@ class ModelCheckpoint(Callback):
             if saves and trainer.is_global_zero and is_local(self._folder):
                 check_writable(self._folder)
 
-    def _advise(self, trainer: TrainerProtocol) -> None:
-        """Warn about checkpoints of other runs in the folder, which `ckpt_path="last"` may find."""
-        resumes = trainer.global_step or trainer.state.attempt or self._resumed
-        if not resumes and self._chosen_dirpath is not None and self._folder.is_dir() and any(self._folder.iterdir()):
-            text = f"the checkpoint folder {self.dirpath} exists and is not empty; its files are kept"
-            warnings.warn(text, PossibleUserWarning, stacklevel=3)
-
     def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
         if trainer.is_global_zero and self.save_top_k and not trainer.fast_dev_run and is_local(self._folder):
-            self._advise(trainer)
+            resumes = trainer.global_step or trainer.state.attempt or self._resumed
+            if not resumes and self._chosen_dirpath is not None:
+                warn_of_files(self._folder)
         if not self._resumed:
             self._last_step = self._step_saved = self._step_ranked = trainer.global_step
             self._waiting, self._metric.validated_step = False, -1
-        self._resumed, self._pending = False, None
+        self._resumed, self._records.pending = False, None
         if trainer.is_global_zero and trainer.state.attempt:  # resumed: delete incomplete checkpoints of that run
             sweep(self._folder)
         if self._clock is not None:
             self._clock.start(trainer.global_step)
         if self.best_k_models:  # the files of the resumed run may have been deleted since
             existing = trainer.world.broadcast_object([path for path in self.best_k_models if as_path(path).exists()])
-            self._keep({path: self.best_k_models[path] for path in existing})
+            self._records.keep({path: self.best_k_models[path] for path in existing}, self._mode)
         if self._last_step != trainer.global_step:  # the checkpoint was saved before this callback handled the step
             self._on_step(trainer)
 
@@ -356,7 +333,7 @@ class ModelCheckpoint(Callback):
         metrics = self._metrics(trainer)
         score = metrics.get(self.monitor, math.nan) if self.monitor is not None else math.nan
         self.current_score = torch.tensor(score) if self.monitor is not None else None
-        kept = {path: float(value) for path, value in self.best_k_models.items()}
+        kept = self._records.scores
         if self.monitor is None and self.save_top_k >= 1:  # the newest replaces the oldest
             admitted, displaced = True, next(iter(kept), None) if len(kept) >= self.save_top_k else None
         else:
@@ -365,11 +342,12 @@ class ModelCheckpoint(Callback):
             if self.save_last:
                 self._save_last_alone(trainer)
             return
-        name = self._format(self._template, metrics)
+        name = self._names.ranked(metrics)
         path = self._free_path(trainer, name, displaced)
-        before = self._kept()
+        before = self._records.copy()
         # The checkpoint contains this callback's state, which must already list the new checkpoint.
-        self._keep({p: s for p, s in self.best_k_models.items() if p != displaced} | {path: torch.tensor(score)})
+        others = {other: value for other, value in self.best_k_models.items() if other != displaced}
+        self._records.keep(others | {path: torch.tensor(score)}, self._mode)
         self._write(trainer, path, before, displaced)
 
     def _save_last_alone(self, trainer: TrainerProtocol) -> None:
@@ -377,17 +355,15 @@ class ModelCheckpoint(Callback):
         if trainer.global_step == self._step_saved:
             return
         self._finish(trainer)
-        name = self._format(self._template, self._metrics(trainer))
-        self._write(trainer, self._free_path(trainer, name), self._kept())
+        name = self._names.ranked(self._metrics(trainer))
+        self._write(trainer, self._free_path(trainer, name), self._records.copy())
 
     def _save_aside(self, trainer: TrainerProtocol, reason: str) -> str:
         """Save an unranked checkpoint, with the reason in its name, and wait until it is complete."""
         self._finish(trainer)
-        name = self._format(self._template, self._metrics(trainer))
-        if self.filename is None:
-            name = f"{reason}{self.CHECKPOINT_JOIN_CHAR}{name}"
+        name = self._names.unranked(reason, self._metrics(trainer))
         within_step = trainer.session.batch.in_step  # the position in the data doesn't belong to the weights
-        path = self._write(trainer, self._free_path(trainer, name), self._kept(), weights_only=within_step)
+        path = self._write(trainer, self._free_path(trainer, name), self._records.copy(), weights_only=within_step)
         trainer.finish_checkpoint()
         return f"{path} (weights only)" if within_step and not self.save_weights_only else path
 
@@ -396,36 +372,18 @@ class ModelCheckpoint(Callback):
         weights_only: bool = False,
     ) -> str:  # fmt: skip
         """Save; after completion, update the link and delete superseded checkpoints. On failure, restore `before`."""
-        saved = self._step_saved
-        superseded = {displaced} if displaced else set()
-        old_link = ""
-        self._step_saved = trainer.global_step
+        saved, self._step_saved = self._step_saved, trainer.global_step
+        links, link = is_local(self._folder), None
         if self.save_last:
-            if self._last_target and self._last_target not in self.best_k_models:
-                superseded.add(self._last_target)
-            old_link, self._last_target = self.last_model_path, path
-            self.last_model_path = self._link_path(trainer) if is_local(self._folder) else path
-        if self.keep_every_n_steps and trainer.global_step % self.keep_every_n_steps == 0:
-            self._permanent.add(path)
-        superseded -= {*self._permanent, path}
-        pending: dict[str, Any] = {
-            "path": path,
-            "step": trainer.global_step,
-            "superseded": sorted(superseded),
-            "old_link": old_link,
-            "before": before,
-        }
-        after = functools.partial(self._supersede, path, pending["superseded"], old_link)
-        self._pending = pending
+            link = self._link_path(trainer) if links else path
+        permanent = bool(self.keep_every_n_steps) and trainer.global_step % self.keep_every_n_steps == 0
+        pending = self._records.begin(path, trainer.global_step, before, displaced, link, permanent=permanent)
+        after = functools.partial(self._records.supersede, pending, self.dirpath, links=links)
         try:
             trainer.save_checkpoint(
-                path,
-                weights_only=self.save_weights_only or weights_only,
-                wait=not self.asynchronous,
-                after=after,
-                failed=self._undo,
-                single_file=self.single_file,
-            )
+                path, weights_only=self.save_weights_only or weights_only, wait=not self.asynchronous, after=after,
+                failed=self._undo, single_file=self.single_file,
+            )  # fmt: skip
         except Exception:
             self._step_saved = saved
             self._undo()
@@ -434,25 +392,13 @@ class ModelCheckpoint(Callback):
             trainer.print(f"saved {path}")
         return path
 
-    def _supersede(self, path: str, superseded: Sequence[str], old_link: str) -> None:
-        """Point the link to a complete checkpoint, and delete the checkpoints that it supersedes (main rank)."""
-        if self._last_target == path and is_local(self._folder):
-            link_to(Path(self.last_model_path), Path(path))
-            if old_link != self.last_model_path:
-                remove_link(self.dirpath, old_link)
-        for old in superseded:
-            remove_own(self.dirpath, old)
-
-    def _kept(self) -> dict[str, Any]:
-        return {"models": dict(self.best_k_models), "last": self.last_model_path, "target": self._last_target}
+    @property
+    def _mode(self) -> Mode | None:
+        return None if self.monitor is None else self.mode
 
     def _undo(self) -> None:
-        """Restore the state before the newest checkpoint, which could not be written."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            before = pending["before"]
-            self.last_model_path, self._last_target = before["last"], before["target"]
-            self._keep(before["models"])
+        """Restore the records before the newest checkpoint, which could not be written."""
+        self._records.undo(self._mode)
 
     def _finish(self, trainer: TrainerProtocol) -> bool:
         """Wait for the newest checkpoint; undo its registration if it is missing. Collective.
@@ -461,48 +407,36 @@ class ModelCheckpoint(Callback):
             whether the checkpoint was lost because a worker died during the write.
         """
         trainer.finish_checkpoint()
-        if self._pending is None:
+        pending = self._records.pending
+        if pending is None:
             return False
-        path, step, superseded = (self._pending[name] for name in ("path", "step", "superseded"))
-        old_link = self._pending.get("old_link", "")
-        if not trainer.world.broadcast_object(step_of(path) == step):
+        if not trainer.world.broadcast_object(step_of(pending.path) == pending.step):
             trainer.session.metrics.loggers.event(
-                "checkpoint", f"{path} was lost: a worker died while it was written", step
+                "checkpoint", f"{pending.path} was lost: a worker died while it was written", pending.step
             )
             self._undo()
             return True
-        self._pending = None
-        kept = [*self.best_k_models, *({self._last_target} - {*self.best_k_models, ""})]
+        self._records.pending = None
+        kept = self._records.paths
         trainer.session.metrics.loggers.each(lambda logger: logger.checkpoints_saved(kept))
         if trainer.is_global_zero:  # repeat this: the rank that began it may have died halfway
-            self._supersede(path, [old for old in superseded if as_path(old).exists()], old_link)
+            remaining = replace(pending, superseded=[path for path in pending.superseded if as_path(path).exists()])
+            self._records.supersede(remaining, self.dirpath, links=is_local(self._folder))
         return False
-
-    def _keep(self, models: dict[str, Tensor]) -> None:
-        self.best_k_models = models
-        if self.monitor is None:
-            self.best_model_path = next(reversed(models), "")
-            return
-        self.best_model_path = best({path: float(score) for path, score in models.items()}, self.mode)
-        self.best_model_score = models.get(self.best_model_path)
 
     @property
     def kth_best_model_path(self) -> str:
         """Return the path of the worst checkpoint that is kept, or an empty string."""
-        return worst({path: float(score) for path, score in self.best_k_models.items()}, self.mode)
+        return worst(self._records.scores, self.mode)
 
     # -- files --------------------------------------------------------------------------------------------------
 
     @property
-    def _template(self) -> str:
-        return self.filename or self._default
-
-    @property
-    def _default(self) -> str:
-        return f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
-
-    def _format(self, template: str, metrics: Mapping[str, float]) -> str:
-        return format_name(template, metrics, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR)
+    def _names(self) -> CheckpointNames:
+        return CheckpointNames(
+            self.filename, self.CHECKPOINT_NAME_LAST, self.CHECKPOINT_JOIN_CHAR, self.CHECKPOINT_EQUALS_CHAR,
+            insert=self.auto_insert_metric_name,
+        )  # fmt: skip
 
     def _metrics(self, trainer: TrainerProtocol) -> dict[str, float]:
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -514,9 +448,9 @@ class ModelCheckpoint(Callback):
         A checkpoint is replaced if it is about to be superseded, or if this run saved the same step before a rollback
         and no callback keeps it. The main rank decides, because it may create the path before other ranks check it.
         """
-        superseded = {displaced, None if self._last_target in self.best_k_models else self._last_target}
-        others = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
-        kept = {path for other in others for path in (*other.best_k_models, *other._permanent, other._last_target)}
+        superseded = {displaced, self._records.unranked_target}
+        records = [callback._records for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+        kept = {path for other in records for path in (*other.models, *other.permanent, other.target)}
 
         def may_replace(path: Path) -> bool:
             if str(path) in superseded or not self.enable_version_counter:
@@ -528,7 +462,7 @@ class ModelCheckpoint(Callback):
         return str(trainer.world.broadcast_object(path))
 
     def _link_path(self, trainer: TrainerProtocol) -> str:
-        name = self._format(self.CHECKPOINT_NAME_LAST, self._metrics(trainer))
+        name = self._names.link(self._metrics(trainer))
         path = versioned(self._folder, name, self._suffixes, Path.is_symlink)
         return str(trainer.world.broadcast_object(path))
 
@@ -545,39 +479,22 @@ class ModelCheckpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            **self._records.state(),
             "dirpath": self.dirpath,
-            "best_model_path": self.best_model_path,
-            "best_model_score": self.best_model_score,
-            "best_k_models": dict(self.best_k_models),
             "current_score": self.current_score,
-            "last_model_path": self.last_model_path,
-            "last_target": self._last_target,
-            "for_ever": sorted(self._permanent),
             "steps": [self._last_step, self._step_saved, self._step_ranked, self._metric.validated_step],
             "waiting": [self._waiting, self._metric.from_validation],
-            "pending": self._pending,
             "clock": None if self._clock is None else self._clock.state(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = {name: state_dict[name] for name in ("best_model_path", "last_model_path", "last_target")}
-        paths = {name: path if may_be_accessed(self.dirpath, path) else "" for name, path in saved.items()}
-        best = state_dict["best_k_models"]
-        self.best_model_path = paths["best_model_path"]
-        self.best_model_score = _on_cpu(state_dict["best_model_score"])
-        self.best_k_models = {path: score.cpu() for path, score in best.items() if may_be_accessed(self.dirpath, path)}
-        self.current_score = _on_cpu(state_dict["current_score"])
-        self.last_model_path, self._last_target = paths["last_model_path"], paths["last_target"]
-        self._permanent = set(state_dict["for_ever"])
+        self._records.load(state_dict, self.dirpath)
+        score: Tensor | None = state_dict["current_score"]
+        self.current_score = None if score is None else score.cpu()
         self._resumed = True
         # The following values determine when all ranks save.
         steps = state_dict.get("steps", [0, 0, 0, -1])
         self._last_step, self._step_saved, self._step_ranked, self._metric.validated_step = steps
         self._waiting, self._metric.from_validation = state_dict.get("waiting", [False, False])
-        self._pending = state_dict.get("pending")
         if self._clock is not None and state_dict.get("clock") is not None:
             self._clock.set_state(state_dict["clock"])
-
-
-def _on_cpu(score: Tensor | None) -> Tensor | None:
-    return None if score is None else score.cpu()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from fabricx.callbacks.checkpoint_name import format_name
+from fabricx.callbacks.checkpoint_name import CheckpointNames, format_name
 
 METRICS = {"epoch": 3, "step": 40, "val_loss": 0.12345, "val/acc": 0.5}
 
@@ -37,3 +37,10 @@ def test_a_metric_can_be_shown_as_a_whole_number() -> None:
 def test_a_wrong_format_is_named() -> None:
     with pytest.raises(ValueError, match=r"\{epoch:zz\}"):
         format_name("{epoch:zz}", METRICS)
+
+
+def test_a_name_has_the_reason_unless_the_user_has_set_a_template() -> None:
+    assert CheckpointNames(None).unranked("exception", METRICS) == "exception-epoch=3-step=40"
+    assert CheckpointNames("net").unranked("exception", METRICS) == "net"
+    assert CheckpointNames(None, join="_", equals="-", insert=True).ranked(METRICS) == "epoch-3_step-40"
+    assert CheckpointNames(None, last="{epoch}-last", insert=False).link(METRICS) == "3-last"
