@@ -103,28 +103,28 @@ class ContextFunctions(TorchFunctionMode):
         positions: Tensor = self.shard.positions + start
         return positions.to(output.device, output.dtype)
 
-    def item(self, tensor: Tensor, index: Any) -> Any:
+    def index(self, tensor: Tensor, index: Any) -> Any:
         """Return rows of the shard's positions for `table[:length]`, if the table is a buffer."""
         if id(tensor) not in self._tables:
             return tensor[index]
         indices = list(index) if isinstance(index, tuple) else [index]
         begins = 0  # dims of the table before the index
-        for place, each in enumerate(indices):
-            if each is Ellipsis:
-                begins = tensor.dim() - sum(other is not None for other in indices[place + 1 :])
+        for number, entry in enumerate(indices):
+            if entry is Ellipsis:
+                begins = tensor.dim() - sum(other is not None for other in indices[number + 1 :])
                 continue
-            cuts = isinstance(each, slice) and each.start in (0, None) and each.step in (1, None)
-            if cuts and self.counts_positions(each.stop):
+            cuts = isinstance(entry, slice) and entry.start in (0, None) and entry.step in (1, None)
+            if cuts and self.counts_positions(entry.stop):
                 assert self.shard is not None
                 self._check_rows(tensor, begins)
-                indices[place] = slice(0, self.shard.length)
-                for after in range(place + 1, len(indices)):  # of a square mask: keys of the whole sequence
+                indices[number] = slice(0, self.shard.length)
+                for after in range(number + 1, len(indices)):  # of a square mask: keys of the whole sequence
                     if isinstance(indices[after], slice) and indices[after].stop == self.shard.local:
                         indices[after] = slice(0, self.shard.length)
-                kept = sum(not isinstance(other, int) for other in indices[:place])
+                kept = sum(not isinstance(other, int) for other in indices[:number])
                 whole = tensor[tuple(indices)]
-                return self.shard.part(whole, kept if Ellipsis not in indices[:place] else begins)
-            begins += each is not None
+                return self.shard.part(whole, kept if Ellipsis not in indices[:number] else begins)
+            begins += entry is not None
         return tensor[index]
 
     def _check_rows(self, table: Tensor, dim: int) -> None:
@@ -144,9 +144,9 @@ class ContextFunctions(TorchFunctionMode):
             return F.dropout(input, p, active, inplace)
         shape = list(input.shape)
         shape[dim] = self.shard.length
-        order = sorted(range(input.dim()), key=lambda each: (-input.stride()[each], each))
-        ones = input.new_ones([shape[each] for each in order])
-        ones = ones.permute([order.index(each) for each in range(input.dim())])  # a mask is drawn in memory's order
+        order = sorted(range(input.dim()), key=lambda axis: (-input.stride()[axis], axis))
+        ones = input.new_ones([shape[axis] for axis in order])
+        ones = ones.permute([order.index(axis) for axis in range(input.dim())])  # a mask is drawn in memory's order
         factor = self.shard.part(F.dropout(ones, p), dim)
         return input.mul_(factor) if inplace else input * factor
 
@@ -237,5 +237,5 @@ _RULES: Final[dict[Any, Callable[..., Any]]] = {
     F.multi_head_attention_forward: ContextFunctions.multi_head_attention,
     F.dropout: ContextFunctions.dropout,
     torch.arange: ContextFunctions.arange,
-    Tensor.__getitem__: ContextFunctions.item,
+    Tensor.__getitem__: ContextFunctions.index,
 }

@@ -79,19 +79,19 @@ def viewed(features: Features, before: Sequence[int], after: Sequence[int]) -> F
     >>> viewed(Features((("q", 0, 32),), (2, 3)), (8, 5, 4, 8), (8, 5, 32)).dims
     (2,)
     """
-    position: dict[int, list[int]] = {}
+    moved: dict[int, list[int]] = {}
     for dims_before, dims_after in _groups(before, after):
         inside = [dim for dim in features.dims if dim in dims_before]
         ins = [dim for dim in dims_before if before[dim] != 1]
         outs = [dim for dim in dims_after if after[dim] != 1]
         if len(ins) == 1 and ins[0] in inside:
-            position[ins[0]] = outs
+            moved[ins[0]] = outs
         elif len(ins) > 1 and features.dims[0] in inside:
             if ins[0] != features.dims[0] or not outs:
                 return None
-            position[ins[0]] = outs[:1]
-    dims = [dim for before_dim in features.dims for dim in position.get(before_dim, ())]
-    return replace(features, dims=tuple(dims)) if position.get(features.dims[0]) else None
+            moved[ins[0]] = outs[:1]
+    dims = [dim for before_dim in features.dims for dim in moved.get(before_dim, ())]
+    return replace(features, dims=tuple(dims)) if moved.get(features.dims[0]) else None
 
 
 def merges(features: Features, before: Sequence[int], after: Sequence[int]) -> bool:
@@ -193,24 +193,24 @@ def indices(shape: Sequence[int], index: Any) -> list[Index] | None:
     consumed = sum(entry is not None and entry is not Ellipsis for entry in entries)
     if not any(entry is Ellipsis for entry in entries):
         entries.append(Ellipsis)
-    result: list[Index] = []
+    taken: list[Index] = []
     dim = 0
     for entry in entries:
         if entry is None:
-            result.append(Index(None))
+            taken.append(Index(None))
         elif entry is Ellipsis:
             rest = len(shape) - consumed
-            result += [Index(dim + i, 0, shape[dim + i]) for i in range(rest)]
+            taken += [Index(dim + i, 0, shape[dim + i]) for i in range(rest)]
             dim += rest
         elif isinstance(entry, int):
             at = entry % shape[dim] if shape[dim] else 0
-            result.append(Index(dim, at, at + 1, 1, True))
+            taken.append(Index(dim, at, at + 1, 1, True))
             dim += 1
         else:
             begin, end, step = entry.indices(shape[dim])
-            result.append(Index(dim, begin, max(begin, end), step))
+            taken.append(Index(dim, begin, max(begin, end), step))
             dim += 1
-    return result
+    return taken
 
 
 @functools.cache
@@ -227,4 +227,4 @@ def sections(size: int, sizes: int | tuple[int, ...]) -> tuple[tuple[int, int], 
     if isinstance(sizes, int):
         return tuple((at, min(at + sizes, size)) for at in range(0, size, max(sizes, 1)))
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return tuple((end - item, end) for end, item in zip(ends, sizes, strict=True))
+    return tuple((end - length, end) for end, length in zip(ends, sizes, strict=True))

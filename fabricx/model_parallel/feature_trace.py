@@ -56,6 +56,19 @@ MIXING: Final[set[Any]] = {  # of features in any dim; shapes do not always show
 NORMS: Final[set[Any]] = {F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm}
 
 
+def split_dim(func: Any, args: Sequence[Any], options: dict[str, Any]) -> int:
+    """Return the dim that a function splits or unbinds.
+
+    Args:
+        func: of `SPLITS`, `CHUNKS` or `UNBINDS`.
+        args: its arguments, the tensor first.
+        options: its named arguments.
+    """
+    number = 1 if func in UNBINDS else 2
+    dim: int = args[number] if len(args) > number else options.get("dim", 0)
+    return dim % int(args[0].dim())
+
+
 class FeatureTrace(TorchFunctionMode):
     """Follows output features of linear layers while the step runs in this context.
 
@@ -158,8 +171,8 @@ class FeatureTrace(TorchFunctionMode):
 
     def _follow(self, func: Any, args: Any, options: dict[str, Any], out: Any) -> None:
         read = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
-        result = [(tensor, self._features_of(tensor)) for tensor in read]
-        tracked = [(tensor, features) for tensor, features in result if features is not None]
+        pairs = [(tensor, self._features_of(tensor)) for tensor in read]
+        tracked = [(tensor, features) for tensor, features in pairs if features is not None]
         if not tracked:
             return
         if func is F.cross_entropy:
@@ -214,13 +227,17 @@ class FeatureTrace(TorchFunctionMode):
             return self._gated(tracked[0][1], tracked[0][0], out)
         if func is F.scaled_dot_product_attention:
             return self._attended(spans, tracked, out)
-        result = [broadcast(features, tensor.shape, out.shape) for tensor, features in tracked]
+        candidates = [broadcast(features, tensor.shape, out.shape) for tensor, features in tracked]
         if func in SOFTMAXES:
-            result = [item for item in result if item is not None and not self._normalised(func, tracked, item, out)]
-        if any(item is None for item in result) or not result:
+            candidates = [
+                candidate
+                for candidate in candidates
+                if candidate is not None and not self._normalised(func, tracked, candidate, out)
+            ]
+        if any(candidate is None for candidate in candidates) or not candidates:
             return Features(spans, (), operation)
-        dims = [item.dims for item in result if item is not None]
-        if len({item[0] for item in dims}) > 1:
+        dims = [candidate.dims for candidate in candidates if candidate is not None]
+        if len({candidate[0] for candidate in dims}) > 1:
             return Features(spans, (), operation)
         return Features(spans, max(dims, key=len))
 
@@ -229,7 +246,7 @@ class FeatureTrace(TorchFunctionMode):
         several = [(tensor, features) for tensor, features in tracked if features.dims[0] != tensor.dim() - 1]
         if len(several) < len(tracked) and several and several[0][0] is tracked[0][0]:
             for _, features in tracked:  # a single head of keys, which all ranks compute for their heads of the query
-                if features.dims[0] not in (item.dims[0] for _, item in several):
+                if features.dims[0] not in (head_features.dims[0] for _, head_features in several):
                     for name in features.layers:
                         self.unfit.setdefault(name, "all heads read its single head")
             tracked, spans = several, tuple(span for _, features in several for span in features.spans)
@@ -267,26 +284,25 @@ class FeatureTrace(TorchFunctionMode):
         return [permuted(features, func, args, options)]
 
     def _split(self, features: Features, func: Any, args: Any, options: Any, outs: list[Tensor]) -> list[Features]:
-        arguments = (args[1] if len(args) > 1 else options.get("dim", 0)) if func in UNBINDS else None
-        dim = arguments if arguments is not None else args[2] if len(args) > 2 else options.get("dim", 0)
-        dim %= args[0].dim()
+        dim = split_dim(func, args, options)
         shape, drops = args[0].shape, func in UNBINDS
         ends = sections(shape[dim], tuple(1 if drops else out.shape[dim] for out in outs))
-        result = [[Index(dim, begin, end, 1, drops)] for begin, end in ends]
-        return [
-            _moved(self._taken(features, shape, item), item) if drops else self._taken(features, shape, item)
-            for item in result
-        ]
+        pieces = []
+        for begin, end in ends:
+            entries = [Index(dim, begin, end, 1, drops)]
+            taken = self._taken(features, shape, entries)
+            pieces.append(_moved(taken, entries) if drops else taken)
+        return pieces
 
     def _index(self, features: Features, _: Any, args: Any, __: Any, ___: list[Tensor]) -> list[Features]:
-        result = indices(args[0].shape, args[1])
-        if result is None:
+        entries = indices(args[0].shape, args[1])
+        if entries is None:
             return [features.without_dims("an index that is a tensor")]
-        return [_moved(self._taken(features, args[0].shape, result), result)]
+        return [_moved(self._taken(features, args[0].shape, entries), entries)]
 
-    def _taken(self, features: Features, shape: Sequence[int], result: list[Index]) -> Features:
+    def _taken(self, features: Features, shape: Sequence[int], entries: list[Index]) -> Features:
         """Return the features in a range or an element of some dims, numbered as before; notes where layers are cut."""
-        for entry in result:
+        for entry in entries:
             if not features.dims or entry.dim not in features.dims:
                 continue
             size, (outer, *inner) = shape[entry.dim], features.dims
@@ -311,14 +327,14 @@ class FeatureTrace(TorchFunctionMode):
                 self.unfit.setdefault(name, f"its {heads} heads can't be divided by {self._ranks} ranks")
 
 
-def _moved(features: Features, result: list[Index]) -> Features:
+def _moved(features: Features, entries: list[Index]) -> Features:
     """Return the features with their dims after an index has dropped dims and made new dims."""
-    if len(result) == 1 and result[0].drops:  # `unbind`: all other dims stay
-        gone = result[0].dim or 0
-        return replace(features, dims=tuple(dim - (dim > gone) for dim in features.dims))
-    position, after = {}, 0
-    for entry in result:
+    if len(entries) == 1 and entries[0].drops:  # `unbind`: all other dims stay
+        dropped = entries[0].dim or 0
+        return replace(features, dims=tuple(dim - (dim > dropped) for dim in features.dims))
+    dim_after, after = {}, 0
+    for entry in entries:
         if entry.dim is not None and not entry.drops:
-            position[entry.dim] = after
+            dim_after[entry.dim] = after
         after += not entry.drops
-    return replace(features, dims=tuple(position[dim] for dim in features.dims))
+    return replace(features, dims=tuple(dim_after[dim] for dim in features.dims))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from fabricx.model_parallel.feature_dims import Features, Index, indices, permuted, sections, viewed
-from fabricx.model_parallel.feature_trace import CHUNKS, PERMUTES, SPLITS, VIEWS
+from fabricx.model_parallel.feature_trace import CHUNKS, PERMUTES, SPLITS, VIEWS, split_dim
 from fabricx.model_parallel.local_rules import ELEMENTWISE, basic_index
 from fabricx.model_parallel.sharded_activations import Activations
 from fabricx.model_parallel.sharded_tensor import ShardedTensor
@@ -41,8 +41,8 @@ def fused_output(activations: Activations, func: Any, args: Sequence[Any], optio
     if func in ELEMENTWISE and not any(isinstance(value, Tensor) for value in (*args[1:], *options.values())):
         return activations.sharded(func(fused.local, *args[1:], **options), dim, parts)
     if func is Tensor.__getitem__:
-        result = indices(fused.shape, args[1])
-        return NotImplemented if result is None else _indexed(activations, fused, dim, parts, result)
+        entries = indices(fused.shape, args[1])
+        return NotImplemented if entries is None else _indexed(activations, fused, dim, parts, entries)
     if func is F.glu:
         along = (args[1] if len(args) > 1 else options.get("dim", -1)) % fused.dim()
         halves = along == dim and len(parts) == 2 and parts[0] == parts[1]
@@ -56,13 +56,12 @@ def _split(
     activations: Activations, fused: ShardedTensor, dim: int, parts: tuple[int, ...], func: Any, args: Sequence[Any],
     options: dict[str, Any],
 ) -> Any:  # fmt: skip
-    along = (args[2] if len(args) > 2 else options.get("dim", 0)) % fused.dim()
-    if along != dim:
+    if split_dim(func, args, options) != dim:
         pieces = func(fused.local, *args[1:], **options)
         return type(pieces)(activations.sharded(piece, dim, parts) for piece in pieces)
     sizes = [piece.shape[dim] for piece in func(torch.empty(fused.shape, device="meta"), *args[1:], **options)]
-    result = [_range(activations, fused, dim, parts, *ends) for ends in sections(sum(parts), tuple(sizes))]
-    return NotImplemented if any(piece is None for piece in result) else tuple(result)
+    ranges = [_range(activations, fused, dim, parts, *ends) for ends in sections(sum(parts), tuple(sizes))]
+    return NotImplemented if any(piece is None for piece in ranges) else tuple(ranges)
 
 
 def _range(
@@ -81,16 +80,16 @@ def _range(
 
 
 def _indexed(
-    activations: Activations, fused: ShardedTensor, dim: int, parts: tuple[int, ...], result: list[Index]
+    activations: Activations, fused: ShardedTensor, dim: int, parts: tuple[int, ...], entries: list[Index]
 ) -> Any:  # fmt: skip
-    [entry] = [entry for entry in result if entry.dim == dim]
-    if entry.drops or entry.step != 1:
+    [shard] = [entry for entry in entries if entry.dim == dim]
+    if shard.drops or shard.step != 1:
         return NotImplemented
-    taken = _range(activations, fused, dim, parts, entry.begin, entry.end)
+    taken = _range(activations, fused, dim, parts, shard.begin, shard.end)
     if taken is None:
         return NotImplemented
-    index = [basic_index(item, item is entry) for item in result]
-    moved = sum(not item.drops for item in result[: result.index(entry)])
+    index = [basic_index(entry, entry is shard) for entry in entries]
+    moved = sum(not entry.drops for entry in entries[: entries.index(shard)])
     return activations.sharded(taken.local[tuple(index)], moved, taken.parts)
 
 
@@ -102,7 +101,7 @@ def _view(
     if after is None or any(part % ranks for part in parts):
         return NotImplemented
     outer, *inner = after.dims
-    shape, size = list(target.shape), math.prod(target.shape[item] for item in inner)
+    shape, size = list(target.shape), math.prod(target.shape[inner_dim] for inner_dim in inner)
     if any(part % size for part in parts):
         return NotImplemented
     units = tuple(part // size for part in parts)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from fabricx.model_parallel.feature_dims import Features, Index, indices, permuted, viewed
-from fabricx.model_parallel.feature_trace import CHUNKS, NORMS, PERMUTES, SPLITS, UNBINDS, VIEWS
+from fabricx.model_parallel.feature_trace import CHUNKS, NORMS, PERMUTES, SPLITS, UNBINDS, VIEWS, split_dim
 from fabricx.model_parallel.sharded_activations import Activations
 from fabricx.model_parallel.sharded_tensor import ShardedTensor
 from fabricx.model_parallel.tensor_collectives import copied, summed
@@ -21,8 +21,8 @@ Rule = Callable[[Activations, Any, Sequence[Any], dict[str, Any]], Any]
 
 def _methods(*names: str) -> set[Any]:
     """Return the functions of torch, of `torch.nn.functional` and of tensors with these names."""
-    places = (torch, F, Tensor)
-    return {getattr(position, name) for name in names for position in places if hasattr(position, name)}
+    owners = (torch, F, Tensor)
+    return {getattr(owner, name) for name in names for owner in owners if hasattr(owner, name)}
 
 
 ELEMENTWISE: Final[set[Any]] = _methods(
@@ -69,16 +69,16 @@ def _elementwise(activations: Activations, func: Any, args: Sequence[Any], optio
     first = args[0]
     if len(tensors) == 1 and tensors[0] is first and isinstance(first, ShardedTensor):
         return _with_size(activations, func(first.local, *args[1:], **options), first.sharded_dim, first)
-    position = _common_place(tensors)
-    if position is None:
+    sharded_dim = _common_dim(tensors)
+    if sharded_dim is None:
         return NotImplemented
     shape = _broadcast_shape(tensors)
-    if shape[position] == 1:
+    if shape[sharded_dim] == 1:
         return NotImplemented
-    local_part = [_operand(activations, value, position, shape[position]) for value in values]
-    arguments = dict(zip(options, local_part[len(args) :], strict=True))
-    local = func(*local_part[: len(args)], **arguments)
-    return activations.sharded(local, len(shape) + position, (), shape)
+    operands = [_operand(activations, value, sharded_dim, shape[sharded_dim]) for value in values]
+    local_options = dict(zip(options, operands[len(args) :], strict=True))
+    local = func(*operands[: len(args)], **local_options)
+    return activations.sharded(local, len(shape) + sharded_dim, (), shape)
 
 
 def _broadcast_shape(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -92,21 +92,21 @@ def _broadcast_shape(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     )
 
 
-def _common_place(tensors: Sequence[Tensor]) -> int | None:
-    """Return the sharded dim, counted from the last dim; None if operands are sharded in different dims."""
-    places = {tensor.sharded_dim - tensor.dim() for tensor in tensors if isinstance(tensor, ShardedTensor)}
-    return places.pop() if len(places) == 1 else None
+def _common_dim(tensors: Sequence[Tensor]) -> int | None:
+    """Return the sharded dim as a negative number; None if operands are sharded in different dims."""
+    dims = {tensor.sharded_dim - tensor.dim() for tensor in tensors if isinstance(tensor, ShardedTensor)}
+    return dims.pop() if len(dims) == 1 else None
 
 
-def _operand(activations: Activations, value: Any, position: int, size: int) -> Any:
+def _operand(activations: Activations, value: Any, sharded_dim: int, size: int) -> Any:
     """Return this rank's part of an operand; gradients of elements that all ranks read are summed."""
     if isinstance(value, ShardedTensor):
         return value.local
     if not isinstance(value, Tensor) or value.dim() == 0:
         return _read_by_all(activations, value)
-    if value.dim() + position < 0 or value.shape[position] != size:
+    if value.dim() + sharded_dim < 0 or value.shape[sharded_dim] != size:
         return _read_by_all(activations, value)
-    return activations.shard_of(value, value.dim() + position)
+    return activations.shard_of(value, value.dim() + sharded_dim)
 
 
 def _read_by_all(activations: Activations, value: Any) -> Any:
@@ -118,15 +118,15 @@ def _in_place(activations: Activations, func: Any, args: Sequence[Any], options:
     if not isinstance(target, ShardedTensor):
         return NotImplemented
     tensors = [value for value in (*args, *options.values()) if isinstance(value, Tensor)]
-    position = _common_place(tensors)
-    if position is None or _broadcast_shape(tensors) != target.shape:
+    sharded_dim = _common_dim(tensors)
+    if sharded_dim is None or _broadcast_shape(tensors) != target.shape:
         return NotImplemented
-    size = target.shape[position]
-    local_part = [_operand(activations, value, position, size) for value in args[1:]]
+    size = target.shape[sharded_dim]
+    operands = [_operand(activations, value, sharded_dim, size) for value in args[1:]]
     func(
         target.local,
-        *local_part,
-        **{name: _operand(activations, value, position, size) for name, value in options.items()},
+        *operands,
+        **{name: _operand(activations, value, sharded_dim, size) for name, value in options.items()},
     )
     return target
 
@@ -135,11 +135,11 @@ def _view(activations: Activations, func: Any, args: Sequence[Any], options: dic
     tensor: ShardedTensor = args[0]
     if not isinstance(tensor, ShardedTensor) or not activations.is_even(tensor):
         return NotImplemented
-    arguments = tuple(
+    sizes = tuple(
         arg.shape if isinstance(arg, Tensor) else tuple(arg) if isinstance(arg, list) else arg for arg in args[1:]
     )
     view = Tensor.reshape if func in (Tensor.view_as, Tensor.reshape_as) else func
-    dim, whole = _shape_after(view, tensor.shape, tensor.sharded_dim, arguments, tuple(options.items()))
+    dim, whole = _shape_after(view, tensor.shape, tensor.sharded_dim, sizes, tuple(options.items()))
     if dim is None or whole[dim] % activations.world.size:
         return NotImplemented
     shape = list(whole)
@@ -164,8 +164,8 @@ def _permute(activations: Activations, func: Any, args: Sequence[Any], options: 
     tensor: ShardedTensor = args[0]
     if not isinstance(tensor, ShardedTensor):
         return NotImplemented
-    arguments = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in args[1:])
-    moved = _dim_after(func, tensor.dim(), tensor.sharded_dim, arguments, tuple(options.items()))
+    dims = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in args[1:])
+    moved = _dim_after(func, tensor.dim(), tensor.sharded_dim, dims, tuple(options.items()))
     return _with_size(activations, func(tensor.local, *args[1:], **options), moved, tensor)
 
 
@@ -177,11 +177,7 @@ def _dim_after(func: Any, dims: int, dim: int, args: tuple[Any, ...], options: t
 
 def _split(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
     tensor: ShardedTensor = args[0]
-    if func in UNBINDS:
-        dim = args[1] if len(args) > 1 else options.get("dim", 0)
-    else:
-        dim = args[2] if len(args) > 2 else options.get("dim", 0)
-    dim %= tensor.dim()
+    dim = split_dim(func, args, options)
     if dim == tensor.sharded_dim:
         return NotImplemented
     moved = tensor.sharded_dim - (func in UNBINDS and dim < tensor.sharded_dim)
@@ -196,32 +192,36 @@ def _with_size(activations: Activations, local: Tensor, dim: int, before: Sharde
 
 
 def _index(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-    tensor = args[0]
-    result = indices(tensor.shape, args[1]) if isinstance(tensor, ShardedTensor) else None
-    if result is None:
+    tensor, index = args
+    entries, shard = _entries_of_shard(tensor, index)
+    if shard is None:
         return NotImplemented
-    [entry] = [entry for entry in result if entry.dim == tensor.sharded_dim]
-    if entry.drops or (entry.begin, entry.end, entry.step) != (0, tensor.shape[tensor.sharded_dim], 1):
-        return NotImplemented
-    local = tensor.local[tuple(basic_index(item, item is entry) for item in result)]
-    moved = sum(not item.drops for item in result[: result.index(entry)])
+    local = tensor.local[tuple(basic_index(entry, entry is shard) for entry in entries)]
+    moved = sum(not entry.drops for entry in entries[: entries.index(shard)])
     return _with_size(activations, local, moved, tensor)
 
 
 def _set_index(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
     tensor, index, value = args
-    result = indices(tensor.shape, index) if isinstance(tensor, ShardedTensor) else None
-    if result is None:
+    entries, shard = _entries_of_shard(tensor, index)
+    if shard is None:
         return NotImplemented
-    [entry] = [entry for entry in result if entry.dim == tensor.sharded_dim]
-    if entry.drops or (entry.begin, entry.end, entry.step) != (0, tensor.shape[tensor.sharded_dim], 1):
+    sharded_dim = -sum(not entry.drops for entry in entries[entries.index(shard) :])
+    if isinstance(value, ShardedTensor) and value.sharded_dim - value.dim() != sharded_dim:
         return NotImplemented
-    position = -sum(not item.drops for item in result[result.index(entry) :])
-    if isinstance(value, ShardedTensor) and value.sharded_dim - value.dim() != position:
-        return NotImplemented
-    local_part = _operand(activations, value, position, tensor.shape[tensor.sharded_dim])
-    tensor.local[tuple(basic_index(item, item is entry) for item in result)] = local_part
+    local_value = _operand(activations, value, sharded_dim, tensor.shape[tensor.sharded_dim])
+    tensor.local[tuple(basic_index(entry, entry is shard) for entry in entries)] = local_value
     return None
+
+
+def _entries_of_shard(tensor: Any, index: Any) -> tuple[list[Index], Index | None]:
+    """Return the entries of an index, and the entry of the sharded dim; None unless it takes that dim whole."""
+    entries = indices(tensor.shape, index) if isinstance(tensor, ShardedTensor) else None
+    if entries is None:
+        return [], None
+    [shard] = [entry for entry in entries if entry.dim == tensor.sharded_dim]
+    whole = (shard.begin, shard.end, shard.step) == (0, tensor.shape[tensor.sharded_dim], 1)
+    return entries, shard if whole and not shard.drops else None
 
 
 def basic_index(entry: Index, everything: bool = False) -> Any:
@@ -242,12 +242,12 @@ def _concatenate(activations: Activations, func: Any, args: Sequence[Any], optio
     tensors, *rest = args
     kept = [tensor for tensor in tensors if tensor.shape != (0,)]  # caches of keys begin with an empty vector
     dim = (rest[0] if rest else options.get("dim", 0)) % kept[0].dim()
-    position = _common_place(kept)
-    if position is None or dim == kept[0].dim() + position or len({tensor.dim() for tensor in kept}) > 1:
+    sharded_dim = _common_dim(kept)
+    if sharded_dim is None or dim == kept[0].dim() + sharded_dim or len({tensor.dim() for tensor in kept}) > 1:
         return NotImplemented
     example = next(tensor for tensor in kept if isinstance(tensor, ShardedTensor))
-    local_part = [activations.shard_of(tensor, example.sharded_dim) for tensor in kept]
-    return _with_size(activations, torch.cat(local_part, dim), example.sharded_dim, example)
+    shards = [activations.shard_of(tensor, example.sharded_dim) for tensor in kept]
+    return _with_size(activations, torch.cat(shards, dim), example.sharded_dim, example)
 
 
 def _expand(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -273,11 +273,11 @@ def _norm(activations: Activations, func: Any, args: Sequence[Any], options: dic
     tensor, shape = args[0], args[1] if len(args) > 1 else options["normalized_shape"]
     if not isinstance(tensor, ShardedTensor) or tensor.sharded_dim >= tensor.dim() - len(shape):
         return NotImplemented
-    local_part = [_read_by_all(activations, value) for value in args[2:]]
-    arguments = {name: _read_by_all(activations, value) for name, value in options.items()}
-    if any(isinstance(value, ShardedTensor) for value in (*local_part, *arguments.values())):
+    parameters = [_read_by_all(activations, value) for value in args[2:]]
+    named = {name: _read_by_all(activations, value) for name, value in options.items()}
+    if any(isinstance(value, ShardedTensor) for value in (*parameters, *named.values())):
         return NotImplemented
-    return _with_size(activations, func(tensor.local, *args[1:2], *local_part, **arguments), tensor.sharded_dim, tensor)
+    return _with_size(activations, func(tensor.local, *args[1:2], *parameters, **named), tensor.sharded_dim, tensor)
 
 
 def _reduce(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -285,20 +285,18 @@ def _reduce(activations: Activations, func: Any, args: Sequence[Any], options: d
     tensor = args[0]
     if not isinstance(tensor, ShardedTensor):
         return NotImplemented
-    arguments = args[1] if len(args) > 1 else options.get("dim")
-    if isinstance(arguments, (bool, torch.dtype, float)) or (arguments is None and args[1:]):
+    reduced = args[1] if len(args) > 1 else options.get("dim")
+    if isinstance(reduced, (bool, torch.dtype, float)) or (reduced is None and args[1:]):
         return NotImplemented
-    several = (
-        arguments if isinstance(arguments, (tuple, list)) else range(tensor.dim()) if arguments is None else [arguments]
-    )
+    several = reduced if isinstance(reduced, (tuple, list)) else range(tensor.dim()) if reduced is None else [reduced]
     dims = [dim % tensor.dim() for dim in several] or list(range(tensor.dim()))
     if tensor.sharded_dim in dims:
         return _sum_over_ranks(activations, func, tensor, args, options)
     if func in (torch.norm, Tensor.norm):
         return NotImplemented
     local = func(tensor.local, *args[1:], **options)
-    gone = 0 if local.dim() == tensor.dim() else sum(dim < tensor.sharded_dim for dim in dims)
-    return _with_size(activations, local, tensor.sharded_dim - gone, tensor)
+    dropped = 0 if local.dim() == tensor.dim() else sum(dim < tensor.sharded_dim for dim in dims)
+    return _with_size(activations, local, tensor.sharded_dim - dropped, tensor)
 
 
 def _sum_over_ranks(
@@ -317,12 +315,12 @@ def _product(activations: Activations, func: Any, args: Sequence[Any], options: 
     if options or len(args) != 2:
         return NotImplemented
     first, second = args
-    position = _common_place([first, second])
-    if position is None or position > -3 or first.dim() != second.dim() or first.shape[:-2] != second.shape[:-2]:
+    sharded_dim = _common_dim([first, second])
+    if sharded_dim is None or sharded_dim > -3 or first.dim() != second.dim() or first.shape[:-2] != second.shape[:-2]:
         return NotImplemented
-    local_part = [activations.shard_of(tensor, tensor.dim() + position) for tensor in (first, second)]
+    shards = [activations.shard_of(tensor, tensor.dim() + sharded_dim) for tensor in (first, second)]
     example = first if isinstance(first, ShardedTensor) else second
-    return _with_size(activations, func(*local_part), example.sharded_dim, example)
+    return _with_size(activations, func(*shards), example.sharded_dim, example)
 
 
 def _einsum(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -336,12 +334,12 @@ def _einsum(activations: Activations, func: Any, args: Sequence[Any], options: d
     if len(sharded) != 1 or not sharded <= set(output):
         return NotImplemented
     [index] = sharded
-    local_part = [
+    shards = [
         activations.shard_of(operand, name.index(index)) if index in name else _read_by_all(activations, operand)
         for name, operand in pairs
     ]
     example = next(operand for operand in operands if isinstance(operand, ShardedTensor))
-    return _with_size(activations, func(args[0], *local_part), output.index(index), example)
+    return _with_size(activations, func(args[0], *shards), output.index(index), example)
 
 
 def _repeat_interleave(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -358,11 +356,11 @@ def _linear(activations: Activations, func: Any, args: Sequence[Any], options: d
     tensor = args[0] if args else None
     if not isinstance(tensor, ShardedTensor) or tensor.sharded_dim == tensor.dim() - 1:
         return NotImplemented
-    local_part = [_read_by_all(activations, value) for value in (*args[1:], *options.values())]
-    if any(isinstance(value, ShardedTensor) for value in local_part):
+    parameters = [_read_by_all(activations, value) for value in (*args[1:], *options.values())]
+    if any(isinstance(value, ShardedTensor) for value in parameters):
         return NotImplemented
     local = F.linear(
-        tensor.local, *local_part[: len(args) - 1], **dict(zip(options, local_part[len(args) - 1 :], strict=True))
+        tensor.local, *parameters[: len(args) - 1], **dict(zip(options, parameters[len(args) - 1 :], strict=True))
     )
     return _with_size(activations, local, tensor.sharded_dim, tensor)
 

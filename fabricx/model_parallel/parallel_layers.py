@@ -96,22 +96,22 @@ def placements_of(module: nn.Module, layer: Layer, ranks: int) -> dict[str, Plac
     assert weight is not None
     if layer.style == "rowwise":
         return {"weight": _along(weight, 0 if kind == "conv1d" else 1, (), ranks)}
-    result = {"weight": _along(weight, 1 if kind == "conv1d" else 0, layer.parts, ranks)}
+    placements = {"weight": _along(weight, 1 if kind == "conv1d" else 0, layer.parts, ranks)}
     bias = module._parameters.get("bias")
     if bias is not None:
-        result["bias"] = _along(bias, 0, layer.parts, ranks)
-    return result
+        placements["bias"] = _along(bias, 0, layer.parts, ranks)
+    return placements
 
 
 def _of_attention(module: nn.Module, ranks: int) -> dict[str, Placement]:
-    result = {"out_proj.weight": _along(module.get_parameter("out_proj.weight"), 1, (), ranks)}
+    placements = {"out_proj.weight": _along(module.get_parameter("out_proj.weight"), 1, (), ranks)}
     for name, parameter in module._parameters.items():
         if parameter is not None and name.startswith("in_proj"):
             third = parameter.shape[0] // 3
-            result[name] = _along(parameter, 0, (third, third, third), ranks)
+            placements[name] = _along(parameter, 0, (third, third, third), ranks)
         elif parameter is not None and name.endswith("_proj_weight"):
-            result[name] = _along(parameter, 0, (), ranks)
-    return result
+            placements[name] = _along(parameter, 0, (), ranks)
+    return placements
 
 
 def _along(whole: Tensor, dim: int, parts: tuple[int, ...], ranks: int) -> Placement:

@@ -67,11 +67,11 @@ def scattered(tensor: Tensor, world: World, dim: int) -> Tensor:
         PeerLost: another rank has died.
     """
     size = tensor.shape[dim]
-    entry = -(-size // world.size)
+    largest = -(-size // world.size)
     rows = tensor.movedim(dim, 0)
-    if entry * world.size != size:
-        rows = torch.cat([rows, rows.new_zeros((entry * world.size - size, *rows.shape[1:]))])
-    total = rows.new_empty((entry, *rows.shape[1:]))
+    if largest * world.size != size:
+        rows = torch.cat([rows, rows.new_zeros((largest * world.size - size, *rows.shape[1:]))])
+    total = rows.new_empty((largest, *rows.shape[1:]))
     # torch 2.13 has a new name for it and warns about the old name.
     reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     try:
@@ -112,57 +112,54 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
-        return _own(gradients[0], ctx.world, ctx.dim).contiguous(), None, None, None
+        return _shard(gradients[0], ctx.world, ctx.dim).contiguous(), None, None, None
 
 
-class _GatherInput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, world: World, size: int, dim: int) -> Tensor:
-        ctx.world, ctx.dim = world, dim
-        return _joined(tensor, world, size, dim)
-
+class _GatherInput(_Gather):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
         return scattered(gradients[0], ctx.world, ctx.dim), None, None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, world: World, dim: int) -> Tensor:
-        ctx.world, ctx.size, ctx.dim = world, tensor.shape[dim], dim
-        return scattered(tensor, world, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
-        return _joined(gradients[0], ctx.world, ctx.size, ctx.dim), None, None
 
 
 class _Slice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, world: World, dim: int) -> Tensor:
         ctx.world, ctx.size, ctx.dim = world, tensor.shape[dim], dim
-        return _own(tensor, world, dim).clone()  # a view could not be changed in place
+        return _shard(tensor, world, dim).clone()  # a view could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
         return _joined(gradients[0], ctx.world, ctx.size, ctx.dim), None, None
 
 
-def _own(tensor: Tensor, world: World, dim: int) -> Tensor:
+class _ScatterSum(_Slice):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, world: World, dim: int) -> Tensor:
+        ctx.world, ctx.size, ctx.dim = world, tensor.shape[dim], dim
+        return scattered(tensor, world, dim)
+
+
+def _shard(tensor: Tensor, world: World, dim: int) -> Tensor:
+    """Return this rank's shard, as a view."""
     begin, end = share(tensor.shape[dim], world.rank, world.size)
     return tensor.narrow(dim, begin, end - begin)
 
 
 def _joined(tensor: Tensor, world: World, size: int, dim: int) -> Tensor:
     """Return the shards of all ranks side by side; shards are padded to the largest, since gloo needs equal sizes."""
-    entry = -(-size // world.size)
-    missing = entry - tensor.shape[dim]
+    largest = -(-size // world.size)
+    missing = largest - tensor.shape[dim]
     if missing:
         shape = list(tensor.shape)
         shape[dim] = missing
         tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
     whole = torch.cat(gathered(tensor, world), dim)
     return whole if whole.shape[dim] == size else whole.narrow(dim, 0, size).clone()
+
+
+def _applied(function: Any, *arguments: Any) -> Tensor:
+    output: Tensor = function.apply(*arguments)
+    return output
 
 
 def copied(tensor: Tensor, world: World) -> Tensor:
@@ -172,8 +169,7 @@ def copied(tensor: Tensor, world: World) -> Tensor:
         tensor: equal on all ranks.
         world: ranks of the group.
     """
-    output: Tensor = _Copy.apply(tensor, world)  # type: ignore[no-untyped-call]
-    return output
+    return _applied(_Copy, tensor, world)
 
 
 def summed(tensor: Tensor, world: World) -> Tensor:
@@ -183,8 +179,7 @@ def summed(tensor: Tensor, world: World) -> Tensor:
         tensor: summand of this rank.
         world: ranks of the group.
     """
-    output: Tensor = _Sum.apply(tensor, world)  # type: ignore[no-untyped-call]
-    return output
+    return _applied(_Sum, tensor, world)
 
 
 def joined(tensor: Tensor, world: World, size: int, dim: int) -> Tensor:
@@ -196,8 +191,7 @@ def joined(tensor: Tensor, world: World, size: int, dim: int) -> Tensor:
         size: of the dim, over all ranks.
         dim: that is sharded.
     """
-    output: Tensor = _Gather.apply(tensor, world, size, dim)  # type: ignore[no-untyped-call]
-    return output
+    return _applied(_Gather, tensor, world, size, dim)
 
 
 def sliced(tensor: Tensor, world: World, dim: int) -> Tensor:
@@ -209,9 +203,8 @@ def sliced(tensor: Tensor, world: World, dim: int) -> Tensor:
         dim: to shard.
     """
     if not tensor.requires_grad:
-        return _own(tensor, world, dim)
-    output: Tensor = _Slice.apply(tensor, world, dim)  # type: ignore[no-untyped-call]
-    return output
+        return _shard(tensor, world, dim)
+    return _applied(_Slice, tensor, world, dim)
 
 
 def joined_input(tensor: Tensor, world: World, size: int, dim: int) -> Tensor:
@@ -223,8 +216,7 @@ def joined_input(tensor: Tensor, world: World, size: int, dim: int) -> Tensor:
         size: of the dim, over all ranks.
         dim: that is sharded.
     """
-    output: Tensor = _GatherInput.apply(tensor, world, size, dim)  # type: ignore[no-untyped-call]
-    return output
+    return _applied(_GatherInput, tensor, world, size, dim)
 
 
 def scattered_sum(tensor: Tensor, world: World, dim: int) -> Tensor:
@@ -235,5 +227,4 @@ def scattered_sum(tensor: Tensor, world: World, dim: int) -> Tensor:
         world: ranks of the group.
         dim: to shard.
     """
-    output: Tensor = _ScatterSum.apply(tensor, world, dim)  # type: ignore[no-untyped-call]
-    return output
+    return _applied(_ScatterSum, tensor, world, dim)
