@@ -17,8 +17,10 @@ from fabricx.model_parallel.pipeline import Pipeline
 from fabricx.model_parallel.pipeline_chain import find_blocks, trace_chain
 from fabricx.model_parallel.pipeline_cuts import divide
 from fabricx.model_parallel.placeholders import tensors_by_name
+from tests.soak import SOAK
 
-WORDS, WIDTH, LENGTH, STEPS, LIMIT = 29, 16, 8, 20, 0.5
+WORDS, WIDTH, LENGTH, LIMIT = 29, 16, 8, 0.5
+STEPS = 20 if SOAK else 7
 
 
 class Block(nn.Module):

@@ -93,10 +93,10 @@ class Checkpointed(Language):
         return x
 
 
-def tokens(rows: int = ROWS) -> list[Any]:
+def tokens(rows: int = ROWS, count: int = STEPS) -> list[Any]:
     """Batches with padding, of two lengths."""
     generator, found = torch.Generator().manual_seed(1), []
-    for number in range(STEPS):
+    for number in range(count):
         ids = torch.randint(3, WORDS, (rows, LENGTH - number % 2), generator=generator)
         mask = torch.ones_like(ids)
         mask[0, -3:] = number % 3 > 0
@@ -106,7 +106,7 @@ def tokens(rows: int = ROWS) -> list[Any]:
 
 
 def sentences() -> list[Tensor]:
-    return [batch["ids"] % 29 for batch in tokens() if batch["ids"].shape[1] == LENGTH - 1]
+    return [batch["ids"] % 29 for batch in tokens(count=2 * STEPS) if batch["ids"].shape[1] == LENGTH - 1]
 
 
 GPT2 = {"n_layer": 4, "n_embd": 32, "n_head": 2, "vocab_size": WORDS, "n_positions": 32}
@@ -182,7 +182,7 @@ TRAINED: list[tuple[Any, dict[str, Any]]] = [
 
 
 def samples(count: int) -> list[Any]:
-    batches = [batch for batch in tokens(1) if batch["ids"].shape[1] == LENGTH]
+    batches = [batch for batch in tokens(1, 20) if batch["ids"].shape[1] == LENGTH]
     return [{name: value[0] for name, value in batch.items()} for batch in (batches * 3)[:count]]
 
 
