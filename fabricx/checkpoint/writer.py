@@ -20,7 +20,7 @@ from fabricx.checkpoint import files, sharded_tensors, single_file, tree
 from fabricx.checkpoint.storage import Place, as_path, discard
 from fabricx.distributed.generations import SAVING, membership
 from fabricx.distributed.world import World
-from fabricx.errors import CheckpointError, is_full
+from fabricx.errors import CheckpointError, PeerLost, is_full
 
 
 @dataclass
@@ -49,7 +49,7 @@ class _Write:
     repeated: bool
     done: threading.Event = field(default_factory=threading.Event)
     committing: threading.Lock = field(default_factory=threading.Lock)
-    abandoned: bool = False  # set under the lock; no commit begins afterwards
+    abandoned: bool = False  # set under the lock, by either; no commit begins afterwards
 
 
 @final
@@ -157,6 +157,8 @@ class Writer:
             return True
         while not write.done.wait(NOTICE_S):
             membership().check(self._world.generation)
+        if write.abandoned:  # the thread has noticed the death first
+            membership().check(self._world.generation)
         error, self._error = self._error, None
         reason = self._world.broadcast_object(None if error is None else _describe_error(error))
         self._write = None  # after the broadcast: the main rank may die first, and leave the working folder to sweep
@@ -254,6 +256,9 @@ class Writer:
                 return
             if self._error is None:
                 self._commit(write, everything)
+        except PeerLost:  # no error of this checkpoint: this rank begins it again when it joins the next generation
+            with write.committing:
+                write.abandoned = True
         except Exception as error:
             self._error = self._error or error
         if self._error is not None and not write.abandoned:  # if abandoned, other ranks may still write to the folder

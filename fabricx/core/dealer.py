@@ -15,6 +15,8 @@ class Dealer:
     Attributes:
         lease: lease that this rank is training; None without a lease.
         section: number of the newest section.
+        within_section: this rank has not reached the end of a section that has begun: its position in the data is still
+            that of the begin, and it waits for no other rank.
         planned: number of workers at the begin of the run.
         scheduled: number of updates that step schedulers have followed.
         dropped: the newest gradient arrived too late, and its data will be leased again.
@@ -24,6 +26,7 @@ class Dealer:
 
     lease: Any = None
     section = -1
+    within_section = False
     planned = 0
     scheduled = 0
     dropped = False
@@ -52,11 +55,6 @@ class Dealer:
         Args:
             take_logged: returns the metric sums that the lease has logged, which are sent with its gradient.
         """
-
-    @property
-    def holds_leases(self) -> bool:
-        """Return whether this rank has leases whose gradients were not sent yet."""
-        return False
 
     @property
     def begins_update(self) -> bool:

@@ -130,6 +130,7 @@ class ListFeed(Feed):
                     index += 1
                     if closes:
                         break
+            dealer.within_section = False
             states = self._world.gather_objects((upcoming is not _NOTHING, index // accumulate))
             more, done = any(continues for continues, _ in states), sum(trained for _, trained in states)
             yield Microbatch(

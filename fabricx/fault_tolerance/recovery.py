@@ -90,8 +90,8 @@ def recover(session: Session, ft: RankRecords, error: Exception) -> None:
         Exception: `error`, if no worker has died, or if recovery in place is impossible.
     """
     torn = ft.torn and ft.memory is None  # in-memory checkpoints restore the state before that update
-    if session.dealer.holds_leases:
-        raise error  # an error in a batch of this rank: its leases are released only when its process ends
+    if session.dealer.within_section:  # an error of this rank alone: it would train the section's batches again
+        raise error  # its leases are released when its process ends
     if not membership().changes or torn or session.world.newcomer:
         raise error
     if any(callback.repeats_after(session.trainer, error) for callback in session.callbacks):

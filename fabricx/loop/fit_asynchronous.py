@@ -129,7 +129,7 @@ def _meet(session: Session, micro: Microbatch) -> None:
     """Synchronise all ranks after the last lease of a section."""
     _take_back(session)
     ft, strategy = session.fault_tolerance, session.strategy
-    ft.meeting = micro
+    ft.meeting, session.dealer.within_section = micro, False
     ft.check_members()
     strategy.synchronize()
     _reach(session, strategy.after_update(session.state.step))

@@ -16,10 +16,10 @@ from fabricx import checkpoint
 from fabricx.callbacks import FaultRecovery, ModelCheckpoint
 from fabricx.checkpoint import sharded_tensors
 from fabricx.checkpoint.writer import Writer
-from fabricx.strategies import DDP, FSDP
+from fabricx.strategies import DDP, FSDP, AsyncSGD
 from fabricx.testing import fail, kill
 
-from .test_recovery import STEPS, exact, train
+from .test_recovery import EPOCHS, STEPS, exact, train
 
 
 class DiesWriting(fx.Callback):
@@ -98,6 +98,43 @@ def test_a_checkpoint_that_was_lost_in_the_background_is_forgotten_and_the_last_
     assert checkpoint.read_manifest(kept)["step"] == STEPS
     assert [*(tmp_path / "saved").iterdir()] == [kept]
     assert list(saver.best_k_models) == [saver.best_model_path] == [str(kept)]
+
+
+class GivesUpWithinSection(fx.Callback):
+    """The disk of rank 1 hangs, and rank 1 dies with a lease; rank 0 sees it after a lease, before all ranks meet.
+
+    The writer of rank 0 has given up its checkpoint then. Without rank 1, rank 0 trains the rest of the section.
+
+    Args:
+        said: file for the lines that rank 0 prints.
+    """
+
+    def __init__(self, said: Path) -> None:
+        self.said = said
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        def note(text: str) -> None:
+            with self.said.open("a") as file:
+                file.write(text if trainer.is_global_zero else "")
+
+        trainer.print = note
+        if trainer.world.rank == 1 and not trainer.failures:
+            sharded_tensors.write = lambda file, tensors: threading.Event().wait()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        writer = trainer.session.checkpoints.writer
+        if trainer.world.rank == 0 and writer is not None and trainer.global_step > 2 and not trainer.failures:
+            assert writer._write.done.wait(60)
+
+
+def test_a_death_while_a_checkpoint_is_written_repeats_no_batch_of_ranks_at_their_own_pace(
+    tmp_path: Path,
+) -> None:
+    faults: list[Any] = [kill(rank=1).during("forward", step=2), GivesUpWithinSection(tmp_path / "said")]
+    module, trainer = train(AsyncSGD(damp=False), faults, tmp_path, recovery=FaultRecovery(every_n_train_steps=2))
+    assert exact(module, 2.0 * EPOCHS), module.entries
+    assert len(trainer.failures) == 1
+    assert "recovered 1 time, 0 samples lost" in (tmp_path / "said").read_text()
 
 
 class SavesWithoutWaiting(fx.Callback):

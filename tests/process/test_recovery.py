@@ -242,11 +242,20 @@ def test_an_error_that_passes_is_tried_again(tmp_path: Path) -> None:
     assert "a hiccup" in trainer.failures[0]
 
 
+def test_a_hook_that_loses_a_link_between_two_batches_of_its_own_pace_makes_all_start_again(tmp_path: Path) -> None:
+    """Ranks at their own pace go on from where all have met: to go on in place would train batches twice."""
+    fault = fail(rank=0, error="Connection reset by peer").during("batch end", step=5)  # of a tracking server
+    module, trainer = train(AsyncSGD(damp=False), [fault], tmp_path)
+    assert exact(module, 2.0 * EPOCHS), module.entries
+    [failure] = trainer.failures
+    assert "Connection reset by peer" in failure
+
+
 @pytest.mark.parametrize("strategy", [DDP(), FSDP(), ParameterServer(), AsyncSGD(damp=False)])
 def test_a_rank_that_freezes_is_ended_and_the_run_goes_on(strategy: Any, tmp_path: Path) -> None:
     recovery = FaultRecovery(every_n_train_steps=2, frozen_after=1.5)
     module, trainer = train(strategy, [freeze(rank=1).during("forward", step=5)], tmp_path, recovery=recovery)
-    assert exact(module, EPOCHS * (2.0 if isinstance(strategy, AsyncSGD) else 1.0))
+    assert exact(module, EPOCHS * (2.0 if isinstance(strategy, AsyncSGD) else 1.0)), (trainer.failures, module.entries)
     if not isinstance(strategy, AsyncSGD):  # there, the others go on, and another takes its place
         [failure] = trainer.failures
         assert failure.startswith("rank 1 failed: it sent no heartbeat")

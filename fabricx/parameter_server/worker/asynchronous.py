@@ -68,7 +68,7 @@ class Asynchronous(WorkerProtocol[Client]):
         """Forget everything of an earlier run."""
         self.numbers = UpdateNumbers(step)
         self.statistics = RunningStatistics(module or nn.Identity())
-        self.leases.section, self.leases.scheduled = -1, step
+        self.leases.section, self.leases.scheduled, self.leases.within_section = -1, step, False
         self._stale, self.has_whole_weights = True, False
 
     @property

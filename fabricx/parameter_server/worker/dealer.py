@@ -33,6 +33,7 @@ class LeaseDealer(LeaseState, Dealer):
             leases: number of leases.
         """
         self.section += 1
+        self.within_section = True
         self._protocol.has_whole_weights = False
         version = self._protocol.numbers.version
         self._protocol.exchange.leases.open(self.section, leases, version, self.workers)
@@ -80,11 +81,6 @@ class LeaseDealer(LeaseState, Dealer):
     def leases_per_update(self) -> int:
         """Return the number of leases per update."""
         return self._protocol.settings.parts_of_update(self._protocol.world.size)
-
-    @property
-    def holds_leases(self) -> bool:
-        """Return whether this worker trains a lease whose gradient was not pushed."""
-        return self.lease is not None or self._protocol.unpushed > 0
 
     @property
     def begins_update(self) -> bool:

@@ -15,6 +15,7 @@ class LeaseState:
     Attributes:
         lease: lease that is being trained.
         section: number of the newest section.
+        within_section: the section has begun, and this worker has not reached its end.
         planned: number of workers at the begin of the run.
         scheduled: number of updates that step schedulers have followed.
         workers: worker numbers on the servers, by rank.
@@ -25,6 +26,7 @@ class LeaseState:
     def __init__(self) -> None:
         self.lease: Granted | None = None
         self.section = -1
+        self.within_section = False
         self.planned = self.scheduled = 0
         self.workers: tuple[int, ...] = ()
         self.dropped = False

@@ -53,7 +53,7 @@ def test_only_ranks_at_their_own_pace_are_dealt_data() -> None:
     for strategy in (ParameterServer(), DDP(), Plain()):
         dealer = as_part(strategy, DealsData).dealer
         assert strategy.traits.lockstep
-        assert (dealer.holds_leases, dealer.may_drop, dealer.position()) == (False, False, None)
+        assert (dealer.within_section, dealer.may_drop, dealer.position()) == (False, False, None)
 
 
 def test_default_parts_read_the_gradients_of_parameters() -> None:

@@ -15,7 +15,6 @@ import fabricx as fx
 from fabricx.distributed.generations import Membership
 from fabricx.distributed.world import World
 from fabricx.fault_tolerance.recovery import recover
-from fabricx.parameter_server.wire.messages import Granted
 from fabricx.strategies import AsyncSGD
 from fabricx.testing import QUIET, Ledger
 from tests.process.test_recovery import Numbered
@@ -104,7 +103,7 @@ def test_under_any_schedule_of_deaths_each_sample_is_trained_once_an_epoch(
     assert deaths >= len(SCHEDULES)  # else nothing was tried
 
 
-def test_an_error_in_a_batch_that_was_dealt_to_a_rank_is_never_taken_for_a_cut_link(
+def test_an_error_between_two_meetings_is_never_taken_for_a_cut_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[Any] = []
@@ -114,7 +113,7 @@ def test_an_error_in_a_batch_that_was_dealt_to_a_rank_is_never_taken_for_a_cut_l
     monkeypatch.setattr("fabricx.fault_tolerance.recovery.ANSWER_S", 0.0)
     monkeypatch.setattr("fabricx.fault_tolerance.recovery.NOTICE_S", 0.0)
     strategy: Any = AsyncSGD()
-    strategy.dealer.lease = Granted(3)
+    strategy.dealer.within_section = True
     session: Any = SimpleNamespace(strategy=strategy, dealer=strategy.dealer, world=World(), callbacks=[])
     ft: Any = SimpleNamespace(torn=False, memory=None)
     with pytest.raises(ConnectionResetError):  # of a user's tracking server, for example
