@@ -96,7 +96,7 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
         self._gathered: GatheredWeights | None = None
         self._order: CollectiveOrder | None = None  # order of collectives, compared over ranks
         self._gathers_much = False  # whether freed memory returns to the system
-        self._freed = 0  # bytes of gathered weights that were freed since the last return
+        self._freed = 0  # bytes that were freed since the last return
         self._optimizers: list[Optimizer] = []
         self._parameters: dict[str, nn.Parameter] = {}  # the optimizers' parameters, by name
 
@@ -297,8 +297,13 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
         return step
 
     def _note_freed(self, size: int) -> None:
-        """Return memory to the system within a step, because glibc hardly reuses the aligned blocks of a gather."""
-        self._freed += size
+        """Return memory to the system within a step, because glibc hardly reuses the aligned blocks of a gather.
+
+        Args:
+            size: bytes of gathered weights that were freed. A backward that reduces gradients frees as much again for
+                the gradients of the block, and for the input of their reduction.
+        """
+        self._freed += 3 * size if self._in_backward and self.ends_window else size
         if self._gathers_much and self._freed >= LARGE:
             self._freed = 0
             release_freed_memory()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +39,7 @@ class _Fragment:
         begun: step at which the pending synchronisation began; None without a pending synchronisation.
         moved: this rank's weight difference to `base` at that step; the all-reduce replaces it by the sum over ranks.
         work: the pending all-reduce; None without.
+        local: this rank's weights and their mean over ranks, while the parameters hold the mean; None otherwise.
     """
 
     number: int
@@ -49,6 +50,7 @@ class _Fragment:
     begun: int | None = None
     moved: Tensor = field(default_factory=lambda: torch.empty(0))
     work: Any = None
+    local: tuple[Tensor, Tensor] | None = None
 
     def wait(self) -> None:
         """Wait for the pending all-reduce, if any."""
@@ -141,8 +143,7 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         self._fragments: list[_Fragment] = []
         self._frozen: list[Tensor] = []  # parameters outside of all fragments
         self._used: list[Tensor] = []  # parameters that had a gradient in this rank's newest batch
-        # By fragment, while the parameters hold the mean over ranks: (local weights, mean), each of shape [elements].
-        self._local: list[tuple[Tensor, Tensor]] = []
+        self._velocities: dict[str, Tensor] = {}  # outer momentum by number of a fragment; its blocks have views of it
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         super().setup(module)
@@ -155,15 +156,22 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
                 "local_sgd averages real numbers, and a parameter is complex; train its view_as_real, or use "
                 "strategy=ddp"
             )
-        self._fragments = [
-            _Fragment(number, block, base, torch.zeros_like(base if self.outer == "nesterov" else base[:0]))
-            for number, part in enumerate(_in_parts(trained, self.fragments))
-            for block in _in_blocks(part)
-            for base in [_flat(block)]
-        ]
+        self._fragments, self._velocities = [], {}
+        for number, part in enumerate(_in_parts(trained, self.fragments)):
+            self._add_fragment(number, part)
+
+    def _add_fragment(self, number: int, parameters: list[Tensor]) -> None:
+        blocks = _in_blocks(parameters)
+        bases = [_flat(block) for block in blocks]
+        sizes = [base.numel() if self.outer == "nesterov" else 0 for base in bases]
+        dtype = functools.reduce(torch.promote_types, [base.dtype for base in bases])
+        velocity = bases[0].new_zeros(sum(sizes), dtype=dtype)
+        for block, base, part in zip(blocks, bases, velocity.split(sizes), strict=True):
+            self._fragments.append(_Fragment(number, block, base, part))
+        self._velocities[str(number)] = velocity
 
     def teardown(self) -> None:
-        self._fragments, self._local, self._frozen, self._used = [], [], [], []
+        self._fragments, self._velocities, self._frozen, self._used = [], {}, [], []
         super().teardown()
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,71 +210,55 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
 
     def synchronize(self, copies: Mapping[str, Tensor] | None = None, *, ends: bool = False) -> None:
         if ends:  # hooks may replace the weights later, and a later checkpoint must not average these
-            self._end_round()
-        if not self._local and any(fragment.apart for fragment in self._fragments):
+            self._restore_local(ends_round=True)
+        if any(fragment.apart for fragment in self._fragments) and not any(f.local for f in self._fragments):
             for fragment in self._fragments:
                 if fragment.begun is not None:
                     self._end(fragment, self.keep_local)
                 local = fragment.flat()
                 fragment.set(self.data_ranks.all_reduce(local.clone()).div_(self.data_ranks.size))
-                self._local.append((local, fragment.flat()))
+                fragment.local = local, fragment.flat()
         super().synchronize(copies, ends=ends)
 
-    def _end_round(self) -> None:
-        """Combine the weight differences of all ranks since the last synchronisation; collective."""
-        seen = self._swap_in_local()
+    def _restore_local(self, *, ends_round: bool = False) -> None:
+        """Restore this rank's local weights after `synchronize`, with the elements of the mean that hooks changed.
+
+        Block by block, so that a block is all that is copied meanwhile.
+
+        Args:
+            ends_round: combine the weight differences of all ranks since the last synchronisation; collective.
+        """
         for fragment in self._fragments:
-            if fragment.apart:
+            changes = None
+            if fragment.local is not None:
+                (local, mean), fragment.local = fragment.local, None
+                now = fragment.flat()
+                fragment.set(local)
+                changes = None if torch.equal(mean, now) else (now == mean, now)
+            if ends_round and fragment.apart:
                 self._begin(fragment, 0)
                 self._end(fragment, 0.0)
-        self._keep_changes(seen)
-
-    def _restore_local(self) -> None:
-        """Restore this rank's local weights after `synchronize`, with the elements of the mean that hooks changed."""
-        self._keep_changes(self._swap_in_local())
-
-    def _swap_in_local(self) -> list[tuple[Tensor, Tensor]]:
-        """Restore the local weights; return the mean and the weights in its place after hooks, by fragment."""
-        seen = []
-        for fragment, (local, mean) in zip(self._fragments, self._local, strict=False):
-            seen.append((mean, fragment.flat()))
-            fragment.set(local)
-        self._local = []
-        return seen
-
-    def _keep_changes(self, seen: list[tuple[Tensor, Tensor]]) -> None:
-        """Write the elements that hooks have changed to the parameters."""
-        for fragment, (mean, now) in zip(self._fragments, seen, strict=False):
-            if not torch.equal(mean, now):
-                fragment.set(torch.where(now == mean, fragment.flat(), now))
+            if changes is not None:
+                unchanged, now = changes
+                fragment.set(torch.where(unchanged, fragment.flat(), now))
 
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
-        self._end_round()
+        self._restore_local(ends_round=True)
         for optimizer in optimizers:
             average_moments(self.data_ranks, optimizer)
         state = super().state_dict(module, optimizers)
         if not optimizers or self.outer != "nesterov":
             return state
-        return {
-            **state,
-            "outer": {number: torch.cat([f.velocity for f in blocks]) for number, blocks in self._blocks()},
-        }
+        return {**state, "outer": dict(self._velocities)}
 
     def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
         super().load_state_dict(state, module, optimizers)
         for fragment in self._fragments:
             fragment.base.copy_(fragment.flat())
-        velocity = state.get("outer", {})
-        for number, blocks in self._blocks():
-            saved, sizes = velocity.get(number), [fragment.velocity.numel() for fragment in blocks]
-            if saved is not None and saved.numel() == sum(sizes):
-                for fragment, part in zip(blocks, saved.split(sizes), strict=True):
-                    fragment.velocity.copy_(part)
-
-    def _blocks(self) -> list[tuple[str, list[_Fragment]]]:
-        """Return the blocks of each fragment."""
-        groups = itertools.groupby(self._fragments, lambda fragment: str(fragment.number))
-        return [(number, list(blocks)) for number, blocks in groups]
+        saved = state.get("outer", {})
+        for number, velocity in self._velocities.items():
+            if number in saved and saved[number].numel() == velocity.numel():
+                velocity.copy_(saved[number])
 
     def local_state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         self._restore_local()
@@ -293,8 +285,10 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         moved = []
         for state in states:
             super().load_state_dict(state, module, optimizers)
-            moved.append([fragment.base - fragment.flat() for fragment in self._fragments])
-        self._local = []
+            if not own:
+                moved.append([fragment.base - fragment.flat() for fragment in self._fragments])
+        for fragment in self._fragments:
+            fragment.local = None
         if not own:  # the number of ranks has changed: end the round of the former ranks
             moments = _mean([state["optimizers"] for state in states])
             super().load_state_dict({**states[0], "optimizers": moments}, module, optimizers)

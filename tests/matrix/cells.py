@@ -79,6 +79,7 @@ SERVERS_STEP = {
 }
 BOUNDED = {"bounded0", "bounded0-ps2"}
 UNEQUAL_PACE = BOUNDED | (ONE_WORKER - {"local_sgd-2"})
+UNFREEZING = ("finetuning", "backbone")  # callbacks that add the first layer to the optimizer later
 STREAMS = ("iterable", "ending", "promised")
 TOGETHER = ("batchnorm", "sync-batchnorm")
 IN_HOOKS = (
@@ -107,7 +108,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     ),
     "log": ("plain", "objects", "kinds"),
     "save": ("none", *IN_HOOKS, "from-single", "to-single"),
-    "callback": ("none", "ema", "finetuning", "swa"),
+    "callback": ("none", "ema", "averaging", "finetuning", "backbone", "swa", "scheduler"),
     "change": (
         "none", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_after_backward",
         "on_before_optimizer_step", "on_train_batch_end", "on_validation_epoch_end", "on_train_epoch_end",
@@ -211,7 +212,9 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     yield cell.schedule == "plateau" and cell.loop == "limit"
     # Its rates are set in a hook of each optimizer, and its average is of whole epochs.
     yield cell.callback == "swa" and (cell.manual or cell.optimizer == "own-step" or cell.loop == "stop-early")
-    if cell.callback == "finetuning":
+    # It sets how many batches an update has, which other features here do as well, or have a reason not to.
+    yield cell.callback == "scheduler" and (cell.accumulate > 1 or cell.manual or cell.optimizer == "lbfgs")
+    if cell.callback in UNFREEZING:
         # Its frozen layer is an optimizer's only part there, or shares weights with another.
         yield cell.update in ("several", "manual-two") or cell.model in ("tied", "shared", "toggled")
         yield cell.optimizer in ("lbfgs", "custom", "groups", "own-step") or cell.schedule in ("own", "two")

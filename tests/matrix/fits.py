@@ -21,7 +21,16 @@ import torch
 
 import fabricx as fx
 from fabricx import checkpoint
-from fabricx.callbacks import EMA, BaseFinetuning, EarlyStopping, LoadBalancer, StochasticWeightAveraging
+from fabricx.callbacks import (
+    EMA,
+    BackboneFinetuning,
+    BaseFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LoadBalancer,
+    StochasticWeightAveraging,
+)
 from fabricx.core.strategy_parts import HasServers, HidesGradients, ModelParallel, as_part
 from fabricx.distributed.world import World
 from fabricx.errors import WorkerFailed
@@ -205,8 +214,14 @@ def callbacks(cell: Cell, ranks: int) -> list[fx.Callback]:
         found.append(EMA(0.5))
     if cell.callback == "swa":
         found.append(StochasticWeightAveraging(0.15, swa_epoch_start=0, annealing_epochs=2))
+    if cell.callback == "averaging":
+        found.append(EMAWeightAveraging(decay=0.5, update_every_n_steps=2, update_starting_at_epoch=1))
+    if cell.callback == "scheduler":
+        found.append(GradientAccumulationScheduler({0: 2, 1: 1}))
     if cell.callback == "finetuning":
         found.append(Unfreezes())
+    if cell.callback == "backbone":
+        found.append(BackboneFinetuning(1, backbone_initial_ratio_lr=0.7))
     if cell.loop == "lr-callback":
         found.append(ChangesRate(3 if cell.data in ("few", "uneven") else 2))  # where some ranks may have no sample
     if cell.loop == "stop-early":

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import fabricx as fx
-from tests.matrix.cells import STREAMS, TOGETHER_RANKS, Cell
+from tests.matrix.cells import STREAMS, TOGETHER_RANKS, UNFREEZING, Cell
 
 GLOBAL_BATCH = 12
 SAMPLES = {
@@ -324,7 +324,7 @@ class Net(fx.Module):
     def configure_optimizers(self) -> Any:
         kind = self.cell.optimizer
         parameters = [p for name, p in self.named_parameters() if kind != "subset" or not name.startswith("second")]
-        if self.cell.callback == "finetuning":
+        if self.cell.callback in UNFREEZING:
             parameters = [parameter for parameter in parameters if parameter.requires_grad]
         if self.cell.update in ("several", "manual-two"):
             mine = {id(parameter) for parameter in self.first.parameters()}
@@ -397,6 +397,8 @@ def make_module(cell: Cell) -> Net:
         more["on_after_batch_transfer"] = _side_by_side
     if cell.loop == "skip-rest":
         more["on_train_batch_start"] = _skip_rest
+    if cell.callback == "backbone":
+        more["backbone"] = property(lambda self: self.first)
     kind = OwnClipping if cell.clip == "module" else Net
     made: Any = type("Made", (kind,), more)
     return made(cell)

@@ -6,7 +6,16 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.matrix.cells import BOUNDED, COMPRESSED, SERVERS_STEP, STREAMS, UNEQUAL_PACE, Cell
+from tests.matrix.cells import (
+    BOUNDED,
+    COMPRESSED,
+    SERVERS_STEP,
+    STREAMS,
+    TOGETHER_RANKS,
+    UNEQUAL_PACE,
+    UNFREEZING,
+    Cell,
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,7 @@ CHANGING = {
 }  # fmt: skip
 WITHIN_STEP = {"on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"}
 DIVIDED = {"ps2-server", "ps2-overlap", "ps2-server-fp16"}
+ELSEWHERE = ("ps", "bounded", "async", "rounds", "local_sgd")  # no rank has the weights of each update
 APART = UNEQUAL_PACE  # ranks go at their own pace
 REFUSALS = (
     Refusal(
@@ -242,8 +252,9 @@ REFUSALS = (
         steps=9,
     ),
     Refusal(
-        lambda c: c.callback == "swa" and c.way.startswith(("ps", "bounded", "async", "rounds", "local_sgd")),
-        "StochasticWeightAveraging needs the weights",
+        lambda c: (c.callback in ("swa", "averaging") and c.way.startswith(ELSEWHERE))
+        or (c.callback == "swa" and c.way in TOGETHER_RANKS),
+        "(StochasticWeightAveraging|EMAWeightAveraging) needs the weights|averages of weights that are divided",
         "Ranks do not have the weights or the rate of each update. Use `ddp` or `fsdp`, or `EMA`.",
     ),
     Refusal(
@@ -252,8 +263,7 @@ REFUSALS = (
         "Batch statistics belong to the weights of the last step. Use `EMA(use_buffers=True)` or GroupNorm.",
     ),
     Refusal(
-        lambda c: c.callback == "finetuning"
-        and c.way.startswith(("ps", "bounded", "async", "rounds", "local_sgd", "reproducible")),
+        lambda c: c.callback in UNFREEZING and c.way.startswith((*ELSEWHERE, "reproducible")),
         "adds parameters to the optimizers during training",
         "The parameters of the optimizers are fixed before training. "
         "Use `ddp` or `fsdp`, or change `requires_grad` only.",

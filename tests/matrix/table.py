@@ -93,7 +93,11 @@ _MEANINGS: Final[dict[str, dict[Any, str]]] = {
         **{hook: f"`save_checkpoint` in `{hook}`, and resuming from it" for hook in IN_HOOKS},
         "from-single": "resuming a run of one process", "to-single": "resuming on one process",
     },
-    "callback": {"ema": "`EMA`", "finetuning": "`BaseFinetuning`", "swa": "`StochasticWeightAveraging`"},
+    "callback": {
+        "ema": "`EMA`", "averaging": "`WeightAveraging`, `EMAWeightAveraging`", "finetuning": "`BaseFinetuning`",
+        "backbone": "`BackboneFinetuning`", "swa": "`StochasticWeightAveraging`",
+        "scheduler": "`GradientAccumulationScheduler`",
+    },
     "change": {hook: f"weights that `{hook}` changes" for hook in FEATURES["change"] if hook != "none"},
     "precision": {"64": "float64", "32": "float32", "bf16-mixed": "`precision='bf16-mixed'`"},
 }  # fmt: skip

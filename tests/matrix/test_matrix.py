@@ -105,6 +105,10 @@ TELLING = (  # short cells in which a usual mistake shows, with optimizers whose
     "ps1 ranks=3 model=sparse data=uneven",  # rows that are lost
     "ddp ranks=3 model=sync-batchnorm data=uneven",  # statistics of unequal shares
     "ps2-overlap ranks=3 schedule=two callback=ema data=uneven",  # updates that are counted otherwise
+    "fsdp ranks=3 optimizer=momentum callback=averaging data=uneven save=on_train_epoch_end",  # averages of shards
+    "hsdp ranks=2 optimizer=momentum callback=backbone save=on_train_epoch_end",  # groups that are added to shards
+    "ps2-server ranks=3 callback=scheduler data=uneven",  # another number of batches in an update
+    "bounded0 ranks=2 callback=scheduler save=on_train_epoch_end",
     "ddp-bf16 ranks=2 data=uneven",  # factors that rounding could hide
     "ps1-bf16 ranks=3 data=few",
     "ddp ranks=2 data=uneven precision=bf16-mixed",
@@ -170,6 +174,9 @@ def test_cells_that_were_wrong_once_and_those_in_which_usual_mistakes_show_are_r
 
 MESHES = (
     "tensor ranks=2 clip=norm data=uneven callback=ema",
+    "tensor ranks=2 optimizer=momentum callback=averaging save=on_train_epoch_end",
+    "pipeline ranks=2 optimizer=momentum callback=backbone data=uneven",
+    "tensor ranks=2 callback=swa",
     "tensor ranks=2 model=dropout accumulate=2 save=on_train_epoch_end",
     "tensor ranks=2 optimizer=momentum model=toggled save=to-single",
     "pipeline ranks=2 optimizer=momentum clip=norm save=from-single",

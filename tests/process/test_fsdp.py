@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch.utils.data import DataLoader
 import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import ModelCheckpoint
+from fabricx.distributed.fsdp_internals import units_of
 from fabricx.errors import WorkerFailed
-from fabricx.strategies import DDP, FSDP, Single
+from fabricx.strategies import DDP, FSDP, Single, fsdp
 from fabricx.testing import QUIET, Layer, LayeredModule, SavesAtEnd, assert_same_state, layered_data, run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -76,47 +78,57 @@ def test_single_ddp_and_fsdp_take_up_each_others_checkpoints_bit_for_bit(tmp_pat
 
 
 class Deep(fx.Module):
-    """192 MiB of weights in 24 blocks; notes the peak of resident memory in a step, beside that before the step."""
+    """24 blocks of equal size; notes each return of freed memory, with the bytes that are gathered then."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(*[nn.Sequential(nn.Linear(512, 2048), nn.Linear(2048, 512)) for _ in range(24)])
-        self.added: list[int] = []
+        self.body = nn.Sequential(*[nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)) for _ in range(24)])
+        self.moment = "forward"
+        self.returns: list[tuple[str, int]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.body(batch).square().mean()
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present value
-        self.before = _status("VmRSS")
+    def on_before_backward(self, loss: Any) -> None:
+        self.moment = "backward"
+
+    def on_after_backward(self) -> None:
+        self.moment = "update"
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.added.append(_status("VmHWM") - self.before)
+        self.moment = "forward"
+
+    def note_return(self) -> bool:
+        outputs = [tensor for unit in units_of(self) for p in unit.fsdp_params for tensor in p.all_gather_outputs]
+        self.returns.append((self.moment, sum(tensor.untyped_storage().nbytes() for tensor in outputs)))
+        return True
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _status(name: str) -> int:
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
-    return int(line.split()[1]) * 1024
-
-
-def added_in_a_step() -> tuple[int, int]:
-    """Return the bytes of the weights, and those that a rank needs in a step in addition, at most."""
+def returns_of_freed_memory(accumulate: int) -> tuple[int, list[tuple[str, int]]]:
+    """Return the bytes of a block, and the returns of freed memory in two batches, if 8 blocks count as much."""
     module = Deep()
-    trainer = fx.Trainer(devices=2, strategy="fsdp", max_epochs=1, **QUIET)
-    size = sum(parameter.nbytes for parameter in module.parameters())
-    trainer.fit(module, DataLoader(torch.randn(12, 512), 2))
-    return size, max(module.added[1:])  # the first step fills caches
+    block = sum(parameter.nbytes for parameter in module.body[0].parameters())
+    trainer = fx.Trainer(
+        devices=2, strategy="fsdp", max_epochs=1, accumulate_grad_batches=accumulate, num_sanity_val_steps=0, **QUIET
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp, "LARGE", 8 * block)
+        patch.setattr(fsdp, "release_freed_memory", module.note_return)
+        trainer.fit(module, DataLoader(torch.randn(8, 8), 2))
+    return block, module.returns
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of Linux's resident memory is read")
-def test_a_step_needs_little_memory_beside_the_shards() -> None:
-    for size, added in run_ranks(added_in_a_step, 2):
-        # The gradients' shards are half of the weights; a block, its gradients and 64 MiB of freed blocks come on top.
-        print("ADDED", added / size)
-        assert added < 1.75 * size
+def test_freed_weights_and_gradients_return_to_the_system_within_a_step() -> None:
+    # A forward frees 24 blocks; a backward also their gradients and the inputs of reductions: a return after 3 blocks.
+    step = {"forward": 3, "backward": 8, "update": 1}
+    window = {"forward": 6, "backward": 3 + 8, "update": 1}  # the first backward of a window keeps its gradients
+    for accumulate, expected in ((1, {name: 2 * count for name, count in step.items()}), (2, window)):
+        for block, returns in run_ranks(returns_of_freed_memory, 2, accumulate):
+            assert Counter(moment for moment, _ in returns) == expected
+            assert max(gathered for _, gathered in returns) <= 2 * block  # the next block is gathered in advance
 
 
 class Later(Layers):

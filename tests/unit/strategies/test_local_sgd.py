@@ -80,6 +80,30 @@ def test_what_hooks_change_of_the_mean_of_all_ranks_is_kept_and_the_rest_is_each
         assert module.weight.tolist() == [[1.0, 9.0, 3.0]]
 
 
+def test_copies_for_a_validation_are_freed_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_sgd, "_BLOCK", 12)
+    held: list[int] = []
+
+    def flat(fragment: Any) -> torch.Tensor:
+        held.append(sum(other.local is not None for other in strategy._fragments))
+        return real(fragment)  # type: ignore[no-any-return]
+
+    module = nn.Sequential(*[nn.Linear(4, 3, bias=False) for _ in range(5)])
+    strategy = LocalSGD(every=4, outer="nesterov")
+    strategy.setup(module)
+    [velocity] = strategy._velocities.values()
+    real = local_sgd._Fragment.flat
+    for restored in (strategy.wrap_step(lambda: None), lambda: strategy.synchronize(ends=True)):
+        strategy.after_update(1)
+        strategy.synchronize()
+        assert all(fragment.local is not None for fragment in strategy._fragments)
+        with monkeypatch.context() as patch:
+            patch.setattr(local_sgd._Fragment, "flat", flat)
+            restored()
+    assert [count for number, count in enumerate(held) if count != held[number - 1]] == 2 * [4, 3, 2, 1, 0]
+    assert strategy.state_dict(module, [torch.optim.SGD(module.parameters())])["outer"]["0"] is velocity  # no copy
+
+
 def test_a_large_fragment_is_combined_in_blocks_that_a_checkpoint_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
     states, weights = [], []
     for block in (1 << 20, 12):
