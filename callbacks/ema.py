@@ -112,8 +112,8 @@ class EMA(Averages):
         self._step_seen = step
         averages, weights = local(self.averages.values()), local(self._tensors)
         if self._kept:
-            own = [name not in self._kept for name in self.averages]
-            averages, weights = list(compress(averages, own)), list(compress(weights, own))
+            followed = [name not in self._kept for name in self.averages]
+            averages, weights = list(compress(averages, followed)), list(compress(weights, followed))
         self.updates += self._rule.follow(averages, weights, before, step)
 
     def _fetch_from_servers(self) -> None:

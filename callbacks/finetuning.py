@@ -65,10 +65,10 @@ class BaseFinetuning(Callback):
             modules: a module, or nested iterables of modules.
         """
         if isinstance(modules, nn.Module):
-            found = list(modules.modules())
+            parts = list(modules.modules())
         else:
-            found = [part for item in modules for part in BaseFinetuning.flatten_modules(item)]
-        return [m for m in dict.fromkeys(found) if not list(m.children()) or m._parameters]
+            parts = [part for inner in modules for part in BaseFinetuning.flatten_modules(inner)]
+        return [m for m in dict.fromkeys(parts) if not list(m.children()) or m._parameters]
 
     @staticmethod
     def filter_params(

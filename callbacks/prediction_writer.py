@@ -81,8 +81,8 @@ class BasePredictionWriter(Callback):
     def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         if stage != "predict":
             return
-        own = {"batch": "write_on_batch_end", "epoch": "write_on_epoch_end"}
-        for interval, name in own.items():
+        hooks = {"batch": "write_on_batch_end", "epoch": "write_on_epoch_end"}
+        for interval, name in hooks.items():
             missing = getattr(type(self), name) is getattr(BasePredictionWriter, name)
             if interval in self.interval and missing:
                 raise ValueError(

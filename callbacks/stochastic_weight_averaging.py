@@ -142,7 +142,7 @@ class StochasticWeightAveraging(Callback):
     def on_before_optimizer_step(self, trainer: TrainerProtocol, module: Module, optimizer: Any) -> None:
         # At each step, since schedules change the rates, and on all ranks, also without a sample of the batch.
         if self._rates:
-            groups = [group for each in trainer.optimizers for group in each.param_groups]
+            groups = [group for other in trainer.optimizers for group in other.param_groups]
             for group, rate in zip(groups, self._rates, strict=True):
                 group["lr"] = rate
 

@@ -61,9 +61,9 @@ class Definitions:
         Raises:
             UnpicklingError: the object does not exist any more.
         """
-        if (found := self._by_name.get(name)) is None:
+        if (definition := self._by_name.get(name)) is None:
             raise pickle.UnpicklingError("a class or function of this process was deleted while a worker used it")
-        return found
+        return definition
 
     def make(self, name: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Return the object of a definition: that of this process, or a new object, which `fill` completes.

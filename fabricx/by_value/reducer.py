@@ -100,13 +100,13 @@ def is_importable(value: Any) -> bool:
         value: a class or a function.
     """
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None) or value.__name__
-    found: Any = None if module in SCRIPTS else sys.modules.get(module)  # type: ignore[arg-type]
+    imported: Any = None if module in SCRIPTS else sys.modules.get(module)  # type: ignore[arg-type]
     try:
         for part in name.split("."):
-            found = getattr(found, part)
+            imported = getattr(imported, part)
     except AttributeError:
         return False
-    return found is value
+    return imported is value
 
 
 def variables_of(function: types.FunctionType) -> list[str]:

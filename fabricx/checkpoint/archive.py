@@ -33,8 +33,8 @@ def is_single_file(path: Path) -> bool:
 
 
 def _record(archive: zipfile.ZipFile) -> zipfile.ZipInfo | None:
-    found = [entry for entry in archive.infolist() if entry.filename.partition("/")[2] == RECORD]
-    return found[0] if len(found) == 1 else None
+    records = [entry for entry in archive.infolist() if entry.filename.partition("/")[2] == RECORD]
+    return records[0] if len(records) == 1 else None
 
 
 def read_record(path: Path) -> dict[str, Any]:

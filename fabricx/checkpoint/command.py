@@ -83,8 +83,8 @@ def table(checkpoints: list[Path], width: int | None = None) -> str:
     if width is None or max(map(len, text.splitlines())) <= width:
         return text
     folders = dict.fromkeys(path.parent for path in checkpoints)
-    own = {folder: [path for path in checkpoints if path.parent == folder] for folder in folders}
-    return "\n\n".join(f"{folder}\n{_rows(paths, full=False)}" for folder, paths in own.items())
+    by_folder = {folder: [path for path in checkpoints if path.parent == folder] for folder in folders}
+    return "\n\n".join(f"{folder}\n{_rows(paths, full=False)}" for folder, paths in by_folder.items())
 
 
 def _rows(checkpoints: list[Path], *, full: bool) -> str:

@@ -76,11 +76,11 @@ def _load_single_file(path: Path, map_location: Any, sharded: Mapping[str, Tenso
     rest, tensors = tree.split(single_file.read_state(path, "cpu", mapped=is_local(path)))
     parameter_of = tree.owner(sharded)
 
-    def place(name: str, tensor: Tensor) -> Tensor:
+    def on_device(name: str, tensor: Tensor) -> Tensor:
         like = parameter_of(name, tensor.shape)
         return tensor.to(map_location, copy=True) if like is None else shard_like(tensor, like).clone()
 
-    state: dict[str, Any] = tree.join(rest, {name: place(name, tensor) for name, tensor in tensors.items()})
+    state: dict[str, Any] = tree.join(rest, {name: on_device(name, tensor) for name, tensor in tensors.items()})
     return state
 
 

@@ -288,9 +288,9 @@ def _check_choices(overrides: Sequence[str]) -> None:
 
 def _check_defaults(loader: Any, path: str) -> None:
     """Refuse a file that overrides a group twice: Hydra ignores the second choice."""
-    found = loader.repository.load_config(path)
+    file = loader.repository.load_config(path)
     chosen: dict[str, Any] = {}
-    for default in (found.defaults_list or []) if found is not None else []:
+    for default in (file.defaults_list or []) if file is not None else []:
         if isinstance(default, GroupDefault) and default.override:
             group = str(default.group).lstrip("/")
             if chosen.setdefault(group, default.value) != default.value:

@@ -345,9 +345,9 @@ def _check_checkpoint(command: str, config: dict[str, Any], *, resumes: bool) ->
         looks = path == "last" or (path is None and command != "fit")
         newest = resolve_checkpoint("last", None, None, root, trains=command == "fit") if looks else None
     if command != "fit" and (path is None or (path == "last" and newest is None)):
-        found = "there is none in runs" if newest is None else f"the newest is ckpt_path={os.path.relpath(newest)}"
+        hint = "there is none in runs" if newest is None else f"the newest is ckpt_path={os.path.relpath(newest)}"
         raise ValueError(
-            f"fabricx {command} needs a checkpoint: set ckpt_path to its path, or to last; {found}\n  to use the "
+            f"fabricx {command} needs a checkpoint: set ckpt_path to its path, or to last; {hint}\n  to use the "
             "initial weights of the module: ckpt_path=none"
         )
     if path == "none":

@@ -49,7 +49,7 @@ class Composition:
             loader = GlobalHydra.instance().config_loader()
             names = [name for name in loader.list_groups("") if name != "hydra"]
             options = {name: loader.get_group_options(name) for name in names}
-        return {name: found for name, found in options.items() if found}
+        return {name: choices for name, choices in options.items() if choices}
 
     def _initialized(self) -> Any:
         GlobalHydra.instance().clear()
@@ -83,8 +83,8 @@ def config_files(folder: str | None) -> list[str]:
     Args:
         folder: of the project; None without.
     """
-    found = [Path(folder)] if folder else []
-    return sorted({file.stem for path in [*found, Path(conf.__file__).parent] for file in path.glob("*.yaml")})
+    folders = [Path(folder)] if folder else []
+    return sorted({file.stem for path in [*folders, Path(conf.__file__).parent] for file in path.glob("*.yaml")})
 
 
 def explain(error: Exception, composition: Composition, arguments: Sequence[str]) -> str:
@@ -188,8 +188,8 @@ def _choices_with(composition: Composition, key: str) -> list[str]:
 def _interpolation(error: InterpolationResolutionError, arguments: Sequence[str]) -> str:
     text = str(error).splitlines()[0]
     name = next(iter(re.findall(r"'([^']+)' not found", text)), "")
-    given = (argument.partition("=")[0] for argument in arguments if name and name in argument and "${" in argument)
-    key = error.full_key or next(given, "a value")
+    keys = (argument.partition("=")[0] for argument in arguments if name and name in argument and "${" in argument)
+    key = error.full_key or next(keys, "a value")
     if re.search(r"Environment variable '[^']+' not found", text):
         return f"{key}: the environment variable {name} is not set; export it, or give a default: ${{oc.env:{name},0}}"
     if re.search(r"Interpolation key '[^']+' not found", text):

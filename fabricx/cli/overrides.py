@@ -160,8 +160,8 @@ def parsed(overrides: Iterable[str]) -> list[Override]:
     Args:
         overrides: as `KEY=VALUE`.
     """
-    found: list[Override] = []
+    valid: list[Override] = []
     for text in overrides:
         with contextlib.suppress(HydraException):
-            found.append(OverridesParser.create().parse_override(text))
-    return found
+            valid.append(OverridesParser.create().parse_override(text))
+    return valid

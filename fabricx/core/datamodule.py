@@ -55,8 +55,8 @@ class DataModule(HyperParameters):
         known = inspect.signature(cls.__init__).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
         data = cls(**arguments, **{name: value for name, value in sizes.items() if takes_all or name in known})
-        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
-        for word, dataset in given.items():
+        datasets = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        for word, dataset in datasets.items():
             if dataset is not None:
                 loader = functools.partial(_loader, dataset, shuffle=word == "train", **sizes)
                 setattr(data, f"{word}_dataloader", loader)

@@ -43,8 +43,8 @@ def to_torchscript(module: Any, file_path: Any, method: str, example_inputs: Any
     return script
 
 
-def _example(module: Any, given: Any, call: str, argument: str) -> Any:
-    example = module.example_input_array if given is None else given
+def _example(module: Any, passed: Any, call: str, argument: str) -> Any:
+    example = module.example_input_array if passed is None else passed
     if example is None:
         raise ValueError(f"{call} needs an input of forward: pass {argument}=..., or set self.example_input_array")
     return to_device(example, module.device)

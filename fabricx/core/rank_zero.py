@@ -23,5 +23,5 @@ def set_rank(rank: int) -> None:
 def set_launched_rank() -> None:
     """Set the rank that a launcher gave this process; 0 without a launcher. A rank that is set already is kept."""
     if getattr(_FUNCTION, "rank", None) is None:
-        given = next((os.environ[name] for name in _VARIABLES if os.environ.get(name, "").isdigit()), "0")
-        set_rank(int(given))
+        rank = next((os.environ[name] for name in _VARIABLES if os.environ.get(name, "").isdigit()), "0")
+        set_rank(int(rank))

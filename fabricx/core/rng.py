@@ -36,12 +36,12 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     Raises:
         ValueError: the seed is not an integer, or out of range.
     """
-    given = os.environ.get(GLOBAL_SEED, "0") if seed is None else seed
+    text = os.environ.get(GLOBAL_SEED, "0") if seed is None else seed
     try:
-        chosen = int(given)
+        chosen = int(text)
     except (TypeError, ValueError):
         source = f"the environment variable {GLOBAL_SEED}" if seed is None else "seed"
-        raise ValueError(f"{source}={given!r}: must be an integer from 0 to {2**32 - 1}") from None
+        raise ValueError(f"{source}={text!r}: must be an integer from 0 to {2**32 - 1}") from None
     seed_generators(chosen)
     os.environ[GLOBAL_SEED] = str(chosen)
     if verbose:

@@ -34,8 +34,8 @@ def fitting(function: Callable[..., Any], names: Sequence[str]) -> Callable[...,
     named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in rest]
     if not named:
         return lambda *args: function(*args[:most])
-    places = [(name, names.index(name)) for name in named]
-    return lambda *args: function(*args[:most], **{name: args[place] for name, place in places})
+    numbers = [(name, names.index(name)) for name in named]
+    return lambda *args: function(*args[:most], **{name: args[number] for name, number in numbers})
 
 
 def accepts(function: Callable[..., Any], most: int) -> int:

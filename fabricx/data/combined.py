@@ -298,7 +298,7 @@ class JoinedSampler(Sampler[list[tuple[int, Any]]]):
             yield from itertools.chain.from_iterable(map(self._batches, numbers))
             return
         for batches in side_by_side([lambda n=n: self._batches(n) for n in numbers], self._mode):  # type: ignore[misc]
-            yield [place for batch in batches if batch is not None for place in batch]
+            yield [index for batch in batches if batch is not None for index in batch]
 
     def _batches(self, number: int) -> Iterator[list[tuple[int, Any]]]:
         """Yield the indices of the batches of a loader."""
@@ -327,8 +327,8 @@ class _JoinedCollate:
     def __call__(self, samples: Iterable[tuple[int, Any]]) -> Any:
         batches: list[Any] = [None] * len(self._collates)
         for number, group in itertools.groupby(samples, key=lambda sample: sample[0]):
-            own = [sample for _, sample in group]
-            batches[number] = self._collates[number](own[0] if self._alone[number] else own)
+            selected = [sample for _, sample in group]
+            batches[number] = self._collates[number](selected[0] if self._alone[number] else selected)
             if self._sequential:
                 return batches[number]
         return tree_unflatten(batches, tree_flatten(self._structure)[1])

@@ -77,10 +77,10 @@ class RunData:
     """
 
     def __init__(
-        self, stage: str, given: tuple[Any, Any], module: Module, datamodule: DataModule | None,
+        self, stage: str, passed: tuple[Any, Any], module: Module, datamodule: DataModule | None,
         options: TrainerOptions, strategy: Strategy, state: RunState, balance: Balance, batches: BatchCounts,
     ) -> None:  # fmt: skip
-        self.stage, self._given = stage, given
+        self.stage, self._passed = stage, passed
         self._module, self._datamodule = module, datamodule
         self._options, self._strategy, self._state, self._balance = options, strategy, state, balance
         self.batches = batches
@@ -116,8 +116,8 @@ class RunData:
         """
         fits = self.stage == "fit"
         if fits:
-            given = self._given[0] if self._given[0] is not None else self._loader("train_dataloader")
-            self.train_dataloader = combined(given)
+            loader = self._passed[0] if self._passed[0] is not None else self._loader("train_dataloader")
+            self.train_dataloader = combined(loader)
             self._make_train_feed(world)
         self._load_evaluation(world)
         if fits:
@@ -140,7 +140,7 @@ class RunData:
         """Build the feeds of the evaluation loaders."""
         options, fits, word = self._options, self.stage == "fit", _SOURCES[self.stage]
         self._evaluation_since = self._state.epoch
-        source = self._given[1] if self._given[1] is not None else self._loader(f"{word}_dataloader")
+        source = self._passed[1] if self._passed[1] is not None else self._loader(f"{word}_dataloader")
         if options.overfit_batches and fits and source is not None:
             source = self.train_dataloader
         limit = getattr(options, f"limit_{word}_batches")
@@ -160,7 +160,7 @@ class RunData:
         """
         every = self._options.reload_dataloaders_every_n_epochs
         due = every and self._state.epoch - self._evaluation_since >= every
-        if due and self._given[1] is None and not self._options.overfit_batches:
+        if due and self._passed[1] is None and not self._options.overfit_batches:
             self._load_evaluation(world)
             self.set_validation_interval()
 
@@ -170,7 +170,7 @@ class RunData:
         Args:
             world: the ranks.
         """
-        if self._given[0] is None:
+        if self._passed[0] is None:
             self.train_dataloader = combined(self._loader("train_dataloader"))
             self._make_train_feed(world)
             self.set_validation_interval()

@@ -43,15 +43,15 @@ def may_be_cut(error: BaseException) -> bool:
     return is_peer_lost(error) or any(sign in str(error) for sign in _CUT)
 
 
-def raise_peer_lost(error: Exception, place: str) -> None:
+def raise_peer_lost(error: Exception, operation: str) -> None:
     """Raise `PeerLost` if an error reports a lost process; else return.
 
     Args:
         error: of torch.
-        place: operation that has failed.
+        operation: that has failed, with its rank.
 
     Raises:
         PeerLost: from the error.
     """
     if not isinstance(error, PeerLost) and is_peer_lost(error):
-        raise PeerLost(f"{place}: the connection to another rank was lost: {error}") from error
+        raise PeerLost(f"{operation}: the connection to another rank was lost: {error}") from error

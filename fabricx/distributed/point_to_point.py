@@ -189,9 +189,9 @@ class Transfers:
     def _fail(self, error: Exception, event: str) -> None:
         """Raise `PeerLost` if a rank was lost; after an abort, both the data and the error are meaningless."""
         self._world.settle()
-        place = f"rank {self._world.rank} of {self._world.size}, {event}"
-        raise_peer_lost(error, place)
-        error.add_note(place)
+        operation = f"rank {self._world.rank} of {self._world.size}, {event}"
+        raise_peer_lost(error, operation)
+        error.add_note(operation)
 
 
 def _raw(tensor: Tensor) -> Tensor:

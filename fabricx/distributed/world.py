@@ -119,8 +119,8 @@ class World:
             ValueError: there is no such axis.
         """
         check_choice("World", "axis", name, AXES)
-        if (found := self.axes.get(name)) is not None:
-            return found
+        if (along := self.axes.get(name)) is not None:
+            return along
         return self if name in ("data", "metrics", "gradients") else replace(self, rank=0, size=1, group=None, axes={})
 
     def ranks_of_run(self, ranks: Iterable[int]) -> tuple[int, ...]:
@@ -407,11 +407,11 @@ class World:
         if self.size == 1:
             return parts[0]
         flat = parts.reshape(-1)  # as gloo needs it
-        own = flat.new_empty(flat.numel() // self.size)
+        part = flat.new_empty(flat.numel() // self.size)
         # torch 2.13 has a new name for it, and warns about the old one.
         scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        scatter(own, flat, group=self.group)
-        return own.view(parts.shape[1:])
+        scatter(part, flat, group=self.group)
+        return part.view(parts.shape[1:])
 
     @_counted
     def gather_objects(self, obj: Any) -> list[Any]:

@@ -45,7 +45,7 @@ class ProcessSettings:
         strict = "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else "error"
         return cls(
             dict(os.environ),
-            tuple(each for each in warnings.filters if each[0] == "ignore" and by_value.is_importable(each[2])),
+            tuple(rule for rule in warnings.filters if rule[0] == "ignore" and by_value.is_importable(rule[2])),
             torch.get_default_dtype(),
             torch.get_float32_matmul_precision(),
             strict if torch.are_deterministic_algorithms_enabled() else "",
@@ -59,9 +59,9 @@ class ProcessSettings:
         if dict(os.environ) != self.environment:
             os.environ.clear()
             os.environ.update(self.environment)
-        for each in reversed(self.ignored):
-            if each not in warnings.filters:
-                warnings.filters.insert(0, each)  # type: ignore[attr-defined]
+        for rule in reversed(self.ignored):
+            if rule not in warnings.filters:
+                warnings.filters.insert(0, rule)  # type: ignore[attr-defined]
         torch.set_default_dtype(self.dtype)
         if torch.get_float32_matmul_precision() != self.matmul:
             torch.set_float32_matmul_precision(self.matmul)

@@ -98,11 +98,11 @@ def _provided(cls: type) -> type | None:
 def _counterpart(provided: type) -> type:
     name = provided.__name__
     try:
-        found: type = plugins.find("callbacks", f"fabricx.callbacks.{name}")
+        counterpart: type = plugins.find("callbacks", f"fabricx.callbacks.{name}")
     except (LookupError, ImportError) as error:
         remedy = f"{error}" if isinstance(error, ImportError) else "remove it, or write it as a Callback of your own"
         raise ValueError(f"{name} of Lightning works inside of Lightning's Trainer only: {remedy}") from None
-    return found
+    return counterpart
 
 
 def _check_overrides(cls: type, provided: type, counterpart: type) -> None:

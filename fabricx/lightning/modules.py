@@ -81,8 +81,8 @@ def module_class(cls: type) -> type:
     assert base is not None
     # Lightning's `forward` only calls that of the next class; torch.compile compiles a module that has a forward.
     defined = next(owner for owner in cls.__mro__ if "forward" in vars(owner))
-    own = next(vars(owner)["forward"] for owner in cls.__mro__ if "forward" in vars(owner) and owner is not base)
-    return adapted_class(cls, _bridge(base), {"forward": own} if defined is base else None)
+    forward = next(vars(owner)["forward"] for owner in cls.__mro__ if "forward" in vars(owner) and owner is not base)
+    return adapted_class(cls, _bridge(base), {"forward": forward} if defined is base else None)
 
 
 @functools.cache

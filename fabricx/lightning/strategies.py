@@ -56,8 +56,10 @@ def adapt_strategy(strategy: Any) -> Any:
         return strategy
     kind, state = type(strategy).__name__, vars(strategy)
     if kind == "DDPStrategy":
-        own = {name: state.get(f"_{name}") for name in ("ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")}
-        return ddp_strategy(**own, **state.get("_ddp_kwargs", {}))
+        options = {
+            name: state.get(f"_{name}") for name in ("ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+        }
+        return ddp_strategy(**options, **state.get("_ddp_kwargs", {}))
     if kind == "FSDPStrategy":
         offload = getattr(state.get("cpu_offload"), "offload_params", state.get("cpu_offload"))
         return fsdp_strategy(

@@ -57,8 +57,8 @@ class CometLogger(ServiceLogger):
 
     def _start(self, run_dir: Path) -> Any:
         comet = client("comet_ml")
-        place = {"offline_directory": str(run_dir)} if self._online is False else {}
-        config = comet.ExperimentConfig(**{"name": run_dir.name, **place, **self._config})
+        folder = {"offline_directory": str(run_dir)} if self._online is False else {}
+        config = comet.ExperimentConfig(**{"name": run_dir.name, **folder, **self._config})
         run = comet.start(
             api_key=self._api_key, workspace=self._workspace, project=self._project, experiment_key=self._key,
             mode=self._mode, online=self._online, experiment_config=config,

@@ -116,8 +116,8 @@ class FolderLogger(Logger):
     @property
     def save_dir(self) -> str | None:
         """Return the parent folder; None for the run's folder."""
-        given = self._location.save_dir
-        return None if given is None else str(Path(given).expanduser())
+        folder = self._location.save_dir
+        return None if folder is None else str(Path(folder).expanduser())
 
     @property
     @abstractmethod

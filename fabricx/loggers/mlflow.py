@@ -75,8 +75,8 @@ class MLFlowLogger(ServiceLogger):
             else service.create_experiment(self._experiment_name, artifact_location=self._artifacts)
         )  # fmt: skip
         if self._run_id is None:
-            found = service.search_runs([self._experiment_id], f"tags.`{_TAG}` = '{self._id}'")
-            made = found[0] if found else service.create_run(
+            runs = service.search_runs([self._experiment_id], f"tags.`{_TAG}` = '{self._id}'")
+            made = runs[0] if runs else service.create_run(
                 self._experiment_id, tags={**self._tags, _TAG: self._id}, run_name=self._run_name or run_dir.name
             )  # fmt: skip
             self._run_id = made.info.run_id

@@ -91,15 +91,15 @@ def step_optimizer(
 @contextlib.contextmanager
 def _step_with(optimizer: Optimizer, options: Mapping[str, Any]) -> Iterator[None]:
     """Context in which each call of an optimizer's `step` has further arguments."""
-    own, step = vars(optimizer).get("step"), optimizer.step  # a scheduler has its own wrapper in the object
+    wrapper, step = vars(optimizer).get("step"), optimizer.step  # a scheduler has its own wrapper in the object
     vars(optimizer)["step"] = functools.partial(step, **options)
     try:
         yield
     finally:
-        if own is None:
+        if wrapper is None:
             del vars(optimizer)["step"]
         else:
-            vars(optimizer)["step"] = own
+            vars(optimizer)["step"] = wrapper
 
 
 def _count_update(session: Session) -> None:

@@ -223,10 +223,10 @@ class ContextParallel:
             self._mode.in_trial = False
         try:
             check_unchanged(before, after, [], self._world.size, remedy=REMEDY)
-            found = ""
+            difference = ""
         except StepChanged as error:
-            found = str(error)
-        if differences := [text for text in self._world.gather_objects(found) if text]:
+            difference = str(error)
+        if differences := [text for text in self._world.gather_objects(difference) if text]:
             raise StepChanged(differences[0])
 
     def _learn_from(self, run: Callable[[], Any], whole: Callable[[Any], Any]) -> Record:

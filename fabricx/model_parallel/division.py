@@ -70,10 +70,10 @@ class Division:
         """Return all names of parameters and buffers that another stage holds."""
         if self._pipeline is None:
             return frozenset()
-        first = {id(t): name for name, t in reversed([*self._named(duplicates=False)])}
-        owners, local_part = self._pipeline.owners, self._pipeline.own_names
+        first = {id(tensor): name for name, tensor in reversed([*self._named(duplicates=False)])}
+        owners, held = self._pipeline.owners, self._pipeline.own_names
         names = {name: first[id(tensor)] for name, tensor in self._named(duplicates=True)}
-        return frozenset(alias for alias, name in names.items() if name in owners and name not in local_part)
+        return frozenset(alias for alias, name in names.items() if name in owners and name not in held)
 
     def _named(self, *, duplicates: bool) -> Iterator[tuple[str, Tensor]]:
         yield from self._module.named_parameters(remove_duplicate=not duplicates)
@@ -88,8 +88,8 @@ class Division:
             state: nested dicts, lists and tuples, with this rank's parts.
         """
         absent = self.absent
-        local_part = _mapped(without(state, absent) if absent else state, "", self._parameters(), self._whole)
-        return of_all_stages(local_part, absent, self._world.axis("pipeline"))
+        of_stage = _mapped(without(state, absent) if absent else state, "", self._parameters(), self._whole)
+        return of_all_stages(of_stage, absent, self._world.axis("pipeline"))
 
     def own_state(self, state: Any) -> Any:
         """Return a state with this rank's parts; the inverse of `whole_state`, without communication.
@@ -150,10 +150,10 @@ def _mapped(value: Any, name: str, known: Mapping[str, Any], convert: Callable[[
         return convert(name, value) if name else value
     if isinstance(value, Mapping):
         below = {key: key if isinstance(key, str) and key in known else name for key in value}
-        mapped = {key: _mapped(item, below[key], known, convert) for key, item in value.items()}
-        return mapped if any(mapped[key] is not item for key, item in value.items()) else value
+        mapped = {key: _mapped(child, below[key], known, convert) for key, child in value.items()}
+        return mapped if any(mapped[key] is not child for key, child in value.items()) else value
     if type(value) in (list, tuple):
-        return type(value)(_mapped(item, name, known, convert) for item in value)
+        return type(value)(_mapped(child, name, known, convert) for child in value)
     return value
 
 

@@ -54,15 +54,15 @@ class HiddenGradients:
         2.0
         this gradient is divided over ranks, a
         """
-        found = [(p, p.grad, _hidden(p.grad)) for p in parameters if p.grad is not None]
-        self._pairs = found
-        for parameter, _, part in found:
+        gradients = [(p, p.grad, _hidden(p.grad)) for p in parameters if p.grad is not None]
+        self._pairs = gradients
+        for parameter, _, part in gradients:
             parameter.grad = part
         try:
             yield
         finally:
             self._pairs = []
-            _replace((parameter, part, gradient) for parameter, gradient, part in found)
+            _replace((parameter, part, gradient) for parameter, gradient, part in gradients)
 
     @contextmanager
     def shown(self) -> Iterator[None]:

@@ -111,10 +111,10 @@ class LayerFunctions:
             return summed(local.new_zeros((*ids.shape, local.shape[1])) + local.sum() * 0, self._world)
         padding = -1 if padding_idx is None else padding_idx % rows - begin
         inside = (ids >= begin) & (ids < end)
-        found = F.embedding(
+        embedded = F.embedding(
             (ids - begin).clamp(0, end - begin - 1), local, padding if 0 <= padding < end - begin else None
         )
-        return summed(found.masked_fill(~inside.unsqueeze(-1), 0), self._world)
+        return summed(embedded.masked_fill(~inside.unsqueeze(-1), 0), self._world)
 
     def whole_input(self, input: Any) -> Tensor:
         """Return the input of sharded layers; layers that follow each other on the same input share a backward sum.

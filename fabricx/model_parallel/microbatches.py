@@ -34,8 +34,8 @@ def rows_of(batch: Any) -> int | None:
     if isinstance(batch, (Tensor, np.ndarray)):
         return int(batch.shape[0]) if batch.ndim else None
     inside = children(batch)
-    result = (rows_of(child) for _, child in inside or ())
-    return next((rows for rows in result if rows is not None), None)
+    counts = (rows_of(child) for _, child in inside or ())
+    return next((rows for rows in counts if rows is not None), None)
 
 
 def split(batch: Any, microbatches: int) -> list[Any]:
@@ -108,14 +108,14 @@ def joined(outputs: Sequence[Any], parts: Sequence[Any], shares: Sequence[float]
     >>> joined(losses, [torch.ones(2), torch.ones(1)], [2 / 3, 1 / 3])
     {'loss': tensor(2.)}
     """
-    arguments = [number for number, output in enumerate(outputs) if output is not None]
-    if not arguments:
+    numbers = [number for number, output in enumerate(outputs) if output is not None]
+    if not numbers:
         return None
-    sizes = [rows_of(parts[number]) for number in arguments]
-    weights = [shares[number] for number in arguments]
+    sizes = [rows_of(parts[number]) for number in numbers]
+    weights = [shares[number] for number in numbers]
     total = sum(weights)
-    weights = [weight / total if total else 1.0 / len(arguments) for weight in weights]
-    return _joined_leaf([outputs[number] for number in arguments], sizes, weights)
+    weights = [weight / total if total else 1.0 / len(numbers) for weight in weights]
+    return _joined_leaf([outputs[number] for number in numbers], sizes, weights)
 
 
 def _joined_leaf(values: list[Any], sizes: Sequence[int | None], weights: Sequence[float]) -> Any:

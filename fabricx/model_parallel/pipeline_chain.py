@@ -120,23 +120,25 @@ def find_blocks(module: nn.Module, blocks: str | Sequence[str], run: Callable[[]
     """
     if blocks == "auto":
         return _detect(module, run)
-    known = dict(module.named_modules())
+    submodules = dict(module.named_modules())
     if isinstance(blocks, str):
-        matches = [name for name, part in known.items() if any(c.__name__ == blocks for c in type(part).__mro__[:-2])]
+        matches = [
+            name for name, part in submodules.items() if any(c.__name__ == blocks for c in type(part).__mro__[:-2])
+        ]
         matches = [
             name for name in matches if not any(name.startswith(f"{other}.") for other in matches if other != name)
         ]
         if not matches:
-            classes = sorted({type(part).__name__ for part in known.values()})
+            classes = sorted({type(part).__name__ for part in submodules.values()})
             raise LookupError(f"blocks={blocks!r}: the module has no such class{_did_you_mean(blocks, classes)}")
     else:
         matches = list(blocks)
         for name in matches:
-            if not name or name not in known:
-                raise LookupError(f"blocks: the module has no part {name!r}{_did_you_mean(name, known)}")
+            if not name or name not in submodules:
+                raise LookupError(f"blocks: the module has no part {name!r}{_did_you_mean(name, submodules)}")
     if len(matches) < 2 or len(set(matches)) < len(matches):
         raise ValueError(f"blocks={blocks!r}: a pipeline needs two or more different blocks, and these are {matches}")
-    return [(name, known[name]) for name in matches]
+    return [(name, submodules[name]) for name in matches]
 
 
 def _did_you_mean(name: str, known: Any) -> str:
@@ -226,11 +228,11 @@ def _largest_part(module: nn.Module, blocks: Blocks, calls: dict[nn.Module, list
     before = after = 0
     for part in module.modules():
         if part not in inside:
-            local_part = _size(part, deep=False)
+            size = _size(part, deep=False)
             if calls.get(part, [(0, 0)])[0][0] < begin:
-                before += local_part
+                before += size
             else:
-                after += local_part
+                after += size
     return max(2 * before, after, *(_size(block) for _, block in blocks))
 
 
@@ -367,9 +369,9 @@ def _measure(module: nn.Module, names: Sequence[str], run: Callable[[], Any]) ->
             for number, name in enumerate(names):
                 stack.callback(intercept(module.get_submodule(name), functools.partial(clock.call, number)))
             begin = clock.now()
-            result = run()
+            outputs = run()
             middle = clock.now()
-            loss = result.get("loss") if isinstance(result, Mapping) else result
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
             if isinstance(loss, Tensor) and loss.requires_grad:
                 loss.sum().backward()
             end = clock.now()

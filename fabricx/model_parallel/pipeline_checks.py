@@ -51,8 +51,10 @@ def check_evaluation(
                 "the same way"
             )
     everywhere = {name for name in chain.buffers if not chain.uses[name] or -1 in chain.uses[name]}
-    for name, places in trace.uses.items():
-        missing = {chunk_of(place, cuts) % stages for place in places} - set(chain.stages_of(name, cuts, stages))
+    for name, positions in trace.uses.items():
+        missing = {chunk_of(position, cuts) % stages for position in positions} - set(
+            chain.stages_of(name, cuts, stages)
+        )
         if missing and name not in everywhere:
             raise ValueError(
                 f"{step} uses {name} at stage {min(missing)} of the pipeline, which doesn't hold it, as training_step "

@@ -94,20 +94,18 @@ def stages_of(
         rows: samples of a batch.
     """
     held = simulate(kind, stages, virtual, microbatches).held
-    total, last, result = sum(chain.costs) or 1.0, len(chain.blocks) + 1, []
+    total, last, loads = sum(chain.costs) or 1.0, len(chain.blocks) + 1, []
     for rank in range(stages):
-        local_part = [cuts[chunk * stages + rank] for chunk in range(virtual)]
-        places = {
-            block + 1 for begin, end in local_part for block in range(begin, end)
-        }  # places in the lists of the chain
+        chunks = [cuts[chunk * stages + rank] for chunk in range(virtual)]
+        places = {block + 1 for begin, end in chunks for block in range(begin, end)}  # places in the lists of the chain
         places |= ({0} if rank == 0 else set()) | ({last} if rank == stages - 1 else set())
         weights = sum(chain.sizes[position] for position in places)
         saved = sum(chain.saved[position] for position in places) * rows / microbatches * held[rank] / virtual
-        blocks = tuple((begin, end - 1) for begin, end in local_part)
-        result.append(
+        blocks = tuple((begin, end - 1) for begin, end in chunks)
+        loads.append(
             Stage(blocks, sum(chain.costs[position] for position in places) / total, weights, STATE * weights + saved)
         )
-    return result
+    return loads
 
 
 def describe(

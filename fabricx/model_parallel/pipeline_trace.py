@@ -297,11 +297,11 @@ def _logs(module: Any, trace: Trace) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, own in before.items():
-            if own is None:
+        for name, logger in before.items():
+            if logger is None:
                 del vars(module)[name]
             else:
-                vars(module)[name] = own
+                vars(module)[name] = logger
 
 
 def _depends_on_values(name: str, inputs: Sequence[Tensor]) -> bool:

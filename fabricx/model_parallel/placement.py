@@ -61,15 +61,15 @@ class Placement:
         >>> Placement((12, 4), 0, (4, 4, 4), 2).blocks(1, 3, 6)
         [Block(local=0, whole=7, rows=1), Block(local=1, whole=10, rows=2)]
         """
-        result, local, whole = [], 0, 0
+        blocks, local, whole = [], 0, 0
         for part in self.parts:
             first, last = share(part, rank, self.ranks)
             low = max(begin, local)
             high = local + last - first if end is None else min(end, local + last - first)
             if low < high:
-                result.append(Block(low - begin, whole + first + low - local, high - low))
+                blocks.append(Block(low - begin, whole + first + low - local, high - low))
             local, whole = local + last - first, whole + part
-        return result
+        return blocks
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's shard.

@@ -81,8 +81,8 @@ def local_mask(activations: Activations, mask: Any, heads: int) -> Any:
     """
     if mask is None:
         return None
-    own = mask.dim() >= -HEADS and mask.shape[HEADS] == heads and heads > 1
-    if own:
+    by_head = mask.dim() >= -HEADS and mask.shape[HEADS] == heads and heads > 1
+    if by_head:
         return activations.shard_of(mask, mask.dim() + HEADS)
     return activations.input_of(mask)
 

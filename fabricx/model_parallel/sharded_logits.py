@@ -46,13 +46,13 @@ def logits_output(activations: Activations, func: Any, args: Sequence[Any], opti
     if func in ELEMENTWISE and not any(isinstance(arg, Tensor) for arg in (*args[1:], *options.values())):
         return _logits(activations, func(local, *args[1:], **options), logits.shape)
     if func is Tensor.__getitem__:
-        result = indices(logits.shape, args[1])
-        if not result or result[-1].dim != logits.dim() - 1 or (result[-1].begin, result[-1].end) != (0, classes):
+        entries = indices(logits.shape, args[1])
+        if not entries or entries[-1].dim != logits.dim() - 1 or (entries[-1].begin, entries[-1].end) != (0, classes):
             return NotImplemented
-        if result[-1].drops or result[-1].step != 1:
+        if entries[-1].drops or entries[-1].step != 1:
             return NotImplemented
         shape = torch.empty(logits.shape, device="meta")[args[1]].shape
-        index = [basic_index(entry) for entry in result[:-1]]
+        index = [basic_index(entry) for entry in entries[:-1]]
         return _logits(activations, local[tuple(index)], shape)
     return NotImplemented
 
@@ -98,11 +98,11 @@ def cross_entropy(
     total = summed(shifted.exp().sum(-1), world)
     inside = (target >= begin) & (target < end)
     if end > begin:
-        local_part = shifted.gather(-1, (target - begin).clamp(0, end - begin - 1).unsqueeze(-1)).squeeze(-1)
+        chosen = shifted.gather(-1, (target - begin).clamp(0, end - begin - 1).unsqueeze(-1)).squeeze(-1)
     else:
-        local_part = shifted.sum(-1)
+        chosen = shifted.sum(-1)
     valid = target != ignore_index
-    losses = total.log() - summed(local_part.masked_fill(~inside, 0), world)
+    losses = total.log() - summed(chosen.masked_fill(~inside, 0), world)
     losses = losses.masked_fill(~valid, 0).to(local.dtype)
     if reduction == "none":
         return losses

@@ -77,13 +77,13 @@ class ShardedTensor(Tensor):
 
 def _strides(local: Tensor, dim: int, size: int) -> tuple[int, ...]:
     """Return the strides that the whole tensor has in one process."""
-    own, strides = local.shape[dim], local.stride()
-    if own in (size, 0):
+    length, strides = local.shape[dim], local.stride()
+    if length in (size, 0):
         return strides
     inner = strides[dim]
     return tuple(
         [
-            stride // own * size if stride >= inner and other != dim and stride else stride
+            stride // length * size if stride >= inner and other != dim and stride else stride
             for other, stride in enumerate(strides)
         ]
     )

@@ -236,8 +236,8 @@ class TensorParallel:
 
     def _sharded_weight(self, args: Any, options: dict[str, Any], position: int, name: str) -> Weight | None:
         tensor = args[position] if len(args) > position else options.get(name)
-        result = self._weights.get(id(tensor))
-        return None if result is None else result[1]
+        known = self._weights.get(id(tensor))
+        return None if known is None else known[1]
 
     def _weight(self, tensor: Any) -> Any:
         """Return a sharded weight that a function other than its layer's reads, as a sharded tensor."""

@@ -82,9 +82,9 @@ def find_tensor_plan(
     """
     check_not_compiled(module)
     layers: dict[str, tuple[nn.Module, Kind]] = {name: (layer, kind) for name, layer, kind in layers_of(module)}
-    arguments = _given(layers, overrides or {})
+    styles = _styles(layers, overrides or {})
     trace = FeatureTrace(module, size)
-    for name, style in arguments.items():
+    for name, style in styles.items():
         if style == "replicate":
             trace.unfit[name] = "by the plan's override"
     fast_path = torch.backends.mha.get_fastpath_enabled()
@@ -95,13 +95,13 @@ def find_tensor_plan(
     finally:
         trace.release()
         torch.backends.mha.set_fastpath_enabled(fast_path)
-    result, reasons = _pairs(layers, trace, size)
-    result |= {name: Layer(style, _parts(trace, name)) for name, style in arguments.items() if style != "replicate"}
-    _separate_ties(module, layers, result, reasons)
+    sharded, reasons = _pairs(layers, trace, size)
+    sharded |= {name: Layer(style, _parts(trace, name)) for name, style in styles.items() if style != "replicate"}
+    _separate_ties(module, layers, sharded, reasons)
     return TensorPlan(
         size,
-        {name: result[name] for name in layers if name in result},
-        {name: reasons.get(name, "") for name in layers if name not in result},
+        {name: sharded[name] for name in layers if name in sharded},
+        {name: reasons.get(name, "") for name in layers if name not in sharded},
     )
 
 
@@ -122,7 +122,7 @@ def check_not_compiled(module: nn.Module) -> None:
             )
 
 
-def _given(layers: Mapping[str, tuple[nn.Module, Kind]], overrides: Mapping[str, str]) -> dict[str, Any]:
+def _styles(layers: Mapping[str, tuple[nn.Module, Kind]], overrides: Mapping[str, str]) -> dict[str, Any]:
     """Return the style of each layer that an override matches."""
     styles: dict[str, Any] = {}
     for pattern, style in overrides.items():
@@ -163,29 +163,29 @@ def _pairs(
             _add_reason(
                 reasons, [name], f"its {features_of(layers[name][0])[0]} inputs can't be divided by {size} ranks"
             )
-    for name in dict.fromkeys(entry for made in readers.values() for entry in made):
+    for name in dict.fromkeys(writer for made in readers.values() for writer in made):
         sizes = _parts(trace, name) or (features_of(layers[name][0])[1],)
         if uneven := [part for part in sizes if part % size]:
             _add_reason(reasons, [name], f"its {uneven[0]} features can't be divided by {size} ranks")
         if name in readers:
             _add_reason(reasons, [name], "it is called in several roles")
     fit = _fitting(readers, reasons)
-    result: dict[str, Layer] = {}
+    sharded: dict[str, Layer] = {}
     for name, made in fit.items():
-        result[name] = Layer("rowwise")
-        result.update({entry: Layer("colwise", _parts(trace, entry)) for entry in made})
+        sharded[name] = Layer("rowwise")
+        sharded.update({writer: Layer("colwise", _parts(trace, writer)) for writer in made})
     for name, (layer, kind) in layers.items():
         if kind == "attention" and name in trace.called:
             _add_reason(reasons, [name], _refused_attention(layer, size))
             if not reasons[name]:
-                result[name] = Layer("attention")
+                sharded[name] = Layer("attention")
         elif kind == "embedding" and layer._parameters["weight"].shape[0] >= VOCABULARY:  # type: ignore[union-attr]
             _add_reason(reasons, [name], _refused_embedding(layer))
             if not reasons[name] and name in trace.called:
-                result[name] = Layer("vocab")
-        elif name in trace.logits and name not in result and features_of(layer)[1] >= VOCABULARY and not reasons[name]:
-            result[name] = Layer("head")
-        if name not in result:
+                sharded[name] = Layer("vocab")
+        elif name in trace.logits and name not in sharded and features_of(layer)[1] >= VOCABULARY and not reasons[name]:
+            sharded[name] = Layer("head")
+        if name not in sharded:
             called = (
                 "no linear layer reads its output"
                 if name in trace.called
@@ -193,7 +193,7 @@ def _pairs(
             )
             small = f"it has fewer than {VOCABULARY} rows"
             _add_reason(reasons, [name], small if kind == "embedding" and name in trace.called else called)
-    return result, reasons
+    return sharded, reasons
 
 
 def _default_reason(kind: Kind, called: bool) -> str:
@@ -242,7 +242,7 @@ def _refused_embedding(layer: Any) -> str:
 
 
 def _separate_ties(
-    module: nn.Module, layers: Mapping[str, tuple[nn.Module, Kind]], result: dict[str, Layer], reasons: dict[str, str]
+    module: nn.Module, layers: Mapping[str, tuple[nn.Module, Kind]], sharded: dict[str, Layer], reasons: dict[str, str]
 ) -> None:  # fmt: skip
     """Keep tied parameters whole, unless all layers that share them store the same rows on a rank."""
     owners: dict[int, list[str]] = {}
@@ -253,10 +253,12 @@ def _separate_ties(
     same: dict[Style, tuple[str, ...]] = {"vocab": ("vocab", "rows"), "head": ("vocab", "rows")}
     for parts in owners.values():
         names = [name if name in layers else name.rpartition(".")[0] for name in parts]
-        kinds = {(same.get(result[n].style, result[n].style), result[n].parts) if n in result else None for n in names}
+        kinds = {
+            (same.get(sharded[n].style, sharded[n].style), sharded[n].parts) if n in sharded else None for n in names
+        }
         if len(kinds) > 1:
             for name in names:
-                result.pop(name, None)
+                sharded.pop(name, None)
                 reasons[name] = "it shares a parameter with " + next(other for other in names if other != name)
 
 

@@ -100,24 +100,23 @@ def check_unchanged(
     """
     tolerance = max(before.tolerance, after.tolerance)
     changed = first_difference(before, after)
-    position = f" The first output that differs is that of {changed}." if changed else ""
+    where = f" The first output that differs is that of {changed}." if changed else ""
     if not _close(before.loss, after.loss, tolerance):
         raise StepChanged(
-            f"the loss of the parallelised step is {after.loss}, and {before.loss} in one process.{position} "
+            f"the loss of the parallelised step is {after.loss}, and {before.loss} in one process.{where} "
             f"{remedy}{_pattern(changed) if remedy is _REMEDY else ''}"
         )
     total = math.sqrt(sum(norms[0] ** 2 for norms in before.gradients.values()))
     for name, norms in before.gradients.items():
-        result = after.gradients.get(name, [0.0])
-        combined = (
-            [math.sqrt(sum(entry**2 for entry in result))] if name in sharded and len(result) == ranks else result
-        )
+        combined = after.gradients.get(name, [0.0])  # norms by rank
+        if name in sharded and len(combined) == ranks:
+            combined = [math.sqrt(sum(norm**2 for norm in combined))]
         for norm in combined:
             if not abs(norm - norms[0]) <= tolerance * max(total, 1e-30):  # True for NaN
                 pattern = _pattern(changed or name.rpartition(".")[0]) if remedy is _REMEDY else ""
                 raise StepChanged(
                     f"the gradient of {name} has the norm {norm} in the parallelised step, and {norms[0]} in one "
-                    f"process.{position} {remedy}{pattern}"
+                    f"process.{where} {remedy}{pattern}"
                 )
 
 
@@ -129,10 +128,10 @@ def first_difference(before: Record, after: Record) -> str:
         after: of the parallelised module.
     """
     tolerance = max(before.tolerance, after.tolerance)
-    for (name, wanted), (other, result) in zip(before.outputs, after.outputs, strict=False):
+    for (name, wanted), (other, computed) in zip(before.outputs, after.outputs, strict=False):
         if name != other:
             return name
-        if any(abs(a - b) > tolerance * max(wanted[0], 1e-30) for a, b in zip(wanted, result, strict=True)):
+        if any(abs(a - b) > tolerance * max(wanted[0], 1e-30) for a, b in zip(wanted, computed, strict=True)):
             return name
     if len(before.outputs) != len(after.outputs):
         longer = max(before.outputs, after.outputs, key=len)

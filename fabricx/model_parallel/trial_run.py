@@ -50,9 +50,9 @@ def measure(
         norm: returns the norm of the gradients of parameters.
         dtypes: of the computation.
     """
-    known = list(parameters)
+    trained = list(parameters)
     loss = compute()
-    measured = Measured(loss, float(norm(known)), max(TOLERANCE.get(dtype, HALF) for dtype in dtypes))
-    for parameter in known:
+    measured = Measured(loss, float(norm(trained)), max(TOLERANCE.get(dtype, HALF) for dtype in dtypes))
+    for parameter in trained:
         parameter.grad = None
     return measured

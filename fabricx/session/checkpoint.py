@@ -141,7 +141,7 @@ def _hyperparameters(session: Session) -> list[dict[str, Any]]:
     """Return the numbers with which each parameter group of the optimizers begins."""
     groups = [group for optimizer in session.optimizers for group in optimizer.param_groups]
     numbers = [{name: value for name, value in group.items() if isinstance(value, (int, float))} for group in groups]
-    return [{**found, "lr": found.get("initial_lr", found.get("lr"))} for found in numbers]
+    return [{**group, "lr": group.get("initial_lr", group.get("lr"))} for group in numbers]
 
 
 def _report_hyperparameters(session: Session, configured: Sequence[Mapping[str, Any]]) -> None:

@@ -140,13 +140,13 @@ def _begin_checkpoint(
 @contextlib.contextmanager
 def weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
     """Add entries during hooks by which hooks of Lightning read them: the position, and weights to read or replace."""
-    given = state["state_dict"] = state["strategy"]["module"]
+    weights = state["state_dict"] = state["strategy"]["module"]
     position = {"epoch": state["state"]["epoch"], "global_step": state["state"]["step"]} if "state" in state else {}
     state.update(position)
     yield
     for name in position:
         state.pop(name, None)
-    if (changed := state.pop("state_dict", given)) is not given:
+    if (changed := state.pop("state_dict", weights)) is not weights:
         state["strategy"]["module"] = changed
 
 

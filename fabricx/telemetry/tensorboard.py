@@ -103,7 +103,7 @@ class Board:
         }
         if any(rank.get("servers") for rank in attributes):
             tags = {"messages that wait": "queue", "staleness of gradients": "staleness"}
-            layout["servers"] = {t: ["Multiline", [rf"^{SERVERS}/{tag}_\d+$"]] for t, tag in tags.items()}
+            layout["servers"] = {title: ["Multiline", [rf"^{SERVERS}/{tag}_\d+$"]] for title, tag in tags.items()}
         return layout
 
     def _new_rows(self, rank: Rank) -> list[Row]:

@@ -86,11 +86,11 @@ def _train(
     **options: Any,
 ) -> _Run:  # fmt: skip
     module = _Network()
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "max_epochs": EPOCHS, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
         "accelerator": "cpu", "enable_checkpointing": False, "num_sanity_val_steps": 0,
     }  # fmt: skip
-    trainer = Trainer(devices=ranks, strategy=strategy, **{**given, **options})
+    trainer = Trainer(devices=ranks, strategy=strategy, **{**defaults, **options})
     batch = GLOBAL_BATCH // (began_with or ranks)
     with _seeded():
         trainer.fit(module, DataLoader(_data(samples), batch), DataLoader(_data(5), 1), ckpt_path=ckpt_path)

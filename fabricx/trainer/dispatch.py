@@ -174,9 +174,9 @@ def _prepare_run_dir(
     if earlier is not None:
         lock(earlier)
     resolved = decided_by_main_rank(here, resolve)
-    place = None if resolved is None else as_path(resolved)
+    path = None if resolved is None else as_path(resolved)
     # A worker makes the path of a URL, after it has imported the module, which may define the storage.
-    job.ckpt_path = place if place is None or is_local(place) else resolved
+    job.ckpt_path = path if path is None or is_local(path) else resolved
     trainer.note_ckpt_path(job.ckpt_path)
     if earlier is None:
         root = Path(trainer.default_root_dir)

@@ -386,14 +386,14 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
             RanksDisagree: another rank does not make this call, or has another path.
             RuntimeError: a checkpoint cannot be saved at this point; the message names the right hook.
         """
-        session, place = self._session_to_save(weights_only=weights_only), as_path(path)
+        session, target = self._session_to_save(weights_only=weights_only), as_path(path)
         weights_only = weights_only or (session is not self._session and session is not self._fit_session)
         with together():  # ranks without a sample of this batch take part
             chosen: dict[str, Any] = {"weights_only": weights_only, "wait": wait, "single_file": single_file}
-            save_checkpoint(session, place, after=after, failed=failed, **chosen)
+            save_checkpoint(session, target, after=after, failed=failed, **chosen)
             if wait or self.state.phase is Phase.IDLE:
                 finish_checkpoint(session)
-        return place
+        return target
 
     def _session_to_save(self, *, weights_only: bool) -> Session:
         """Return the run to save: the present run, or after it the newest fit of this process."""

@@ -75,11 +75,11 @@ def resolve_checkpoint(
         return checkpoint.resolve()
     if not is_committed(checkpoint):
         nearby = (checkpoint, checkpoint / "checkpoints", checkpoint.parent)
-        near = next(filter(None, ([str(found) for found in list_committed(place)] for place in nearby)), [])
-        there = "".join(f"\n  {found}" for found in near[1:])
-        there = f"\n  complete checkpoints: {near[0]}{there}" if near else ""
+        near = next(filter(None, ([str(complete) for complete in list_committed(folder)] for folder in nearby)), [])
+        others = "".join(f"\n  {complete}" for complete in near[1:])
+        listing = f"\n  complete checkpoints: {near[0]}{others}" if near else ""
         hint = did_you_mean(str(path), ["last", "best", *near]) if not checkpoint.is_dir() else ""
-        raise ValueError(f"ckpt_path={str(path)!r}: there is no complete checkpoint.{hint}{there}")
+        raise ValueError(f"ckpt_path={str(path)!r}: there is no complete checkpoint.{hint}{listing}")
     verify(checkpoint)
     return checkpoint.resolve()
 

@@ -101,7 +101,7 @@ class Tuner:
                 f"num_training={num_training}): the method must be 'fit', the mode 'exponential' or 'linear', "
                 "0 < min_lr < max_lr, and num_training 2 or more"
             )
-        model, train_dataloaders, datamodule = _given(model, train_dataloaders, datamodule)
+        model, train_dataloaders, datamodule = _passed(model, train_dataloaders, datamodule)
         owners = _owners(model)
         name = _attribute(owners, [attr_name] if attr_name else ["lr", "learning_rate"]) if update_attr else ""
         sweep = RateSweep(LRFinder(mode, min_lr, max_lr, num_training), early_stop_threshold)
@@ -162,8 +162,8 @@ class Tuner:
                 f"must be one of {', '.join(_STAGES)}, the mode 'power' or 'binsearch', the margin from 0 to less than "
                 "1, and init_val 1 or more"
             )
-        model, train_dataloaders, datamodule = _given(model, train_dataloaders, datamodule)
-        if any(given is not None for given in (train_dataloaders, val_dataloaders, dataloaders)):
+        model, train_dataloaders, datamodule = _passed(model, train_dataloaders, datamodule)
+        if any(loaders is not None for loaders in (train_dataloaders, val_dataloaders, dataloaders)):
             raise ValueError(
                 "scale_batch_size changes an attribute from which loaders are created: define train_dataloader in the "
                 f"module or in a DataModule with batch_size=self.{batch_arg_name}, instead of passing loaders"
@@ -274,7 +274,7 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in text for words in _OUT_OF_MEMORY)
 
 
-def _given(model: Any, loaders: Any, datamodule: Any) -> tuple[Any, Any, Any]:
+def _passed(model: Any, loaders: Any, datamodule: Any) -> tuple[Any, Any, Any]:
     """Return the module, the loaders and the data module of a call, whose loaders may be a data module."""
     loaders, datamodule = adapt_data(loaders), adapt_data(datamodule)
     if isinstance(loaders, DataModule):
@@ -337,10 +337,10 @@ def _no_callbacks() -> list[Callback]:
 @contextlib.contextmanager
 def _as_before(model: Module, loaders: Any, datamodule: DataModule | None) -> Iterator[None]:
     """Restore random states, samplers and data sets after a trial."""
-    given = loaders.flattened if isinstance(loaders, CombinedLoader) else tree_flatten(loaders)[0]
-    samplers = [sampler for loader in given for sampler in _samplers(loader)]
+    flat = loaders.flattened if isinstance(loaders, CombinedLoader) else tree_flatten(loaders)[0]
+    samplers = [sampler for loader in flat for sampler in _samplers(loader)]
     values = [sampler_values(sampler) for sampler in samplers]
-    generators = find_generators(given, "data") | find_generators(datamodule, "datamodule")
+    generators = find_generators(flat, "data") | find_generators(datamodule, "datamodule")
     states = states_of_generators(generators)
     trainer = None if datamodule is None else datamodule.trainer
     try:
