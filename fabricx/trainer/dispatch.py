@@ -30,7 +30,7 @@ from fabricx.telemetry.aggregator import Aggregator
 from fabricx.trainer import cluster_run
 from fabricx.trainer.process import decided_by_main_rank, device_of, interruptible
 from fabricx.trainer.run_dir import describe, new_run_dir, resolve_checkpoint
-from fabricx.trainer.run_request import Job, check_job
+from fabricx.trainer.run_request import Job, check_callbacks, check_job
 from fabricx.trainer.set_up import execute, next_job
 from fabricx.trainer.worker_run import elastic_policy, run_in_workers
 
@@ -72,7 +72,8 @@ def dispatch(trainer: TrainerInterface, job: Job) -> Any:
 
 
 def _run(trainer: TrainerInterface, job: Job) -> Any:
-    check_job(trainer, job)
+    check_job(job)
+    check_callbacks(trainer, job)
     _begin(trainer, fits=job.stage == "fit")
     servers = as_part(trainer.strategy, HasServers).servers
     if (launched := cluster_run.launched_server(servers)) is not None:

@@ -125,6 +125,27 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         """
         self.configuration, self.run_dir = configuration, run_dir
 
+    def new_session(
+        self, stage: str, loaders: tuple[Any, Any], module: Module, datamodule: DataModule | None, world: World,
+        strategy: Strategy, *, writes: bool,
+    ) -> Session:  # fmt: skip
+        """Return the parts of a run on this rank, with the options and records of this trainer.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+            loaders: that the caller passed, for training and for evaluation.
+            module, datamodule: of the user.
+            world: the ranks.
+            strategy: how training is distributed.
+            writes: the run writes metrics.
+        """
+        data = RunData(stage, loaders, module, datamodule, self, strategy, self.state, self.balance, self.batches)
+        metrics = RunMetrics(module, self, strategy, self.state, self.published, writes=writes)
+        return Session(
+            self, self, self.state, world, strategy, module, datamodule, self.callbacks, self.loggers, data, metrics,
+            self.stop, self.failure_log, self.balance, self.run_dir,
+        )  # fmt: skip
+
     def begin_session(self, session: Session, *, fits: bool) -> None:
         """Set the run whose parts the attributes of the trainer show.
 
@@ -135,6 +156,22 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         self._session = session
         if fits:
             self._fit_session = session
+
+    @property
+    def records_of_run(self) -> dict[str, Any]:
+        """Return the records that remain of a run, by the names of their attributes."""
+        return {name: getattr(self, name) for name in ("state", "stop", "run_dir", "batches", "published")}
+
+    def adopt_run(self, records: Mapping[str, Any], module: Module, datamodule: DataModule | None) -> None:
+        """Adopt the run of worker processes as the newest run of this trainer.
+
+        Args:
+            records: `records_of_run` of the main rank.
+            module, datamodule: of the caller.
+        """
+        vars(self).update(records)
+        self.module, self.datamodule = module, datamodule
+        module.trainer = self
 
     @property
     def session(self) -> Session:
@@ -319,37 +356,6 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         """Return the first callback for early stopping, or None."""
         return next(iter(self.early_stopping_callbacks), None)
 
-    @property
-    def sanity_checking(self) -> bool:
-        """Return whether the validation batches before training are running."""
-        return self.state.phase is Phase.SANITY
-
-    def _is_in(self, phase: Phase, stage: str) -> bool:
-        """Return whether a phase is in progress, or the set-up or the end of the call of this phase."""
-        if self.state.phase is not Phase.IDLE:
-            return self.state.phase is phase
-        return self._session is not None and self._session.running and self._session.data.stage == stage
-
-    @property
-    def training(self) -> bool:
-        """Return whether `fit` is in progress, and neither a validation nor the sanity check."""
-        return self._is_in(Phase.TRAIN, "fit")
-
-    @property
-    def validating(self) -> bool:
-        """Return whether a validation is in progress."""
-        return self._is_in(Phase.VALIDATE, "validate")
-
-    @property
-    def testing(self) -> bool:
-        """Return whether `test` is in progress."""
-        return self._is_in(Phase.TEST, "test")
-
-    @property
-    def predicting(self) -> bool:
-        """Return whether `predict` is in progress."""
-        return self._is_in(Phase.PREDICT, "predict")
-
     # -- actions ------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -418,14 +424,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
     def _session_of_weights(self, module: Module) -> Session:
         """Return a session without a run, whose module has the weights of the newest run."""
         strategy = choose_strategy("single", 1, 1)
-        data = RunData(
-            "validate", (None, None), module, self.datamodule, self, strategy, self.state, self.balance, self.batches
-        )
-        metrics = RunMetrics(module, self, strategy, self.state, self.published, writes=False)
-        session = Session(
-            self, self, self.state, World(), strategy, module, self.datamodule, self.callbacks, self.loggers, data,
-            metrics, self.stop, self.failure_log, self.balance, self.run_dir,
-        )  # fmt: skip
+        session = self.new_session("validate", (None, None), module, self.datamodule, World(), strategy, writes=False)
         session.running = False
         return session
 

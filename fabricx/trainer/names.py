@@ -107,6 +107,37 @@ class TrainerNames:
         self._ckpt_path = path
 
     @property
+    def sanity_checking(self) -> bool:
+        """Return whether the validation batches before training are running."""
+        return self.state.phase is Phase.SANITY
+
+    def _is_in(self, phase: Phase, stage: str) -> bool:
+        """Return whether a phase is in progress, or the set-up or the end of the call of this phase."""
+        if self.state.phase is not Phase.IDLE:
+            return self.state.phase is phase
+        return self._session is not None and self._session.running and self._session.data.stage == stage
+
+    @property
+    def training(self) -> bool:
+        """Return whether `fit` is in progress, and neither a validation nor the sanity check."""
+        return self._is_in(Phase.TRAIN, "fit")
+
+    @property
+    def validating(self) -> bool:
+        """Return whether a validation is in progress."""
+        return self._is_in(Phase.VALIDATE, "validate")
+
+    @property
+    def testing(self) -> bool:
+        """Return whether `test` is in progress."""
+        return self._is_in(Phase.TEST, "test")
+
+    @property
+    def predicting(self) -> bool:
+        """Return whether `predict` is in progress."""
+        return self._is_in(Phase.PREDICT, "predict")
+
+    @property
     def num_devices(self) -> int:
         """Return the number of ranks on this machine."""
         return len(self.device_ids)

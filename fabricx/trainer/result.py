@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,9 @@ import torch
 from fabricx import by_value
 
 if TYPE_CHECKING:
-    from fabricx.trainer.interface import TrainerInterface
-    from fabricx.trainer.run_request import Job
+    from fabricx.core.callback import Callback
+    from fabricx.core.logger import Logger
+    from fabricx.core.module import Module
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Outcome:
     Attributes:
         results: metrics or outputs of the job.
         weights: the complete state dict of the module, by name.
-        trainer: attributes of the trainer that the caller's trainer copies.
+        trainer: records of the trainer, which the caller's trainer adopts.
         attributes: attributes of the module.
         modes: whether each submodule is in training mode, by name.
         callbacks: attributes of each callback.
@@ -40,53 +41,50 @@ class Outcome:
     callbacks: list[dict[str, Any]] = field(default_factory=list)
     loggers: list[dict[str, Any]] = field(default_factory=list)
 
-    def portable(self, trainer: TrainerInterface, weights: dict[str, Any]) -> Outcome:
+    def portable(
+        self, module: Module, callbacks: Sequence[Callback], loggers: Sequence[Logger], records: dict[str, Any],
+        weights: dict[str, Any],
+    ) -> Outcome:  # fmt: skip
         """Add the attributes that the caller's objects copy.
 
         Args:
-            trainer: of the main rank.
-            weights: the complete state dict of its module.
+            module, callbacks, loggers: of the run, on the main rank.
+            records: of the trainer, by the names of its attributes.
+            weights: the complete state dict of the module.
 
         Returns:
             this object.
         """
-        module = trainer.session.module
-        self.weights = weights
-        keys = ("state", "stop", "run_dir", "batches", "published")
-        self.trainer = {key: getattr(trainer, key) for key in keys}
+        self.weights, self.trainer = weights, records
         self.attributes = picklable_part(
             {k: v for k, v in vars(module).items() if not k.startswith("_") and not inspect.ismethod(v)}
         )
         self.modes = {name: part.training for name, part in module.named_modules()}
-        self.callbacks = [picklable_part(vars(callback)) for callback in trainer.callbacks]
-        self.loggers = [logger.for_caller() for logger in trainer.loggers]
+        self.callbacks = [picklable_part(vars(callback)) for callback in callbacks]
+        self.loggers = [logger.for_caller() for logger in loggers]
         return self
 
-    def absorb(self, trainer: TrainerInterface, job: Job) -> None:
-        """Copy the state of the workers' module, trainer and callbacks to the caller's objects.
+    def absorb(self, module: Module, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> None:
+        """Copy the state of the workers' module, callbacks and loggers to the caller's objects.
 
         Args:
-            trainer: the caller's trainer.
-            job: the job, with the caller's module.
+            module, callbacks, loggers: of the caller.
         """
-        state = job.module.state_dict(keep_vars=True)
+        state = module.state_dict(keep_vars=True)
         for name, tensor in self.weights.items():
             if name in state and state[name].shape == tensor.shape:
                 with torch.no_grad():
                     state[name].data = state[name].data.to(tensor.dtype)  # differs with precision="64-true"
                     state[name].copy_(tensor)
         if set(state) != set(self.weights):  # layers that configure_model or setup has built in the workers
-            job.module.configure_model()
-            job.module.load_state_dict(self.weights)
-        vars(job.module).update(self.attributes)
-        for name, part in job.module.named_modules():
+            module.configure_model()
+            module.load_state_dict(self.weights)
+        vars(module).update(self.attributes)
+        for name, part in module.named_modules():
             part.training = self.modes.get(name, part.training)
-        vars(trainer).update(self.trainer)
-        trainer.module, trainer.datamodule = job.module, job.datamodule
-        job.module.trainer = trainer
-        for callback, attributes in zip(trainer.callbacks, self.callbacks, strict=False):
+        for callback, attributes in zip(callbacks, self.callbacks, strict=False):
             vars(callback).update(attributes)
-        for logger, attributes in zip(trainer.loggers, self.loggers, strict=False):
+        for logger, attributes in zip(loggers, self.loggers, strict=False):
             vars(logger).update(attributes)
 
 

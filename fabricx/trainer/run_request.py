@@ -51,15 +51,14 @@ class Job:
         self.module, self.datamodule = adapt_module(self.module), adapt_data(self.datamodule)
 
 
-def check_job(trainer: TrainerInterface, job: Job) -> None:
-    """Validate a job before any process starts.
+def check_job(job: Job) -> None:
+    """Validate module and data of a job before any process starts.
 
     Args:
-        trainer: the trainer that runs the job.
-        job: the job.
+        job: of a call.
 
     Raises:
-        ValueError: the module or the data does not fit the job or a callback.
+        ValueError: the module or the data does not fit the job.
     """
     module, stage = job.module, job.stage
     if not isinstance(module, Module):
@@ -80,15 +79,6 @@ def check_job(trainer: TrainerInterface, job: Job) -> None:
             f"trainer.{stage} has no data: pass {argument}=... or datamodule=..., or define "
             f"{type(module).__name__}.{source}"
         )
-    checks = [c.check_fit for c in trainer.callbacks if type(c).check_fit is not Callback.check_fit]
-    if stage == "fit" and checks:
-        ranks = World(size=max(1, len(trainer.device_ids) * trainer.num_nodes))
-        shard, has_loader = trainer.use_distributed_sampler, job.train is not None
-        feed = (
-            make_feed(combined(job.train), ranks, seed=0, shard=shard, balance=trainer.balance) if has_loader else None
-        )
-        for check in checks:
-            check(trainer, module, None if feed is None else feed.global_batch)
     if (
         stage == "fit"
         and type(module).configure_optimizers is Module.configure_optimizers
@@ -97,6 +87,28 @@ def check_job(trainer: TrainerInterface, job: Job) -> None:
         import warnings
 
         warnings.warn(f"{type(module).__name__} has no configure_optimizers: no weights will be trained", stacklevel=4)
+
+
+def check_callbacks(trainer: TrainerInterface, job: Job) -> None:
+    """Ask callbacks that check a fit whether it suits them, before any process starts.
+
+    Args:
+        trainer: of the caller, which the callbacks receive.
+        job: validated.
+
+    Raises:
+        ValueError: the module or the data does not fit a callback.
+    """
+    checks = [c.check_fit for c in trainer.callbacks if type(c).check_fit is not Callback.check_fit]
+    if job.stage != "fit" or not checks:
+        return
+    global_batch = None
+    if job.train is not None:
+        ranks = World(size=max(1, len(trainer.device_ids) * trainer.num_nodes))
+        loader, shard = combined(job.train), trainer.use_distributed_sampler
+        global_batch = make_feed(loader, ranks, seed=0, shard=shard, balance=trainer.balance).global_batch
+    for check in checks:
+        check(trainer, job.module, global_batch)
 
 
 def _has(owner: Any, name: str) -> bool:

@@ -24,7 +24,6 @@ from fabricx.core.rank_zero import set_rank
 from fabricx.core.rng import RandomState, seed_generators
 from fabricx.core.state import Phase
 from fabricx.core.strategy_parts import ModelParallel, as_part
-from fabricx.data.run_data import RunData
 from fabricx.data.shared_memory import note_on
 from fabricx.distributed.world import World
 from fabricx.lightning import adapt_callback
@@ -32,7 +31,6 @@ from fabricx.loop import evaluation
 from fabricx.loop import fit_asynchronous as asynchronous
 from fabricx.loop.fit import fit, train_batches
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
-from fabricx.metrics.run_metrics import RunMetrics
 from fabricx.redaction import masked
 from fabricx.scratch import set_multiprocessing_folder
 from fabricx.session.checkpoint import restore_requested
@@ -180,16 +178,10 @@ def _build(trainer: TrainerInterface, job: Job, world: World) -> Session:
     if datamodule is not None:
         datamodule.trainer = trainer
     trainer.callbacks = _with_module_callbacks(trainer.callbacks, module)
-    data = RunData(
-        job.stage, (job.train, job.evaluate), module, datamodule, trainer, strategy, state, trainer.balance,
-        trainer.batches,
+    session = trainer.new_session(
+        job.stage, (job.train, job.evaluate), module, datamodule, world, strategy, writes=trainer.writes
     )  # fmt: skip
-    data.train_dataloader = trainer.train_dataloader  # validation may read the data of an earlier fit
-    metrics = RunMetrics(module, trainer, strategy, state, trainer.published, writes=trainer.writes)
-    session = Session(
-        trainer, trainer, state, world, strategy, module, datamodule, trainer.callbacks, trainer.loggers, data, metrics,
-        trainer.stop, trainer.failure_log, trainer.balance, trainer.run_dir,
-    )  # fmt: skip
+    session.data.train_dataloader = trainer.train_dataloader  # validation may read the data of an earlier fit
     trainer.begin_session(session, fits=job.stage == "fit")
     if trainer.stop.requested and job.stage == "fit":  # by a signal, since the run was started
         session.agreement.request(trainer.stop.reason)

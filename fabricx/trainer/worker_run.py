@@ -94,7 +94,8 @@ def run_in_workers(
                     callback.after_failure(newest_whole(checkpoints) if checkpoints else None)
                 raise
         else:
-            outcome.absorb(trainer, job)
+            outcome.absorb(job.module, trainer.callbacks, trainer.loggers)
+            trainer.adopt_run(outcome.trainer, job.module, job.datamodule)
             return outcome.results
 
 
@@ -107,7 +108,9 @@ def _work(world: World, trainer: TrainerInterface, job: Job) -> Outcome | None:
     weights = as_part(trainer.strategy, ShardsWeights).whole_weights(job.module)
     if trainer.strategy.traits.lockstep:  # else ranks end independently of each other
         trainer.world.await_departure()
-    return outcome.portable(trainer, weights) if trainer.world.main_rank else None
+    if not trainer.world.main_rank:
+        return None
+    return outcome.portable(job.module, trainer.callbacks, trainer.loggers, trainer.records_of_run, weights)
 
 
 def _report_lost_checkpoint(aggregator: Aggregator | None, error: WorkerFailed) -> None:

@@ -38,7 +38,7 @@ from fabricx.launch.supervisor import run_workers
 from fabricx.parameter_server.worker.unreduced_gradients import GradientElsewhere
 from fabricx.testing import QUIET
 from fabricx.trainer import process
-from fabricx.trainer.run_request import Job, check_job
+from fabricx.trainer.run_request import Job, check_callbacks, check_job
 from fabricx.trainer.set_up import execute
 from tests.matrix.cells import BOUNDED, JOINED_WAYS, LOSSY, MESH_WAYS, ONE_WORKER, UNEQUAL_PACE, WAYS, Cell
 from tests.matrix.module import CLIP, PRECISIONS, make_loaders, make_module, whole
@@ -278,7 +278,8 @@ def fit(
 
 
 def _run(trainer: fx.Trainer, job: Job, world: World, folder: Path) -> Any:
-    check_job(trainer, job)
+    check_job(job)
+    check_callbacks(trainer, job)
     trainer.run_dir = folder
     trainer.state.seed = trainer.state.seed or torch.initial_seed()
     return execute(trainer, job, world).results

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from fabricx.testing import TinyModule
+import fabricx as fx
+from fabricx.testing import QUIET, TinyModule
 from fabricx.trainer.result import Outcome, picklable_part
 
 
@@ -33,26 +34,21 @@ class Later(TinyModule):
 
 
 def absorbed(module: Any, weights: dict[str, Any], **parts: Any) -> Any:
-    trainer = SimpleNamespace(
-        loggers=[], callbacks=[SimpleNamespace(best=0)], module=None, datamodule=None, batches=None
-    )
-    outcome = Outcome(weights=weights, trainer={"batches": 3}, **parts)
-    outcome.absorb(trainer, SimpleNamespace(module=module, datamodule="data"))  # type: ignore[arg-type]
-    return trainer
+    callback: Any = SimpleNamespace(best=0)
+    Outcome(weights=weights, **parts).absorb(module, [callback], [])
+    return callback
 
 
 def test_weights_are_written_into_the_callers_parameters() -> None:
     module = TinyModule()
     before = module.layer.weight
-    trainer = absorbed(
+    callback = absorbed(
         module, {name: torch.full_like(value, 7.0) for name, value in module.state_dict().items()},
         attributes={"seen": 5}, callbacks=[{"best": 9}],
     )  # fmt: skip
     assert module.layer.weight is before  # the user's optimizers and references stay valid
     assert set(before.flatten().tolist()) == {7.0}
-    assert (trainer.module, trainer.datamodule, trainer.batches) == (module, "data", 3)
-    assert module.trainer is trainer  # as after a run in this process
-    assert trainer.callbacks[0].best == 9
+    assert callback.best == 9
     assert module.seen == 5
 
 
@@ -68,3 +64,11 @@ def test_layers_that_the_workers_have_built_are_built_here_too() -> None:
     trained.configure_model()
     absorbed(module, trained.state_dict())
     assert torch.equal(module.late.weight, trained.late.weight)
+
+
+def test_the_callers_trainer_adopts_the_records_of_a_run() -> None:
+    ran, caller, module = fx.Trainer(**QUIET), fx.Trainer(**QUIET), TinyModule()
+    ran.state.step, ran.stop.interrupted = 7, True
+    caller.adopt_run(ran.records_of_run, module, None)
+    assert (caller.global_step, caller.interrupted, caller.module, caller.datamodule) == (7, True, module, None)
+    assert module.trainer is caller  # as after a run in this process

@@ -11,11 +11,13 @@ from torch import nn
 import fabricx as fx
 from fabricx.core.callback import Callback
 from fabricx.testing import QUIET, TinyModule, tiny_loader
-from fabricx.trainer.run_request import Job, check_job
+from fabricx.trainer.run_request import Job, check_callbacks, check_job
 
 
 def check(stage: str, module: Any, train: Any = None, evaluate: Any = None, data: Any = None, **options: Any) -> None:
-    check_job(fx.Trainer(**{**QUIET, **options}), Job(stage, module, train, evaluate, data, None))
+    trainer, job = fx.Trainer(**{**QUIET, **options}), Job(stage, module, train, evaluate, data, None)
+    check_job(job)
+    check_callbacks(trainer, job)
 
 
 class Misspelt(fx.Module):
