@@ -101,14 +101,14 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
         self._parameters: dict[str, nn.Parameter] = {}  # the optimizers' parameters, by name
 
     def init_context(self) -> AbstractContextManager[Any]:
-        return torch.device("meta") if self.world.size > 1 else super().init_context()
+        return torch.device("meta") if self.data_ranks.size > 1 else super().init_context()
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         super().setup(module)
         self._manual = several_backwards
-        if self.world.size == 1 and not self.world.newcomer:
+        if self.data_ranks.size == 1 and not self.world.newcomer:
             return
         check_dense(module, "strategy=fsdp")
         if several_backwards:
@@ -130,7 +130,7 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
         self._register_output_hooks(module)
 
     def _track_shards(self, module: nn.Module) -> None:
-        self._unused = UnusedShards(self.world, module, unreached=not self._manual)
+        self._unused = UnusedShards(self.data_ranks, module, unreached=not self._manual)
         self._gathered = GatheredWeights(module, self._note_freed)
         self._hooks += self._gathered.register_hooks()
 
@@ -167,7 +167,7 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
                     register_fsdp_forward_method(module, name)
                     vars(module)[name].__func__.__wrapped__ = getattr(step, "__func__", step)  # keeps the signature
         if not self._has_device():  # on a device, `record_pauses` measures the waiting time
-            self._order = CollectiveOrder(self.world)
+            self._order = CollectiveOrder(self.data_ranks)
             self._waits = CollectiveTimer(module, self._order.note)
 
     def _initialise_root(self, module: Any) -> None:
@@ -180,7 +180,7 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
         return self._waits.seconds if self._waits is not None else 0.0
 
     def record_pauses(self, mark: Callable[[], Any]) -> list[tuple[Any, Any]]:
-        if self.module is None or self.world.size == 1 or not self._has_device():
+        if self.module is None or self.data_ranks.size == 1 or not self._has_device():
             return []
         return DeviceWaits(self.module, mark).spans
 
@@ -190,29 +190,29 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
     def _mesh(self) -> Any:
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-        size, kind = self.world.size, self.world.device.type
+        size, kind = self.data_ranks.size, self.world.device.type
         if size % self.replicas:
             raise ValueError(
                 f"replicas={self.replicas} doesn't divide the {size} ranks into groups of equal size; set a divisor "
                 "of the number of ranks"
             )
-        if self.world.group is not None:  # the ranks along the data axis of a mesh
-            return DeviceMesh.from_group(self.world.group, kind, mesh_dim_names=("dp_shard",))
+        if self.data_ranks.group is not None:  # the ranks along the data axis of a mesh
+            return DeviceMesh.from_group(self.data_ranks.group, kind, mesh_dim_names=("dp_shard",))
         if self.replicas == 1:
             return init_device_mesh(kind, (size,), mesh_dim_names=("dp_shard",))
         mesh = torch.arange(size).view(self.replicas, size // self.replicas)
         ranks_by_axis = [[ranks.tolist() for ranks in axis] for axis in (mesh.T, mesh)]
-        groups = [self.world.new_subgroup(ranks) for ranks in ranks_by_axis]
+        groups = [self.data_ranks.new_subgroup(ranks) for ranks in ranks_by_axis]
         return DeviceMesh.from_group(groups, kind, mesh=mesh, mesh_dim_names=("dp_replicate", "dp_shard"))
 
     def _agree_on_weights(self, module: nn.Module) -> None:
         """Broadcast the weights of rank 0, before each rank keeps a shard of them."""
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta:
-                self.world.broadcast(tensor)
+                self.data_ranks.broadcast(tensor)
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        if self.world.size == 1:
+        if self.data_ranks.size == 1:
             return step
         self._step = step
 
@@ -238,7 +238,7 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
 
     def attach_optimizers(self, optimizers: list[Optimizer]) -> None:
         assert self.module is not None
-        if self.world.size > 1 and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        if self.data_ranks.size > 1 and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise ValueError("LBFGS needs the whole gradient on a rank, and fsdp keeps it in shards; use strategy=ddp")
         self._optimizers, self._parameters = optimizers, dict(self.module.named_parameters())
         self._measure_size()
@@ -250,8 +250,8 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
         assert built is not None
         self._forget_step()
         self.world, self._order = world, None
-        built.restore(torch.device("meta") if world.size > 1 else world.device)
-        if world.size > 1:
+        built.restore(torch.device("meta") if self.data_ranks.size > 1 else world.device)
+        if self.data_ranks.size > 1:
             self._shard(module, built)
             module._apply(lambda tensor: torch.empty_like(tensor, device=world.device) if tensor.is_meta else tensor)
             self._initialise_root(module)
@@ -310,13 +310,13 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
 
     def _measure_size(self) -> None:
         whole = sum(p.numel() * p.element_size() for p in self._parameters.values())
-        self._gathers_much = self.world.size > 1 and not self._has_device() and whole >= LARGE
+        self._gathers_much = self.data_ranks.size > 1 and not self._has_device() and whole >= LARGE
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         root: Any = self.module
         with super().accumulate():
-            if self.world.size == 1:
+            if self.data_ranks.size == 1:
                 yield
                 return
             root.set_requires_gradient_sync(False)
@@ -364,7 +364,7 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
 
     def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
         """Gather and reduce with the other ranks: compute any available batch, with a loss of zero."""
-        if self.world.size == 1:
+        if self.data_ranks.size == 1:
             return True
         if self._outputs:  # the step has computed, as on the other ranks, but returned no loss
             self.backward(self._zero())

@@ -10,10 +10,10 @@ from fabricx.distributed.world import World
 
 
 def average_moments(world: World, optimizer: Optimizer) -> None:
-    """Average the state tensors of optimizers that have stepped independently on each rank.
+    """Average the moments of an optimizer that has stepped independently on each rank.
 
-    A rank whose optimizer has not stepped yet has no state, and receives the average of the others. State that is
-    not a floating-point tensor with at least one dim is copied from another rank where it is missing.
+    A rank whose optimizer has not stepped yet has no state, and receives the average of the ranks with a state. Step
+    counts and other scalars are not averaged; a rank without them copies the values of the first rank with a state.
 
     Args:
         world: ranks that have stepped; all call this together.

@@ -104,7 +104,7 @@ def connect(options: ServerOptions, design: Design, world: World, trained: Train
     Args:
         options: of the strategy.
         design: of the strategy.
-        world: the ranks.
+        world: the workers, which train different shares of the data.
         trained: parameters and optimizers.
 
     Raises:

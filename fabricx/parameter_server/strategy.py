@@ -118,17 +118,17 @@ class ServedStrategy(
                     "use strategy=ddp"
                 )
         for tensor in (*module.parameters(), *module.buffers()):
-            self.world.broadcast(tensor.data)
+            self.data_ranks.broadcast(tensor.data)
 
     def attach_optimizers(self, optimizers: list[Optimizer]) -> None:
         self._optimizers, self._parameters = optimizers, parameters_of(optimizers)
         backup = self._settings.backup
-        if backup and backup >= self.world.size and not self.world.newcomer:
+        if backup and backup >= self.data_ranks.size and not self.world.newcomer:
             raise ValueError(
-                f"backup_workers={backup} of {self.world.size} workers: an update needs a gradient of at least one "
-                "other worker; set fewer backup workers, or more devices"
+                f"backup_workers={backup} of {self.data_ranks.size} workers: an update needs a gradient of at "
+                "least one other worker; set fewer backup workers, or more devices"
             )
-        if self._dealer is not None and self.world.size > 1 and self.world.main_rank:
+        if self._dealer is not None and self.data_ranks.size > 1 and self.world.main_rank:
             _warn_of_momentum(optimizers, self._settings)
         if self._dealer is not None or not self.world.newcomer:
             self._connect()
@@ -136,7 +136,7 @@ class ServedStrategy(
     def _connect(self) -> None:
         """Connect with the present ranks."""
         trained = Trained(self.module, self._parameters, self._optimizers, self._several_backwards)
-        self._use(connect(self, self._design, self.world, trained))
+        self._use(connect(self, self._design, self.data_ranks, trained))
 
     def _disconnect(self, *, done: bool) -> None:
         self._connection.close(done=done)
@@ -144,7 +144,7 @@ class ServedStrategy(
 
     def on_train_start(self, step: int, ranks: int) -> None:
         kept, self._kept, self._measured_before = self._kept, None, None
-        restore_feedback(kept, self._protocol, self.world, self.servers)
+        restore_feedback(kept, self._protocol, self.data_ranks, self.servers)
         self._protocol.starts(step, ranks, self.module)
 
     def teardown(self) -> None:
@@ -155,12 +155,12 @@ class ServedStrategy(
     def world_changed(self, world: World) -> None:
         self.world = world
         if self._dealer is not None:
-            self._protocol.world = world
+            self._protocol.world = self.data_ranks
             return
         self._disconnect(done=False)
         self._connect()
         if self.traits.replicated:
-            self._protocol.starts(0, world.size, self.module)  # any version: only the workers count updates
+            self._protocol.starts(0, self.data_ranks.size, self.module)  # any version: only the workers count updates
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def in_training(*args: Any) -> Any:
@@ -243,11 +243,11 @@ class ServedStrategy(
     def updates_per_batch(self) -> int:
         if self._dealer is None or self._settings.aggregate:
             return 1
-        return self._dealer.planned or self.world.size
+        return self._dealer.planned or self.data_ranks.size
 
     @property
     def norm_clipping_refused(self) -> str:  # type: ignore[override]
-        if self._dealer is None or not self._settings.aggregate or self.servers == 1 or self.world.size == 1:
+        if self._dealer is None or not self._settings.aggregate or self.servers == 1 or self.data_ranks.size == 1:
             return ""
         return (
             f"the norm of a gradient can't be limited with servers={self.servers} and mode='bounded': each server "
@@ -334,7 +334,7 @@ class ServedStrategy(
     def measured(self) -> dict[str, float]:
         if not self._exchange.connected:
             return {}
-        now = Totals(self.world.gather_objects((*self.traffic, self.waited_s)), self.counts())
+        now = Totals(self.data_ranks.gather_objects((*self.traffic, self.waited_s)), self.counts())
         before, self._measured_before = self._measured_before, now
         return now.since(before) if self.world.main_rank else {}
 
@@ -352,7 +352,7 @@ class ServedStrategy(
             state = super().state_dict(module, optimizers)
         remote = self._exchange.remote
         if self._design.compresses:
-            state["kept"] = {"workers": self.world.gather_objects(self._protocol.kept()), "servers": remote.lost()}
+            state["kept"] = {"workers": self.data_ranks.gather_objects(self._protocol.kept()), "servers": remote.lost()}
         if self._settings.outer == "nesterov":
             state["outer"] = {"0": flat_velocity(module, self._parameters, remote.velocity())}
         return state
@@ -381,7 +381,7 @@ class ServedStrategy(
                 protocol.keep(first["kept"])
             else:
                 warn_of_lost_residuals(self.world)
-        protocol.starts(0, self.world.size, module)
+        protocol.starts(0, self.data_ranks.size, module)
 
 
 def _warn_of_momentum(optimizers: Sequence[Optimizer], settings: Settings) -> None:

@@ -30,7 +30,7 @@ class WorkerProtocol(ABC, Generic[E]):
     Attributes:
         servers_step: weights are stepped by servers, or by all workers together; optimizers on this worker do not step.
         settings: see Args.
-        world: the ranks.
+        world: the workers.
         parameters: of all optimizers, by number.
         optimizers: of the user.
         gradients: of this worker.
@@ -69,7 +69,7 @@ class WorkerProtocol(ABC, Generic[E]):
         """Connect the protocol to its exchange, before training.
 
         Args:
-            world: the ranks.
+            world: the workers.
             exchange: with the other workers.
             parameters: of all optimizers.
             optimizers: of the user.
