@@ -166,9 +166,16 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return the nodes of a file that the tests below look at, for all tests once."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Import, ast.ImportFrom, ast.Attribute)
+    return [node for node in ast.walk(parsed(path)) if isinstance(node, kinds)]
+
+
 def definitions(kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> Iterator[tuple[Path, ast.AST]]:
     for path in PYTHON:
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, kind):
                 yield path, node
 
@@ -200,7 +207,7 @@ def module_of(path):
 
 def imported(path, modules):
     names = set()
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -214,7 +221,7 @@ def test_only_its_own_package_and_hooks_assign_to_the_trainer():
         f"{short(path)}:{node.lineno}"
         for path in PYTHON
         if not {"trainer", "callbacks"} & set(path.relative_to(ROOT).parts)
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
         if isinstance(node.value, ast.Name) and node.value.id == "trainer"
     ]
