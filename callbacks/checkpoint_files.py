@@ -64,14 +64,14 @@ def step_of(path: str) -> int:
     return step
 
 
-def is_of_run(path: Path, run: str, run_dir: Path | None, step: int) -> bool:
+def is_of_run(path: Path, run: str, run_dir: Path | None, step: int | None = None) -> bool:
     """Return whether `path` is a complete checkpoint of a run and a step.
 
     Args:
         path: path of the checkpoint.
         run: id of the run, `RunState.run`.
         run_dir: folder of the run, which distinguishes it from a run that was resumed from it in a new folder.
-        step: number of weight updates.
+        step: number of weight updates; None for any.
     """
     if run_dir is None or not is_committed(path):
         return False
@@ -79,7 +79,7 @@ def is_of_run(path: Path, run: str, run_dir: Path | None, step: int) -> bool:
         manifest = read_manifest(path)
     except CheckpointError:  # damaged
         return False
-    return bool(manifest.get("run") == [run, run_dir.name] and manifest["step"] == step)
+    return bool(manifest.get("run") == [run, run_dir.name] and step in (None, manifest["step"]))
 
 
 def remove_own(folder: str | None, path: str) -> None:

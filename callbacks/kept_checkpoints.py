@@ -50,7 +50,8 @@ class KeptCheckpoints:
         models: scores by path, oldest first.
         best_path: of the best checkpoint, or of the newest without a metric; empty without a checkpoint.
         best_score: of the best checkpoint; None without a metric.
-        link: path of the link to the newest checkpoint; its own path where links are not supported.
+        link: path of the link to the newest checkpoint; its own path where links are not supported, or where it is
+            the file itself.
         target: path that the link points to.
         permanent: paths that are never deleted.
         pending: the newest checkpoint, until it is complete.
@@ -117,7 +118,7 @@ class KeptCheckpoints:
             old_link, self.link, self.target = self.link, link, path
         if permanent:
             self.permanent.add(path)
-        superseded -= {*self.permanent, path}
+        superseded -= {*self.permanent, path, self.link}
         self.pending = Pending(path, step, sorted(superseded), old_link, before)
         return self.pending
 
@@ -130,7 +131,8 @@ class KeptCheckpoints:
             links: the folder supports links.
         """
         if links and self.target == pending.path:
-            link_to(Path(self.link), Path(pending.path))
+            if self.link != pending.path:
+                link_to(Path(self.link), Path(pending.path))
             if pending.old_link != self.link:
                 remove_link(dirpath, pending.old_link)
         for path in pending.superseded:

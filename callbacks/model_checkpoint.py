@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -59,9 +60,9 @@ class ModelCheckpoint(Callback):
     Attributes:
         best_model_path: path of the best checkpoint, or of the newest without a monitor. Empty if no checkpoint exists.
         best_model_score: score of the best checkpoint, or None.
-        best_k_models: scores of all kept checkpoints, by path.
-        current_score: newest score that was compared with the best.
-        last_model_path: path of the link that `save_last` maintains.
+        best_k_models: scores of the kept checkpoints, by path; empty without a monitor.
+        current_score: score of the newest checkpoint that was kept.
+        last_model_path: path of "last.ckpt", which `save_last` maintains.
         dirpath: the folder; without the `dirpath` argument it is None until a run begins.
 
     Args:
@@ -72,8 +73,9 @@ class ModelCheckpoint(Callback):
         mode: "min" if smaller is better, "max" if larger is better.
         save_top_k: number of best (without a monitor: newest) checkpoints to keep; -1 keeps all, 0 none.
         keep_every_n_steps: never delete a checkpoint of a step that is a multiple of this number; 0 disables this.
-        save_last: also keep the newest checkpoint, with a link "last.ckpt" to it (URLs have no links: the checkpoint
-            has a regular name). "link" is the same as True.
+        save_last: also keep the newest checkpoint: "last.ckpt" is a link to it, or the file itself if it is not among
+            the best (URLs have no links, and folders are not replaced: such a checkpoint has a regular name). "link" is
+            the same as True.
         every_n_train_steps: weight updates between two saves.
         every_n_epochs: epochs between two saves; default: 1 if neither steps nor time are set.
         train_time_interval: time between two saves: a `timedelta` or text such as "10m".
@@ -113,7 +115,6 @@ class ModelCheckpoint(Callback):
 
     best_model_path: str = _record("best_path")
     best_model_score: Tensor | None = _record("best_score")
-    best_k_models: dict[str, Tensor] = _record("models")
     last_model_path: str = _record("link")
 
     def __init__(
@@ -206,9 +207,9 @@ class ModelCheckpoint(Callback):
             sweep(self._folder)
         if self._clock is not None:
             self._clock.start(trainer.global_step)
-        if self.best_k_models:  # the files of the resumed run may have been deleted since
-            existing = trainer.world.broadcast_object([path for path in self.best_k_models if as_path(path).exists()])
-            self._records.keep({path: self.best_k_models[path] for path in existing}, self._mode)
+        if models := self._records.models:  # the files of the resumed run may have been deleted since
+            existing = trainer.world.broadcast_object([path for path in models if as_path(path).exists()])
+            self._records.keep({path: models[path] for path in existing}, self._mode)
         if self._last_step != trainer.global_step:  # the checkpoint was saved before this callback handled the step
             self._on_step(trainer)
 
@@ -332,7 +333,6 @@ class ModelCheckpoint(Callback):
     def _save_if_good(self, trainer: TrainerProtocol) -> None:
         metrics = self._metrics(trainer)
         score = metrics.get(self.monitor, math.nan) if self.monitor is not None else math.nan
-        self.current_score = torch.tensor(score) if self.monitor is not None else None
         kept = self._records.scores
         if self.monitor is None and self.save_top_k >= 1:  # the newest replaces the oldest
             admitted, displaced = True, next(iter(kept), None) if len(kept) >= self.save_top_k else None
@@ -342,21 +342,30 @@ class ModelCheckpoint(Callback):
             if self.save_last:
                 self._save_last_alone(trainer)
             return
+        self.current_score = torch.tensor(score) if self.monitor is not None else None
         name = self._names.ranked(metrics)
         path = self._free_path(trainer, name, displaced)
         before = self._records.copy()
         # The checkpoint contains this callback's state, which must already list the new checkpoint.
-        others = {other: value for other, value in self.best_k_models.items() if other != displaced}
+        others = {other: value for other, value in self._records.models.items() if other != displaced}
         self._records.keep(others | {path: torch.tensor(score)}, self._mode)
         self._write(trainer, path, before, displaced)
 
     def _save_last_alone(self, trainer: TrainerProtocol) -> None:
-        """Save for the "last" link only; the checkpoint is not ranked."""
+        """Save the newest checkpoint, which is not ranked, as "last.ckpt" or for a link of this name."""
         if trainer.global_step == self._step_saved:
             return
         self._finish(trainer)
-        name = self._names.ranked(self._metrics(trainer))
-        self._write(trainer, self._free_path(trainer, name), self._records.copy())
+        if is_local(self._folder) and self._writes_files(trainer):
+            path = self._link_path(trainer)
+        else:
+            path = self._free_path(trainer, self._names.ranked(self._metrics(trainer)))
+        self._write(trainer, path, self._records.copy())
+
+    def _writes_files(self, trainer: TrainerProtocol) -> bool:
+        """Return whether checkpoints are single files, which replace a link or another file in one operation."""
+        by_module = trainer.session.module.single_file_checkpoints
+        return bool(by_module if self.single_file is None else self.single_file)
 
     def _save_aside(self, trainer: TrainerProtocol, reason: str) -> str:
         """Save an unranked checkpoint, with the reason in its name, and wait until it is complete."""
@@ -425,9 +434,38 @@ class ModelCheckpoint(Callback):
         return False
 
     @property
+    def best_k_models(self) -> dict[str, Tensor]:
+        """Return the scores of the kept checkpoints, by path; empty without a monitor."""
+        return {} if self.monitor is None else self._records.models
+
+    @property
     def kth_best_model_path(self) -> str:
-        """Return the path of the worst checkpoint that is kept, or an empty string."""
-        return worst(self._records.scores, self.mode)
+        """Return the path of the worst of `save_top_k` kept checkpoints; an empty string while there are fewer."""
+        complete = self.save_top_k == -1 or 0 < self.save_top_k <= len(self.best_k_models)
+        return worst(self._records.scores, self.mode) if complete and self.best_k_models else ""
+
+    @property
+    def kth_value(self) -> Tensor:
+        """Return the score at `kth_best_model_path`; infinitely bad while there are fewer checkpoints."""
+        nothing = torch.tensor(math.inf if self.mode == "min" else -math.inf)
+        return self.best_k_models.get(self.kth_best_model_path, nothing)
+
+    def format_checkpoint_name(
+        self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None, prefix: str | None = None
+    ) -> str:
+        """Return the path of a checkpoint with given metrics.
+
+        Args:
+            metrics: values by name, with "epoch" and "step".
+            filename: template of the name; None for that of this callback.
+            ver: number of a version, for a name that exists.
+            prefix: text before the name.
+        """
+        known = {"epoch": 0, "step": 0, **{name: float(value) for name, value in metrics.items()}}
+        name = replace(self._names, template=filename or self.filename).ranked(known)
+        name = f"{prefix}{self.CHECKPOINT_JOIN_CHAR}{name}" if prefix else name
+        name += ("" if ver is None else f"{self._suffixes.version}{ver}") + self.FILE_EXTENSION
+        return str(as_path(self.dirpath) / name) if self.dirpath else name
 
     # -- files --------------------------------------------------------------------------------------------------
 
@@ -440,7 +478,7 @@ class ModelCheckpoint(Callback):
 
     def _metrics(self, trainer: TrainerProtocol) -> dict[str, float]:
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        return {**logged, "epoch": trainer.current_epoch, "step": trainer.global_step}
+        return {**logged, "epoch": trainer.state.epoch, "step": trainer.global_step}
 
     def _free_path(self, trainer: TrainerProtocol, name: str, displaced: str | None = None) -> str:
         """Return a path that does not exist, or that holds a checkpoint to be replaced.
@@ -463,7 +501,16 @@ class ModelCheckpoint(Callback):
 
     def _link_path(self, trainer: TrainerProtocol) -> str:
         name = self._names.link(self._metrics(trainer))
-        path = versioned(self._folder, name, self._suffixes, Path.is_symlink)
+        savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+        of_others = {saver.last_model_path for saver in savers if saver is not self}
+
+        def may_replace(path: Path) -> bool:
+            if str(path) in of_others:
+                return False
+            own = str(path) == self.last_model_path  # also of the run that this one continues
+            return own or path.is_symlink() or is_of_run(path, trainer.state.run, trainer.run_dir)
+
+        path = versioned(self._folder, name, self._suffixes, may_replace)
         return str(trainer.world.broadcast_object(path))
 
     @property

@@ -400,7 +400,7 @@ def _test(trainer: Trainer, data: Any, run_dir: Path) -> None:
 
 def _print_summary(trainer: Trainer, run_dir: Path, metrics: Mapping[str, Any]) -> None:
     shown = "  ".join(f"{name}={float(value):.4g}" for name, value in sorted(metrics.items()))
-    epochs = f"{trainer.current_epoch} epoch{'' if trainer.current_epoch == 1 else 's'}"
+    epochs = f"{trainer.state.epoch} epoch{'' if trainer.state.epoch == 1 else 's'}"
     print(f"\n{trainer.global_step} step{'' if trainer.global_step == 1 else 's'}, {epochs}")
     width = shutil.get_terminal_size((80, 24)).columns
     for line in textwrap.wrap(shown, width - 2, break_long_words=False):

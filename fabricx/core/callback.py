@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,26 @@ def recovery_policy_of(callbacks: Iterable[Callback]) -> RecoveryPolicy | None:
     return next((policy for callback in callbacks if (policy := callback.recovery_policy) is not None), None)
 
 
+class _Attached:
+    """A reference to the module of the present run; a copy, and a pickle, refers to none."""
+
+    def __init__(self, module: Module | None = None) -> None:
+        self.module = (lambda: None) if module is None else weakref.ref(module)
+
+    def __reduce__(self) -> tuple[type[_Attached], tuple[()]]:
+        return _Attached, ()
+
+
+def attach(callback: Callback, module: Module) -> None:
+    """Set the module whose `log` a callback calls.
+
+    Args:
+        callback: of a run that begins.
+        module: of the run.
+    """
+    vars(callback)["_attached"] = _Attached(module)
+
+
 class Callback(NamesChecked):
     """Base class of callbacks; a hook that is not overridden costs nothing.
 
@@ -89,6 +110,35 @@ class Callback(NamesChecked):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a result of `state_dict`."""
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Log a number as `self.log` of the module, in hooks in which the module can log.
+
+        Args:
+            name: of the metric.
+            value: a number, a tensor with a single element, or a `torchmetrics.Metric`.
+            args, options: of `Module.log`.
+
+        Raises:
+            RuntimeError: there is no run.
+        """
+        attached: _Attached | None = vars(self).get("_attached")
+        module = None if attached is None else attached.module()
+        if module is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.log({name!r}, ...) was called outside of a run; call it in a hook"
+            )
+        module.log(name, value, *args, **options)
+
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
+        """Log each entry of a dict.
+
+        Args:
+            dictionary: values by name.
+            args, options: of `Module.log`, after the value.
+        """
+        for name, value in dictionary.items():
+            self.log(name, value, *args, **options)
 
     # the run as a whole
 

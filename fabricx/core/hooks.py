@@ -131,16 +131,21 @@ def check_hooks(obj: object) -> None:
             if name in former and name not in known:
                 raise ValueError(f"{cls.__name__}.{name} would never be called. Its successor is {former[name]}")
             if name.startswith("on_") and name not in known:
-                raise ValueError(
-                    f"{cls.__name__}.{name} would never be called: there is no hook of that name."
-                    f"{did_you_mean(name, known)}\n  names that begin with 'on_' are for hooks; rename other methods"
-                )
+                raise ValueError(f"{cls.__name__}.{name} would never be called: {_why_unknown(name, known)}")
             if cls.__module__.partition(".")[0] in _FRAMEWORK:
                 continue
             if hasattr(contract, name) or name in _STEPS:
                 check_signature(obj, name)
             elif contract is not Callback:
                 _warn_of_near_name(obj, cls, name, contract)
+
+
+def _why_unknown(name: str, known: Collection[str]) -> str:
+    """Return why a method whose name begins with "on_" is no hook of its class, and what to do."""
+    if name in CALLBACK_HOOKS:
+        return "it is a hook of callbacks. Define it in a Callback, whose hooks receive the trainer and the module"
+    hint = did_you_mean(name, known)
+    return f"there is no hook of that name.{hint}\n  names that begin with 'on_' are for hooks; rename other methods"
 
 
 def _contract_of(obj: object) -> tuple[type, Collection[str], Mapping[str, str]]:

@@ -96,6 +96,8 @@ def _init_arguments(frame: FrameType | None, cls: type) -> dict[str, Any]:
     """Collect the arguments of every `__init__` of the object, from `frame` to the outermost constructor."""
     collected: dict[str, Any] = {}
     first = frame.f_locals.get("self") if frame else None
+    within = _constructor(frame, first)
+    frame = frame if within is None else within
     while frame is not None and frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is first:
         info = inspect.getargvalues(frame)
         arguments = {name: info.locals[name] for name in info.args[1:] if name in info.locals}
@@ -108,6 +110,15 @@ def _init_arguments(frame: FrameType | None, cls: type) -> dict[str, Any]:
         known = inspect.signature(cls).parameters
         collected = {name: value for name, value in frame.f_locals.items() if name in known}
     return collected
+
+
+def _constructor(frame: FrameType | None, owner: Any) -> FrameType | None:
+    """Return the frame of the constructor that calls methods of its object down to `frame`; None without."""
+    while frame is not None and owner is not None and frame.f_locals.get("self") is owner:
+        if frame.f_code.co_name == "__init__":
+            return frame
+        frame = frame.f_back
+    return None
 
 
 def is_plain(value: Any) -> bool:

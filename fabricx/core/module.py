@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -99,12 +100,14 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
             rank_zero_only: only the main rank logs the value; implies `sync_dist=False`.
 
         Raises:
-            ValueError: the value isn't a single number, the reduction is unknown, or there is a group.
-            RuntimeError: the module is not being trained or evaluated, or the hook does not support logging.
+            ValueError: the value isn't a single number, the reduction is unknown, there is a group, or this is a hook
+                that can't log.
         """
         log_to = self.__dict__.get("_log_to")
         if log_to is None:
             log_to = self._log_of_run(name)
+            if log_to is None:
+                return
         if sync_dist_group is not None:
             raise ValueError(
                 f"self.log({name!r}, ..., sync_dist_group=...): values are always reduced over all ranks that train; "
@@ -118,15 +121,17 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         )  # fmt: skip
 
     def _log_of_run(self, name: str) -> Any:
-        """Return the destination of `log` of the module that is trained, where this is a part of it."""
+        """Return the destination of `log` of the module that is trained, where this is a part of it.
+
+        Without a trainer, as in a test of a step, nothing is logged.
+        """
         trainer: Any = self.__dict__.get("_trainer")
         if trainer is None:
-            raise RuntimeError(
-                f"self.log({name!r}, ...) was called outside of a trainer; call it in a step or hook of a run"
-            )
+            warnings.warn(f"self.log({name!r}, ...) was called outside of a trainer, and logs nothing", stacklevel=3)
+            return None
         log_to = trainer.module.__dict__.get("_log_to")
         if log_to is None:
-            raise RuntimeError(
+            raise ValueError(
                 f"self.log({name!r}, ...) was called where metrics can't be logged, such as in predict_step, "
                 "on_fit_start, on_validation_end or on_train_end; call it in a training or evaluation step, or in a "
                 "hook between on_train_start and on_train_epoch_end, or on_validation_start and on_validation_epoch_end"
@@ -192,10 +197,10 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
             kwargs: passed to `Tensor.backward`, such as `retain_graph=True`.
 
         Raises:
-            RuntimeError: the module is optimised automatically.
+            ValueError: the module is optimised automatically.
         """
         if self.automatic_optimization:
-            raise RuntimeError("manual_backward needs self.automatic_optimization = False in __init__")
+            raise ValueError("manual_backward needs self.automatic_optimization = False in __init__")
         self.trainer.manual_backward(loss, *args, **kwargs)
 
     def clip_gradients(

@@ -94,7 +94,8 @@ class TrainerOptions:
             max_time: time limit of training: a timedelta, or text such as "2h30m".
             limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: number of batches for
                 each rank (int), or fraction of all batches (float).
-            overfit_batches: train and validate on the same few batches: their number (int) or fraction (float).
+            overfit_batches: train, and validate, on the first few batches of each loader, without shuffling: their
+                number (int) or fraction (float).
             val_check_interval: interval between validations: a fraction of an epoch (float), a number of batches (int),
                 a number of steps ("500st"), or a duration ("30m", "DD:HH:MM:SS", a timedelta).
             check_val_every_n_epoch: validate only in every n-th epoch; None counts the batches of `val_check_interval`
@@ -283,17 +284,17 @@ def check_devices(devices: Any, accelerator: str) -> list[int]:
 
 
 def check_limit(name: str, limit: Any) -> int | float:
-    """Return a limit of batches: their number (int), a fraction (float), or infinity for all batches.
+    """Return a limit of batches: their number (int), or a fraction (float; 1.0 for all batches).
 
     Args:
         name: of the option, for the message.
-        limit: None and 1.0 are all batches.
+        limit: None is 1.0.
 
     Raises:
         ValueError: the limit is negative, or a fraction above 1.
     """
-    if limit is None or (isinstance(limit, float) and limit == 1.0):
-        return float("inf")
+    if limit is None:
+        return 1.0
     if isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0:
         return limit
     if isinstance(limit, float) and limit > 1 and limit == int(limit):

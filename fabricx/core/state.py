@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any, Final
@@ -63,7 +64,11 @@ class RunningStage(StrEnum):
 
 
 _STAGES: Final = {Phase.SANITY: RunningStage.SANITY_CHECKING}
-_OF_CALL: Final = ("fn", "status")  # fields that a checkpoint does not contain
+_FIRST_STAGES: Final[Mapping[TrainerFn | None, RunningStage]] = {
+    TrainerFn.FITTING: RunningStage.TRAINING, TrainerFn.VALIDATING: RunningStage.VALIDATING,
+    TrainerFn.TESTING: RunningStage.TESTING, TrainerFn.PREDICTING: RunningStage.PREDICTING,
+}  # fmt: skip
+_OF_CALL: Final = ("fn", "status", "cut_short")  # fields that a checkpoint does not contain
 
 
 class Stage(IntEnum):
@@ -105,6 +110,7 @@ class RunState:
         plateau_step: newest update after which schedules with interval "step" that read a metric have advanced.
         judging: the validation is complete, but callbacks that watch metrics have not processed it.
         run: random name of the run, which restarts and resumes keep.
+        cut_short: the hooks of the epoch's end have run, and not all of its batches are trained.
         fn: newest call of the Trainer.
         status: of this call.
     """
@@ -131,15 +137,22 @@ class RunState:
     left_out: int = 0
     again: int = 0
     run: str = ""
+    cut_short: bool = False
     fn: TrainerFn | None = None
     status: TrainerStatus = TrainerStatus.INITIALIZING
 
     @property
     def stage(self) -> RunningStage | None:
-        """Return the present activity; None outside of a run."""
+        """Return the present activity, which a run has from its set-up on; None outside of a run."""
         if self.phase is Phase.IDLE:
-            return None
+            runs = self.fn is not None and self.status is TrainerStatus.RUNNING
+            return _FIRST_STAGES[self.fn] if runs else None
         return _STAGES.get(self.phase) or RunningStage(self.phase.value)
+
+    @property
+    def ended_epochs(self) -> int:
+        """Return the number of epochs that have ended, also before their last batch."""
+        return self.epoch + self.cut_short
 
     @property
     def finished(self) -> bool:

@@ -15,20 +15,19 @@ def _warn(text: str) -> None:
     warnings.warn(text, PossibleUserWarning, stacklevel=5)
 
 
-def advise_on_validation(defined: bool, loaders: Any, limit: int | float, *, overfits: bool) -> None:
+def advise_on_validation(defined: bool, loaders: Any, limit: int | float) -> None:
     """Warn about a validation that a fit doesn't run.
 
     Args:
         defined: whether the module has a `validation_step`.
         loaders: validation loaders; None without.
         limit: `limit_val_batches`.
-        overfits: the validation reads training data.
     """
     if limit == 0:
         return
     if defined and loaders is None:
         _warn("the module has a validation_step, and there is no val_dataloader: no validation runs")
-    elif not defined and loaders is not None and not overfits:
+    elif not defined and loaders is not None:
         _warn("there is a val_dataloader, and the module has no validation_step: no validation runs")
 
 
@@ -44,6 +43,16 @@ def advise_on_shuffling(word: str, loaders: Iterable[Any]) -> None:
             f"the {word}_dataloader shuffles: its batches differ in each evaluation. Set shuffle=False in loaders of "
             "validation, test and predict"
         )
+
+
+def advise_on_overfitting(loaders: Iterable[Any]) -> None:
+    """Warn about loaders that would shuffle, which `overfit_batches` reads without shuffling.
+
+    Args:
+        loaders: of a fit.
+    """
+    if any(isinstance(getattr(loader, "sampler", None), RandomSampler) for loader in loaders):
+        _warn("overfit_batches: a loader with shuffle=True is not shuffled, so that each epoch has the same batches")
 
 
 def advise_on_logging(batches: int | float, every: int, loggers: Sequence[Any]) -> None:

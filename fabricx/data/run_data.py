@@ -14,7 +14,7 @@ from fabricx.core.duration import check_count
 from fabricx.core.hooks import overrides
 from fabricx.core.module_hooks import ModuleHooks
 from fabricx.core.strategy_parts import ModelParallel, as_part
-from fabricx.data.advice import advise_on_shuffling, advise_on_validation
+from fabricx.data.advice import advise_on_overfitting, advise_on_shuffling, advise_on_validation
 from fabricx.data.combined import CombinedLoader, combined, is_loader
 from fabricx.data.factory import make_feed
 from fabricx.data.feed import Feed
@@ -130,20 +130,19 @@ class RunData:
         options, word = self._options, _SOURCES[self.stage]
         if self.stage == "fit":
             defined = callable(getattr(self._module, "validation_step", None))
-            advise_on_validation(
-                defined, self.val_dataloaders, options.limit_val_batches, overfits=bool(options.overfit_batches)
-            )
-        if self.val_feeds and not (self.stage == "fit" and options.overfit_batches):
-            advise_on_shuffling(word, _several(self.val_dataloaders))
+            advise_on_validation(defined, self.val_dataloaders, options.limit_val_batches)
+        loaders = _several(self.val_dataloaders) if self.val_feeds else []
+        if self.stage == "fit" and options.overfit_batches:
+            advise_on_overfitting([*_several(self.train_dataloader), *loaders])
+        else:
+            advise_on_shuffling(word, loaders)
 
     def _load_evaluation(self, world: World) -> None:
         """Build the feeds of the evaluation loaders."""
         options, fits, word = self._options, self.stage == "fit", _SOURCES[self.stage]
         self._evaluation_since = self._state.epoch
         source = self._passed[1] if self._passed[1] is not None else self._loader(f"{word}_dataloader")
-        if options.overfit_batches and fits and source is not None:
-            source = self.train_dataloader
-        limit = getattr(options, f"limit_{word}_batches")
+        limit = _limit(getattr(options, f"limit_{word}_batches"))
         has_step = not fits or callable(getattr(self._module, "validation_step", None))
         loaders = _several(source) if has_step and limit != 0 else []
         self.val_dataloaders, self.several_loaders = source, len(loaders) > 1
@@ -160,7 +159,7 @@ class RunData:
         """
         every = self._options.reload_dataloaders_every_n_epochs
         due = every and self._state.epoch - self._evaluation_since >= every
-        if due and self._passed[1] is None and not self._options.overfit_batches:
+        if due and self._passed[1] is None:
             self._load_evaluation(world)
             self.set_validation_interval()
 
@@ -184,7 +183,7 @@ class RunData:
         self._make_train_feed(world)
         self._evaluation_since = self._state.epoch
         if self.val_feeds:
-            limit, loaders = self._options.limit_val_batches, _several(self.val_dataloaders)
+            limit, loaders = _limit(self._options.limit_val_batches), _several(self.val_dataloaders)
             self.val_feeds = [self._evaluation_feed(world, loader, limit) for loader in loaders]
         self.set_validation_interval()
 
@@ -194,10 +193,10 @@ class RunData:
         Args:
             world: the ranks.
         """
-        options = self._options
-        few = float("inf") if options.num_sanity_val_steps == -1 else options.num_sanity_val_steps
-        limit = min(few, options.limit_val_batches) if isinstance(options.limit_val_batches, int) else few
-        return [self._evaluation_feed(world, loader, limit) for loader in _several(self.val_dataloaders)]
+        few = self._options.num_sanity_val_steps
+        limits = [min(float("inf") if few == -1 else few, feed.batches()) for feed in self.val_feeds]
+        loaders = _several(self.val_dataloaders)
+        return [self._evaluation_feed(world, *each) for each in zip(loaders, limits, strict=True)]
 
     def count_batches(self, world: World) -> None:
         """Count the batches per epoch of the rank with the most batches; depends on the accumulation.
@@ -269,7 +268,7 @@ class RunData:
             ValueError: there is no batch to train on.
         """
         options, strategy = self._options, self._strategy
-        manual, limit = not self._module.automatic_optimization, options.limit_train_batches
+        manual, limit = not self._module.automatic_optimization, _limit(options.limit_train_batches)
         feed = self._train_feed = self._feed(
             world,
             self.train_dataloader,
@@ -299,12 +298,8 @@ class RunData:
             )
 
     def _evaluation_feed(self, world: World, source: Any, limit: int | float) -> Feed:
-        """Build the feed of an evaluation loader.
-
-        With `overfit_batches`, validation reads the training batches, sized for the initial number of ranks.
-        """
-        began_with = self._state.ranks if source is self.train_dataloader else 0
-        return self._feed(world, source, limit, began_with, fixed=self.stage == "predict")
+        """Build the feed of an evaluation loader."""
+        return self._feed(world, source, limit, fixed=self.stage == "predict")
 
     def _feed(
         self, world: World, source: Any, limit: int | float, began_with: int = 0, parts: int = 0,
@@ -326,7 +321,7 @@ class RunData:
             source, world, seed=self._state.seed, limit=limit, shard=options.use_distributed_sampler,
             began_with=began_with, company=strategy.traits.sharded or manual, parts=parts,
             dealt=not strategy.traits.lockstep, balance=balance, undivided=manual,
-            fixed=fixed or (bool(options.overfit_batches) and source is self.train_dataloader),
+            fixed=fixed or (bool(options.overfit_batches) and self.stage == "fit"),
         )  # fmt: skip
 
 
@@ -338,6 +333,11 @@ def _check_part(name: str, limit: int | float, loader: Any, batches: int | float
     """
     if isinstance(limit, float) and 0 < limit < 1 and not batches and len(loader):
         raise ValueError(f"{name}={limit} of {len(loader)} batches is less than one: set a number of batches (1)")
+
+
+def _limit(limit: int | float) -> int | float:
+    """Return a limit of batches, where infinity is no limit."""
+    return float("inf") if isinstance(limit, float) and limit == 1.0 else limit
 
 
 def _several(source: Any) -> list[Any]:

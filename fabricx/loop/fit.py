@@ -28,6 +28,7 @@ from fabricx.session.schedule import (
     epoch_pending,
     finished,
     limit_reached,
+    missing,
     validation_due_at_end,
 )
 from fabricx.telemetry.events import Span
@@ -56,6 +57,11 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
         _close_epoch(session)
     state.phase = Phase.TRAIN
     _report_eval_modes(session)
+    if not newcomer and not resumed and not _unfinished(session):  # such as limit_train_batches=0
+        session.print("there is nothing to train: " + missing(session))
+        session.metrics.collect(None)
+        call(session.hooks.on_fit_end)
+        return
     session.metrics.collect(session.metrics.training)
     with repeated_hooks(resumed or newcomer):
         call(session.hooks.on_train_start)
@@ -105,6 +111,7 @@ def _unfinished(session: Session) -> bool:
 def train_epoch(session: Session, train_batches: Callable[[Session], bool]) -> None:
     """Train the rest of an epoch; a checkpoint may have been written at each stage of an epoch."""
     state, ft = session.state, session.fault_tolerance
+    state.cut_short = False
     if not state.drained and ft.stage < Stage.EPOCH_ENDS:
         over = begin_epoch(session)
         state.drained = train_batches(session) if over is None else over
@@ -123,6 +130,7 @@ def train_epoch(session: Session, train_batches: Callable[[Session], bool]) -> N
         call(session.hooks.train_epoch_end_watching)
         ft.stage = Stage.EPOCH_OVER
     if not state.drained:
+        state.cut_short = True
         return
     _close_epoch(session)
     ft.reach(Stage.BETWEEN)

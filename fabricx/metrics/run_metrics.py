@@ -266,7 +266,7 @@ class RunMetrics:
         logbook = self.logbook
         wanted = {logbook.names(n, epoch=epoch): v for n, v in values.items() if logbook.series(n).to_logger}
         if wanted and self.loggers:
-            row = {**{name: float(value) for name, value in wanted.items()}, "epoch": float(self._state.epoch)}
+            row = {**{name: float(value) for name, value in wanted.items()}, "epoch": float(self._state.ended_epochs)}
             self.loggers.metrics(row, self._state.step if step is None else step)
 
 

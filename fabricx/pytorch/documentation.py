@@ -37,7 +37,7 @@ ABSENT_MEMBERS: Final[Mapping[str, Mapping[str, str]]] = {
 # Names that are the same, with another meaning.
 _DIFFERS: Final[Mapping[str, str]] = {
     "trainer.global_step, max_steps": "weight updates, for any number of optimizers",
-    "trainer.current_epoch": "completed epochs, also after the end of a run",
+    "step of the rows of loggers": "the number of weight updates: 1 for the first batch, in Lightning 0",
     "trainer.model": "the module; no strategy wraps it",
     "trainer.accelerator, trainer.profiler": "names, not objects",
     "trainer.strategy": "has `root_device`, `barrier`, `broadcast`, `reduce`, `all_gather` and `model`",
@@ -46,7 +46,6 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "self.log(sync_dist=)": "True by default: over the samples of all ranks; False logs the main rank's value",
     "self.log(enable_graph=, metric_attribute=)": "accepted, without an effect",
     "several optimizers": "allowed in automatic optimization: they share one loss and step together",
-    "Trainer(overfit_batches=)": "the validation reads the training batches",
     "validation_step(dataloader_idx)": "may be missing, or have no default, with any number of loaders",
     "outputs of on_train_batch_end": 'outputs["loss"] is the loss, not divided by the accumulation',
     "on_validation_model_zero_grad": "gradients are kept unless the module overrides it",

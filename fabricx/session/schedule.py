@@ -32,6 +32,16 @@ def finished(session: Session) -> str:
         session: has loaded a checkpoint.
     """
     state = session.state
+    return f"training is already complete, after {state.step} steps and {state.epoch} epochs: {missing(session)}"
+
+
+def missing(session: Session) -> str:
+    """Return which limits leave nothing to train.
+
+    Args:
+        session: has nothing to train.
+    """
+    state = session.state
     limits = [
         f"max_steps={session.options.max_steps}"
         if session.options.max_steps != -1 and state.step >= session.options.max_steps
@@ -41,8 +51,7 @@ def finished(session: Session) -> str:
         else "",
         "a callback requested a stop" if session.stop.agreed else "",
     ]
-    why = ", ".join(limit for limit in limits if limit) or "there are no batches"
-    return f"training is already complete, after {state.step} steps and {state.epoch} epochs: {why}"
+    return ", ".join(limit for limit in limits if limit) or "there are no batches"
 
 
 def epoch_pending(session: Session) -> bool:

@@ -191,8 +191,8 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
     @property
     def current_epoch(self) -> int:
-        """Return the number of completed epochs."""
-        return self.state.epoch
+        """Return the number of ended epochs; after a stop, also of the epoch that was stopped."""
+        return self.state.ended_epochs
 
     @property
     def global_step(self) -> int:

@@ -78,11 +78,23 @@ def _record_arguments(session: Session, run_dir: Path, arguments: Mapping[str, A
         if (file := run_dir / name).is_file():
             text = (file.stem, file.read_text())
             session.metrics.loggers.each(lambda logger, text=text: logger.log_text(*text))  # type: ignore[misc]
-    hparams_to_log = [
-        owner.hparams
-        for owner in (session.module, session.datamodule)
-        if owner is not None and owner.__dict__.get("_log_hyperparams") and session.options.enable_autolog_hparams
-    ]
-    params = {name: value for hparams in hparams_to_log for name, value in plain(hparams).items()}
+    params = _hparams_to_log(session) if session.options.enable_autolog_hparams else {}
     if params:
         session.metrics.loggers.each(lambda logger: logger.log_hyperparams(masked(params)))
+
+
+def _hparams_to_log(session: Session) -> dict[str, Any]:
+    """Return the hyperparameters of the module and the data module as plain data.
+
+    Raises:
+        ValueError: they have different values of one name.
+    """
+    owners = [owner for owner in (session.module, session.datamodule) if owner is not None]
+    logged = [plain(owner.hparams) for owner in owners if owner.__dict__.get("_log_hyperparams")]
+    for name in sorted(set.intersection(*map(set, logged))) if len(logged) > 1 else ():
+        if logged[0][name] != logged[1][name]:
+            raise ValueError(
+                f"the module and the data module have different hyperparameters {name!r}: {logged[0][name]!r} and "
+                f"{logged[1][name]!r}. Rename one of them, or call save_hyperparameters(logger=False) in one of them"
+            )
+    return {name: value for hparams in logged for name, value in hparams.items()}

@@ -16,6 +16,7 @@ from fabricx.checkpoint import is_foreign, read_manifest
 from fabricx.checkpoint.storage import as_path
 from fabricx.consistency import comparison
 from fabricx.consistency.shared_settings import OwnSettings
+from fabricx.core.callback import attach
 from fabricx.core.datamodule import DataModule
 from fabricx.core.hooks import check_hooks, fitted
 from fabricx.core.hparams import plain
@@ -178,6 +179,8 @@ def _build(trainer: TrainerInterface, job: Job, world: World) -> Session:
     if datamodule is not None:
         datamodule.trainer = trainer
     trainer.callbacks = _with_module_callbacks(trainer.callbacks, module)
+    for callback in trainer.callbacks:
+        attach(callback, module)
     session = trainer.new_session(
         job.stage, (job.train, job.evaluate), module, datamodule, world, strategy, writes=trainer.writes
     )  # fmt: skip

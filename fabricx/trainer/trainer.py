@@ -59,6 +59,7 @@ class Trainer(TrainerInterface):
         for callback in self.callbacks:
             if type(callback).before_fit is not Callback.before_fit:
                 callback.before_fit(Tuner(self), call)
+        _check_source(train_dataloaders, val_dataloaders, datamodule, "fit")
         dispatch(self, Job("fit", chosen, train_dataloaders, val_dataloaders, datamodule, path))
 
     def validate(
@@ -161,6 +162,7 @@ class Trainer(TrainerInterface):
             raise ValueError(
                 f"trainer.{stage}: the third argument is ckpt_path: pass datamodule={type(path).__name__}(...)"
             )
+        _check_source(loaders, None, data, stage)
         path = self._chosen_ckpt_path if path is None else path
         if module is None:
             module = self.module
@@ -172,6 +174,12 @@ class Trainer(TrainerInterface):
             data = data or self.datamodule
         results: list[Any] = dispatch(self, Job(stage, module, None, loaders, data, path, flag))
         return results
+
+
+def _check_source(first: Any, second: Any, datamodule: Any, call: str) -> None:
+    """Refuse loaders beside a data module, which has loaders of its own."""
+    if datamodule is not None and not (first is None and second is None):
+        raise ValueError(f"trainer.{call}: there are loaders and a data module; pass either loaders or datamodule=...")
 
 
 def _one_of(model: Module | None, module: Module | None, call: str) -> Module | None:

@@ -64,7 +64,13 @@ class DiesWriting(fx.Callback):
 
 def test_a_death_while_a_checkpoint_is_written_costs_at_most_that_checkpoint(tmp_path: Path) -> None:
     saver = ModelCheckpoint(
-        tmp_path / "saved", every_n_train_steps=3, save_top_k=-1, save_last=True, asynchronous=False
+        tmp_path / "saved",
+        monitor="step",
+        mode="max",
+        every_n_train_steps=3,
+        save_top_k=-1,
+        save_last=True,
+        asynchronous=False,
     )
     faults: list[Any] = [DiesWriting(tmp_path, [(1, 3), (0, 6), (1, STEPS)]), saver]
     recovery = FaultRecovery(every_n_train_steps=1000)
@@ -88,7 +94,7 @@ def test_a_death_while_a_checkpoint_is_written_costs_at_most_that_checkpoint(tmp
 def test_a_checkpoint_that_was_lost_in_the_background_is_forgotten_and_the_last_one_written_again(
     tmp_path: Path,
 ) -> None:
-    saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=6, save_top_k=-1)
+    saver = ModelCheckpoint(tmp_path / "saved", monitor="step", mode="max", every_n_train_steps=6, save_top_k=-1)
     faults: list[Any] = [DiesWriting(tmp_path, [(1, 6), (1, STEPS)]), saver]
     recovery = FaultRecovery(every_n_train_steps=1000)
     module, trainer = train(DDP(), faults, tmp_path, recovery=recovery, enable_checkpointing=True)

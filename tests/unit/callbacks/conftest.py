@@ -53,7 +53,6 @@ class FakeTrainer:
     interrupted: bool = False
     should_stop: bool = False
     is_global_zero: bool = True
-    current_epoch: int = 0
     global_step: int = 0
     world: FakeWorld = field(default_factory=FakeWorld)
     callback_metrics: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -77,8 +76,13 @@ class FakeTrainer:
 
     module: Any = field(default_factory=lambda: torch.nn.Linear(4, 2))
 
+    @property
+    def current_epoch(self) -> int:
+        return self.state.epoch
+
     def __post_init__(self) -> None:
         self.default_root_dir = str(self.run_dir)
+        self.module.single_file_checkpoints = False
 
     def print(self, *args: Any) -> None:
         self.printed.append(" ".join(map(str, args)))
@@ -135,7 +139,7 @@ class FakeTrainer:
         self.state.closing = complete
         self.call("on_train_epoch_end")
         if complete:
-            self.current_epoch += 1
+            self.state.epoch += 1
             self.state.batch = 0
         self.state.closing = False
 

@@ -19,7 +19,7 @@ def test_what_a_checkpoint_says_of_others_deletes_nothing_and_asks_no_url(tmp_pa
     precious = [saved(other), saved(tmp_path)]
     (own / "folder").mkdir(parents=True)
     links = [str(own / ".." / "other" / "one"), str(precious[0]), str(own / "folder"), "s3://nowhere/at/all"]
-    saver = ModelCheckpoint(own, every_n_train_steps=1, save_top_k=1)
+    saver = ModelCheckpoint(own, monitor="step", mode="max", every_n_train_steps=1, save_top_k=1)
     trainer = fx.Trainer(max_steps=1, callbacks=[saver], **{**QUIET, "enable_checkpointing": True})
     trainer.fit(TinyModule(), tiny_loader())
     hostile = {

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import ModelCheckpoint, time_interval
+from fabricx.testing import TinyModule, tiny_loader
 
 
 def number(score: torch.Tensor | None) -> float:
@@ -45,7 +47,51 @@ def test_the_best_two_are_kept(trainer: Any, tmp_path: Path) -> None:
     assert Path(callback.best_model_path).name == "epoch=1-val_loss=0.30.ckpt"
     assert Path(callback.kth_best_model_path).name == "epoch=2-val_loss=0.40.ckpt"
     assert number(callback.best_model_score) == pytest.approx(0.3)
-    assert number(callback.current_score) == pytest.approx(0.9)
+    assert number(callback.kth_value) == pytest.approx(0.4)
+    assert number(callback.current_score) == pytest.approx(0.4)
+    assert callback.format_checkpoint_name({"epoch": 3, "val_loss": 0.123}, ver=2) == str(
+        tmp_path / "checkpoints" / "epoch=3-val_loss=0.12-v2.ckpt"
+    )
+
+
+def test_without_a_monitor_nothing_is_ranked(trainer: Any) -> None:
+    callback = ModelCheckpoint(save_top_k=-1)
+    trainer(callback).start().epoch(validation={"val_loss": 1.0})
+    assert (callback.best_k_models, callback.kth_best_model_path, callback.current_score) == ({}, "", None)
+    assert number(callback.kth_value) == float("inf")
+
+
+def test_a_single_file_that_is_not_among_the_best_is_last_itself(quiet: dict[str, Any], own_folder: Path) -> None:
+    class Rises(fx.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tiny = TinyModule()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.tiny.training_step(batch, batch_idx)
+
+        def on_train_epoch_end(self) -> None:
+            self.log("score", [3.0, 1.0, 2.0, 0.5][self.current_epoch])
+
+        def configure_optimizers(self) -> Any:
+            return self.tiny.configure_optimizers()
+
+    def files(folder: str) -> list[str]:
+        return sorted(path.name for path in (own_folder / folder).iterdir())
+
+    def fit(callback: ModelCheckpoint, epochs: int, path: str | None = None) -> ModelCheckpoint:
+        settings: dict[str, Any] = {**quiet, "enable_checkpointing": True, "max_epochs": epochs}
+        fx.Trainer(callbacks=[callback], **settings).fit(Rises(), tiny_loader(), ckpt_path=path)
+        return callback
+
+    kept = fit(ModelCheckpoint(own_folder / "best", "{epoch}", "score", save_last=True), 3)
+    assert files("best") == ["epoch=1.ckpt", "last.ckpt"]
+    assert checkpoint.read_manifest(Path(kept.last_model_path))["step"] == 12
+    fit(ModelCheckpoint(own_folder / "best", "{epoch}", "score", save_last=True), 4, kept.last_model_path)
+    assert files("best") == ["epoch=3.ckpt", "last.ckpt"]
+    assert (own_folder / "best" / "last.ckpt").resolve().name == "epoch=3.ckpt"
+    assert fit(ModelCheckpoint(own_folder / "none", save_top_k=0, save_last=True), 2).best_model_path == ""
+    assert files("none") == ["last.ckpt"]
 
 
 def test_larger_can_be_better(trainer: Any) -> None:

@@ -42,6 +42,14 @@ def test_a_misspelt_hook_is_refused_with_the_nearest_name(quiet: dict[str, Any])
         fx.Trainer(callbacks=[Wrong()], **quiet)
 
 
+def test_a_hook_of_callbacks_in_a_module_is_refused() -> None:
+    class Wrong(TinyModule):
+        def on_sanity_check_start(self) -> None: ...
+
+    with pytest.raises(ValueError, match="it is a hook of callbacks"):
+        check_hooks(Wrong())
+
+
 def test_a_hook_that_nobody_overrides_has_no_function_to_call() -> None:
     hooks = Hooks(None, TinyModule(), [Callback()])  # type: ignore[arg-type]
     assert all(getattr(hooks, name) == () for name in CALLBACK_HOOKS | MODULE_HOOKS)

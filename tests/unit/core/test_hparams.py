@@ -34,6 +34,34 @@ def test_arguments_of_each_constructor_are_saved_and_those_of_the_outermost_coun
     assert Large(7).hparams == {"depth": 7, "size": 5, "rate": 0.5}
 
 
+class Helped(HyperParameters):
+    def __init__(self, size: int = 3) -> None:
+        self._prepare()
+
+    def _prepare(self) -> None:
+        size = "a local variable"  # noqa: F841
+        self.save_hyperparameters()
+
+
+def test_a_method_that_the_constructor_calls_saves_the_arguments_of_the_constructor() -> None:
+    assert Helped(size=7).hparams == {"size": 7}
+
+
+def test_different_values_of_the_module_and_the_data_module_are_an_error(quiet: dict[str, Any]) -> None:
+    class Data(fx.DataModule):
+        def __init__(self, lr: float) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self) -> Any:
+            return tiny_loader()
+
+    module = TinyModule(lr=0.5)
+    fx.Trainer(max_epochs=1, **quiet).fit(module, Data(0.5))
+    with pytest.raises(ValueError, match=r"different hyperparameters 'lr': 0\.5 and 0\.25. Rename one"):
+        fx.Trainer(max_epochs=1, **quiet).fit(module, Data(0.25))
+
+
 def test_changes_are_kept_apart_from_what_was_given() -> None:
     module = Large(7)
     module.hparams.depth = 8

@@ -46,14 +46,26 @@ def test_limits_count_batches_or_parts() -> None:
     assert module.counts() == {"train": 4, "validation": 2, "test": 3, "predict": 1}
 
 
-def test_overfit_takes_the_same_batches_in_each_epoch_and_for_validation() -> None:
-    module = Counts()
-    trainer = fx.Trainer(max_epochs=3, overfit_batches=2, num_sanity_val_steps=0, **QUIET)
-    trainer.fit(module, tiny_loader(shuffle=True), tiny_loader())
+@pytest.mark.parametrize(("of", "validation"), [(2, 2), (0.5, 3)])
+def test_overfit_takes_the_first_batches_of_each_loader_in_each_epoch(of: float, validation: int) -> None:
+    module, val = Counts(), tiny_loader(samples=24, shuffle=True)
+    trainer = fx.Trainer(max_epochs=3, overfit_batches=of, num_sanity_val_steps=0, **QUIET)
+    with pytest.warns(UserWarning, match="a loader with shuffle=True is not shuffled"):
+        trainer.fit(module, tiny_loader(shuffle=True), val)
     epochs = [torch.cat(module.seen["train"][at : at + 2]) for at in (0, 2, 4)]
     assert torch.equal(epochs[0], epochs[1])
     assert torch.equal(epochs[0], epochs[2])
-    assert torch.equal(torch.cat(module.seen["validation"][:2]), epochs[0])
+    assert (trainer.num_training_batches, trainer.num_val_batches) == (2, [validation])
+    rounds = [torch.cat(module.seen["validation"][at : at + validation]) for at in (0, validation)]
+    assert torch.equal(*rounds)
+
+
+def test_the_sanity_check_has_no_more_batches_than_a_validation() -> None:
+    module = Counts()
+    fx.Trainer(max_epochs=1, limit_val_batches=0.25, limit_train_batches=1, **QUIET).fit(
+        module, tiny_loader(), tiny_loader()
+    )
+    assert len(module.seen["validation"]) == 1 + 1
 
 
 class _Reloads(Counts):

@@ -51,6 +51,35 @@ def test_hooks_run_in_the_documented_order(quiet: dict[str, Any]) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("limit", [{"limit_train_batches": 0}, {"max_epochs": 0}, {"max_steps": 0}])
+def test_without_a_batch_to_train_no_hook_of_training_is_called(
+    limit: dict[str, Any], quiet: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder()
+    trainer = fx.Trainer(callbacks=[recorder], **{"max_epochs": 2, **limit}, **quiet)
+    trainer.fit(TinyModule(), tiny_loader(8, 4))
+    assert recorder.calls == ["setup", "on_fit_start", "on_fit_end", "teardown"]
+    assert (trainer.current_epoch, trainer.global_step) == (0, 0)
+    assert "there is nothing to train" in capsys.readouterr().out
+
+
+def test_after_a_stop_the_epoch_that_was_stopped_counts(quiet: dict[str, Any]) -> None:
+    class Epochs(TinyModule):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.trainer.should_stop = self.global_step == 6
+
+        def on_train_epoch_end(self) -> None:
+            self.seen = [*getattr(self, "seen", []), self.current_epoch]
+
+        def on_train_end(self) -> None:
+            self.seen.append(self.current_epoch)
+
+    module, trainer = Epochs(), fx.Trainer(max_epochs=5, **quiet)
+    trainer.fit(module, tiny_loader())
+    assert module.seen == [0, 1, 2]
+    assert (trainer.current_epoch, trainer.state.epoch, trainer.global_step) == (2, 1, 6)
+
+
 def test_a_generator_that_is_used_up_is_an_error_and_no_endless_run(quiet: dict[str, Any]) -> None:
     trainer = fx.Trainer(max_steps=10, **quiet)
     with pytest.raises(ValueError, match=r"generator yielded no batch in epoch 1.* can be iterated only once"):

@@ -132,7 +132,7 @@ def test_logging_where_no_value_would_be_published_is_an_error(hook: str, quiet:
     class Late(TinyModule): ...
 
     setattr(Late, hook, lambda self: self.log("x", 1.0))
-    with pytest.raises(RuntimeError, match=r"self.log\('x', ...\) was called where metrics can't be logged"):
+    with pytest.raises(ValueError, match=r"self.log\('x', ...\) was called where metrics can't be logged"):
         fx.Trainer(max_epochs=1, **quiet).fit(Late(), tiny_loader(8, 4), tiny_loader(4, 4))
 
 

@@ -70,7 +70,7 @@ def test_the_end_of_an_epoch_is_validated_with_whatever_global_batch_it_goes_on(
 def test_limits_stop_where_they_say(quiet: dict[str, Any]) -> None:
     for options, steps, epochs in [
         ({"max_epochs": 3}, 12, 3),
-        ({"max_steps": 5}, 5, 1),
+        ({"max_steps": 5}, 5, 2),
         ({"max_epochs": 2, "limit_train_batches": 1}, 2, 2),
         ({"max_epochs": 2, "limit_train_batches": 0.5}, 4, 2),
         ({"max_epochs": 0}, 0, 0),
