@@ -137,12 +137,20 @@ def fill(value: Any, state: tuple[str, str | None, Callable[[Any, Any], None], A
 
 
 def script_namespace(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """In a pickle: see `Definitions.namespace`."""
+    """In a pickle: see `Definitions.namespace`.
+
+    Args:
+        variables: of the script's module, by name.
+    """
     return DEFINITIONS.namespace(variables)
 
 
 def namespace_of(module: str) -> dict[str, Any]:
-    """In a pickle: the variables of a module of a file."""
+    """In a pickle: the variables of a module of a file.
+
+    Args:
+        module: name of the module.
+    """
     return vars(importlib.import_module(module))
 
 

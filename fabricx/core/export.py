@@ -15,7 +15,18 @@ from fabricx.core.transfer import to_device
 
 
 def to_onnx(module: Any, file_path: Any, input_sample: Any, **options: Any) -> Any:
-    """Write a module as ONNX; see `Module.to_onnx`."""
+    """Write a module as ONNX; see `Module.to_onnx`.
+
+    Args:
+        module: to export.
+        file_path: path or open file.
+        input_sample: of `forward`; None for `example_input_array`.
+        options: of `torch.onnx.export`.
+
+    Raises:
+        ModuleNotFoundError: onnx is not installed.
+        ValueError: there is no example of the input.
+    """
     needed = ["onnx", "onnxscript"] if options.get("dynamo", True) else ["onnx"]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
@@ -29,7 +40,18 @@ def to_onnx(module: Any, file_path: Any, input_sample: Any, **options: Any) -> A
 
 
 def to_torchscript(module: Any, file_path: Any, method: str, example_inputs: Any, **options: Any) -> Any:
-    """Write a module as TorchScript; see `Module.to_torchscript`."""
+    """Write a module as TorchScript; see `Module.to_torchscript`.
+
+    Args:
+        module: to export.
+        file_path: path of the file; None writes no file.
+        method: "script" or "trace".
+        example_inputs: of `forward`, for a trace; None for `example_input_array`.
+        options: of `torch.jit.script` or `torch.jit.trace`.
+
+    Raises:
+        ValueError: the method is unknown, or there is no example of the input.
+    """
     if method not in ("script", "trace"):
         raise ValueError(f"to_torchscript(method={method!r}): set 'script' or 'trace'")
     with _evaluating(module), torch.no_grad():

@@ -48,7 +48,13 @@ def tag(key: bytes, context: Sequence[object], data: bytes) -> bytes:
 
 
 def sign(key: bytes, context: Sequence[object], data: bytes) -> bytes:
-    """Return the tag followed by the data; see `tag` for the arguments."""
+    """Return the tag followed by the data.
+
+    Args:
+        key: secret of the run.
+        context: where and when the data is valid; see `tag`.
+        data: to sign.
+    """
     return tag(key, context, data) + data
 
 
@@ -334,7 +340,11 @@ def check_private(folder: str | os.PathLike[str]) -> None:
 
 
 def read_private(path: Path) -> bytes:
-    """Return the content of a file that only this user can access; errors are those of `open_private`."""
+    """Return the content of a file that only this user can access; errors are those of `open_private`.
+
+    Args:
+        path: of the file.
+    """
     with open_private(path) as file:
         return file.read()
 

@@ -9,7 +9,11 @@ from torch import Tensor
 
 
 def plain(value: Any) -> Any:
-    """Convert a one-element tensor to a Python number, which is pickled a hundred times faster."""
+    """Convert a one-element tensor to a Python number, which is pickled a hundred times faster.
+
+    Args:
+        value: a tensor, or any other value, which is returned as it is.
+    """
     return value.item() if isinstance(value, Tensor) else value
 
 

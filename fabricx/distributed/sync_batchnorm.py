@@ -91,11 +91,19 @@ def synchronise(module: nn.Module, device: torch.device) -> None:
 
 
 def synchronised(module: nn.Module) -> bool:
-    """Return whether a module has synchronised batch normalisation, so that its forward is a collective."""
+    """Return whether a module has synchronised batch normalisation, so that its forward is a collective.
+
+    Args:
+        module: root module.
+    """
     return any(isinstance(part, _SYNCHRONISED) for part in module.modules())
 
 
 def has_own_statistics(module: nn.Module) -> bool:
-    """Return whether a module has batch normalisation that uses only this rank's samples."""
+    """Return whether a module has batch normalisation that uses only this rank's samples.
+
+    Args:
+        module: root module.
+    """
     layers = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     return any(not isinstance(layer, _SYNCHRONISED) for layer in layers)

@@ -60,7 +60,11 @@ class _MemberState:
     empty: list[tuple[int, Records]] = field(default_factory=list)
 
     def at(self, progress: tuple[Any, ...]) -> dict[str, Any] | None:
-        """Return the per-rank state to continue with at `progress`; None without a matching record."""
+        """Return the per-rank state to continue with at `progress`; None without a matching record.
+
+        Args:
+            progress: of the most advanced member.
+        """
         return _record_at(self.records, progress, self.now)
 
 

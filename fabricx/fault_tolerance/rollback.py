@@ -56,7 +56,12 @@ class _Source:
     nodes: list[int]
 
     def has(self, rank: int, part: int) -> bool:
-        """Return whether the machine of a rank has a part."""
+        """Return whether the machine of a rank has a part.
+
+        Args:
+            rank: any rank.
+            part: number of the part.
+        """
         return any(self.nodes[holder] == self.nodes[rank] for holder in self.holders[part])
 
     def parts(self, world: World) -> Iterator[memory_checkpoint.Copy]:

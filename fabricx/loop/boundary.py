@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 
 def begin_batch(session: Session, micro: Microbatch) -> Any:
-    """Return the data of a batch on the device."""
+    """Return the data of a batch on the device.
+
+    Args:
+        session: of this rank.
+        micro: the microbatch that begins.
+    """
     session.batch.in_step = True  # for the hooks of the transfer
     heartbeat.advance()
     batch = micro.data if session.transfer is None else session.transfer(micro.data, 0)
@@ -34,14 +39,25 @@ def begin_batch(session: Session, micro: Microbatch) -> Any:
 
 
 def results_of(session: Session, outputs: Any, batch: Any) -> Any:
-    """Return the outputs of a step without their graph, for the hooks that end a batch."""
+    """Return the outputs of a step without their graph, for the hooks that end a batch.
+
+    Args:
+        session: of this rank.
+        outputs: of the training step.
+        batch: on the device.
+    """
     results = {"loss": outputs.detach()} if isinstance(outputs, Tensor) else detached(outputs)
     session.window.keep(results, batch)
     return results
 
 
 def advance(session: Session, micro: Microbatch) -> None:
-    """Set the position in the data after a batch: a checkpoint that is written from now on continues with the next."""
+    """Set the position in the data after a batch: a checkpoint that is written from now on continues with the next.
+
+    Args:
+        session: of this rank.
+        micro: the last microbatch of a window.
+    """
     state = session.state
     state.advance(micro.index + 1, micro.start, micro.position)
     state.validating = validation_due(session, micro)
@@ -50,7 +66,15 @@ def advance(session: Session, micro: Microbatch) -> None:
 
 
 def end_batch(session: Session, micro: Microbatch) -> bool:
-    """Log, validate and agree to stop after a batch, on all ranks; returns whether training stops."""
+    """Log, validate and agree to stop after a batch, on all ranks.
+
+    Args:
+        session: of this rank.
+        micro: the microbatch that ends.
+
+    Returns:
+        whether training stops.
+    """
     call_last_hooks(session, micro.index, closes=micro.closes)
     session.checkpoints.poll()
     session.batch.validated = session.state.validating if micro.closes else validation_due(session, micro)
@@ -83,7 +107,15 @@ def call_last_hooks(session: Session, index: int, *, closes: bool = True) -> Non
 
 
 def skip_rest(session: Session, micro: Microbatch) -> int:
-    """Skip the rest of the epoch, on all ranks; returns -1."""
+    """Skip the rest of the epoch, on all ranks, because `on_train_batch_start` returned -1.
+
+    Args:
+        session: of this rank.
+        micro: the present microbatch.
+
+    Returns:
+        -1.
+    """
     if micro.idle:
         publish_hooks_done(session, skip=True)
         session.batch.idle_ranks = 0

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 def begin_epoch(session: Session) -> bool | None:
     """Prepare an epoch, or the rest of it.
 
+    Args:
+        session: of this rank.
+
     Returns:
         None if its batches are to be trained; else whether the epoch is complete.
     """
@@ -61,7 +64,11 @@ def _reset_logs_and_loaders(session: Session) -> None:
 
 
 def end_epoch(session: Session) -> None:
-    """Validate, if that is due after the last batch, and publish the values of the epoch."""
+    """Validate, if that is due after the last batch, and publish the values of the epoch.
+
+    Args:
+        session: of this rank.
+    """
     if session.state.validating or session.state.judging:
         validate_in_fit(session)
         if not session.state.drained:  # the end of a run changes the sums of an incomplete epoch
@@ -75,7 +82,11 @@ def end_epoch(session: Session) -> None:
 
 
 def repeated_hooks(repeated: int) -> AbstractContextManager[None]:
-    """Return a context for hooks that run once more than in a run without interruption: random states are kept."""
+    """Return a context for hooks that run once more than in a run without interruption: random states are kept.
+
+    Args:
+        repeated: not 0 if the hooks have run before.
+    """
     return random_kept() if repeated else nullcontext()
 
 

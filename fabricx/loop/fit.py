@@ -109,7 +109,12 @@ def _unfinished(session: Session) -> bool:
 
 
 def train_epoch(session: Session, train_batches: Callable[[Session], bool]) -> None:
-    """Train the rest of an epoch; a checkpoint may have been written at each stage of an epoch."""
+    """Train the rest of an epoch; a checkpoint may have been written at each stage of an epoch.
+
+    Args:
+        session: of this rank.
+        train_batches: as of `fit`.
+    """
     state, ft = session.state, session.fault_tolerance
     state.cut_short = False
     if not state.drained and ft.stage < Stage.EPOCH_ENDS:
@@ -144,7 +149,14 @@ def _close_epoch(session: Session) -> None:
 
 
 def train_batches(session: Session) -> bool:
-    """Train the rest of the epoch's batches; returns whether the epoch is complete."""
+    """Train the rest of the epoch's batches, in lockstep with the other ranks.
+
+    Args:
+        session: of this rank.
+
+    Returns:
+        whether the epoch is complete.
+    """
     state, accumulate = session.state, session.options.accumulate_grad_batches
     for micro in session.data.train_feed.epoch(
         state.epoch, accumulate=accumulate, position=state.samples, first=state.batch
@@ -160,7 +172,15 @@ def train_batches(session: Session) -> bool:
 
 
 def train_batch(session: Session, micro: Microbatch) -> int | None:
-    """Train a batch; returns -1 if the rest of the epoch is skipped."""
+    """Train a microbatch with samples, from its first hook to its last.
+
+    Args:
+        session: of this rank.
+        micro: the microbatch; the last of a window updates the weights.
+
+    Returns:
+        -1 if the rest of the epoch is skipped, else None.
+    """
     hooks, index = session.hooks, micro.index
     if session.strategy.traits.batch_parts:  # a part of a global batch draws the same numbers on every rank
         seed_generators(epoch_seed(epoch_seed(session.state.seed, session.state.epoch), micro.begin) % 2**32)

@@ -22,7 +22,14 @@ if TYPE_CHECKING:
 
 
 def train_batches(session: Session) -> bool:
-    """Train the rest of the epoch's batches; returns whether the epoch is complete."""
+    """Train the rest of the epoch's batches, at the pace of this rank.
+
+    Args:
+        session: of this rank.
+
+    Returns:
+        whether the epoch is complete.
+    """
     for micro in _batches(session):
         session.recorder.lap(Span.DATA)
         session.window.begin(micro)

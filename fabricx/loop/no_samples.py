@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 
 
 def train_without_samples(session: Session, micro: Microbatch) -> int | None:
-    """Run the collectives of a batch without samples; returns -1 if the rest of the epoch is skipped."""
+    """Run the collectives of a batch without samples.
+
+    Args:
+        session: of this rank.
+        micro: without samples of this rank.
+
+    Returns:
+        -1 if the rest of the epoch is skipped, else None.
+    """
     session.batch.idle_ranks = len(micro.idle)
     if micro.idle and follow_hooks(session):
         session.settings.check(skips=True)

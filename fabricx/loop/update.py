@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 
 def zero_grad(session: Session, micro: Microbatch) -> None:
-    """Clear the gradients before the first backward of a window."""
+    """Clear the gradients before the first backward of a window.
+
+    Args:
+        session: of this rank.
+        micro: the first microbatch of the window.
+    """
     for optimizer in session.optimizers:
         for hook in session.hooks.on_before_zero_grad:
             hook(optimizer)
@@ -167,5 +172,10 @@ def _global_loss(session: Session, micro: Microbatch, loss: Tensor | None) -> Te
 
 
 def example_batch(session: Session, micro: Microbatch) -> tuple[Any, ...]:
-    """Return the arguments with which a rank without samples computes along: (batch, index), or () without a batch."""
+    """Return the arguments with which a rank without samples computes along: (batch, index), or () without a batch.
+
+    Args:
+        session: of this rank.
+        micro: of this rank; its data are a sample of another rank.
+    """
     return () if micro.data is None else (session.to_device(micro.data, 0), micro.index)

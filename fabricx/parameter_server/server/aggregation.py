@@ -134,7 +134,11 @@ class _Batches(Aggregation):
         self._total = torch.empty(0)
 
     def add_parts(self, parts: Mapping[int, Part]) -> Gradient:
-        """Sum parts in the order of their leases, directly into the workers' vectors if these expect the sum."""
+        """Sum parts in the order of their leases, directly into the workers' vectors if these expect the sum.
+
+        Args:
+            parts: of an update, by lease.
+        """
         shard = self.shard.begun.shard
         full = _with_gradient(parts)
         if not full:
