@@ -334,6 +334,8 @@ class FaultRecovery(Callback):
 def _account(trainer: TrainerProtocol, module: Module) -> str:
     """Return lost and repeated samples and batches as the end of a sentence; "" if they are not counted."""
     lockstep, state, since = trainer.strategy.traits.lockstep, trainer.state, ""
+    if not lockstep and not trainer.session.data.train_feed.exact_position:
+        return ""  # each rank reads a stream of its own, whose samples are not leased
     counts: list[tuple[int, str, str]] = [(state.left_out, "sample", "lost"), (state.again, "sample", "trained twice")]
     if not lockstep:
         lost, repeated, begun = as_part(trainer.strategy, DealsData).dealer.lost_and_repeated()

@@ -52,16 +52,21 @@ class ListFeed(Feed):
         self._ahead: Any = _NOTHING  # the source's state before the batch that was prefetched
         self._over = False  # the source has ended its epoch, so that its state belongs to the next epoch
         self._restored: Any = None
+        self._trained = (-1, 0)  # epoch, and batches of it that this rank has trained at its own pace
 
     def state_dict(self) -> Any:
+        trained = {"trained": list(self._trained)} if self._trained[1] else {}
         if not self._stateful:
-            return None if self._began is None else {"began": self._began}
+            return None if self._began is None else {"began": self._began, **trained}
         source: Any = self._source
-        return {"over": self._over, "source": source.state_dict() if self._ahead is _NOTHING else self._ahead}
+        state = source.state_dict() if self._ahead is _NOTHING else self._ahead
+        return {"over": self._over, "source": state, **trained}
 
     def load_state_dict(self, state: Any) -> None:
         if state is None:
             return
+        epoch, trained = state.get("trained", (-1, 0))
+        self._trained = epoch, trained
         if self._stateful and "source" in state:
             self._restored = state
         self._began = state.get("began")
@@ -114,21 +119,24 @@ class ListFeed(Feed):
                 f"{type(self._source).__name__} yields separate batches on each rank, but global batches that workers "
                 "share need a single order of the data: use a DataLoader over a map-style dataset, or apply='arrival'"
             )
+        if self._trained[0] == epoch:  # the other ranks have trained other numbers of batches
+            first = self._trained[1]
         data, index, more = self._data(first), first, True
         done = 0
-        upcoming = next(data, _NOTHING)
+        upcoming = self._prefetch(data)
         while more:
             dealer.open(section(done, float("inf")))
             while upcoming is not _NOTHING and (lease := dealer.ask(wait=True)).lease is not None:
                 dealer.lease = lease
                 for number in range(accumulate):
-                    batch, upcoming = upcoming, next(data, _NOTHING)
+                    batch, upcoming = upcoming, self._prefetch(data)
                     closes = number == accumulate - 1 or upcoming is _NOTHING
                     yield Microbatch(
                         batch, index, None, 1 / accumulate, number == 0, closes, False, accumulate, apart=True
                     )  # fmt: skip
                     index += 1
                     if closes:
+                        self._trained = epoch, index
                         break
             dealer.within_section = False
             states = self._world.gather_objects((upcoming is not _NOTHING, index // accumulate))
@@ -136,6 +144,13 @@ class ListFeed(Feed):
             yield Microbatch(
                 None, index - 1, 0, 0.0, True, True, not more, 1, empty=True, position=index, meets=True, done=done
             )
+
+    def _prefetch(self, data: Iterator[Any]) -> Any:
+        """Return the next batch, and keep the state of the source before it: it is trained later, or not at all."""
+        ahead = cast(Any, self._source).state_dict() if self._stateful and not self._over else _NOTHING
+        batch = next(data, _NOTHING)
+        self._ahead, self._over = (_NOTHING, True) if batch is _NOTHING else (ahead, False)
+        return batch
 
     def _data(self, first: int) -> Iterator[Any]:
         """Return the source's batches from a position of the epoch."""

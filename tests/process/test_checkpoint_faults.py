@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from fabricx import checkpoint
 from fabricx.callbacks import FaultRecovery, ModelCheckpoint
 from fabricx.checkpoint import sharded_tensors
 from fabricx.checkpoint.writer import Writer
+from fabricx.distributed import world
 from fabricx.strategies import DDP, FSDP, AsyncSGD
-from fabricx.testing import fail, kill
+from fabricx.testing import QUIET, Fault, Ledger, fail, kill, layered_data
+from tests.soak import params
 
 from .test_recovery import EPOCHS, STEPS, exact, train
 
@@ -224,3 +227,60 @@ def test_a_run_that_goes_back_replaces_its_own_checkpoints(way: str, tmp_path: P
     # Another run does not replace them.
     train(DDP(), [ModelCheckpoint(tmp_path / "saved", every_n_train_steps=6)], tmp_path, **options)
     assert (tmp_path / "saved" / "epoch=1-step=6-v2.ckpt").is_dir()
+
+
+class Stream:
+    """Batches of one rank, numbered by the rank with which its process began; a worker that joins is the fourth."""
+
+    samples, batch = 24, 4
+
+    def __init__(self) -> None:
+        self.owner, self.at = -1, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at = 0
+        return self.rest()
+
+    def rest(self) -> Iterator[Any]:
+        if self.owner < 0:
+            present = world.current()
+            self.owner = 3 if present is None else present.rank
+        data = layered_data(self.samples)
+        while self.at < self.samples:
+            numbers = torch.arange(self.at, self.at + self.batch)
+            self.at += self.batch
+            yield (*data[numbers], numbers + self.owner * self.samples)
+        self.at = 0
+
+
+class Resumed(Stream):
+    """Knows its position."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.rest()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+DEATH, ERROR = kill(rank=2).during("forward", step=6), fail(rank=0, error="a hiccup").during("batch end", step=6)
+
+
+@pytest.mark.parametrize(
+    ("fault", "source"), params([(DEATH, Stream), (ERROR, Resumed)], [(DEATH, Resumed), (ERROR, Stream)])
+)
+def test_ranks_with_streams_of_their_own_go_on_where_each_was(fault: Fault, source: Any, tmp_path: Path) -> None:
+    """They train different numbers of batches until they meet: the position of the main rank is not that of all."""
+    torch.manual_seed(3)
+    module, ranks = Ledger(4 * Stream.samples, Stream.batch), 3 if fault is DEATH else 2
+    trainer = fx.Trainer(
+        devices=ranks, strategy=AsyncSGD(damp=False), max_epochs=2, default_root_dir=tmp_path,
+        callbacks=[fault, FaultRecovery(every_n_train_steps=4)], **QUIET,
+    )  # fmt: skip
+    trainer.fit(module, source())
+    trained = -module.entries.detach().view(4, Stream.samples)
+    assert trainer.failures
+    assert bool((trained[:2] == 2.0).all()), (trainer.failures, trained)

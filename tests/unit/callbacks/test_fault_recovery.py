@@ -108,9 +108,10 @@ class Dealt(DealsData):
         self.dealer = dealer
 
 
-def account(*, dealer: Any = None, automatic: bool = True, **state: int) -> str:
+def account(*, dealer: Any = None, automatic: bool = True, streams: bool = False, **state: int) -> str:
     strategy = Single() if dealer is None else Dealt(dealer)
-    trainer: Any = SimpleNamespace(strategy=strategy, state=RunState(**state))
+    session = SimpleNamespace(data=SimpleNamespace(train_feed=SimpleNamespace(exact_position=not streams)))
+    trainer: Any = SimpleNamespace(strategy=strategy, state=RunState(**state), session=session)
     return fault_recovery._account(trainer, SimpleNamespace(automatic_optimization=automatic))  # type: ignore[arg-type]
 
 
@@ -164,6 +165,7 @@ def test_the_last_line_counts_what_each_server_has_used(second: tuple[int, ...])
     assert apart.lost_and_repeated() == (lost, repeated, 0)
     assert ("1 batch lost" in said, "1 batch trained twice" in said) == (bool(lost), bool(repeated))
     assert (", 0 samples lost" in said) == (not lost and not repeated)
+    assert account(dealer=apart, streams=True) == ""  # a lease stands for a batch of any rank
 
 
 @pytest.mark.parametrize(
