@@ -97,7 +97,7 @@ def _unknown_flag(argument: str, rest: list[str], keys: list[str]) -> str:
 
 
 def _known(key: str, keys: list[str]) -> str:
-    """Return the known key that a user means; the key itself if none is similar."""
+    """Return the most similar valid key; the key unchanged if none is similar."""
     return key if key in keys else nearest_key(key, keys) or key
 
 
@@ -155,7 +155,7 @@ def _refuse_repeated_groups(settings: Sequence[str]) -> None:
 
 
 def parsed(overrides: Iterable[str]) -> list[Override]:
-    """Parse overrides; those that can't be parsed are left out.
+    """Parse overrides, without the invalid overrides.
 
     Args:
         overrides: as `KEY=VALUE`.

@@ -20,25 +20,26 @@ def scaled_dot_product_attention(
     world: World, shard: SequenceShard, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Do what `F.scaled_dot_product_attention` does in the whole sequence, for this rank's queries.
+    """Compute `F.scaled_dot_product_attention` over the whole sequence, for this rank's queries.
 
     Keys and values of all ranks are gathered; the backward sums their gradients. Causal attention computes two pieces
-    of queries, each with the keys up to its end only, so that all ranks compute equally much.
+    of queries, each with the keys before its end only, so that all ranks have the same amount of work.
 
     Args:
         world: ranks along the context axis.
         shard: of the sequence.
         query: of this rank's positions, shape [..., heads, length, features].
-        key: of this rank's positions; keys of another length are of another sequence, which each rank has whole.
+        key: of this rank's positions. Keys of a different length belong to a second sequence, which is whole on each
+            rank (cross-attention).
         value: as `key`.
         attn_mask: [..., this rank's positions or 1, keys of the whole sequence or 1]; with one row also keys of this
             rank's positions.
-        dropout_p: probability. Each rank draws from a stream of its own, and leaves the common stream alike.
-        is_causal: as of torch.
-        options: as of torch.
+        dropout_p: probability. Each rank draws from a separate random stream, so that the common stream is equal on all
+            ranks.
+        is_causal, options: of torch's function.
 
     Raises:
-        ValueError: the mask has another shape.
+        ValueError: the mask has an unsupported shape.
     """
     if key.shape[LENGTH] != shard.local:
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)

@@ -49,7 +49,7 @@ class ContextFunctions(TorchFunctionMode):
         return rule(self, *args, **options)
 
     def counts_positions(self, number: Any) -> bool:
-        """Return whether a number of elements is the length of the shard.
+        """Return whether a number is the length of the shard, so that it counts positions.
 
         Args:
             number: of the user's code.
@@ -63,9 +63,9 @@ class ContextFunctions(TorchFunctionMode):
             return False
         if not self.in_trial and number in self._numbers[0] & self._numbers[1]:
             raise ValueError(
-                f"a shard has {number} positions, and the module also uses {number} for a number that does not "
-                "depend on the sequence, so that positions can't be told from others: compute positions before the "
-                "blocks and pass them to the blocks, or set another length of the sequence"
+                f"a shard has {number} positions, and the module also uses {number} where it does not mean the length "
+                "of the sequence; the two uses can't be distinguished: compute positions before the blocks and pass "
+                "them to the blocks, or use sequences of another length"
             )
         return True
 

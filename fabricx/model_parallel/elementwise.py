@@ -36,7 +36,7 @@ def check_elementwise(optimizer: Optimizer, where: str) -> None:
     if not torch.allclose(whole, parts, rtol=1e-5, atol=1e-8):
         raise ValueError(
             f"{name} computes an update from a whole matrix, and {where} divides matrices: the update of a part would "
-            "be another. Use an optimizer that treats elements separately, such as AdamW or SGD, or strategy=ddp"
+            "differ. Use an optimizer that treats elements separately, such as AdamW or SGD, or strategy=ddp"
         )
 
 

@@ -1,4 +1,4 @@
-"""A module divided into stages: each rank runs the user's whole step, and computes its own blocks in it."""
+"""A module divided into stages: each rank runs the user's whole step, and computes the blocks of its stage."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ _ZERO_BUBBLE_FSDP: Final = (
 class Pipeline:
     """The stages of a module on the ranks of a pipeline.
 
-    Code before the blocks runs on all stages, on placeholders of the parameters, so that masks and shapes are there.
-    Blocks of earlier stages return stand-ins of the right shapes; the first block of a stage takes what the stage
-    before has sent. At the call of the next stage's first block, its arguments are sent and the step ends there.
+    Code before the blocks runs on all stages with placeholders of the parameters, to compute masks and shapes. Blocks
+    of earlier stages return stand-ins of the right shapes; the first block of a stage uses the tensors that it has
+    received. The call of the next stage's first block sends its arguments, and ends the step on this stage.
 
     Args:
         module: of the user, on its device; `fully_shard` may have been applied to own blocks and to the rest.
@@ -64,7 +64,7 @@ class Pipeline:
         channels: result of `open_channels`, for NCCL.
 
     Attributes:
-        own_names: parameters and buffers that this stage holds, including those that other stages hold, too.
+        own_names: parameters and buffers that this stage holds, also if other stages hold them, too.
         shared_names: parameters that several stages use, with these stages.
         owners: stages of each parameter and buffer.
         transfers: to other stages; counts the bytes.
@@ -126,7 +126,7 @@ class Pipeline:
         Args:
             step: the user's training step; called with a microbatch and `index`.
             backward: called on each stage for each microbatch, and calls `Pipeline.backward` with the loss. Its
-                argument is the result of `step` on the last stage, whose loss is multiplied by the microbatch's part of
+                argument on the last stage is the result of `step`, with its loss multiplied by the microbatch's part of
                 the batch; on other stages it is a surrogate loss. If the step has returned None for all microbatches,
                 it is called once with None.
             batch: the same on all stages.
@@ -137,7 +137,7 @@ class Pipeline:
                 weight 0, unless all are.
 
         Returns:
-            on the last stage, the result of the step for the whole batch; None on other stages.
+            the result of the step for the whole batch on the last stage; None on other stages.
 
         Raises:
             PeerLost: another rank has died.
@@ -174,7 +174,7 @@ class Pipeline:
         return rows.joined(outputs, parts, shares) if self.last else None
 
     def _expect(self, passes: Mapping[tuple[int, int], Pass], action: Action, following: Action | None) -> None:
-        """Begin to receive what an action needs, and the next action, so that transfers and computation overlap."""
+        """Begin to receive the inputs of this action and of the next, so that transfers and computation overlap."""
         if self.world.silent:  # NCCL's operations of a group wait for each other
             return
         for planned in (action, following):
@@ -185,7 +185,7 @@ class Pipeline:
                 passes[planned[1:]].expect_gradients()
 
     def _check_output(self, now: Pass) -> None:
-        """Refuse results of a training step whose gradients other stages would not have."""
+        """Refuse results of a training step with gradients that other stages would not have."""
         if now.reached and now.output is None and self._is_last(now):
             raise ValueError(_NO_LOSS)
         if not now.reached and now.output is not None:
@@ -252,7 +252,7 @@ class Pipeline:
             )
 
     def _backward(self, now: Pass, backward: Callable[[Any], Any], share: float, closes: bool) -> None:
-        """Compute the gradients of a chunk, and send those of its inputs to the chunk before."""
+        """Compute the gradients of a chunk, and send the gradients of its inputs to the chunk before."""
         if not now.reached:  # the step has returned None before the blocks, on all stages
             return
         output = _scaled(now.output, share)
@@ -273,7 +273,7 @@ class Pipeline:
         """Compute the gradients of this stage; called within `backward` of `forward_backward`.
 
         Args:
-            loss: of the last stage; other stages have a surrogate, whose value and scale have no effect.
+            loss: of the last stage; other stages have a surrogate, of any value and scale.
             compute: called instead of `loss.backward`.
 
         Raises:
@@ -351,7 +351,7 @@ class Pipeline:
 
 
 class _Surrogate(torch.autograd.Function):
-    """A loss whose gradients are those that the next stage has sent, for any incoming scale."""
+    """A surrogate loss with the gradients that the next stage has sent, for any incoming scale."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, gradients: list[Tensor | None], *sent: Tensor) -> Tensor:

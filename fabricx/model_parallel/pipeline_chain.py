@@ -137,7 +137,9 @@ def find_blocks(module: nn.Module, blocks: str | Sequence[str], run: Callable[[]
             if not name or name not in submodules:
                 raise LookupError(f"blocks: the module has no part {name!r}{_did_you_mean(name, submodules)}")
     if len(matches) < 2 or len(set(matches)) < len(matches):
-        raise ValueError(f"blocks={blocks!r}: a pipeline needs two or more different blocks, and these are {matches}")
+        raise ValueError(
+            f"blocks={blocks!r}: a pipeline needs two or more different blocks, and this selects {matches}"
+        )
     return [(name, submodules[name]) for name in matches]
 
 

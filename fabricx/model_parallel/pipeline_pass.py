@@ -353,7 +353,10 @@ class Pass:
         values = [arguments.get(path) for path in self._chain.entries[self._end]]
         described = [_described(value) for value in values]
         if any(entry[0] == "other" for entry in described):
-            raise ValueError(f"{self._chain.blocks[self._end]} takes an argument that can't be sent to another stage")
+            raise ValueError(
+                f"{self._chain.blocks[self._end]} has an argument that can't be sent to another stage; pass tensors, "
+                "numbers and texts to blocks"
+            )
         if self._announces():
             outputs = [*self._received_header()["outputs"]] if self.chunk else []
             outputs += [self._outputs[number] for number in range(self._begin, self._end)]
@@ -365,7 +368,7 @@ class Pass:
             raise ValueError(
                 f"the arguments of {self._chain.blocks[self._end]} are {described}, and were "
                 f"{self._links.headers[self.chunk, self._key]['arguments']} for an earlier batch of the same shapes: "
-                "in a pipeline, shapes may depend on shapes of the batch only"
+                "in a pipeline, shapes may depend on the shapes of the batch only; pad the tensors to a fixed size"
             )
         for value in values:
             if isinstance(value, Tensor):

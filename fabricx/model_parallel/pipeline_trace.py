@@ -84,7 +84,7 @@ class Trace(TorchDispatchMode):
                 f"{self._names[self._position]} calls {self._names[number]}: blocks can't be nested; {OTHER}"
             )
         if number != self._calls:
-            expected = self._names[self._calls] if self._calls < len(self._names) else "no block any more"
+            expected = self._names[self._calls] if self._calls < len(self._names) else "no further block"
             raise ValueError(
                 f"the step calls {self._names[number]} where {expected} was expected: a pipeline needs blocks "
                 f"that are called once in a step, one after another; {OTHER}"

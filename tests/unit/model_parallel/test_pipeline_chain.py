@@ -204,7 +204,7 @@ def sync_batch_norm():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Twice, "calls blocks.0 where no block any more was expected"),
+        (Twice, "calls blocks.0 where no further block was expected"),
         (Omits, r"doesn't call blocks.1: .*by block\(...\), not by block.forward"),
         (Reentrant, "pass use_reentrant=False"),
         (sync_batch_norm, "use GroupNorm or LayerNorm"),

@@ -56,7 +56,7 @@ def skip(model, ids):
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (generate, "validation_step under a pipeline: the step calls blocks.0 where no block any more was expected"),
+        (generate, "validation_step under a pipeline: the step calls blocks.0 where no further block was expected"),
         (skip, "validation_step uses embed.weight at stage 1 of the pipeline, which doesn't hold it"),
         (lambda model, ids: model.head(model.blocks[0](model.embed(ids))), "the step doesn't call blocks.1"),
         (lambda model, ids: model(ids) + model.blocks[0].weight.sum(), "uses blocks.0.weight at stage 1"),
