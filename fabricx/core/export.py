@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fabricx.core.evaluation_mode import evaluation_mode
 from fabricx.core.transfer import to_device
 
 
@@ -75,19 +76,16 @@ def _example(module: Any, passed: Any, call: str, argument: str) -> Any:
 @contextlib.contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
     """Context in evaluation mode, and without the trainer: torch reads all attributes, also `module.trainer`."""
-    modes = [(part, part.training) for part in module.modules()]
     of_run = [
-        (vars(part), name, vars(part)[name]) for part, _ in modes for name in ("_trainer", "_log_to")
+        (vars(part), name, vars(part)[name]) for part in module.modules() for name in ("_trainer", "_log_to")
         if name in vars(part)
     ]  # fmt: skip
     for attributes, name, _ in of_run:
         attributes[name] = _NoRun() if name == "_trainer" else None
-    module.eval()
     try:
-        yield
+        with evaluation_mode(module):
+            yield
     finally:
-        for part, training in modes:
-            part.training = training
         for attributes, name, value in of_run:
             attributes[name] = value
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 
+from fabricx.core.evaluation_mode import evaluation_mode
 from fabricx.core.loss import loss_of
 from fabricx.distributed.point_to_point import open_channels
 from fabricx.distributed.world import World
@@ -116,7 +117,7 @@ class Divider:
             joins: this rank replaces a dead worker: it has no weights yet, and the other ranks don't compare with it.
         """
         in_stages = self._world.axis("pipeline").size > 1  # whose random numbers are not those of one process
-        with _evaluating(module) if in_stages else nullcontext():
+        with evaluation_mode(module) if in_stages else nullcontext():
             if in_stages and not joins:
                 self._divide_and_compare(module, trial, layout)
             else:
@@ -289,18 +290,6 @@ class Divider:
 
         assert self.division is not None
         return clip_norm(parameters, math.inf, self._world, self.division.copies)
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Context in which dropout is off."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 def _gradients(run: Callable[[], Any]) -> float:
