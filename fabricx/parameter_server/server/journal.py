@@ -145,6 +145,7 @@ class Journal:
             event = pickle.loads(_read(file, begin, size))
             _replay_event(server, event, _read(file, begin + size, carried), inbox, outbox)
             self._end = begin + size + carried
+        os.ftruncate(file, self._end)  # the rest of an incomplete record, which a shorter record would not overwrite
         return True
 
     @staticmethod

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from fabricx import by_value
+from fabricx.parameter_server.server.journal import HEADER, Journal
+from fabricx.parameter_server.server.server import Server
 from tests.soak import seeds
 from tests.unit.parameter_server.faulty import Faulty
+from tests.unit.parameter_server.server.test_server import begin
 
 SCHEDULES = seeds(short=8, full=96)
 
@@ -48,3 +52,28 @@ def test_each_lease_is_in_the_weights_once(mode: str, tmp_path: Path) -> None:
 def test_a_worker_that_was_away_does_not_hold_the_turn_for_ever(tmp_path: Path) -> None:
     """Its link ended while it computed, so that its lease went to another worker, and others had begun since."""
     assert Faulty(42, tmp_path, **MODES["a bound by version"]).run()
+
+
+def test_the_rest_of_an_incomplete_record_is_no_record(tmp_path: Path) -> None:
+    """The server dies within a record, and again after a shorter one, where a header seems to follow."""
+    begun, _ = begin(workers=2, aggregate=False, snapshot_every=10)
+    paths, empty = [tmp_path / "0", tmp_path / "1"], torch.empty(0)
+
+    def restarted() -> tuple[Journal, Server]:
+        journal, server = Journal(paths), Server(2)
+        journal.replay(server)
+        return journal, server
+
+    journal, server = restarted()
+    server.handle(0, begun, empty, empty)
+    journal.snapshot_if_due(server, begun)
+    shorter = HEADER.size + len(by_value.dumps(("left", 1)))
+    with paths[1].open("r+b") as file:
+        file.seek(paths[1].stat().st_size + shorter)
+        file.write(HEADER.pack(1, 8, 0) + bytes(8))  # of the vector of a record that has no header yet
+    for _ in range(2):
+        journal.close()
+        journal, server = restarted()
+        journal.record_left(1)
+    journal.close()
+    assert server.state.departed == {1}
