@@ -17,6 +17,7 @@ from fabricx.checkpoint import tree
 from fabricx.core.gradient_checks import check_frozen
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep
+from fabricx.distributed.joint_statistics import JointStatistics
 from fabricx.distributed.optimizer_moments import average_moments
 from fabricx.distributed.world import World
 from fabricx.errors import check_choice
@@ -78,6 +79,10 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
     a round uses the mean of the ranks' weights; afterwards each rank continues with its local weights, except for
     elements that a hook has changed during the validation. A checkpoint ends the round and averages the optimizers'
     moments, so that a run resumes exactly, and any other strategy can load the checkpoint.
+
+    A validation and a checkpoint join the running statistics of batch normalisation: means are weighted by samples, and
+    variances include the differences between ranks, as with one process on the global batch. Other buffers are those of
+    rank 0.
 
     Sources: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; post-local SGD: Lin et al., "Don't
     Use Large Mini-Batches, Use Local SGD", ICLR 2020; DiLoCo (`outer="nesterov"`): Douillard et al., arXiv 2311.08105;
@@ -143,6 +148,7 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         self._fragments: list[_Fragment] = []
         self._frozen: list[Tensor] = []  # parameters outside of all fragments
         self._used: list[Tensor] = []  # parameters that had a gradient in this rank's newest batch
+        self._statistics = JointStatistics(nn.Identity())
         self._velocities: dict[str, Tensor] = {}  # outer momentum by number of a fragment; its blocks have views of it
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
@@ -159,6 +165,7 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         self._fragments, self._velocities = [], {}
         for number, part in enumerate(_in_parts(trained, self.fragments)):
             self._add_fragment(number, part)
+        self._statistics = JointStatistics(module)
 
     def _add_fragment(self, number: int, parameters: list[Tensor]) -> None:
         blocks = _in_blocks(parameters)
@@ -172,6 +179,8 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
 
     def teardown(self) -> None:
         self._fragments, self._velocities, self._frozen, self._used = [], {}, [], []
+        self._statistics.close()
+        self._statistics = JointStatistics(nn.Identity())
         super().teardown()
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,6 +227,8 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
                 local = fragment.flat()
                 fragment.set(self.data_ranks.all_reduce(local.clone()).div_(self.data_ranks.size))
                 fragment.local = local, fragment.flat()
+        if self.data_ranks.size > 1:
+            self._statistics.join(self.data_ranks)
         super().synchronize(copies, ends=ends)
 
     def _restore_local(self, *, ends_round: bool = False) -> None:
@@ -255,6 +266,7 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         super().load_state_dict(state, module, optimizers)
         for fragment in self._fragments:
             fragment.base.copy_(fragment.flat())
+        self._statistics.remember()
         saved = state.get("outer", {})
         for number, velocity in self._velocities.items():
             if number in saved and saved[number].numel() == velocity.numel():
@@ -271,7 +283,7 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             }
             for f in self._fragments
         ]  # fmt: skip
-        return {**super().state_dict(module, optimizers), "rounds": rounds}
+        return {**super().state_dict(module, optimizers), "rounds": rounds, "statistics": self._statistics.state_dict()}
 
     def load_local_states(
         self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer], *, own: bool
@@ -295,6 +307,7 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             for fragment, parts in zip(self._fragments, zip(*moved, strict=True), strict=True):
                 fragment.moved = torch.stack(parts).mean(0)
                 self._step_from_base(fragment, 0.0)
+        self._statistics.load_states([state["statistics"] for state in states], own=own)
 
     def _share(self, values: Tensor) -> Tensor:
         """Return the part of a vector, equal on all ranks, that this rank stores in an in-memory checkpoint."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader
 
@@ -119,6 +119,30 @@ def test_a_run_goes_on_exactly_and_elsewhere(tmp_path: Path, outer: Any) -> None
         )
         assert trainer.global_step == 5
         assert all(torch.equal(tensor, saved["module"][name]) for name, tensor in other.state_dict().items())
+
+
+class Normed(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.norm(inputs)
+        return super().forward(inputs)
+
+
+def test_statistics_of_batch_normalisation_are_those_of_one_process(tmp_path: Path) -> None:
+    wanted, _ = train(Single(), 1, module=Normed())
+    # With a validation after each step, they are joined at each step, also that of 3 and 4 samples. Otherwise a rank's
+    # weight is that of all its steps, and the variance between ranks is estimated.
+    cases: list[tuple[float, dict[str, Any]]] = [
+        (1e-5, {"val_check_interval": 1}), (0.1, {"callbacks": [Saves(tmp_path / "five.ckpt")]}),
+    ]  # fmt: skip
+    for close, options in cases:
+        found, _ = train(LocalSGD(every=3), module=Normed(), **options)
+        assert torch.allclose(found.norm.running_mean, wanted.norm.running_mean, rtol=0.0, atol=close)
+        assert torch.allclose(found.norm.running_var, wanted.norm.running_var, rtol=close)
+        assert int(found.norm.num_batches_tracked) == int(wanted.norm.num_batches_tracked) == 8
 
 
 class Skips(Plain):
