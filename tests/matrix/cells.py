@@ -173,6 +173,11 @@ class Cell:
         return self.ranks // TOGETHER_RANKS.get(self.way, 1)
 
     @property
+    def accumulates(self) -> bool:
+        """Return whether some updates have several batches of each rank."""
+        return self.accumulate > 1 or self.callback == "scheduler"
+
+    @property
     def manual(self) -> bool:
         """Return whether the module steps by itself."""
         return self.update.startswith("manual")
@@ -204,7 +209,7 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     yield cell.way == "local_sgd" and cell.ranks > 1 and cell.update == "manual-two"
     # A loop that isn't the module's own.
     yield cell.manual and cell.loop == "no-loss"
-    yield cell.manual and cell.accumulate > 1  # what a manual loop does in two batches is its own affair
+    yield cell.manual and cell.accumulates  # what a manual loop does in two batches is its own affair
     yield cell.manual and cell.optimizer == "own-step"  # no optimizer_step is called there
     yield cell.manual and cell.data in ("weighted",)
     yield cell.manual and cell.schedule in ("epoch", "plateau", "two")
@@ -212,8 +217,8 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     yield cell.schedule == "plateau" and cell.loop == "limit"
     # Its rates are set in a hook of each optimizer, and its average is of whole epochs.
     yield cell.callback == "swa" and (cell.manual or cell.optimizer == "own-step" or cell.loop == "stop-early")
-    # It sets how many batches an update has, which other features here do as well, or have a reason not to.
-    yield cell.callback == "scheduler" and (cell.accumulate > 1 or cell.manual or cell.optimizer == "lbfgs")
+    # It sets the number of batches of an update itself. LBFGS is refused at the first update of several batches.
+    yield cell.callback == "scheduler" and (cell.accumulate > 1 or cell.optimizer == "lbfgs")
     if cell.callback in UNFREEZING:
         # Its frozen layer is an optimizer's only part there, or shares weights with another.
         yield cell.update in ("several", "manual-two") or cell.model in ("tied", "shared", "toggled")
@@ -248,7 +253,7 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     # Which worker trains which sample is a matter of time.
     yield cell.way in BOUNDED and cell.ranks > 1 and cell.model in ("dropout", "batchnorm")
     # A microbatch of each rank is another part of the global batch than one process's microbatch.
-    yield cell.accumulate > 1 and cell.ranks > 1 and (cell.loop == "no-loss" or cell.model in TOGETHER)
+    yield cell.accumulates and cell.ranks > 1 and (cell.loop == "no-loss" or cell.model in TOGETHER)
     # A step without a loss has to be one of all ranks, and these can't see that: it is an error that says so.
     yield cell.loop == "no-loss" and (cell.model == "sync-batchnorm" or cell.optimizer == "lbfgs")
     # A batch counts as an update there, whatever others have had.
@@ -262,14 +267,14 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     yield cell.data in ("balanced", *STREAMS) and cell.ranks == 1
     yield cell.data in STREAMS and elsewhere  # each rank reads its own
     # Each batch of a stream counts the same, so a window of unequal ones has another mean.
-    yield cell.data in ("ending", "promised") and cell.accumulate > 1
+    yield cell.data in ("ending", "promised") and cell.accumulates
     yield cell.save in ("on_before_zero_grad",) and cell.manual
     yield cell.loop == "skip-rest" and cell.save in ("on_train_batch_end",)
     each_batch = cell.change in ("on_train_batch_start", "on_train_batch_end", "on_after_backward")
     # A batch for the hooks is another part of the global batch there.
     yield each_batch and (cell.way == "reproducible" or (elsewhere and cell.ranks > 1))
     # A run that goes on calls hooks of its start again, and the last window may have fewer batches for hooks.
-    yield cell.change != "none" and (cell.save != "none" or cell.accumulate > 1)
+    yield cell.change != "none" and (cell.save != "none" or cell.accumulates)
     # It computes several gradients an update, and to each of them what was lost is added.
     yield cell.way in LOSSY and cell.optimizer == "lbfgs"
     # An error on the ranks that call it (tests/unit/consistency/test_hook_effects.py).

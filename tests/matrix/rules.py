@@ -99,7 +99,7 @@ REFUSALS = (
         "Use `servers=1`, clipping by value, or `mode=sync`.",
     ),
     Refusal(
-        lambda c: c.optimizer == "lbfgs" and c.accumulate > 1,
+        lambda c: c.optimizer == "lbfgs" and c.accumulates,
         "supports only one batch per update",
         "LBFGS computes the loss of a single batch repeatedly. Use a larger batch instead of accumulation.",
     ),
@@ -127,7 +127,7 @@ REFUSALS = (
         steps=9,
     ),
     Refusal(
-        lambda c: c.way == "ddp-static" and c.accumulate > 1 and c.ranks > 1,
+        lambda c: c.way == "ddp-static" and c.accumulates and c.ranks > 1,
         "static_graph=True needs one backward per update",
         "`static_graph=True` needs a single backward per update. Remove the option.",
     ),
@@ -233,7 +233,7 @@ REFUSALS = (
         steps=9,
     ),
     Refusal(
-        lambda c: c.way in BOUNDED and c.ranks > 1 and c.accumulate > 1 and c.loop == "val-interval",
+        lambda c: c.way in BOUNDED and c.ranks > 1 and c.accumulates and c.loop == "val-interval",
         "in the middle of an update",
         "Ranks synchronise between updates only. Set `val_check_interval` to a multiple of `accumulate_grad_batches`.",
     ),
