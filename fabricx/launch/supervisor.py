@@ -313,8 +313,9 @@ class _Workers:
         print(text, file=sys.stderr)
         self._specs[rank] = replace(self._specs[rank], generation=self._specs[rank].generation + 1)
         self._start(self._specs[rank])
-        for worker in self._dead:
-            self._controls[rank].send(("died", worker))
+        with contextlib.suppress(OSError):  # it has died again, which its exit code will report
+            for worker in self._dead:
+                self._controls[rank].send(("died", worker))
 
     def _receive(self, rank: int, control: Connection | None, *, ends: bool = True) -> None:
         if control is None:

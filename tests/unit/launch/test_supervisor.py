@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,21 @@ def test_the_end_of_a_rank_is_taken_after_what_others_sent_before(ended: int) ->
     for ends in pipes:
         for end in ends:
             end.close()
+
+
+def test_a_server_that_dies_again_at_once_is_no_error_of_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass
+    class Spec:
+        generation: int = 0
+
+    workers: Any = object.__new__(_Workers)
+    here, there = Pipe()
+    workers._size, workers._specs, workers._dead, workers._controls = 2, {2: Spec()}, {0}, {2: here}
+    workers._complete, workers._note = lambda: False, lambda kind, text: None
+    monkeypatch.setattr(_Workers, "_start", lambda self, spec: there.close())
+    workers._restart_server(2)
+    assert workers._specs[2].generation == 1
+    here.close()
 
 
 class Process:
