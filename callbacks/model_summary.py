@@ -57,6 +57,26 @@ class Summary:
         """Return the number of parameters, trainable and frozen."""
         return self.trainable + self.frozen
 
+    @property
+    def total_parameters(self) -> int:
+        """Return the number of parameters, under Lightning's name."""
+        return self.total
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Return the number of trainable parameters, under Lightning's name."""
+        return self.trainable
+
+    @property
+    def model_size(self) -> float:
+        """Return the size of the parameters and buffers in MB, under Lightning's name."""
+        return self.size / 1e6
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Return the names of the submodules, under Lightning's name."""
+        return [row.name for row in self.rows]
+
     def cells(self) -> list[tuple[str, ...]]:
         """Return the formatted cells of each row."""
         return [(str(number), *row.cells()) for number, row in enumerate(self.rows)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, final
 
@@ -17,19 +18,22 @@ if TYPE_CHECKING:
 class Profiler(Callback):
     """Print the milliseconds per step that each rank spends in each span, when training ends.
 
-    Raises:
-        ValueError: when training starts, if the run records no telemetry.
+    A run that records no times, without a logger and checkpoints, has no table, and a warning says so.
     """
 
     needs_all_ranks: ClassVar[bool] = True
 
     def check_fit(self, trainer: TrainerProtocol, module: Module, global_batch: int | None) -> None:
         if not trainer.enable_telemetry or not trainer.writes:
-            raise ValueError(
-                "Profiler: nothing is recorded in this run; set enable_telemetry=True, and a logger or checkpoints"
+            warnings.warn(
+                "Profiler: nothing is recorded in this run, so no table is printed; set enable_telemetry=True, and a "
+                "logger or checkpoints",
+                stacklevel=2,
             )
 
     def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
+        if not trainer.enable_telemetry or not trainer.writes:
+            return
         by_rank = trainer.world.gather_objects(trainer.session.recorder.totals())
         trainer.print(table(by_rank))
 

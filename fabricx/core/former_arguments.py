@@ -128,7 +128,7 @@ _FORMER_STRATEGIES: Final[Mapping[str, str]] = {
     "ddp_sharded": _FSDP, "ddp_fully_sharded": _FSDP, "fsdp_native": _FSDP, "deepspeed": _FSDP, "colossalai": _FSDP,
     "fairscale": _FSDP, "ddp2": _DDP, "ddp_cpu": 'set strategy="ddp" and accelerator="cpu"', "ddp": _DDP, "dp": _DDP,
     "horovod": _DDP, "bagua": _DDP, "hivemind": 'set strategy="async_sgd" or "local_sgd"',
-    "model_parallel": 'set strategy="fsdp"', "single_device": 'set strategy="single"', "tpu": _ELSEWHERE,
+    "model_parallel": 'set strategy="fsdp"', "tpu": _ELSEWHERE,
     "xla": _ELSEWHERE, "single_xla": _ELSEWHERE, "hpu": _ELSEWHERE, "ipu": _ELSEWHERE, "single_tpu": _ELSEWHERE,
     "fsdp": _FSDP,
 }  # fmt: skip

@@ -166,7 +166,7 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
             sync_grads: propagate gradients to the rank of each part.
 
         Returns:
-            The same structure with tensors of shape [world_size, ...].
+            The same structure with tensors of shape [world_size, ...]; as it is, under a strategy for a single rank.
         """
         return self.trainer.all_gather(data, sync_grads)
 

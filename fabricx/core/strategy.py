@@ -307,4 +307,4 @@ class Strategy(StrategyNames, NamesChecked, ABC):
             optimizer.load_state_dict(by_number(optimizer, names, saved))
 
     def _load_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
-        module.load_state_dict(weights)
+        module.load_state_dict(weights, strict=getattr(module, "strict_loading", True))

@@ -13,6 +13,7 @@ from fabricx.distributed.world import World
 class StrategyNames:
     """Ranks and collectives of a strategy under Lightning's names; `World` has the same operations."""
 
+    traits: Any
     world: World
     module: nn.Module | None
 
@@ -102,11 +103,11 @@ class StrategyNames:
         return self.world.all_reduce(tensor.clone(), word)  # type: ignore[arg-type]
 
     def all_gather(self, tensor: Tensor, group: None = None, sync_grads: bool = False) -> Tensor:
-        """Return the tensors of all ranks, shape [world_size, ...].
+        """Return the tensors of all ranks, shape [world_size, ...]; as it is, under a strategy for a single rank.
 
         Args:
             tensor: shape [...], the same on each rank.
             group: None for all ranks.
             sync_grads: propagate gradients to the rank of each part.
         """
-        return self.world.all_gather(tensor, sync_grads)
+        return tensor if self.traits.max_ranks == 1 else self.world.all_gather(tensor, sync_grads)

@@ -36,6 +36,8 @@ def known_strategy(name: str) -> tuple[str, dict[str, Any]]:
         return name, {}
     if match := _DDP.fullmatch(name):  # processes start in one way, also in a notebook
         return "ddp", {"find_unused_parameters": True} if match[3] == "true" else {}
+    if name == "single_device":
+        return "single", {}
     if name == "fsdp_cpu_offload":
         return "fsdp", {"cpu_offload": True}
     if successor := former_strategy(name):

@@ -24,7 +24,7 @@ from fabricx.loggers.files import (
 
 @final
 class CSVLogger(FolderLogger):
-    """Write `metrics.csv`, with a row for each call of `log_metrics`, and `hparams.json`.
+    """Write `metrics.csv`, with a row for each call of `log_metrics`, and `hparams.yaml`.
 
     A new metric adds a column: the file is rewritten and replaced atomically, so that it can be read at any time. A
     resumed run appends to the file in its folder.
@@ -102,7 +102,7 @@ class CSVLogger(FolderLogger):
         if self._file is None:
             self._waiting.update(by_name(params))
         elif self._folder is not None and params:
-            write_hyperparameters(self._folder, by_name(params))
+            write_hyperparameters(self._folder / "hparams.yaml", by_name(params))
 
     def flush(self) -> None:
         if self._file is not None:

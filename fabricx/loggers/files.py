@@ -231,16 +231,20 @@ def replace_text(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def write_hyperparameters(folder: Path, params: Mapping[str, Any]) -> None:
-    """Add hyperparameters to `hparams.json`.
+def write_hyperparameters(path: Path, params: Mapping[str, Any]) -> None:
+    """Add hyperparameters to a file.
 
     Args:
-        folder: folder of the file.
+        path: of a YAML file, as `load_from_checkpoint(hparams_file=)` reads it, or of a JSON file.
         params: hyperparameters by name; they replace earlier values of the same name.
     """
-    path = folder / "hparams.json"
-    earlier = json.loads(path.read_text()) if path.exists() else {}
-    replace_text(path, json.dumps({**earlier, **plain(params)}, indent=2) + "\n")
+    import yaml  # type: ignore[import-untyped]
+
+    earlier = (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
+    merged = {**earlier, **plain(params)}
+    as_json = path.suffix == ".json"
+    text = json.dumps(merged, indent=2) + "\n" if as_json else yaml.safe_dump(merged, sort_keys=False)
+    replace_text(path, text)
 
 
 def truncate_partial_line(path: Path) -> None:

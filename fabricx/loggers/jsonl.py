@@ -82,7 +82,7 @@ class JSONLogger(FolderLogger):
         if self._file is None:
             self._waiting.update(by_name(params))
         elif self._folder is not None and params:
-            write_hyperparameters(self._folder, by_name(params))
+            write_hyperparameters(self._folder / "hparams.json", by_name(params))
 
     def flush(self) -> None:
         if self._file is not None:

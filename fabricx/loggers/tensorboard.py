@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fabricx.core.logger import Ending, Silent
-from fabricx.loggers.files import FolderLogger, LoggerFolder, by_name, of_open_logger, prefixed
+from fabricx.loggers.files import FolderLogger, LoggerFolder, by_name, of_open_logger, prefixed, write_hyperparameters
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -23,7 +23,7 @@ _SESSION: Final = ".hparams"  # suffix of the file with the HPARAMS session
 
 @final
 class TensorBoardLogger(FolderLogger):
-    """Write an event file; `tensorboard --logdir runs` shows all runs by the names of their folders.
+    """Write an event file and `hparams.yaml`; `tensorboard --logdir runs` shows all runs by the names of their folders.
 
     At the end of the run, hyperparameters are written with the last value of every metric and the status of the run,
     for TensorBoard's HPARAMS page.
@@ -105,6 +105,8 @@ class TensorBoardLogger(FolderLogger):
             self._waiting.update(by_name(params))
             return
         self._params.update(flatten(by_name(params)))
+        if self._folder is not None and params:
+            write_hyperparameters(self._folder / "hparams.yaml", by_name(params))
         for name, value in (metrics or {}).items():
             if name not in self._final:
                 self._writer.add_scalar(name, value, 0)  # the HPARAMS page reads values from the charts

@@ -458,13 +458,16 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
             sync_grads: whether gradients flow back to the ranks.
 
         Returns:
-            `data`, with each tensor of shape [...] replaced by a tensor of shape [world_size, ...].
+            `data`, with each tensor of shape [...] replaced by a tensor of shape [world_size, ...]; as it is, under a
+            strategy for a single rank.
 
         Raises:
             RanksApart: some ranks have no sample of this batch.
         """
         from lightning_utilities.core.apply_func import apply_to_collection
 
+        if self.strategy.traits.max_ranks == 1:
+            return data
         check_users_collective()
         return apply_to_collection(data, Tensor, lambda item: self.world.all_gather(item, sync_grads))
 

@@ -290,7 +290,7 @@ def test_a_secret_reaches_the_run_and_nothing_that_the_run_writes_or_shows(own_f
     said += fabricx("report", str(run)) + fabricx("report", str(sweep))
     assert [secret for secret in secrets if secret in said] == []
     files = [file for file in own_folder.rglob("*") if file.is_file() and not file.stem.startswith("mine")]
-    assert {"report.html", "manifest.json", "hparams.json", "state.pt", "multirun.yaml"} <= {
+    assert {"report.html", "manifest.json", "hparams.yaml", "state.pt", "multirun.yaml"} <= {
         file.name for file in files
     }
     assert [file for file in files if any(secret.encode() in file.read_bytes() for secret in secrets)] == []

@@ -53,6 +53,12 @@ def test_the_table_reads_well() -> None:
     assert "152        in total" in lines
 
 
+def test_a_summary_has_lightnings_names() -> None:
+    summary = summarize(nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1)))
+    assert (summary.total_parameters, summary.trainable_parameters, summary.layer_names) == (13, 13, ["0", "1"])
+    assert summary.model_size == pytest.approx(13 * 4 / 1e6)
+
+
 def test_numbers_for_people() -> None:
     assert [readable(n) for n in (0, 999, 1000, 2_500_000, 7 * 10**9)] == ["0", "999", "1.0 K", "2.5 M", "7.0 B"]
 

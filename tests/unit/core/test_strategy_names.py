@@ -19,7 +19,7 @@ def test_a_single_rank_is_every_rank() -> None:
     for operation in ("mean", "avg", None, "sum", "SUM", "max"):
         assert strategy.reduce(numbers, reduce_op=operation).tolist() == [1, 2]
     assert strategy.reduce(3.5) == 3.5
-    assert strategy.all_gather(numbers).tolist() == [[1, 2]]
+    assert strategy.all_gather(numbers).tolist() == [1, 2]  # as Lightning's strategy of a single device
     with pytest.raises(ValueError, match="reduce_op='product'"):
         strategy.reduce(numbers, reduce_op="product")
     with pytest.raises(ValueError, match="pass None for all ranks"):

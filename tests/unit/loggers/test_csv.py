@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import csv
-import json
 import pickle
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fabricx.core.logger import Silent
 from fabricx.loggers import CSVLogger
@@ -55,7 +55,7 @@ def test_hyperparameters_add_up(tmp_path: Path) -> None:
     logger.log_hyperparams({"lr": 0.1, "sizes": (1, 2)})
     logger.log_hyperparams({"data": tmp_path})
     logger.close()
-    saved = json.loads((tmp_path / "hparams.json").read_text())
+    saved = yaml.safe_load((tmp_path / "hparams.yaml").read_text())
     assert saved == {"lr": 0.1, "sizes": [1, 2], "data": str(tmp_path)}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from fabricx.core.logger import Logger
 from fabricx.loggers import CSVLogger, JSONLogger, TensorBoardLogger
@@ -104,14 +105,16 @@ def test_the_folder_is_known_before_the_run_and_stays_that_of_the_logger(
     assert kind().log_dir is None  # the folder of a run, which is not known yet
 
 
-@pytest.mark.parametrize("kind", [CSVLogger, JSONLogger])
-def test_hyperparameters_logged_before_the_run_are_written(tmp_path: Path, kind: type[Logger]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "file"), [(CSVLogger, "hparams.yaml"), (JSONLogger, "hparams.json"), (TensorBoardLogger, "hparams.yaml")]
+)
+def test_hyperparameters_logged_before_the_run_are_written(tmp_path: Path, kind: type[Logger], file: str) -> None:
     logger = kind()
     logger.log_hyperparams({"width": 8})
     logger.open(tmp_path)
     logger.log_hyperparams({"lr": 0.1})
     logger.close()
-    assert json.loads((tmp_path / "hparams.json").read_text()) == {"width": 8, "lr": 0.1}
+    assert yaml.safe_load((tmp_path / file).read_text()) == {"width": 8, "lr": 0.1}
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, JSONLogger, TensorBoardLogger])

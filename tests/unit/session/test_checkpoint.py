@@ -313,3 +313,29 @@ def test_an_update_of_one_worker_has_its_batch(strategy: Any, samples: int) -> N
     _print_global_batch(session, 4)
     assert f"each update now has {samples} samples, and had 4" in lines[0]
     assert ("of a single worker" in lines[0]) is (samples == 8)
+
+
+def test_weights_that_a_module_omits_are_no_error_where_loading_is_not_strict(own_folder: Path) -> None:
+    class Frozen(TinyModule):
+        strict_loading = False
+
+        def state_dict(self, *args: Any, **options: Any) -> Any:
+            return {name: value for name, value in super().state_dict(*args, **options).items() if "bias" not in name}
+
+    first = fx.Trainer(max_epochs=1, **QUIET)
+    first.fit(Frozen(), tiny_loader())
+    first.save_checkpoint(own_folder / "a.ckpt")
+    resumed = fx.Trainer(max_epochs=2, **QUIET)
+    resumed.fit(Frozen(), tiny_loader(), ckpt_path=own_folder / "a.ckpt")
+    assert resumed.current_epoch == 2
+    with pytest.warns(UserWarning, match="are not all those of the module"):
+        fx.Trainer(**QUIET).test(Frozen(), tiny_loader(), ckpt_path=own_folder / "a.ckpt", verbose=False)
+
+
+def test_the_strategy_of_a_single_rank_gathers_nothing() -> None:
+    class Gathers(TinyModule):
+        def on_train_start(self) -> None:
+            gathered = self.all_gather({"a": torch.ones(2), "b": 3})
+            assert (gathered["a"].shape, gathered["b"]) == ((2,), 3)
+
+    fx.Trainer(max_epochs=1, **QUIET).fit(Gathers(), tiny_loader())
