@@ -5,7 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class Validation(NamedTuple):
+    """The validation step on two samples.
+
+    Attributes:
+        module: copy of the module, with its weights and the rest of its own.
+        step: of the copy; called with `args`.
+        args: two samples, and their indices.
+    """
+
+    module: nn.Module
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -17,6 +33,7 @@ class Trial:
         batch: two samples, on the device.
         samples: of the batch, if the data set was read; None for a batch of the loader.
         rows: samples of a batch of the run, as far as the loader tells.
+        validation: returns the validation step; None if the run has none, or if it can't be tried.
         undisturbed: returns a context in which values of `self.log` are discarded; buffers and random numbers are
             restored at its end.
     """
@@ -26,6 +43,7 @@ class Trial:
     undisturbed: Callable[[], AbstractContextManager[Any]]
     samples: int | None = None
     rows: int = 2
+    validation: Callable[[], Validation | None] = lambda: None
 
     def run(self) -> Any:
         """Return the outputs of the step for the two samples."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fabricx.model_parallel.context_parallel import ContextParallel
     from fabricx.model_parallel.pipeline import Pipeline
     from fabricx.model_parallel.pipeline_chain import Blocks, Chain
+    from fabricx.model_parallel.pipeline_cuts import Cuts
     from fabricx.model_parallel.tensor_parallel import TensorParallel
 
 
@@ -214,6 +215,18 @@ class Divider:
         chain = trace_chain(module, find_blocks(module, self._settings.blocks, trial.run), trial.run)
         return replace(chain, costs=self._world.broadcast_object(chain.costs)) if shared else chain  # times differ
 
+    def _check_validation(self, trial: Trial, chain: Chain, cuts: Cuts) -> None:
+        """Refuse a validation step that needs tensors that the stages would not have."""
+        from fabricx.model_parallel.pipeline_checks import check_evaluation
+
+        validation = trial.validation()
+        if validation is None:
+            return
+        run = functools.partial(self.sharded(validation.step), *validation.args)
+        with torch.no_grad(), trial.undisturbed():
+            stages = self._world.axis("pipeline").size
+            check_evaluation(validation.module, chain, cuts, stages, "validation_step", run)
+
     def _divide_blocks(
         self, module: nn.Module, chain: Chain, layout: Mapping[str, Any], trial: Trial, *, prints: bool
     ) -> None:  # fmt: skip
@@ -224,6 +237,8 @@ class Divider:
         cuts = divide(chain.costs, stages.size * settings.virtual, chain.joined)
         if layout.get("blocks") == list(chain.blocks) and len(layout["cuts"]) == len(cuts):
             cuts = [(begin, end) for begin, end in layout["cuts"]]  # measured times would give other cuts
+        if prints:
+            self._check_validation(trial, chain, cuts)
         microbatches = settings.microbatches or 2 * stages.size
         self.pipeline = Pipeline(
             module, chain, cuts, stages, schedule=settings.schedule, microbatches=microbatches,

@@ -9,11 +9,12 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabricx.core.rng import random_kept
 from fabricx.core.steps import wrap_steps
-from fabricx.core.trial import Trial
+from fabricx.core.trial import Trial, Validation
 from fabricx.data.combined import CombinedLoader
 
 if TYPE_CHECKING:
@@ -33,7 +34,36 @@ def trial_of(session: Session) -> Trial:
         batch = session.to_device(two_samples(session.data.train_dataloader), 0)
     step = wrap_steps(session.module, session.precision, several_loaders=False)["training"]
     samples, rows = _sizes(session.data.train_dataloader)
-    return Trial(step, batch, functools.partial(_undisturbed, session), samples, rows)
+    undisturbed = functools.partial(_undisturbed, session)
+    return Trial(step, batch, undisturbed, samples, rows, functools.partial(_validation_of, session))
+
+
+def _validation_of(session: Session) -> Validation | None:
+    """Return the validation step on two samples, if it can be called before a validation begins.
+
+    It belongs to a copy of the module, since validation steps add to lists and metrics of the module.
+    """
+    loaders = session.data.val_dataloaders
+    loader = loaders[0] if isinstance(loaders, (list, tuple)) and session.data.several_loaders else loaders
+    if not session.data.val_feeds:
+        return None
+    several = session.data.several_loaders
+    try:
+        with random_kept():
+            copied = copy.deepcopy(session.module, {id(p): p for p in session.module.parameters()}).eval()
+            batch = session.to_device(two_samples(loader), 0)
+        computes = wrap_steps(copied, session.precision, several_loaders=several)["validation"]
+
+        def step(*args: Any) -> Any:
+            vars(copied).update({name: vars(session.module)[name] for name in ("_trainer", "_log_to")})
+            return computes(*args)
+
+        found = Validation(copied, step, (batch, 0, 0) if several else (batch, 0))
+        with torch.no_grad(), _undisturbed(session):
+            found.step(*found.args)
+    except Exception:  # such as a step that needs a hook of the validation: errors appear in the validation itself
+        return None
+    return found
 
 
 def _sizes(loader: Any) -> tuple[int | None, int]:

@@ -389,13 +389,20 @@ def test_metric_objects_predictions_and_batch_statistics_are_those_of_one_proces
         assert all(torch.allclose(found["weights"][name], w, atol=1e-4) for name, w in alone["weights"].items())
 
 
+class ReadsEarlier(GPT):
+    """Its validation uses weights of the first stage after the blocks."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self._loss(batch) + self.get_parameter("blocks.0.up.weight").square().mean())
+
+
 def refused(cases: list[tuple[Any, dict[str, Any], str]]) -> list[str]:
     """Return the messages of the errors of fits that can't begin."""
     return [refusal(*case) for case in cases]
 
 
 def refusal(strategy: Any, options: dict[str, Any], change: str) -> str:
-    module = GPT()
+    module = ReadsEarlier() if change == "validation" else GPT()
     if change == "lbfgs":
         module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())  # type: ignore[method-assign]
     if change == "sparse":
@@ -404,8 +411,9 @@ def refusal(strategy: Any, options: dict[str, Any], change: str) -> str:
         module.automatic_optimization = False
     data = DataLoader(sentences(8), 4)  # type: ignore[arg-type]
     try:
-        fx.Trainer(devices=2, strategy=strategy, **{**QUIET, "max_epochs": 1, **options}).fit(module, data)
+        fx.Trainer(devices=2, strategy=strategy, **{**QUIET, "max_epochs": 1, **options}).fit(module, data, data)
     except Exception as error:
+        assert not module.norms, "no update was made"
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -417,6 +425,7 @@ def test_what_is_not_supported_is_an_error_with_the_remedy() -> None:
         (Mesh(tensor=2), {}, "lbfgs", "use AdamW or SGD"),
         (Mesh(pipeline=2), {}, "manual", "automatic optimization"),
         (Mesh(pipeline=2), {}, "sparse", "set sparse=False"),
+        (Mesh(pipeline=2), {}, "validation", "validation_step uses blocks.0.up.weight at stage 1"),
         (Mesh(tensor=2), {}, "manual", "automatic optimization"),
         (Mesh(context=2), {}, "manual", "automatic optimization"),
         (Mesh(tensor=2, plan={"blocks.*.nothing": "colwise"}), {}, "", "nothing"),
