@@ -117,7 +117,7 @@ class Suffixes:
     """Ends of a checkpoint's name.
 
     Attributes:
-        extension: with its dot.
+        extension: extension with its dot.
         version: text before the number of a version.
         first: number of the second checkpoint of a name.
     """

@@ -17,7 +17,7 @@ class CheckpointNames:
     """Names of the checkpoints of a run, without folder and extension.
 
     Attributes:
-        template: of ranked checkpoints; None for "{epoch}-{step}".
+        template: template of ranked checkpoints; None for "{epoch}-{step}".
         last: template of the link's name.
         join: text between the parts of a name.
         equals: text between the name and the value of a metric.

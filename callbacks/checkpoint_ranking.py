@@ -54,7 +54,7 @@ def best(scores: Mapping[str, float], mode: Mode) -> str:
     """Return the path with the best score, or an empty string; NaN is never the best.
 
     Args:
-        scores: by path.
+        scores: scores by path.
         mode: "min" if smaller is better, "max" if larger is better.
     """
     ranked = {path: score for path, score in scores.items() if not math.isnan(score)}
@@ -65,7 +65,7 @@ def worst(scores: Mapping[str, float], mode: Mode) -> str:
     """Return the path with the worst score, or an empty string.
 
     Args:
-        scores: by path.
+        scores: scores by path.
         mode: "min" if smaller is better, "max" if larger is better.
     """
     return min(scores, key=lambda path: goodness(scores[path], mode), default="")

@@ -76,7 +76,7 @@ def device_stats(device: torch.device) -> dict[str, float]:
     """Return the statistics of the memory of a GPU; none of other devices.
 
     Args:
-        device: of this rank.
+        device: this rank's device.
     """
     if device.type != "cuda":
         return {}

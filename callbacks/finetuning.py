@@ -49,9 +49,9 @@ class BaseFinetuning(Callback):
         """Unfreeze layers, with `self.unfreeze_and_add_param_group(...)`; called once for each optimizer and epoch.
 
         Args:
-            module: that is trained.
-            epoch: that begins, from 0.
-            optimizer: of the module.
+            module: module that is trained.
+            epoch: epoch that begins, from 0.
+            optimizer: optimizer of the module.
         """
         raise NotImplementedError
 
@@ -79,7 +79,7 @@ class BaseFinetuning(Callback):
         Args:
             modules: a module, or nested iterables of modules.
             train_bn: include those of batch normalisation.
-            requires_grad: of the parameters.
+            requires_grad: flags of the parameters.
         """
         for part in BaseFinetuning.flatten_modules(modules):
             if not isinstance(part, _BatchNorm) or train_bn:
@@ -103,7 +103,7 @@ class BaseFinetuning(Callback):
         """Freeze the parameters of a module; batch normalisation keeps its statistics.
 
         Args:
-            module: to freeze.
+            module: module to freeze.
         """
         if isinstance(module, _BatchNorm):
             module.track_running_stats = False
@@ -129,8 +129,8 @@ class BaseFinetuning(Callback):
         """Return the parameters that an optimizer does not have yet.
 
         Args:
-            optimizer: of the module.
-            params: to add.
+            optimizer: optimizer of the module.
+            params: parameters to add.
         """
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [parameter for parameter in params if id(parameter) not in known]
@@ -147,7 +147,7 @@ class BaseFinetuning(Callback):
 
         Args:
             modules: a module, or nested iterables of modules.
-            optimizer: of the module.
+            optimizer: optimizer of the module.
             lr: learning rate of the group; None: that of the first group, divided by `initial_denom_lr`.
             initial_denom_lr: divisor of the first group's rate.
             train_bn: also add the parameters of batch normalisation.

@@ -18,7 +18,7 @@ class Pending:
     """The newest checkpoint, until it is complete.
 
     Attributes:
-        path: of the checkpoint.
+        path: path of the checkpoint.
         step: weight updates.
         superseded: paths of the checkpoints that it replaces.
         old_link: path of the link before; empty without a link.
@@ -104,7 +104,7 @@ class KeptCheckpoints:
         """Record a checkpoint that is about to be written.
 
         Args:
-            path: of the checkpoint.
+            path: path of the checkpoint.
             step: weight updates.
             before: result of `copy` before the checkpoint was ranked.
             displaced: path of the checkpoint that it displaces; None keeps all.
@@ -142,7 +142,7 @@ class KeptCheckpoints:
         """Restore the records before the pending checkpoint, which could not be written.
 
         Args:
-            mode: of `keep`.
+            mode: mode of `keep`.
         """
         pending, self.pending = self.pending, None
         if pending is not None:

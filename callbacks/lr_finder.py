@@ -65,8 +65,8 @@ class LearningRateFinder(Callback):
         """Raise an error: a search within a run is not supported.
 
         Args:
-            trainer: of the run.
-            module: of the run.
+            trainer: the run's trainer.
+            module: the run's module.
         """
         raise ValueError(
             "LearningRateFinder.lr_find can't search within a run: call fx.Tuner(trainer).lr_find(module, ...) "

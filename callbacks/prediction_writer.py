@@ -50,8 +50,8 @@ class BasePredictionWriter(Callback):
         """Write the prediction of a batch.
 
         Args:
-            trainer: of the run.
-            module: that predicts.
+            trainer: the run's trainer.
+            module: module that predicts.
             prediction: result of `predict_step`.
             batch_indices: positions of the batch's samples in the data set; None for data without positions, such as an
                 `IterableDataset`.
@@ -71,8 +71,8 @@ class BasePredictionWriter(Callback):
         """Write all predictions of this rank.
 
         Args:
-            trainer: of the run.
-            module: that predicts.
+            trainer: the run's trainer.
+            module: module that predicts.
             predictions: result of `predict_step` for each batch; with several loaders a list for each loader.
             batch_indices: for each loader a list with the positions of each batch's samples in the data set.
         """

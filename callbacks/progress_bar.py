@@ -256,8 +256,8 @@ class ProgressBar(Callback):
         """Return the values to show; called on the main rank when the display is updated.
 
         Args:
-            trainer: of the run.
-            module: that is trained.
+            trainer: the run's trainer.
+            module: module that is trained.
         """
         shown: dict[str, Any] = trainer.progress_bar_metrics
         return shown

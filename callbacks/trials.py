@@ -22,7 +22,7 @@ def check_tried(callback: Callback, stage: str, *, tried: bool) -> None:
 
     Args:
         callback: makes trials before a fit.
-        stage: of the run.
+        stage: the run's stage.
         tried: its `before_fit` was called.
 
     Raises:

@@ -20,10 +20,10 @@ def check_value(key: str, value: Any, function: Callable[..., Any], name: str) -
     Only plain data and annotations of plain types (also in unions) are compared; elements of lists are not.
 
     Args:
-        key: of the value, for the message.
+        key: key of the value, for the message.
         value: the value.
         function: class or function that the value is passed to.
-        name: of the parameter.
+        name: name of the parameter.
 
     Raises:
         ValueError: the value has another type; the message contains the annotation.

@@ -175,7 +175,7 @@ def check_choice(owner: str, option: str, value: object, known: Sequence[str | N
     Args:
         owner: name of the object with the option, for the message.
         option: name of the option.
-        value: of the option.
+        value: value of the option.
         known: valid values.
 
     Raises:

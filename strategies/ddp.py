@@ -45,7 +45,8 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             rounding.
         find_unused_parameters: expect parameters without a gradient in some steps, and do not warn about them. Results
             are correct without this option, too; a step in which all parameters have gradients costs no more.
-        compression: of gradients in the all-reduce: "fp16", "bf16" (half the bytes) or "powersgd" (low rank).
+        compression: compression of gradients in the all-reduce: "fp16", "bf16" (half the bytes) or "powersgd" (low
+            rank).
         powersgd_rank: rank of the approximation; a larger rank is more accurate and slower. The error of a gradient is
             added to the next gradient, and is saved in checkpoints.
         broadcast_buffers: broadcast the buffers of rank 0 at each forward, as batch normalisation requires.
@@ -280,7 +281,7 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         """Contribute zeros for the parameters that this rank's backward has not reached, to complete the averages.
 
         Args:
-            loss: of the backward; None without a backward.
+            loss: loss of the backward; None without a backward.
 
         Raises:
             ValueError: with `static_graph`, other parameters got a gradient than in the first step.

@@ -33,7 +33,7 @@ class _Fragment:
 
     Attributes:
         number: index of the fragment; several blocks have the same.
-        parameters: of this rank.
+        parameters: this rank's parameters.
         base: weights of all ranks after the latest synchronisation, shape [elements].
         velocity: outer momentum, shape [elements]; empty without momentum.
         apart: whether the ranks have stepped since their weights were equal.

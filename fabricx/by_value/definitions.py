@@ -56,7 +56,7 @@ class Definitions:
         """Return the object of a definition that this process has.
 
         Args:
-            name: of the definition.
+            name: name of the definition.
 
         Raises:
             UnpicklingError: the object does not exist any more.
@@ -69,9 +69,9 @@ class Definitions:
         """Return the object of a definition: that of this process, or a new object, which `fill` completes.
 
         Args:
-            name: of the definition.
+            name: name of the definition.
             make: constructor.
-            arguments: of the constructor.
+            arguments: arguments of the constructor.
         """
         value = self._by_name.get(name)
         if value is None:
@@ -88,11 +88,11 @@ class Definitions:
         """Complete a new object; other objects are kept as they are.
 
         Args:
-            value: from `make`.
-            name: of the definition.
+            value: value from `make`.
+            name: name of the definition.
             visible: name of the object in `__main__` of the script.
             fill: called with the object and the state.
-            state: of the object.
+            state: state of the object.
         """
         if name in self._incomplete:
             self._incomplete.discard(name)
@@ -140,7 +140,7 @@ def script_namespace(variables: Mapping[str, Any]) -> dict[str, Any]:
     """In a pickle: see `Definitions.namespace`.
 
     Args:
-        variables: of the script's module, by name.
+        variables: variables of the script's module, by name.
     """
     return DEFINITIONS.namespace(variables)
 
@@ -159,7 +159,7 @@ def new_class(make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
 
     Args:
         make: of cloudpickle.
-        arguments: of `make`: metaclass, name, bases, namespace and others.
+        arguments: arguments of `make`: metaclass, name, bases, namespace and others.
     """
     try:
         return make(*arguments)
@@ -186,8 +186,8 @@ def fill_class(value: type, state: Any) -> None:
     """Set the attributes of a class.
 
     Args:
-        value: from `new_class`.
-        state: of cloudpickle.
+        value: value from `new_class`.
+        state: state of cloudpickle.
     """
     from cloudpickle.cloudpickle import _class_setstate
 
@@ -215,7 +215,7 @@ def set_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
 
     Args:
         value: any object.
-        attributes: by name.
+        attributes: attributes by name.
     """
     for name, attribute in attributes.items():
         setattr(value, name, attribute)
@@ -239,7 +239,7 @@ def new_compiled(function: Any, backend: Any, fullgraph: bool, dynamic: bool | N
     """Return a function of `torch.compile`, which compiles it anew.
 
     Args:
-        function: to compile.
+        function: function to compile.
         backend, fullgraph, dynamic: of `torch.compile`.
     """
     import torch

@@ -41,7 +41,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """Return the manifest of a single-file checkpoint.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
         CheckpointError: the manifest is damaged.
@@ -62,7 +62,7 @@ def check_records(path: Path) -> None:
     """Compare the checksums of all records of a single-file checkpoint.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
         CheckpointError: the file is damaged.

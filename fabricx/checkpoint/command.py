@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
     """Run a subcommand; returns the exit code.
 
     Args:
-        arguments: of the command line, after `fabricx checkpoint`.
+        arguments: arguments of the command line, after `fabricx checkpoint`.
     """
     parser = argparse.ArgumentParser(
         prog="fabricx checkpoint", description="list, verify, export and import checkpoints"

@@ -29,7 +29,7 @@ class DirectFile:
     """A new file on a local disk, opened for appending; its bytes are on the disk after it is closed without an error.
 
     Args:
-        path: of the file; an existing file is overwritten.
+        path: path of the file; an existing file is overwritten.
     """
 
     def __init__(self, path: Path) -> None:

@@ -39,7 +39,7 @@ def folder_to_write(path: Path, *, hidden: bool = False) -> Path:
     In an object store, where renaming means copying, it is `path` itself if nothing exists at `path`.
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
         hidden: it is always beside `path`.
     """
     if not hidden and not is_local(path) and not path.exists():
@@ -94,7 +94,7 @@ def complete(
     Args:
         work: working folder, which contains the shards of all ranks.
         rest: result of `serialized`.
-        index: of the tensors.
+        index: index of the tensors.
         manifest: information for users; format, versions, sizes and checksums are added.
         files: size and checksum of each shard, by file name.
     """
@@ -125,7 +125,7 @@ def put_in_place(work: Path, path: Path) -> None:
 
     Args:
         work: beside `path`; a folder is the result of `folder_to_write`.
-        path: of the checkpoint.
+        path: path of the checkpoint.
     """
     if work == path:
         return
@@ -157,7 +157,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint.
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, has a newer format, or names files outside of its folder.
@@ -263,7 +263,7 @@ def check_size(path: Path, name: str, listed: Mapping[str, int]) -> None:
 
     Args:
         path: folder of the checkpoint.
-        name: of the file.
+        name: name of the file.
         listed: the file's entry in the manifest.
 
     Raises:
@@ -279,8 +279,8 @@ def read_listed(path: Path, name: str, manifest: Mapping[str, Any]) -> bytes:
 
     Args:
         path: folder of the checkpoint.
-        name: of the file.
-        manifest: of the checkpoint.
+        name: name of the file.
+        manifest: manifest of the checkpoint.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -352,7 +352,7 @@ def sweep(folder: Place) -> None:
     """Delete incomplete checkpoints of a killed run in a folder.
 
     Args:
-        folder: with checkpoints.
+        folder: folder with checkpoints.
     """
     folder = as_path(folder)
     unfinished = list(folder.glob(".*.partial"))

@@ -50,7 +50,7 @@ class Foreign:
     """A checkpoint of another program.
 
     Attributes:
-        weights: by name.
+        weights: weights by name.
         source: name of the program, with its version if known.
         hparams: arguments of the module's constructor.
         argument: the constructor's argument for `hparams` as a dict; "" if each entry is an argument.
@@ -147,7 +147,7 @@ def torch_load(path: Path, map_location: Any, *, mapped: bool = False) -> Any:
     """Return the content of a file of torch; no code of the file is executed.
 
     Args:
-        path: of the file.
+        path: path of the file.
         map_location: device of the tensors.
         mapped: map the tensors into memory.
 
@@ -196,7 +196,7 @@ def renamed(weights: Mapping[str, Tensor], strip: str = "", add: str = "") -> di
     """Return weights with new names: a prefix is removed, then another prefix is added.
 
     Args:
-        weights: by name.
+        weights: weights by name.
         strip: prefix to remove; weights without this prefix are omitted.
         add: prefix to add.
     """
@@ -209,7 +209,7 @@ def mismatch(saved_names: Iterable[str], wanted: Iterable[str], path: object) ->
     Args:
         saved_names: names in the checkpoint.
         wanted: names in the module.
-        path: of the checkpoint.
+        path: path of the checkpoint.
 
     >>> print(mismatch(["model.a", "model.b"], ["a", "b"], "x.ckpt"))
     the weights in x.ckpt are not those of the module

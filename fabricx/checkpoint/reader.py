@@ -34,7 +34,7 @@ def load(
     """Load a checkpoint of any number of ranks and any strategy; the files are never executed.
 
     Args:
-        path: of the checkpoint; or weights of another program, see `read_foreign`.
+        path: path of the checkpoint; or weights of another program, see `read_foreign`.
         map_location: device of the tensors.
         sharded: sharded parameters by name; all tensors saved for them (weights, moments, averages) are loaded as the
             same shards.
@@ -97,7 +97,7 @@ def weights_of(state: Mapping[str, Any], path: Place) -> dict[str, Tensor]:
 
     Args:
         state: result of `load`.
-        path: of the checkpoint, for the message.
+        path: path of the checkpoint, for the message.
 
     Raises:
         CheckpointError: the state has no weights, so it was not saved by a trainer.
@@ -116,9 +116,9 @@ def load_weights(module: nn.Module, weights: dict[str, Tensor], path: Place, *, 
     """Load weights into a module.
 
     Args:
-        module: with parameters.
-        weights: by name; a tied weight may have any of its names.
-        path: of the checkpoint, for the message.
+        module: module with parameters.
+        weights: weights by name; a tied weight may have any of its names.
+        path: path of the checkpoint, for the message.
         strict: require that the names of all weights match; False warns.
 
     Raises:
@@ -146,7 +146,7 @@ def load_hparams(file: str | PathLike[str]) -> dict[str, Any]:
     """Return hyperparameters from a YAML file.
 
     Args:
-        file: with a mapping of names to values.
+        file: file with a mapping of names to values.
 
     Raises:
         CheckpointError: the file is missing or is not a mapping of plain data.
@@ -172,7 +172,7 @@ def load_module(
 
     Args:
         cls: class of the module.
-        path: of the checkpoint, see `load`.
+        path: path of the checkpoint, see `load`.
         map_location: device of the module; None for the CPU.
         strict: see `Module.load_state_dict`; None for `strict_loading` of the module.
         override: arguments of `cls` that replace those of the checkpoint.
@@ -210,7 +210,7 @@ def load_data(
 
     Args:
         cls: class of the data module.
-        path: of the checkpoint, see `load`.
+        path: path of the checkpoint, see `load`.
         override: arguments of `cls` that replace those of the checkpoint.
         hparams_file: YAML file whose arguments replace all arguments of the checkpoint.
 

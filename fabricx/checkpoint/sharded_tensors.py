@@ -48,7 +48,7 @@ class Part:
 
     Attributes:
         file: name of the rank's file.
-        tensors: by name in the file; copies on the CPU, which training does not change.
+        tensors: tensors by name in the file; copies on the CPU, which training does not change.
         index: chunks of all tensors of all ranks.
     """
 
@@ -63,7 +63,7 @@ def plan(tensors: Mapping[str, Tensor], world: World, room: Mapping[str, Tensor]
     Replicated tensors are distributed over the ranks; of a DTensor, each rank writes its shard.
 
     Args:
-        tensors: by name.
+        tensors: tensors by name.
         world: the ranks.
         room: tensors of an earlier part that may be overwritten; reusing memory takes a fraction of the time.
     """
@@ -144,7 +144,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     the bytes that are written, not of bytes read back.
 
     Args:
-        path: of the file.
+        path: path of the file.
         tensors: contiguous, on the CPU.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -179,8 +179,8 @@ def read(folder: Path, index: Index, target: Callable[[str, torch.Size, torch.dt
     """Read all tensors; of a DTensor, this rank's shard.
 
     Args:
-        folder: of the checkpoint.
-        index: of the tensors.
+        folder: folder of the checkpoint.
+        index: index of the tensors.
         target: returns the tensor to write to, for a name, a size and a dtype.
     """
     metadata = _metadata(index)

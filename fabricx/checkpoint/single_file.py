@@ -31,7 +31,7 @@ def read_state(path: Path, map_location: Any, *, mapped: bool = False) -> dict[s
     """Return the state in a single-file checkpoint; no code of the file is executed.
 
     Args:
-        path: of the file.
+        path: path of the file.
         map_location: device of the tensors.
         mapped: map tensors of a local file into memory, so that only what is used is read.
 
@@ -52,7 +52,7 @@ def written(
     """Write a single-file checkpoint beside its path.
 
     Args:
-        path: of the file.
+        path: path of the file.
         state: tensors and plain data.
         manifest: information for users; format, versions and time are added.
         shown: names of entries of the state that are also entries of the file.

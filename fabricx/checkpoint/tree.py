@@ -52,7 +52,7 @@ def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
 
     Args:
         rest: tree with placeholders.
-        tensors: by path.
+        tensors: tensors by path.
 
     Raises:
         KeyError: a tensor is missing.

@@ -84,7 +84,7 @@ class Writer:
         """Take a snapshot and start to write it; every rank calls this in the same step.
 
         Args:
-            path: of the checkpoint.
+            path: path of the checkpoint.
             state: tensors (also DTensors) and plain data; everything except DTensors is equal on all ranks.
             manifest: information for users.
             after: called in the main rank's thread when the checkpoint is committed.

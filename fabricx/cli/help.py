@@ -34,7 +34,7 @@ def text(usage: str, composition: Composition, config: DictConfig) -> str:
 
     Args:
         usage: how the command is called, with examples.
-        composition: of the configuration.
+        composition: composition of the configuration.
         config: the composed configuration.
     """
     lines = [usage.rstrip(), "", "Groups: GROUP=CHOICE", ""]
@@ -97,7 +97,7 @@ def explained_argument(path: str, name: str, *, bases: bool = False) -> str:
 
     Args:
         path: module and name, such as "torch.optim.Adam".
-        name: of the argument.
+        name: name of the argument.
         bases: look in the base classes instead, without the final stop.
     """
     module, _, attribute = path.rpartition(".")
@@ -137,7 +137,7 @@ def explained_arguments(docstring: str) -> dict[str, str]:
     """Return the explanation of each argument in the section `Args` of a docstring.
 
     Args:
-        docstring: in Google's style.
+        docstring: docstring in Google's style.
 
     >>> explained_arguments("Args:\\n    lr: of the\\n        optimizer.\\n    low, high: limits.")
     {'lr': 'of the optimizer.', 'low': 'limits.', 'high': 'limits.'}

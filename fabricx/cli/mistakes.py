@@ -27,8 +27,8 @@ class Composition:
     """How a configuration is composed.
 
     Attributes:
-        name: of the main configuration.
-        folder: of the main configuration; None for fabricx's configuration.
+        name: name of the main configuration.
+        folder: folder of the main configuration; None for fabricx's configuration.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Composition:
         """Compose the configuration.
 
         Args:
-            overrides: as `KEY=VALUE`.
+            overrides: overrides as `KEY=VALUE`.
         """
         with self._initialized():
             return hydra.compose(self.name, list(overrides))
@@ -61,7 +61,7 @@ class Composition:
         """Return all keys of the composed configuration, dotted; none if it can't be composed.
 
         Args:
-            overrides: as `KEY=VALUE`; choices of groups determine the keys.
+            overrides: overrides as `KEY=VALUE`; choices of groups determine the keys.
         """
         try:
             return list(_keys(self.compose(overrides)))
@@ -81,7 +81,7 @@ def config_files(folder: str | None) -> list[str]:
     """Return the names of the main configurations in a folder and in fabricx.
 
     Args:
-        folder: of the project; None without.
+        folder: folder of the project; None without.
     """
     folders = [Path(folder)] if folder else []
     return sorted({file.stem for path in [*folders, Path(conf.__file__).parent] for file in path.glob("*.yaml")})
@@ -92,7 +92,7 @@ def explain(error: Exception, composition: Composition, arguments: Sequence[str]
 
     Args:
         error: error of Hydra or of the run.
-        composition: of the configuration.
+        composition: composition of the configuration.
         arguments: overrides of the command line.
     """
     text = str(error).strip()

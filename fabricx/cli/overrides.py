@@ -158,7 +158,7 @@ def parsed(overrides: Iterable[str]) -> list[Override]:
     """Parse overrides, without the invalid overrides.
 
     Args:
-        overrides: as `KEY=VALUE`.
+        overrides: overrides as `KEY=VALUE`.
     """
     valid: list[Override] = []
     for text in overrides:

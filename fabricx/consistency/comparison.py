@@ -123,7 +123,7 @@ def share_weights(world: World, module: nn.Module) -> None:
 
     Args:
         world: the ranks.
-        module: to be evaluated. Sharded tensors are consistent already; lazy tensors have no values yet.
+        module: module to be evaluated. Sharded tensors are consistent already; lazy tensors have no values yet.
     """
     if world.size == 1:
         return
@@ -171,7 +171,7 @@ def of_module(module: nn.Module) -> dict[str, str]:
     """Describe a module: the classes of its submodules, and the shapes of its parameters and buffers.
 
     Args:
-        module: at any depth.
+        module: module at any depth.
 
     >>> list(of_module(nn.Linear(2, 1)).items())[1]
     ('weight', 'parameter, shape [1, 2], float32, trained')
@@ -207,10 +207,10 @@ def of_training(
     """Describe the options of the trainer, of the strategy, and of callbacks that need all ranks.
 
     Args:
-        options: of the trainer.
-        module: of the user.
-        strategy: of the run.
-        callbacks: of the run.
+        options: the trainer's options.
+        module: the user's module.
+        strategy: the run's strategy.
+        callbacks: the run's callbacks.
     """
     described = {name: _plain(getattr(options, name)) for name in OPTIONS}
     described["automatic_optimization"] = str(module.automatic_optimization)
@@ -245,11 +245,11 @@ def of_hooks(
     """Describe everything that hooks may have changed since set-up and have to change on all ranks.
 
     Args:
-        options: of the trainer.
-        module: of the user.
-        strategy: of the run.
+        options: the trainer's options.
+        module: the user's module.
+        strategy: the run's strategy.
         train: feed of the training data.
-        optimizers: of the module.
+        optimizers: optimizers of the module.
         changed: hyperparameters that hooks of some rank have just changed.
     """
     described = {name: _plain(getattr(options, name)) for name in OPTIONS} | of_module(module) | of_data(train, ())
@@ -269,7 +269,7 @@ def of_optimizers(
 
     Args:
         module: owner of the parameters.
-        optimizers: of the module.
+        optimizers: optimizers of the module.
         schedules: schedulers with their options.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}

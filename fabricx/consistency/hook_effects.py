@@ -50,7 +50,7 @@ def fingerprint(module: nn.Module) -> Tensor:
     The digest changes if a value changes, and if values swap positions or signs.
 
     Args:
-        module: of the user.
+        module: the user's module.
     """
     held = (parameter for parameter in module.parameters() if not is_placeholder(parameter))
     tensors = [getattr(parameter, "_local_tensor", parameter).detach() for parameter in held]
@@ -75,12 +75,12 @@ class HookChecks:
     """Compares what hooks have changed on this rank with the other ranks, and applies it to ranks without a sample.
 
     Args:
-        options: of the trainer; hooks may change limits.
-        module: of the user.
-        strategy: of the run.
+        options: the trainer's options; hooks may change limits.
+        module: the user's module.
+        strategy: the run's strategy.
         state: position of the run, for messages.
-        data: of the run.
-        optimizers: of the module.
+        data: the run's data.
+        optimizers: optimizers of the module.
         forget_copies: invalidates in-memory checkpoints whose weights differ between ranks; every rank calls it.
     """
 
@@ -163,7 +163,7 @@ class HookChecks:
         """Make users' hooks raise an error if they change weights that the servers own.
 
         Args:
-            hooks: of the run; functions of users are wrapped.
+            hooks: the run's hooks; functions of users are wrapped.
         """
         if self._serving.weight_pulls is None:
             return
@@ -189,7 +189,7 @@ class HookChecks:
         """Raise an error if the code inside changes weights that the servers own.
 
         Args:
-            name: of the code, for the message.
+            name: name of the code, for the message.
 
         Raises:
             ValueError: weights have changed.
@@ -278,7 +278,7 @@ class HookEffects:
     """Snapshot of weights, hyperparameters, limits and frozen parameters before hooks that some ranks don't call.
 
     Args:
-        checks: of the run.
+        checks: the run's checks.
     """
 
     def __init__(self, checks: HookChecks) -> None:

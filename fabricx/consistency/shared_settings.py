@@ -68,11 +68,11 @@ class SharedSettings(OwnSettings):
     changes settings, the ranks exchange nothing.
 
     Args:
-        options: of the trainer.
-        module: of the user.
-        strategy: of a run in lockstep.
+        options: the trainer's options.
+        module: the user's module.
+        strategy: strategy of a run in lockstep.
         state: position of the run, for messages.
-        agreement: of the run, whose thread also serves these checks.
+        agreement: the run's agreement, whose thread also serves these checks.
     """
 
     def __init__(

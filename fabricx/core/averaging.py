@@ -30,8 +30,8 @@ class AverageRule:
         """Update averages in place.
 
         Args:
-            averages: in float32 or float64.
-            weights: of the same shapes, in any precision.
+            averages: averages in float32 or float64.
+            weights: weights of the same shapes, in any precision.
             before: number of the newest update in the averages.
             step: number of the newest update in the weights. After several updates, the decay is raised to the power
                 of the steps in between.

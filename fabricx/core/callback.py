@@ -50,7 +50,7 @@ def recovery_policy_of(callbacks: Iterable[Callback]) -> RecoveryPolicy | None:
     """Return the recovery policy of the first callback that has one; None without recovery.
 
     Args:
-        callbacks: of a run.
+        callbacks: a run's callbacks.
     """
     return next((policy for callback in callbacks if (policy := callback.recovery_policy) is not None), None)
 
@@ -69,8 +69,8 @@ def attach(callback: Callback, module: Module) -> None:
     """Set the module whose `log` a callback calls.
 
     Args:
-        callback: of a run that begins.
-        module: of the run.
+        callback: callback of a run that begins.
+        module: the run's module.
     """
     vars(callback)["_attached"] = _Attached(module)
 
@@ -115,7 +115,7 @@ class Callback(NamesChecked):
         """Log a number as `self.log` of the module, in hooks in which the module can log.
 
         Args:
-            name: of the metric.
+            name: name of the metric.
             value: a number, a tensor with a single element, or a `torchmetrics.Metric`.
             args, options: of `Module.log`.
 
@@ -146,8 +146,8 @@ class Callback(NamesChecked):
         """Raise an error if the callback doesn't support the run, before worker processes start.
 
         Args:
-            trainer: of the run.
-            module: of the run.
+            trainer: the run's trainer.
+            module: the run's module.
             global_batch: samples of a global batch; 0 if it can't be divided over ranks, None if it is unknown yet.
         """
 
@@ -186,7 +186,7 @@ class Callback(NamesChecked):
         """Return whether failed workers are restarted; called in the supervisor.
 
         Args:
-            error: of a worker.
+            error: a worker's error.
             step: weight updates of the checkpoint to resume from; -1 without a checkpoint.
         """
         return False
@@ -202,8 +202,8 @@ class Callback(NamesChecked):
         """Return whether all ranks repeat the step in which this rank raised an error.
 
         Args:
-            trainer: of the run.
-            error: of this rank.
+            trainer: the run's trainer.
+            error: this rank's error.
         """
         return False
 

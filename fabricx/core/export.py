@@ -19,10 +19,10 @@ def to_onnx(module: Any, file_path: Any, input_sample: Any, **options: Any) -> A
     """Write a module as ONNX; see `Module.to_onnx`.
 
     Args:
-        module: to export.
+        module: module to export.
         file_path: path or open file.
-        input_sample: of `forward`; None for `example_input_array`.
-        options: of `torch.onnx.export`.
+        input_sample: input of `forward`; None for `example_input_array`.
+        options: options of `torch.onnx.export`.
 
     Raises:
         ModuleNotFoundError: onnx is not installed.
@@ -44,11 +44,11 @@ def to_torchscript(module: Any, file_path: Any, method: str, example_inputs: Any
     """Write a module as TorchScript; see `Module.to_torchscript`.
 
     Args:
-        module: to export.
+        module: module to export.
         file_path: path of the file; None writes no file.
         method: "script" or "trace".
-        example_inputs: of `forward`, for a trace; None for `example_input_array`.
-        options: of `torch.jit.script` or `torch.jit.trace`.
+        example_inputs: inputs of `forward`, for a trace; None for `example_input_array`.
+        options: options of `torch.jit.script` or `torch.jit.trace`.
 
     Raises:
         ValueError: the method is unknown, or there is no example of the input.

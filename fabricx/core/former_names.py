@@ -89,7 +89,7 @@ def meant_name(name: str, contract: Iterable[str]) -> str | None:
     """Return the method that a user probably meant by a name; None if the name is probably the user's own.
 
     Args:
-        name: of a method that is never called.
+        name: name of a method that is never called.
         contract: names of the methods that are called.
 
     >>> meant_name("val_step", ["validation_step"]), meant_name("validaton_step", ["validation_step"])
@@ -105,6 +105,6 @@ def former_parameter(names: Iterable[str]) -> Any:
     """Return the first parameter of Lightning 1 among names, or None.
 
     Args:
-        names: of the parameters of a user's method.
+        names: names of the parameters of a user's method.
     """
     return next((name for name in names if name in FORMER_PARAMETERS), None)

@@ -49,7 +49,7 @@ class Hooks:
     Args:
         trainer: passed to callbacks.
         module: the user's module.
-        callbacks: in their order of calls.
+        callbacks: callbacks in their order of calls.
     """
 
     if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def overrides(obj: object, name: str, contract: type) -> bool:
 
     Args:
         obj: module or callback.
-        name: of the method.
+        name: name of the method.
         contract: class with the default.
 
     >>> class Mine(Callback):
@@ -162,7 +162,7 @@ def check_signature(obj: object, name: str) -> None:
 
     Args:
         obj: module, data module or callback.
-        name: of the method.
+        name: name of the method.
 
     Raises:
         ValueError: names the parameter; or the successor of a parameter of Lightning 1.
@@ -207,7 +207,7 @@ def arguments_of(contract: type, name: str) -> tuple[str, ...]:
 
     Args:
         contract: class with the default of the method.
-        name: of the method.
+        name: name of the method.
 
     >>> arguments_of(ModuleHooks, "on_validation_batch_start")
     ('batch', 'batch_idx', 'dataloader_idx')
@@ -225,7 +225,7 @@ def fitted(obj: object, name: str, contract: type) -> Callable[..., Any]:
 
     Args:
         obj: module, data module or callback.
-        name: of the method.
+        name: name of the method.
         contract: class with the default of the method.
     """
     return fitting(getattr(obj, name), arguments_of(contract, name))

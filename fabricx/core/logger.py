@@ -59,7 +59,7 @@ class Logger(NamesChecked, ABC):
         """Write metrics of a step.
 
         Args:
-            metrics: by name.
+            metrics: metrics by name.
             step: weight updates so far.
         """
 
@@ -67,7 +67,7 @@ class Logger(NamesChecked, ABC):
         """Write the run's hyperparameters.
 
         Args:
-            params: by name.
+            params: parameters by name.
             metrics: final metrics; None before the end of the run.
         """
 
@@ -75,8 +75,8 @@ class Logger(NamesChecked, ABC):
         """Write a text, such as the configuration.
 
         Args:
-            name: of the text.
-            text: to write.
+            name: name of the text.
+            text: text to write.
             step: weight updates so far.
         """
 
@@ -109,7 +109,7 @@ class Logger(NamesChecked, ABC):
         """Finish; the logger can be opened again for another run.
 
         Args:
-            status: of the run.
+            status: the run's status.
         """
 
     def for_caller(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def let_groups_grow(optimizer: Optimizer, module: nn.Module) -> None:
     """Let a loaded state add groups of a module's parameters to an optimizer, or remove them.
 
     Args:
-        optimizer: to which a callback adds groups during training.
+        optimizer: optimizer to which a callback adds groups during training.
         module: has the parameters.
     """
     vars(optimizer)[_GROWS] = (module, len(optimizer.param_groups))
@@ -52,7 +52,7 @@ def by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Return an optimizer's state, keyed by names of parameters instead of torch's numbers.
 
     Args:
-        optimizer: of the user.
+        optimizer: the user's optimizer.
         names: names of the module's parameters, by `id`.
     """
     ordered, state = _parameter_names(optimizer, names), optimizer.state_dict()
@@ -68,7 +68,7 @@ def by_number(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str
     """Return the inverse of `by_name`, for an optimizer of the same class and the same groups, in any order.
 
     Args:
-        optimizer: to which the state will be loaded.
+        optimizer: optimizer to which the state will be loaded.
         names: names of the module's parameters, by `id`.
         saved: result of `by_name`.
 

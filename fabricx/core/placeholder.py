@@ -9,7 +9,7 @@ def is_placeholder(tensor: Tensor) -> bool:
     """Return whether a tensor has a shape, but no memory for its elements: the parameter is on a different stage.
 
     Args:
-        tensor: of a module; DTensors are never placeholders.
+        tensor: tensor of a module; DTensors are never placeholders.
 
     >>> import torch
     >>> [is_placeholder(tensor) for tensor in (torch.zeros(()).expand(1), torch.zeros(1), torch.zeros(()))]

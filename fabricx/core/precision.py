@@ -33,7 +33,7 @@ class Precision:
         """Convert weights and buffers to the storage dtype, in place.
 
         Args:
-            module: to convert.
+            module: module to convert.
         """
 
     def convert_batch(self) -> Callable[[Any], Any] | None:
@@ -44,7 +44,7 @@ class Precision:
         """Return a step that computes in this precision.
 
         Args:
-            step: of the module.
+            step: step of the module.
             updates_weights: the step may change weights between two forwards (manual optimization).
         """
         return step
@@ -61,15 +61,15 @@ class Precision:
         """Undo `scale` on the gradients.
 
         Args:
-            optimizer: of these gradients.
+            optimizer: optimizer of these gradients.
         """
 
     def step(self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None = None) -> bool:
         """Update the weights by `step(optimizer, closure)`, unless gradients overflowed.
 
         Args:
-            optimizer: to step.
-            step: of the strategy.
+            optimizer: optimizer to step.
+            step: `optimizer_step` of the strategy.
             closure: recomputes the loss; None without.
 
         Returns:
@@ -132,7 +132,7 @@ class MixedPrecision(Precision):
 
     Args:
         name: "16-mixed" or "bf16-mixed".
-        device_type: of this rank, such as "cuda".
+        device_type: this rank's device type, such as "cuda".
     """
 
     def __init__(self, name: str, device_type: str) -> None:
@@ -225,7 +225,7 @@ def make_precision(name: str, device: torch.device) -> Precision:
 
     Args:
         name: full name, from `check_precision`.
-        device: of this rank.
+        device: this rank's device.
 
     Raises:
         ValueError: "16-mixed" without CUDA: 16-bit floats are too slow and too narrow on a CPU.

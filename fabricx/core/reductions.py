@@ -14,7 +14,7 @@ def check_reduction(name: str, reduce_fx: Any) -> Reduction:
     """Return the name of a reduction.
 
     Args:
-        name: of the logged value, for the message.
+        name: name of the logged value, for the message.
         reduce_fx: name, or a function with such a name, such as `torch.mean`; "avg" is "mean".
 
     Raises:

@@ -13,8 +13,8 @@ def fitting(function: Callable[..., Any], names: Sequence[str]) -> Callable[...,
     """Return a function that takes all arguments of a hook, and passes those that the user's method has.
 
     Args:
-        function: of the user, with any number of the hook's parameters.
-        names: of the hook's arguments, in their order.
+        function: the user's function, with any number of the hook's parameters.
+        names: names of the hook's arguments, in their order.
 
     Returns:
         the function itself, if it takes all arguments.
@@ -71,8 +71,8 @@ def unknown_parameters(function: Callable[..., Any], names: Sequence[str]) -> li
     """Return the parameters of a user's method for which a hook has no argument, and which have no default.
 
     Args:
-        function: of the user.
-        names: of the hook's arguments, in their order.
+        function: the user's function.
+        names: names of the hook's arguments, in their order.
 
     >>> unknown_parameters(lambda batch, batch_idx, optimizer_idx: None, ["batch", "batch_idx"])
     ['optimizer_idx']

@@ -112,7 +112,7 @@ class RunState:
         run: random name of the run, which restarts and resumes keep.
         cut_short: the hooks of the epoch's end have run, and not all of its batches are trained.
         fn: newest call of the Trainer.
-        status: of this call.
+        status: status of this call.
     """
 
     phase: Phase = Phase.IDLE

@@ -18,8 +18,8 @@ def wrap_steps(module: Module, precision: Precision, *, several_loaders: bool) -
     """Return the module's steps, wrapped in the precision and adapted to the number of their parameters.
 
     Args:
-        module: of the user.
-        precision: of the run.
+        module: the user's module.
+        precision: the run's precision.
         several_loaders: evaluation steps are called with the index of the loader.
 
     Returns:
@@ -56,7 +56,7 @@ def detached(outputs: Any) -> Any:
     """Return the outputs of a training step without their graph, for hooks.
 
     Args:
-        outputs: of the step; only tensors of a mapping are detached.
+        outputs: outputs of the step; only tensors of a mapping are detached.
     """
     if isinstance(outputs, Mapping):
         return {name: value.detach() if isinstance(value, Tensor) else value for name, value in outputs.items()}

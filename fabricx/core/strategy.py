@@ -131,7 +131,7 @@ class Strategy(StrategyNames, NamesChecked, ABC):
         """Attach the user's optimizers, before training and before a checkpoint is loaded.
 
         Args:
-            optimizers: of the module.
+            optimizers: optimizers of the module.
         """
 
     def teardown(self) -> None:
@@ -161,8 +161,8 @@ class Strategy(StrategyNames, NamesChecked, ABC):
             step: training step of the module; called with a batch and its index.
             backward: called with the outputs of `step`; runs the hooks, and calls `Strategy.backward` with the scaled
                 loss. Returns the outputs for hooks; None without a loss.
-            batch: of the data loader, on the device.
-            index: of the batch.
+            batch: batch of the data loader, on the device.
+            index: index of the batch.
 
         Returns:
             the result of `backward`.
@@ -173,7 +173,7 @@ class Strategy(StrategyNames, NamesChecked, ABC):
         """Compute gradients; after the last microbatch of a window they are those of the global batch.
 
         Args:
-            loss: of this rank, scaled by its share of the global batch, and by the number of ranks if
+            loss: this rank's loss, scaled by its share of the global batch, and by the number of ranks if
                 `traits.averages`; shape [].
             compute: called instead of `loss.backward`.
 
@@ -203,7 +203,7 @@ class Strategy(StrategyNames, NamesChecked, ABC):
         """Scale gradients down to a 2-norm of at most `max_norm`, over all ranks.
 
         Args:
-            parameters: with gradients.
+            parameters: parameters with gradients.
             max_norm: limit.
 
         Returns:
@@ -221,7 +221,7 @@ class Strategy(StrategyNames, NamesChecked, ABC):
         """Clip each element of the gradients to [-limit, limit].
 
         Args:
-            parameters: with gradients.
+            parameters: parameters with gradients.
             limit: 0 or more.
 
         Raises:
@@ -236,7 +236,7 @@ class Strategy(StrategyNames, NamesChecked, ABC):
         """Update the weights.
 
         Args:
-            optimizer: to step.
+            optimizer: optimizer to step.
             closure: recomputes the loss; None without.
 
         Returns:
@@ -277,7 +277,7 @@ class Strategy(StrategyNames, NamesChecked, ABC):
 
         Args:
             module: the user's module.
-            optimizers: of the module; empty to save weights only.
+            optimizers: optimizers of the module; empty to save weights only.
         """
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         return {
@@ -291,7 +291,7 @@ class Strategy(StrategyNames, NamesChecked, ABC):
         Args:
             state: result of `state_dict`.
             module: the user's module.
-            optimizers: of the module; the state must have as many.
+            optimizers: optimizers of the module; the state must have as many.
 
         Raises:
             ValueError: the optimizers differ from those of the state.

@@ -79,7 +79,7 @@ class StrategyNames:
         """Return a tensor, reduced over all ranks.
 
         Args:
-            tensor: of the same shape on each rank; other objects are returned as they are.
+            tensor: tensor of the same shape on each rank; other objects are returned as they are.
             group: None for all ranks.
             reduce_op: "mean" (or "avg"), "sum", "max" or "min".
 

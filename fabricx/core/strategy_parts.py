@@ -28,7 +28,7 @@ def as_part(strategy: object, part: type[Part]) -> Part:
     """Return a strategy as one of the parts below.
 
     Args:
-        strategy: of the run.
+        strategy: the run's strategy.
         part: class of the part.
 
     Returns:
@@ -86,7 +86,7 @@ class KeepsLocalState:
 
         Args:
             module: the user's module.
-            optimizers: of the module.
+            optimizers: optimizers of the module.
         """
         raise NotImplementedError
 
@@ -98,7 +98,7 @@ class KeepsLocalState:
         Args:
             states: results of `local_state_dict`: this rank's (`own`), or those of all former ranks.
             module: the user's module.
-            optimizers: of the module.
+            optimizers: optimizers of the module.
             own: whether the state is this rank's; False after a change of the number of ranks.
         """
         raise NotImplementedError
@@ -168,7 +168,7 @@ class ModelParallel:
         """Refuse options of the run that the axes of parallelism do not support, before training.
 
         Args:
-            precision: of the run, such as "bf16-mixed".
+            precision: the run's precision, such as "bf16-mixed".
             compiles: the run compiles the module.
             synchronises_batchnorm: batch normalisation is synchronised over all ranks.
             automatic_optimization: of the module.
@@ -183,7 +183,7 @@ class ModelParallel:
         Args:
             module: the user's module, whole, on its device.
             trial: returns the training step on two samples.
-            layout: of the run that is resumed; {} for a new run.
+            layout: layout of the run that is resumed; {} for a new run.
         """
 
     @property
@@ -203,7 +203,7 @@ class ModelParallel:
         """Return this rank's part of a state; the inverse of `whole_state`, without communication.
 
         Args:
-            state: of a checkpoint.
+            state: state of a checkpoint.
         """
         return state
 
@@ -341,7 +341,7 @@ class HidesGradients:
         """Return the 2-norm of the newest gradient, shape []; None if this rank does not have it. Collective.
 
         Args:
-            optimizers: of the parameters.
+            optimizers: optimizers of the parameters.
         """
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None and not p.grad.is_sparse]
@@ -355,7 +355,7 @@ class HidesGradients:
         """Return the parameters whose gradient (or part of it) on this rank contains NaN or infinity.
 
         Args:
-            parameters: of optimizers, before they step; also in hooks that cannot read the gradients.
+            parameters: parameters of optimizers, before they step; also in hooks that cannot read the gradients.
         """
         return [p for p in parameters if p.grad is not None and not _finite(p.grad)]
 
@@ -363,7 +363,7 @@ class HidesGradients:
         """Exclude parameters from the next update; all ranks of a synchronous strategy call it.
 
         Args:
-            parameters: to exclude.
+            parameters: parameters to exclude.
         """
         for parameter in parameters:
             parameter.grad = None

@@ -26,7 +26,7 @@ def to_dtype(batch: Any, dtype: torch.dtype) -> Any:
 
     Args:
         batch: any nesting of collections.
-        dtype: of the result.
+        dtype: data type of the result.
     """
     return apply_to_collection(batch, Tensor, lambda item: item.to(dtype) if item.is_floating_point() else item)
 

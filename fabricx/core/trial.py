@@ -29,9 +29,9 @@ class Trial:
     """The training step on two samples, which changes neither metrics, buffers nor random numbers.
 
     Attributes:
-        step: of the module; called with a batch and its index.
+        step: step of the module; called with a batch and its index.
         batch: two samples, on the device.
-        samples: of the batch, if the data set was read; None for a batch of the loader.
+        samples: samples of the batch, if the data set was read; None for a batch of the loader.
         rows: samples of a batch of the run, as far as the loader tells.
         validation: returns the validation step; None if the run has none, or if it can't be tried.
         undisturbed: returns a context in which values of `self.log` are discarded; buffers and random numbers are

@@ -36,7 +36,7 @@ def advise_on_shuffling(word: str, loaders: Iterable[Any]) -> None:
 
     Args:
         word: "val", "test" or "predict".
-        loaders: of the evaluation.
+        loaders: loaders of the evaluation.
     """
     if any(isinstance(getattr(loader, "sampler", None), RandomSampler) for loader in loaders):
         _warn(
@@ -49,7 +49,7 @@ def advise_on_overfitting(loaders: Iterable[Any]) -> None:
     """Warn about loaders that would shuffle, which `overfit_batches` reads without shuffling.
 
     Args:
-        loaders: of a fit.
+        loaders: loaders of a fit.
     """
     if any(isinstance(getattr(loader, "sampler", None), RandomSampler) for loader in loaders):
         _warn("overfit_batches: a loader with shuffle=True is not shuffled, so that each epoch has the same batches")
@@ -59,9 +59,9 @@ def advise_on_logging(batches: int | float, every: int, loggers: Sequence[Any]) 
     """Warn about a logging interval that is longer than an epoch.
 
     Args:
-        batches: of an epoch on this rank.
+        batches: batches of an epoch on this rank.
         every: `log_every_n_steps`.
-        loggers: of the run.
+        loggers: the run's loggers.
     """
     if loggers and 0 < batches < every:
         _warn(

@@ -90,7 +90,7 @@ class Batches:
     """The batches of a `CombinedLoader`, without their numbers.
 
     Args:
-        combined: of loaders that are read as they are.
+        combined: `CombinedLoader` of loaders that are read as they are.
     """
 
     def __init__(self, combined: CombinedLoader) -> None:
@@ -106,7 +106,7 @@ class Batches:
         """Pass the number of the epoch to the loaders, their samplers and datasets that have `set_epoch`.
 
         Args:
-            epoch: that begins.
+            epoch: epoch that begins.
         """
         for loader in self.combined.flattened:
             part: Any
@@ -120,7 +120,7 @@ def combined_length(lengths: Sequence[int], mode: CombineMode) -> int:
 
     Args:
         lengths: batches of each loader.
-        mode: of `CombinedLoader`.
+        mode: mode of `CombinedLoader`.
 
     >>> [combined_length([2, 3], mode) for mode in MODES]
     [2, 3, 3, 5]
@@ -135,7 +135,7 @@ def side_by_side(begin: Sequence[Callable[[], Iterator[Any]]], mode: CombineMode
 
     Args:
         begin: functions that begin each source.
-        mode: of `CombinedLoader`, except "sequential".
+        mode: mode of `CombinedLoader`, except "sequential".
 
     >>> [list(side_by_side([[1, 2].__iter__, [3].__iter__], mode)) for mode in MODES[:3]]
     [[[1, 3]], [[1, 3], [2, 3]], [[1, 3], [2, None]]]
@@ -165,7 +165,7 @@ def combined(source: Any) -> Any:
     """Return the training data of a run: several loaders become a `CombinedLoader`, anything else is unchanged.
 
     Args:
-        source: of the user.
+        source: data source, as the user has passed it.
     """
     if not isinstance(source, (Mapping, list, tuple)) or not source:
         return source
@@ -179,7 +179,7 @@ def is_loader(value: Any) -> bool:
     """Return whether a value can be a loader rather than a batch.
 
     Args:
-        value: of the user.
+        value: value, as the user has passed it.
     """
     batch = isinstance(value, (torch.Tensor, Mapping, list, tuple, str, bytes)) or hasattr(value, "shape")
     return hasattr(value, "__iter__") and not batch
@@ -189,7 +189,7 @@ def joined(loader: CombinedLoader, ranks: int) -> Any:
     """Return a single loader in place of a combined loader.
 
     Args:
-        loader: of the user.
+        loader: the user's loader.
         ranks: among which its data are divided; 1 if each rank reads all.
 
     Returns:
@@ -276,7 +276,7 @@ class JoinedSampler(Sampler[list[tuple[int, Any]]]):
 
     Args:
         loaders: whose orders are combined.
-        mode: of `CombinedLoader`.
+        mode: mode of `CombinedLoader`.
     """
 
     def __init__(self, loaders: Sequence[DataLoader[Any]], mode: CombineMode) -> None:

@@ -135,7 +135,7 @@ class Feed(ABC):
         """Restore the sampler's state of `drawn`.
 
         Args:
-            epoch: that begins or resumes.
+            epoch: epoch that begins or resumes.
         """
 
     def indices(self, micro: Microbatch) -> list[int] | None:

@@ -150,7 +150,7 @@ class Balance:
 
         Args:
             epoch: number of the epoch.
-            position: of the global batch in the order.
+            position: position of the global batch in the order.
             weights, turns, most: see `Shares`.
         """
         # Eight earlier changes suffice: loaders are not further ahead.
@@ -161,7 +161,7 @@ class Balance:
 
         Args:
             epoch: number of the epoch.
-            position: of the global batch in the order.
+            position: position of the global batch in the order.
             ranks: number of ranks.
         """
         count = bisect.bisect_right(self.changes, (epoch, position), key=lambda change: change[:2])

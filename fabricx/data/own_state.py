@@ -105,7 +105,7 @@ def generator_state(generator: Any) -> Any:
     """Return the state of a generator as plain data and tensors.
 
     Args:
-        generator: of torch, numpy or python.
+        generator: generator of torch, numpy or python.
     """
     if isinstance(generator, torch.Generator):
         return generator.get_state()
@@ -121,7 +121,7 @@ def set_generator(generator: Any, state: Any) -> None:
     """Set the state of a generator.
 
     Args:
-        generator: of the same kind as the saved generator.
+        generator: generator of the same kind as the saved generator.
         state: result of `generator_state`.
     """
     if isinstance(generator, torch.Generator):
@@ -141,7 +141,7 @@ def generator_kind(generator: Any) -> str:
     """Return a name that is equal for generators with compatible states.
 
     Args:
-        generator: of torch, numpy or python.
+        generator: generator of torch, numpy or python.
     """
     bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
     if isinstance(generator, np.random.RandomState):

@@ -26,7 +26,7 @@ class Mapped(Dataset[Any]):
 
     Args:
         dataset: map-style.
-        function: from a sample to a sample.
+        function: function from a sample to a sample.
     """
 
     def __init__(self, dataset: Any, function: Callable[[Any], Any]) -> None:
@@ -49,11 +49,11 @@ class Preprocess(DataLoader[Any]):
 
     Args:
         dataset: map-style: with a length, and samples by index.
-        function: from a sample to a sample.
+        function: function from a sample to a sample.
         workers: processes per rank; "auto" for the cores that the ranks of this machine do not use, at least 1; 0
             processes samples in the training process.
         memory_mib: maximum memory of prepared samples per rank, in MiB.
-        options: of `DataLoader`: batch_size, shuffle, drop_last, collate_fn, and so on.
+        options: options of `DataLoader`: batch_size, shuffle, drop_last, collate_fn, and so on.
 
     Raises:
         ValueError: the dataset is not map-style or is empty, or an option is decided by this class.

@@ -17,7 +17,7 @@ def note_on(error: BaseException, loader: Any) -> str | None:
     """Explain an error of a full /dev/shm, with sizes and remedies; returns None for any other error.
 
     Args:
-        error: of a run.
+        error: a run's error.
         loader: the loader whose processes send batches through shared memory, if any.
     """
     processes = getattr(loader, "num_workers", 0)

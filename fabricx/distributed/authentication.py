@@ -53,7 +53,7 @@ def sign(key: bytes, context: Sequence[object], data: bytes) -> bytes:
     Args:
         key: secret of the run.
         context: where and when the data is valid; see `tag`.
-        data: to sign.
+        data: data to sign.
     """
     return tag(key, context, data) + data
 
@@ -128,7 +128,7 @@ def listen(folder: str | os.PathLike[str], name: str, backlog: int = 64) -> sock
     Args:
         folder: private folder; see `check_private`.
         name: file name of the socket.
-        backlog: of `socket.listen`.
+        backlog: backlog of `socket.listen`.
 
     Raises:
         PermissionError: the folder is not private.
@@ -148,7 +148,7 @@ def listen_on_network(backlog: int = 128) -> socket.socket:
     """Return a socket that listens at a free port of all interfaces; call `admit` for each accepted connection.
 
     Args:
-        backlog: of `socket.listen`.
+        backlog: backlog of `socket.listen`.
     """
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
@@ -159,7 +159,7 @@ def accept(listener: socket.socket, key: bytes) -> Connection | None:
     """Accept the next connection; returns None if its process has not proved within `ANSWER_S` that it has the key.
 
     Args:
-        listener: of `listen`.
+        listener: listener of `listen`.
         key: secret of the run.
 
     Raises:
@@ -207,7 +207,7 @@ def connect(path: str, key: bytes) -> Connection:
     """Connect to a listening process of this machine that has the same key.
 
     Args:
-        path: of its Unix socket.
+        path: path of its Unix socket.
         key: secret of the run.
 
     Raises:
@@ -343,7 +343,7 @@ def read_private(path: Path) -> bytes:
     """Return the content of a file that only this user can access; errors are those of `open_private`.
 
     Args:
-        path: of the file.
+        path: path of the file.
     """
     with open_private(path) as file:
         return file.read()
@@ -353,7 +353,7 @@ def open_private(path: Path) -> BinaryIO:
     """Open a file that only this user can read and write.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
         PermissionError: it is a link, belongs to another user, or its mode admits other users.

@@ -56,7 +56,7 @@ def gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
     Args:
         tensor: same shape on all ranks.
-        group: of the ranks; None for all ranks.
+        group: process group of the ranks; None for all ranks.
 
     Returns:
         Tensor of shape [ranks, ...].

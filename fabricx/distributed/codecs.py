@@ -68,7 +68,7 @@ class Codec(ABC):
             room: encoded bytes, uint8.
             size: elements of the vector.
             scale: result of `encode`.
-            dtype: of the vector.
+            dtype: data type of the vector.
 
         Returns:
             The vector, shape [size].

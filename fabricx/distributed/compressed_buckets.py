@@ -43,7 +43,7 @@ class LowRankAverager:
         """Average the gradients of a bucket over all ranks, in place.
 
         Args:
-            bucket: of torch's DDP communication hook.
+            bucket: bucket of torch's DDP communication hook.
 
         Returns:
             A complete future of the bucket's buffer.
@@ -91,7 +91,7 @@ class LowRankAverager:
         """Load the result of `state`; unknown parameters and bases of another shape are skipped.
 
         Args:
-            state: by parameter name, {"lost": [rows, columns], "basis": [columns, rank]}.
+            state: state by parameter name, {"lost": [rows, columns], "basis": [columns, rank]}.
         """
         for name, saved in state.items():
             matrix = self._matrices.get(name)
@@ -109,7 +109,7 @@ def average_as(
 
     Args:
         encoding: dtype of the sums, and process group of DDP; None for all ranks.
-        bucket: of torch's DDP communication hook.
+        bucket: bucket of torch's DDP communication hook.
 
     Returns:
         A future of the bucket's buffer.
@@ -127,7 +127,7 @@ def average_as_factors(averager: LowRankAverager, bucket: dist.GradBucket) -> to
 
     Args:
         averager: state of this rank.
-        bucket: of torch's DDP communication hook.
+        bucket: bucket of torch's DDP communication hook.
 
     Returns:
         A complete future of the bucket's buffer.

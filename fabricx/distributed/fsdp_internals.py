@@ -19,7 +19,7 @@ def shard_like(whole: Tensor, like: Any) -> Tensor:
     """Return this rank's part of a tensor that every rank has, as a DTensor; no communication.
 
     Args:
-        whole: on any device.
+        whole: whole tensor on any device.
         like: a DTensor of the same shape.
     """
     from torch.distributed.tensor import distribute_tensor

@@ -176,7 +176,7 @@ class Membership:
         """Send a message to the supervisor, if there is one.
 
         Args:
-            kind: of the message.
+            kind: kind of the message.
             content: can be pickled.
         """
         if self._send is not None:
@@ -186,7 +186,7 @@ class Membership:
         """Prepare for building the group of a generation.
 
         Args:
-            number: of the generation.
+            number: number of the generation.
             store: connections to it are not shut down with the group's.
             silent: aborted collectives end without an error, so the groups have to be aborted explicitly.
         """
@@ -214,7 +214,7 @@ class Membership:
         """Return whether a generation is over, or about to end.
 
         Args:
-            number: of the generation.
+            number: number of the generation.
         """
         return self._broken >= number or (self._newest is not None and self._newest.number > number)
 
@@ -222,7 +222,7 @@ class Membership:
         """Return the worker numbers of a generation by rank.
 
         Args:
-            number: of a generation that this worker belongs to.
+            number: number of a generation that this worker belongs to.
             size: number of its ranks.
         """
         newest = self._newest
@@ -232,7 +232,7 @@ class Membership:
         """Raise `PeerLost` if a generation has lost a worker.
 
         Args:
-            number: of the generation.
+            number: number of the generation.
 
         Raises:
             PeerLost: a worker has died.
@@ -244,7 +244,7 @@ class Membership:
         """Raise `PeerLost` if a generation is over, or about to end.
 
         Args:
-            number: of the generation.
+            number: number of the generation.
 
         Raises:
             PeerLost: a worker has died, or a worker has joined.
@@ -256,8 +256,8 @@ class Membership:
         """Wait until a generation is over or about to end; returns whether that happened in time.
 
         Args:
-            number: of the generation.
-            timeout: in seconds.
+            number: number of the generation.
+            timeout: maximum time to wait, in seconds.
         """
         with self._news:
             return self._news.wait_for(lambda: self.outdated(number), timeout)
@@ -266,8 +266,8 @@ class Membership:
         """Wait for a generation after the present one.
 
         Args:
-            number: of the present generation.
-            timeout: in seconds.
+            number: number of the present generation.
+            timeout: maximum time to wait, in seconds.
 
         Raises:
             PeerLost: no new generation within the timeout.

@@ -29,7 +29,7 @@ def check_before_pickling(module: nn.Module) -> None:
     """Refuse to pickle a module with gradient hooks, which pickle drops.
 
     Args:
-        module: to send to worker processes.
+        module: module to send to worker processes.
 
     Raises:
         NotPicklable: a parameter has a gradient hook; the message names the parameter.
@@ -76,7 +76,7 @@ def no_hook(name: str) -> str:
     """Return the error message for `register_hook` on a shard.
 
     Args:
-        name: of the parameter.
+        name: name of the parameter.
     """
     return (
         f"{name} has a hook of register_hook, which is never called under strategy=fsdp: call "

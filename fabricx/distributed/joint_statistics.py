@@ -43,8 +43,8 @@ def joint(
     Args:
         start: mean and variance that all ranks started from.
         before: batches before the start.
-        shares: of the ranks.
-        momentum: of the layer; None for a cumulative mean.
+        shares: shares of the ranks.
+        momentum: momentum of the layer; None for a cumulative mean.
     """
     steps = max(share.batches for share in shares)
     first = shares[0]
@@ -90,7 +90,7 @@ class JointStatistics:
     """Running statistics of the batch normalisations of a module, which ranks join.
 
     Args:
-        module: of the user.
+        module: the user's module.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -20,7 +20,7 @@ def is_peer_lost(error: BaseException | None) -> bool:
     """Return whether an error, or an error that it was raised from, reports a lost process.
 
     Args:
-        error: of a rank; None returns False.
+        error: error of a rank; None returns False.
 
     >>> is_peer_lost(RuntimeError("[gloo/transport/tcp/pair.cc:552] Connection closed by peer [127.0.0.1]:5000"))
     True
@@ -38,7 +38,7 @@ def may_be_cut(error: BaseException) -> bool:
     """Return whether a cut connection may have caused an error; then the supervisor is asked for lost workers.
 
     Args:
-        error: of a rank that has received no notice of a death.
+        error: error of a rank that has received no notice of a death.
     """
     return is_peer_lost(error) or any(sign in str(error) for sign in _CUT)
 
@@ -47,8 +47,8 @@ def raise_peer_lost(error: Exception, operation: str) -> None:
     """Raise `PeerLost` if an error reports a lost process; else return.
 
     Args:
-        error: of torch.
-        operation: that has failed, with its rank.
+        error: torch's error.
+        operation: operation that has failed, with its rank.
 
     Raises:
         PeerLost: from the error.

@@ -21,7 +21,8 @@ def merge_sums(sums: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
     """Merge two dictionaries of metric sums, such as the sums of two parts of an epoch; the inputs stay unchanged.
 
     Args:
-        sums: by metric name, [reduction options, total, weights]; the first option is "mean", "sum", "max" or "min".
+        sums: sums by metric name, [reduction options, total, weights]; the first option is "mean", "sum", "max" or
+            "min".
         added: sums in the same form.
 
     >>> kind = ["mean", False, True, False, True, False]

@@ -44,7 +44,7 @@ def unpack(secret: bytes, context: Sequence[Any], message: Tensor) -> Any:
     Args:
         secret: key of the run; b"" without a key.
         context: kind of message, generation and rank of the sender.
-        message: of `pack`, on the CPU.
+        message: message of `pack`, on the CPU.
 
     Raises:
         TypeError: the sender could not send the object.

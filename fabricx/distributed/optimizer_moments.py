@@ -17,7 +17,7 @@ def average_moments(world: World, optimizer: Optimizer) -> None:
 
     Args:
         world: ranks that have stepped; all call this together.
-        optimizer: with the same parameters on all ranks; its state is changed in place.
+        optimizer: optimizer with the same parameters on all ranks; its state is changed in place.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     joined = {

@@ -71,7 +71,7 @@ def reason(error: Exception) -> str:
     """Describe why torch has refused a file, without its advice to disable the protection.
 
     Args:
-        error: of `torch.load`.
+        error: error of `torch.load`.
     """
     text = str(error)
     refused = re.search(r"GLOBAL (\S+)|class (\S+?)[ .,]", text)

@@ -38,7 +38,7 @@ class Expected:
 
     Args:
         tensor: written when `Transfers.complete` returns.
-        work: of torch; None for a tensor without elements.
+        work: torch's work handle; None for a tensor without elements.
         event: description for error messages and reports of a hang.
     """
 
@@ -78,7 +78,7 @@ class Transfers:
         Args:
             tensor: without a graph.
             to: rank.
-            channel: of `CHANNELS`.
+            channel: channel of `CHANNELS`.
             tag: number of the kind of message.
             event: description for error messages and reports of a hang.
 
@@ -107,8 +107,8 @@ class Transfers:
         Args:
             tensor: contiguous, of the shape and dtype of the sent tensor.
             source: rank.
-            channel: of `CHANNELS`.
-            tag: as of the sender.
+            channel: channel of `CHANNELS`.
+            tag: same number as at the sender.
             event: description for error messages and reports of a hang.
 
         Raises:

@@ -41,7 +41,7 @@ class LowRankMatrix:
         """Return the first factor of this rank's gradient, shape [rows, rank], to be summed over ranks.
 
         Args:
-            gradient: in the parameter's shape; None for zero.
+            gradient: gradient in the parameter's shape; None for zero.
         """
         self._corrected = self.lost if gradient is None else self.lost + gradient.reshape(self.lost.shape)
         return self._corrected @ self.basis

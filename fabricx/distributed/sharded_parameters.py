@@ -23,7 +23,7 @@ class _Sharded:
     """A parameter.
 
     Attributes:
-        name: in the module.
+        name: name in the module.
         whole: the original parameter; without memory while the module has the shard.
         shard: the rows of this rank, a DTensor.
         places: (module, name) of all modules that have the parameter.
@@ -154,7 +154,7 @@ class ShardedParameters:
         """Give the module and the optimizers the original parameters, whose values are lost, without states.
 
         Args:
-            optimizers: of the module.
+            optimizers: optimizers of the module.
         """
         wholes = {id(member.shard): member.whole for member in self._all}
         for member in self._all:

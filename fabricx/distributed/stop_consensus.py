@@ -35,7 +35,7 @@ class Agreement:
         beside: agreement on another action of the same world, whose thread also serves this agreement.
 
     Attributes:
-        reason: of the request; None without a request.
+        reason: reason of the request; None without a request.
     """
 
     def __init__(self, world: World, name: str = "stop", beside: Agreement | None = None) -> None:

@@ -84,7 +84,7 @@ class PrivateStore(dist.Store):
         """Wait until all keys exist.
 
         Args:
-            keys: to wait for.
+            keys: keys to wait for.
             timeout: maximum time; None for the store's `timeout`.
 
         Raises:

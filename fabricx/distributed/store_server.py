@@ -79,7 +79,7 @@ class StoreServer:
         """Set a value, in the process that hosts the store.
 
         Args:
-            key: of the value.
+            key: key of the value.
             value: any bytes.
         """
         with self._changed:
@@ -90,7 +90,7 @@ class StoreServer:
         """Return a value, in the process that hosts the store; None if the key does not exist.
 
         Args:
-            key: of the value.
+            key: key of the value.
         """
         return self._values.get(key)
 

@@ -73,7 +73,7 @@ def synchronise(module: nn.Module, device: torch.device) -> None:
 
     Args:
         module: changed in place, at any depth.
-        device: of the module; on "cpu" the layers become `SyncBatchNorm` of this module, else torch's.
+        device: device of the module; on "cpu" the layers become `SyncBatchNorm` of this module, else torch's.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     >>> synchronise(model, torch.device("cpu"))

@@ -26,7 +26,7 @@ class UnusedParameters:
 
     Args:
         world: the ranks.
-        parameters: of DDP, in the same order on all ranks.
+        parameters: parameters of DDP, in the same order on all ranks.
         sparse: parameters with sparse gradients; DDP accepts no dense gradients for them.
         before: previous object, for other parameters of the same run; its counters continue.
 
@@ -53,7 +53,7 @@ class UnusedParameters:
         """Reduce zero gradients for all parameters that a backward has not reached.
 
         Args:
-            loss: of that backward; None without a backward.
+            loss: loss of that backward; None without a backward.
             warns: warn once that such parameters exist.
         """
         leaves = set() if loss is None else reached(loss)

@@ -168,7 +168,7 @@ class World:
         """Build the process group of this generation; returns when all members have joined.
 
         Args:
-            timeout: of the rendezvous and, until changed, of collectives.
+            timeout: timeout of the rendezvous and, until changed, of collectives.
         """
         assert self.store is not None
         member = membership()
@@ -270,7 +270,7 @@ class World:
         """Return this rank among the ranks along an axis; all ranks call it. The group remains for later runs.
 
         Args:
-            name: of the axis.
+            name: name of the axis.
             parts: ranks of each group along the axis, in their order; every rank is in exactly one part.
         """
         number, ranks = next((n, list(part)) for n, part in enumerate(parts) if self.rank in part)

@@ -18,7 +18,7 @@ def common_state(session: Session) -> dict[str, Any]:
     """Return the state of the run that is common to all ranks, without weights.
 
     Args:
-        session: of this rank.
+        session: this rank's session.
     """
     return {
         **run_state(session),
@@ -42,7 +42,7 @@ def load_common_state(
     """Load the state of the most advanced rank, without weights.
 
     Args:
-        session: of this rank.
+        session: this rank's session.
         state: result of `common_state`, with the per-rank states of all ranks.
         source: index of this rank's per-rank state; None if the main rank has all metric sums.
         newcomer: this rank is a replacement or newcomer.

@@ -131,7 +131,7 @@ class ElasticController:
         """Record a death.
 
         Args:
-            worker: that has died.
+            worker: worker that has died.
             why: its error or exit status.
 
         Returns:
@@ -164,7 +164,7 @@ class ElasticController:
         """Record an error of a worker before it joined, and print it.
 
         Args:
-            worker: that has failed.
+            worker: worker that has failed.
             why: traceback.
 
         Returns:

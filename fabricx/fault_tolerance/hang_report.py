@@ -13,7 +13,7 @@ def explain(diagnoses: Mapping[int, Diagnosis | None]) -> str:
     """Return a sentence with the pending collective or the position of each rank; equal ranks are combined.
 
     Args:
-        diagnoses: by rank; None for a rank that doesn't answer.
+        diagnoses: diagnoses by rank; None for a rank that doesn't answer.
 
     >>> ahead = Diagnosis("", "all_reduce #119", "all_reduce #118", "")
     >>> behind = Diagnosis("", "broadcast #118", "all_reduce #117", "")

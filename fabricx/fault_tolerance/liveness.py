@@ -51,7 +51,7 @@ class HeartbeatMonitor:
         """Record the start of a process; its first heartbeat may take `START_S` or `frozen_after`, if that is longer.
 
         Args:
-            rank: of the process.
+            rank: rank of the process.
         """
         now = self._clock()
         self._lives[rank] = _Life(now, 0, now, max(START_S, self._frozen_after))
@@ -60,7 +60,7 @@ class HeartbeatMonitor:
         """Record a heartbeat.
 
         Args:
-            rank: of the process.
+            rank: rank of the process.
             reached: number of batches that its main thread has begun.
             waits: whether its main thread seems to wait for other processes.
             where: position of its main thread after a long pause; empty otherwise.
@@ -77,7 +77,7 @@ class HeartbeatMonitor:
         """Stop to monitor a process.
 
         Args:
-            rank: of the process.
+            rank: rank of the process.
         """
         self._lives.pop(rank, None)
         for life in self._lives.values():  # they may have waited for this process
@@ -113,7 +113,7 @@ class HeartbeatMonitor:
         """Return whether the heartbeat of a process is overdue.
 
         Args:
-            rank: of the process.
+            rank: rank of the process.
         """
         life = self._lives.get(rank)
         return life is not None and self._clock() - life.heard > life.limit
@@ -122,7 +122,7 @@ class HeartbeatMonitor:
         """Return whether a process is monitored and its heartbeat is not overdue.
 
         Args:
-            rank: of the process.
+            rank: rank of the process.
         """
         return rank in self._lives and not self.frozen(rank)
 

@@ -36,9 +36,9 @@ def path_of(folder: str, slot: int, number: int) -> Path:
     """Return the path of a memory file.
 
     Args:
-        folder: of the run.
-        slot: of the worker.
-        number: of the copy, below `NEWEST`.
+        folder: the run's folder.
+        slot: the worker's slot.
+        number: number of the copy, below `NEWEST`.
     """
     return Path(folder) / f"copy-{slot}-{number}"
 
@@ -72,9 +72,9 @@ class Piece:
 
     Attributes:
         begin: first byte.
-        shape: of the stored tensor or block.
-        dtype: of its elements.
-        offsets: of a block in the whole tensor; None without sharding.
+        shape: shape of the stored tensor or block.
+        dtype: data type of its elements.
+        offsets: offsets of a block in the whole tensor; None without sharding.
         whole: shape of the whole tensor; None without sharding.
     """
 
@@ -111,7 +111,7 @@ class Copy:
         """Return a tensor, or this rank's block of it, as a view.
 
         Args:
-            name: of the tensor in the state.
+            name: name of the tensor in the state.
         """
         return _view(self.memory, self.pieces[name])
 
@@ -125,7 +125,7 @@ class Copies:
     """Writes a worker's copies to memory files, or stores copies of another worker.
 
     Args:
-        folder: of the files.
+        folder: folder of the files.
         worker: its copies are written.
         slot: number of the files; by default the worker.
     """
@@ -167,7 +167,7 @@ class Copies:
         """Receive a copy over the older copy; it is valid after the context has ended.
 
         Args:
-            header: of the sender's `content`.
+            header: header of the sender's `content`.
 
         Yields:
             memory for the bytes behind the header.
@@ -195,7 +195,7 @@ class Copies:
         """Protect a copy, also of an earlier process, from being overwritten by the next copy.
 
         Args:
-            key: of the copy.
+            key: key of the copy.
         """
         for number, file in enumerate(self._files):
             if file.key == key or file.holds(key):
@@ -269,7 +269,7 @@ def pickled_part(header: bytes, content: Tensor) -> bytes:
     """Return the part of a copy that is unpickled, which must be authenticated as sent by a process of the run.
 
     Args:
-        header: of the copy.
+        header: header of the copy.
         content: bytes behind the header.
     """
     size, length, *_ = HEADER.unpack(header)
@@ -308,7 +308,7 @@ def read(folder: str) -> dict[tuple[Any, tuple[int, ...]], dict[int, Copy]]:
     """Return the copies in a folder, by (key, members) of the state and by rank.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
     """
     states: dict[Any, dict[int, Copy]] = {}
     for path in Path(folder).glob("copy-*"):

@@ -124,7 +124,7 @@ class MemoryCheckpointer:
         """Protect copies from being overwritten by the next copies.
 
         Args:
-            key: of the copies.
+            key: key of the copies.
         """
         self.copies.keep(key)
         if self._buddy is not None:

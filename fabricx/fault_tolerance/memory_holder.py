@@ -37,8 +37,8 @@ def start(folder: Path, names: list[str]) -> bool:
     """Start a holder process, if there is none; it ends when this process's parent (torchrun) ends.
 
     Args:
-        folder: for the links to the files.
-        names: of the files.
+        folder: folder for the links to the files.
+        names: names of the files.
 
     Returns:
         whether a holder process is running.
@@ -65,8 +65,8 @@ def is_kept(folder: Path, names: list[str]) -> bool:
     """Return whether a holder process of this user has these files open, in a folder that only this user can write to.
 
     Args:
-        folder: of the links to the files.
-        names: of the files.
+        folder: folder of the links to the files.
+        names: names of the files.
     """
     with contextlib.suppress(OSError):
         if not _is_own(folder):
@@ -90,7 +90,7 @@ def end(folder: Path) -> None:
     """End the holder process, which frees the memory; ignores a folder of another user.
 
     Args:
-        folder: of the links to the files.
+        folder: folder of the links to the files.
     """
     with contextlib.suppress(OSError, ValueError):
         if _is_own(folder):

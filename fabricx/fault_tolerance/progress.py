@@ -24,7 +24,7 @@ class Progress(NamedTuple):
         validated: the validation after the batch is complete, or none is due.
         plateau_step: see `RunState.plateau_step`.
         closing: the values of the epoch are published.
-        generation: of the group; last, because its members have received a state with new metric sums.
+        generation: generation of the group; last, because its members have received a state with new metric sums.
     """
 
     epoch: int
@@ -43,7 +43,7 @@ def progress(session: Session) -> Progress:
     """Return the progress of this rank.
 
     Args:
-        session: of this rank.
+        session: this rank's session.
     """
     state, ft = session.state, session.fault_tolerance
     return Progress(
@@ -57,7 +57,7 @@ def record_of(session: Session, point: RankState) -> dict[str, Any]:
     """Return the per-rank state at a point, with the buffers that batches have changed on this rank.
 
     Args:
-        session: of this rank.
+        session: this rank's session.
         point: state to record.
     """
     buffers = session.fault_tolerance.buffers

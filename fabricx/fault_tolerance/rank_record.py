@@ -21,7 +21,7 @@ class Slot:
     """Stores the newest records of a worker by key; an incomplete record is ignored.
 
     Args:
-        folder: of the run; the supervisor deletes it at its end.
+        folder: the run's folder; the supervisor deletes it at its end.
         worker: number of the worker.
     """
 
@@ -35,7 +35,7 @@ class Slot:
         """Write a record over the oldest record.
 
         Args:
-            key: of the record.
+            key: key of the record.
             record: plain data and tensors.
         """
         data = by_value.dumps_for_peer((key, record))
@@ -66,7 +66,7 @@ def read(folder: str, worker: int) -> list[tuple[Any, Any]]:
     """Return the complete records of a worker as (key, record), newest first.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
         worker: number of the worker.
     """
     try:

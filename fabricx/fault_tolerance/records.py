@@ -21,7 +21,7 @@ class RankRecords(FaultTolerance):
     """Records what other ranks need if this rank dies.
 
     Args:
-        session: of this rank; its world and its strategy are set up.
+        session: this rank's session; its world and its strategy are set up.
         members: membership of this rank in a process group whose members may change; None for a fixed group.
         slot: memory for the records of this rank; None if no other rank reads them.
         memory: in-memory checkpoints, for state that only this rank holds; None if they are off.
@@ -103,7 +103,7 @@ class RankRecords(FaultTolerance):
         On an accelerator the record is written before the update, because a record now would wait for logged values.
 
         Args:
-            batch: that is trained.
+            batch: batch that is trained.
         """
         if self.slot is None or not batch.closes or self._session.world.device.type != "cpu":
             return
@@ -122,7 +122,7 @@ class RankRecords(FaultTolerance):
         before all have written their records: a rank that dies in such a hook could not be replaced exactly.
 
         Args:
-            batch: that is trained.
+            batch: batch that is trained.
         """
         if self.slot is not None and not self._recorded_ahead:
             self._record_batch(batch)

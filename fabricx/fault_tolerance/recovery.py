@@ -63,7 +63,7 @@ class _MemberState:
         """Return the per-rank state to continue with at `progress`; None without a matching record.
 
         Args:
-            progress: of the most advanced member.
+            progress: progress of the most advanced member.
         """
         return _record_at(self.records, progress, self.now)
 
@@ -86,9 +86,9 @@ def recover(session: Session, ft: RankRecords, error: Exception) -> None:
     """Continue in the next generation after an error that a dead worker has caused.
 
     Args:
-        session: of this rank.
+        session: this rank's session.
         ft: its fault tolerance.
-        error: of this rank.
+        error: this rank's error.
 
     Raises:
         Exception: `error`, if no worker has died, or if recovery in place is impossible.
@@ -110,7 +110,7 @@ def take_part(session: Session, ft: RankRecords) -> None:
     """Start training: with all ranks at the beginning, or as a replacement in a running job.
 
     Args:
-        session: of this rank.
+        session: this rank's session.
         ft: its fault tolerance.
     """
     if session.world.newcomer:
@@ -152,7 +152,7 @@ def _join_others(session: Session, ft: RankRecords, *, holds: bool) -> None:
     trains (`Generation.settled`), every member contributes the same state again that it contributed first.
 
     Args:
-        session: of this rank.
+        session: this rank's session.
         ft: its fault tolerance.
         holds: this rank was a member before; False for a replacement.
     """
@@ -274,7 +274,7 @@ def _agree(
     """Load the state of the most advanced member on all members. Nothing changes before all data is received.
 
     Args:
-        session: of this rank.
+        session: this rank's session.
         ft: its fault tolerance.
         generation: the generation that agrees.
         member: contribution of this rank.

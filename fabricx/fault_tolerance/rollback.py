@@ -38,7 +38,7 @@ class _Source:
     """A complete state, distributed over machines. A part is the state of a rank at the time of the copies.
 
     Attributes:
-        key: of its copies.
+        key: key of its copies.
         step: weight updates.
         here: copies on this machine, by part.
         holders: ranks that have verified a copy with tensors, by part.

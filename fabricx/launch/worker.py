@@ -51,7 +51,7 @@ class WorkerSpec:
         generation: number of restarts, for a server.
         newcomer: the worker joins a running group.
         seat: planned rank of a newcomer.
-        settings: of the supervisor's process; None to keep those of the new process.
+        settings: settings of the supervisor's process; None to keep those of the new process.
         elastic: workers may join and leave.
         serve: function of a server; None for workers.
     """

@@ -72,7 +72,7 @@ def callback_class(cls: type) -> type:
     """Return the class of an adapted callback.
 
     Args:
-        cls: of the user, or Lightning's.
+        cls: the user's class, or Lightning's.
     """
     provided = _provided(cls)
     if provided is None:

@@ -20,7 +20,7 @@ def lightning_base(cls: type, name: str) -> type | None:
 
     Args:
         cls: any class.
-        name: of a class of `lightning.pytorch`, such as "LightningModule"; "callbacks.Timer" for a submodule.
+        name: name of a class of `lightning.pytorch`, such as "LightningModule"; "callbacks.Timer" for a submodule.
     """
     for package in PACKAGES:
         folder, _, attribute = f"{package}.{name}".rpartition(".")
@@ -105,7 +105,7 @@ def adapted_class(cls: type, bridge: type, namespace: Mapping[str, Any] | None =
     fabricx, and objects remain instances of the user's and of Lightning's class.
 
     Args:
-        cls: of the user; derives from Lightning's class, or is that class.
+        cls: the user's class; derives from Lightning's class, or is that class.
         bridge: its second base class is that of Lightning; without that base, its methods come last.
         namespace: attributes that precede those of the user's class.
     """

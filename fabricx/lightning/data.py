@@ -33,7 +33,7 @@ def data_class(cls: type) -> type:
     """Return the class of an adapted data module.
 
     Args:
-        cls: of the user.
+        cls: the user's class.
     """
     base = lightning_base(cls, "LightningDataModule")
     assert base is not None

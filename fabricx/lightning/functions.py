@@ -21,7 +21,7 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
     """Return the norm of each parameter's gradient, and of all gradients together.
 
     Args:
-        module: with gradients, such as in `on_before_optimizer_step`.
+        module: module with gradients, such as in `on_before_optimizer_step`.
         norm_type: 2 or another positive number; "inf" for the maximum.
         group_separator: between the kind of the norm and the name of the parameter.
 
@@ -70,7 +70,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
     """Return whether an object's class overrides a method of a contract.
 
     Args:
-        method_name: of the method.
+        method_name: name of the method.
         instance: module, data module or callback; None is False.
         parent: the contract; by default the first class of fabricx among the classes of the object.
     """

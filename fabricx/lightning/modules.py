@@ -59,8 +59,8 @@ def _load_from_checkpoint(cls: Any, checkpoint_path: Any, *args: Any, **options:
     """Create a module from a checkpoint of fabricx or Lightning; see the `load_from_checkpoint` of each.
 
     Args:
-        cls: of the user, or its adapted class.
-        checkpoint_path: of fabricx or Lightning.
+        cls: the user's class, or its adapted class.
+        checkpoint_path: checkpoint of fabricx or Lightning.
         args, options: further arguments.
     """
     if issubclass(cls, Module) or is_committed(checkpoint_path):
@@ -75,7 +75,7 @@ def module_class(cls: type) -> type:
     """Return the class of an adapted module.
 
     Args:
-        cls: of the user.
+        cls: the user's class.
     """
     base = lightning_base(cls, "LightningModule")
     assert base is not None
@@ -97,7 +97,7 @@ def check_supported(cls: type) -> None:
     """Refuse a class that overrides methods which fabricx never calls, or calls with other arguments.
 
     Args:
-        cls: of the user; derives from `LightningModule`.
+        cls: the user's class; derives from `LightningModule`.
 
     Raises:
         ValueError: names the method.

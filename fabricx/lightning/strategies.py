@@ -49,7 +49,7 @@ def adapt_strategy(strategy: Any) -> Any:
     """Return the strategy of fabricx for an object of Lightning; other objects as they are.
 
     Args:
-        strategy: of Lightning.
+        strategy: strategy of Lightning.
 
     Raises:
         ValueError: fabricx has no such strategy, or not with these arguments.
@@ -78,7 +78,7 @@ def ddp_strategy(**arguments: Any) -> Any:
     """Return `fabricx.strategies.DDP` for the arguments of Lightning's `DDPStrategy`.
 
     Args:
-        arguments: of `DDPStrategy`.
+        arguments: arguments of `DDPStrategy`.
 
     Raises:
         ValueError: an argument has no equivalent; the message names it.
@@ -113,7 +113,7 @@ def fsdp_strategy(**arguments: Any) -> Any:
     """Return `fabricx.strategies.FSDP` for the arguments of Lightning's `FSDPStrategy`.
 
     Args:
-        arguments: of `FSDPStrategy`.
+        arguments: arguments of `FSDPStrategy`.
 
     Raises:
         ValueError: an argument has no equivalent; the message names it.
@@ -144,7 +144,7 @@ def single_strategy(**arguments: Any) -> Any:
     """Return `fabricx.strategies.Single`.
 
     Args:
-        arguments: of Lightning's `SingleDeviceStrategy`; the Trainer selects the device.
+        arguments: arguments of Lightning's `SingleDeviceStrategy`; the Trainer selects the device.
     """
     return plugins.build("strategies", "single")
 

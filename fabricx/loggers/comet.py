@@ -24,9 +24,9 @@ class CometLogger(ServiceLogger):
         api_key: default: that of comet's configuration or $COMET_API_KEY.
         workspace, project: of the experiment.
         experiment_key: an existing experiment, or the key of a new one; default: a random key.
-        mode: of `comet_ml.start`: "get_or_create", "get" or "create".
+        mode: mode of `comet_ml.start`: "get_or_create", "get" or "create".
         online: False writes an archive to `offline_directory`, by default the run's folder.
-        prefix: of the names of metrics.
+        prefix: prefix of the names of metrics.
         **kwargs: of `comet_ml.ExperimentConfig`, such as `name`, `tags` or `offline_directory`.
 
     Raises:

@@ -178,7 +178,7 @@ def with_whole_epoch(metrics: Mapping[str, float]) -> dict[str, float]:
     {'loss': 1.0, 'epoch': 2}
 
     Args:
-        metrics: by name.
+        metrics: metrics by name.
     """
     epoch = metrics.get("epoch", 0.5)
     return {**metrics, "epoch": int(epoch)} if float(epoch).is_integer() else dict(metrics)
@@ -203,7 +203,7 @@ def prefixed(metrics: Mapping[str, float], prefix: str, join: str = "-") -> dict
     {'train-loss': 1.0}
 
     Args:
-        metrics: by name.
+        metrics: metrics by name.
         prefix: "" for none.
         join: between prefix and name.
     """
@@ -235,7 +235,7 @@ def write_hyperparameters(path: Path, params: Mapping[str, Any]) -> None:
     """Add hyperparameters to a file.
 
     Args:
-        path: of a YAML file, as `load_from_checkpoint(hparams_file=)` reads it, or of a JSON file.
+        path: path of a YAML file, as `load_from_checkpoint(hparams_file=)` reads it, or of a JSON file.
         params: hyperparameters by name; they replace earlier values of the same name.
     """
     import yaml  # type: ignore[import-untyped]

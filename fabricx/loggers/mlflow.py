@@ -29,10 +29,10 @@ class MLFlowLogger(ServiceLogger):
         experiment_name: name of the experiment, which is created if needed.
         run_name: display name; default: the name of the run's folder.
         tracking_uri: address of the server; default: $MLFLOW_TRACKING_URI, or the folder `save_dir`.
-        tags: of the run.
+        tags: the run's tags.
         save_dir: folder, if there is no tracking_uri.
         log_model: upload checkpoints as artifacts: True at the end, "all" during training.
-        prefix: of the names of metrics.
+        prefix: prefix of the names of metrics.
         artifact_location: folder of artifacts of a new experiment.
         run_id: an existing run to continue.
         synchronous: False sends metrics in the background.

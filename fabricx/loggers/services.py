@@ -25,7 +25,7 @@ def require(logger: str, module: str, package: str, extra: str) -> None:
         logger: class that needs it.
         module: name of the client.
         package: its distribution.
-        extra: of fabricx.
+        extra: name of the optional dependencies of fabricx that include it.
 
     Raises:
         ModuleNotFoundError: it is not installed.
@@ -47,7 +47,7 @@ def new_id(length: int = 8) -> str:
     """Return a random id of a run: workers that replace each other continue the same run of the service.
 
     Args:
-        length: in characters, an even number.
+        length: length in characters, an even number.
     """
     return secrets.token_hex(length // 2)
 
@@ -56,7 +56,7 @@ def parameters(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyperparameters as plain data.
 
     Args:
-        params: by name.
+        params: parameters by name.
     """
     data: dict[str, Any] = plain(params)
     return data
@@ -93,7 +93,7 @@ class ServiceLogger(Logger):
 
         Args:
             run: result of `_start`.
-            status: of the run.
+            status: the run's status.
         """
 
     def open(self, run_dir: Path) -> None:
@@ -112,7 +112,7 @@ class ServiceLogger(Logger):
         """Log what belongs to the end of a run.
 
         Args:
-            status: of the run.
+            status: the run's status.
         """
 
     def for_caller(self) -> dict[str, Any]:

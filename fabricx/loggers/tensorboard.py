@@ -34,7 +34,7 @@ class TensorBoardLogger(FolderLogger):
         version: subfolder of `name`; default with a `save_dir`: the first unused of "version_0", "version_1", ...
         log_graph: also write the module's graph, traced with its `example_input_array`.
         default_hp_metric: without an effect; the HPARAMS page has the last value of every metric.
-        prefix: of the names of metrics.
+        prefix: prefix of the names of metrics.
         sub_dir: subfolder below the version.
         **kwargs: of `torch.utils.tensorboard.SummaryWriter`, such as `flush_secs`.
     """

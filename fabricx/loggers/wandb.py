@@ -28,7 +28,7 @@ class WandbLogger(ServiceLogger):
         project: default: $WANDB_PROJECT, or "lightning_logs".
         log_model: upload checkpoints as artifacts: True at the end, "all" during training.
         experiment: a run of wandb to use; only with a single process.
-        prefix: of the names of metrics.
+        prefix: prefix of the names of metrics.
         checkpoint_name: name of the artifact; default: "model-ID".
         add_file_policy: passed to `Artifact.add_dir`.
         **kwargs: of `wandb.init`, such as `tags`, `group` or `entity`.
@@ -97,7 +97,7 @@ class WandbLogger(ServiceLogger):
 
         Args:
             key: name of the text or the table.
-            text: to save; None for a table.
+            text: text to save; None for a table.
             step: weight updates so far.
             columns, data, dataframe: content of a table.
         """
@@ -128,7 +128,7 @@ class WandbLogger(ServiceLogger):
 
         Args:
             key: their name.
-            images: of wandb, arrays, or paths.
+            images: images of wandb, arrays, or paths.
             step: weight updates so far.
             **kwargs: of `wandb.Image`, with a list of a value for each image, such as `caption`.
         """

@@ -24,7 +24,7 @@ def begin_batch(session: Session, micro: Microbatch) -> Any:
     """Return the data of a batch on the device.
 
     Args:
-        session: of this rank.
+        session: this rank's session.
         micro: the microbatch that begins.
     """
     session.batch.in_step = True  # for the hooks of the transfer
@@ -42,9 +42,9 @@ def results_of(session: Session, outputs: Any, batch: Any) -> Any:
     """Return the outputs of a step without their graph, for the hooks that end a batch.
 
     Args:
-        session: of this rank.
-        outputs: of the training step.
-        batch: on the device.
+        session: this rank's session.
+        outputs: outputs of the training step.
+        batch: batch on the device.
     """
     results = {"loss": outputs.detach()} if isinstance(outputs, Tensor) else detached(outputs)
     session.window.keep(results, batch)
@@ -55,7 +55,7 @@ def advance(session: Session, micro: Microbatch) -> None:
     """Set the position in the data after a batch: a checkpoint that is written from now on continues with the next.
 
     Args:
-        session: of this rank.
+        session: this rank's session.
         micro: the last microbatch of a window.
     """
     state = session.state
@@ -69,7 +69,7 @@ def end_batch(session: Session, micro: Microbatch) -> bool:
     """Log, validate and agree to stop after a batch, on all ranks.
 
     Args:
-        session: of this rank.
+        session: this rank's session.
         micro: the microbatch that ends.
 
     Returns:
@@ -93,8 +93,8 @@ def call_last_hooks(session: Session, index: int, *, closes: bool = True) -> Non
     """Log a step, and call the last hooks of a batch: their checkpoints contain the position after the batch.
 
     Args:
-        session: of this rank.
-        index: of the batch in its epoch.
+        session: this rank's session.
+        index: index of the batch in its epoch.
         closes: the batch completes an accumulation window.
     """
     if closes:
@@ -110,7 +110,7 @@ def skip_rest(session: Session, micro: Microbatch) -> int:
     """Skip the rest of the epoch, on all ranks, because `on_train_batch_start` returned -1.
 
     Args:
-        session: of this rank.
+        session: this rank's session.
         micro: the present microbatch.
 
     Returns:

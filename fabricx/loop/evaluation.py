@@ -27,7 +27,7 @@ def evaluate(session: Session, phase: Phase, feeds: Sequence[Feed]) -> list[dict
     """Run the module's evaluation step on every batch of every loader.
 
     Args:
-        session: of the run.
+        session: the run's session.
         phase: SANITY, VALIDATE or TEST.
         feeds: data of each loader.
 
@@ -84,7 +84,7 @@ def validate_in_fit(session: Session) -> None:
     callbacks that watch metrics.
 
     Args:
-        session: of the run.
+        session: the run's session.
     """
     if session.state.judging and not session.state.validating:
         judge(session)
@@ -110,7 +110,7 @@ def sanity_check(session: Session) -> None:
     """Run a few validation batches before training to detect errors early; metrics and random states are restored.
 
     Args:
-        session: of the run; `num_sanity_val_steps` is the number of batches.
+        session: the run's session; `num_sanity_val_steps` is the number of batches.
     """
     if not session.data.val_feeds or not session.options.num_sanity_val_steps:
         return
@@ -183,7 +183,7 @@ def predict(session: Session, feeds: Sequence[Feed], *, keep: bool) -> list[Any]
     """Run `predict_step` on every batch of every loader.
 
     Args:
-        session: of the run.
+        session: the run's session.
         feeds: data of each loader.
         keep: whether to return the outputs.
 

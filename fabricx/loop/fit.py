@@ -41,7 +41,7 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
     """Train from where `session.state` is until a limit is reached or a stop is requested.
 
     Args:
-        session: of this rank; its run is set up.
+        session: this rank's session; its run is set up.
         train_batches: trains the rest of an epoch's batches; returns whether the epoch is complete.
     """
     state, ft, newcomer = session.state, session.fault_tolerance, session.world.newcomer
@@ -112,8 +112,8 @@ def train_epoch(session: Session, train_batches: Callable[[Session], bool]) -> N
     """Train the rest of an epoch; a checkpoint may have been written at each stage of an epoch.
 
     Args:
-        session: of this rank.
-        train_batches: as of `fit`.
+        session: this rank's session.
+        train_batches: as in `fit`.
     """
     state, ft = session.state, session.fault_tolerance
     state.cut_short = False
@@ -152,7 +152,7 @@ def train_batches(session: Session) -> bool:
     """Train the rest of the epoch's batches, in lockstep with the other ranks.
 
     Args:
-        session: of this rank.
+        session: this rank's session.
 
     Returns:
         whether the epoch is complete.
@@ -175,7 +175,7 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
     """Train a microbatch with samples, from its first hook to its last.
 
     Args:
-        session: of this rank.
+        session: this rank's session.
         micro: the microbatch; the last of a window updates the weights.
 
     Returns:

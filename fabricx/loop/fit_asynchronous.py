@@ -25,7 +25,7 @@ def train_batches(session: Session) -> bool:
     """Train the rest of the epoch's batches, at the pace of this rank.
 
     Args:
-        session: of this rank.
+        session: this rank's session.
 
     Returns:
         whether the epoch is complete.

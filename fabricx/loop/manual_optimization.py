@@ -56,7 +56,7 @@ def train_manually(session: Session, micro: Microbatch, batch: Any) -> Any:
     Args:
         session: its module is manually optimised.
         micro: share of this rank in the global batch.
-        batch: on the device.
+        batch: batch on the device.
 
     Returns:
         the outputs of `training_step`.
@@ -102,7 +102,7 @@ def count_manual_steps(session: Session) -> None:
     """Count the weight updates of a manual batch: the steps of the optimizer that stepped most often.
 
     Args:
-        session: of this rank.
+        session: this rank's session.
     """
     steps = session.overridden.manual_steps
     if steps:
@@ -148,7 +148,7 @@ def step(session: Session, optimizer: Optimizer, closure: Callable[[], Any] | No
 
     Args:
         session: its module is manually optimised.
-        optimizer: to step.
+        optimizer: optimizer to step.
         closure: computes the loss and the gradients; None without.
 
     Returns:

@@ -30,7 +30,7 @@ def step_and_backward(
     Args:
         session: its module is optimised automatically.
         micro: share of this rank in the global batch.
-        batch: on the device.
+        batch: batch on the device.
 
     Returns:
         the training step; and a function that computes the gradients of the step's outputs, calls the hooks, and

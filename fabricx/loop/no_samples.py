@@ -20,7 +20,7 @@ def train_without_samples(session: Session, micro: Microbatch) -> int | None:
     """Run the collectives of a batch without samples.
 
     Args:
-        session: of this rank.
+        session: this rank's session.
         micro: without samples of this rank.
 
     Returns:

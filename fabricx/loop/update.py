@@ -24,7 +24,7 @@ def zero_grad(session: Session, micro: Microbatch) -> None:
     """Clear the gradients before the first backward of a window.
 
     Args:
-        session: of this rank.
+        session: this rank's session.
         micro: the first microbatch of the window.
     """
     for optimizer in session.optimizers:
@@ -40,7 +40,7 @@ def update(session: Session, micro: Microbatch, batch: Any) -> None:
     """Step all optimizers with the gradient of a whole window.
 
     Args:
-        session: of this rank.
+        session: this rank's session.
         micro: the last microbatch of the window.
         batch: its data; None if this rank has no sample of it.
     """
@@ -66,8 +66,8 @@ def step_optimizer(
     """Step an optimizer for the module: in manual optimization, or in its `optimizer_step`.
 
     Args:
-        session: of this rank.
-        optimizer: of the module.
+        session: this rank's session.
+        optimizer: optimizer of the module.
         closure: computes the loss and the gradients; None without.
         options: further arguments of the optimizer's `step`.
 
@@ -175,7 +175,7 @@ def example_batch(session: Session, micro: Microbatch) -> tuple[Any, ...]:
     """Return the arguments with which a rank without samples computes along: (batch, index), or () without a batch.
 
     Args:
-        session: of this rank.
-        micro: of this rank; its data are a sample of another rank.
+        session: this rank's session.
+        micro: this rank's microbatch; its data are a sample of another rank.
     """
     return () if micro.data is None else (session.to_device(micro.data, 0), micro.index)

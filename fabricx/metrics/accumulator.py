@@ -184,7 +184,7 @@ class Metrics:
         module: module whose attributes contain the metric objects.
 
     Attributes:
-        series: by name.
+        series: series by name.
         objects: torchmetrics objects with their series, by name.
         shared: sums of the epoch that are equal on all ranks, in addition to the ranks' own; see `merge_sums`.
         counts_shared: this rank contributes `shared` to the reduction; exactly one rank does.
@@ -253,7 +253,7 @@ class Metrics:
         Every rank calls this in the same step, with whatever names it has logged, except with `alone`.
 
         Args:
-            names: that this rank has logged.
+            names: names that this rank has logged.
             epoch: values of the epoch; else of the latest step.
             batches: number of batches of this rank in the epoch. Names that other ranks have logged first in a later
                 batch may be missing on this rank.
@@ -469,7 +469,7 @@ def as_value(value: Any, name: str) -> Any:
 
     Args:
         value: argument of `log`.
-        name: for the message.
+        name: name for the message.
 
     Raises:
         ValueError: the value is neither a number nor a tensor of one element.

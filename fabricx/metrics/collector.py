@@ -75,7 +75,7 @@ class Logbook:
         """Begin a batch, to which the following values belong.
 
         Args:
-            batch: of the user.
+            batch: the user's batch.
             size: samples; None to count them when needed.
             step: number of the weight update.
         """

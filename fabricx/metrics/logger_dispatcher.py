@@ -21,7 +21,7 @@ class LoggerDispatcher:
     """Distributes rows and texts to loggers and the recorder; on ranks that don't write, it has no loggers.
 
     Args:
-        loggers: of the run.
+        loggers: the run's loggers.
         run_dir: the run's folder; required with loggers.
         recorder: receives the same values.
     """
@@ -57,7 +57,7 @@ class LoggerDispatcher:
         """Write values that the module has logged.
 
         Args:
-            values: by name.
+            values: values by name.
             step: number of the weight update.
         """
         self.each(lambda logger: logger.log_metrics(values, step))
@@ -67,7 +67,7 @@ class LoggerDispatcher:
         """Write measurements of the training itself.
 
         Args:
-            values: by name.
+            values: values by name.
             step: number of the weight update.
         """
         self.each(lambda logger: logger.log_metrics(values, step))

@@ -22,7 +22,7 @@ def sizes_of(ranks: int, axes: Mapping[str, int], name: str) -> dict[str, int]:
     Args:
         ranks: number of all ranks.
         axes: sizes of "pipeline", "context" and "tensor".
-        name: of the strategy, for the message.
+        name: the strategy's name, for the message.
 
     Raises:
         ValueError: the axes do not divide the number of ranks; the message has the nearest numbers that fit.

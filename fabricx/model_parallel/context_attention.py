@@ -27,11 +27,11 @@ def scaled_dot_product_attention(
 
     Args:
         world: ranks along the context axis.
-        shard: of the sequence.
-        query: of this rank's positions, shape [..., heads, length, features].
-        key: of this rank's positions. Keys of a different length belong to a second sequence, which is whole on each
-            rank (cross-attention).
-        value: as `key`.
+        shard: shard of the sequence.
+        query: query of this rank's positions, shape [..., heads, length, features].
+        key: key of this rank's positions. Keys of a different length belong to a second sequence, which is whole on
+            each rank (cross-attention).
+        value: see `key`.
         attn_mask: [..., this rank's positions or 1, keys of the whole sequence or 1]; with one row also keys of this
             rank's positions.
         dropout_p: probability. Each rank draws from a separate random stream, so that the common stream is equal on all
@@ -93,8 +93,8 @@ def whole_mask(world: World, shard: SequenceShard, mask: Tensor) -> Tensor:
 
     Args:
         world: ranks along the context axis.
-        shard: of the sequence.
-        mask: of this rank's keys, in the last dim.
+        shard: shard of the sequence.
+        mask: mask of this rank's keys, in the last dim.
     """
     if mask.dtype is not torch.bool:
         return gathered(mask, world, shard, mask.dim() - 1)

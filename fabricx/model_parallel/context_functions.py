@@ -24,11 +24,11 @@ class ContextFunctions(TorchFunctionMode):
 
     Args:
         world: ranks along the context axis.
-        dim: of the sequence in activations.
+        dim: dimension of the sequence in activations.
         tables: buffers of the module, which may have a row for each position.
 
     Attributes:
-        shard: of the sequence that is computed; None outside of the blocks.
+        shard: shard of the sequence that is computed; None outside of the blocks.
         in_trial: attention has no dropout, which equals that of one process in distribution only; numbers that the
             user's code takes for lengths are recorded.
     """
@@ -52,7 +52,7 @@ class ContextFunctions(TorchFunctionMode):
         """Return whether a number is the length of the shard, so that it counts positions.
 
         Args:
-            number: of the user's code.
+            number: number of the user's code.
 
         Raises:
             ValueError: the number has another meaning, too, and is equal by chance.

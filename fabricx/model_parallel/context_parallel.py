@@ -34,8 +34,8 @@ def context_blocks(module: nn.Module, blocks: str | Sequence[str], run: Callable
     """Return the blocks that compute shards of the sequence, in their order.
 
     Args:
-        module: of the user.
-        blocks: as of `find_blocks`; also a list of a single name.
+        module: the user's module.
+        blocks: as in `find_blocks`; also a list of a single name.
         run: computes a training step.
 
     Raises:
@@ -58,7 +58,7 @@ class ContextParallel:
         module: root module, whole, with equal weights on all ranks.
         blocks: names and modules in the order of their calls; the first tensor argument of the first has the sequence.
         world: ranks along the context axis.
-        dim: of the sequence in that argument.
+        dim: dimension of the sequence in that argument.
         ordinary: returns an activation as an ordinary tensor, if another axis shards it, too.
     """
 
@@ -246,7 +246,7 @@ class ContextParallel:
 
         Args:
             step: computes the training step for two samples.
-            lengths: of another rank.
+            lengths: lengths of another rank.
         """
         self._learn_from(self.wrap_step(step), self._ordinary)
         self._mode.lengths = [list(numbers) for numbers in lengths]

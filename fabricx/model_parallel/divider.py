@@ -35,7 +35,7 @@ class Settings:
     """Options of a mesh that determine how a module is divided; see `Mesh`.
 
     Attributes:
-        name: of the strategy, for messages.
+        name: the strategy's name, for messages.
         half: the run computes in 16 bits.
     """
 
@@ -55,13 +55,13 @@ class Divider:
     """Divides a module over the tensor axis, and over the context axis or the stages of a pipeline.
 
     Args:
-        settings: of the mesh.
+        settings: settings of the mesh.
         world: all ranks, with the axes of the mesh.
 
     Attributes:
         tensor, context, pipeline: the parts of the division; None without that axis, and before `divide`.
         division: parts of the module's tensors on this rank; None before `divide`.
-        plan: of tensor parallelism, as plain data.
+        plan: plan of tensor parallelism, as plain data.
     """
 
     def __init__(self, settings: Settings, world: World) -> None:
@@ -92,7 +92,7 @@ class Divider:
         """Return a step that computes with the shards of matrices and sequences.
 
         Args:
-            step: of the module.
+            step: step of the module.
         """
         step = step if self.tensor is None else self.tensor.wrap_step(step)
         return step if self.context is None else self.context.wrap_step(step)
@@ -114,7 +114,7 @@ class Divider:
         Args:
             module: whole.
             trial: the training step on two samples.
-            layout: of the run that is resumed or joined.
+            layout: layout of the run that is resumed or joined.
             joins: this rank replaces a dead worker: it has no weights yet, and the other ranks don't compare with it.
         """
         in_stages = self._world.axis("pipeline").size > 1  # whose random numbers are not those of one process
@@ -299,7 +299,7 @@ class Divider:
         """Return the norm of the gradient of all ranks.
 
         Args:
-            parameters: of this rank, with gradients.
+            parameters: this rank's parameters, with gradients.
         """
         from fabricx.model_parallel.gradient_norm import clip_norm
 

@@ -42,7 +42,7 @@ class Division:
         """Return how many ranks hold each element of a parameter's gradient on this rank.
 
         Args:
-            parameter: of the module; a DTensor if data parallelism shards it.
+            parameter: parameter of the module; a DTensor if data parallelism shards it.
         """
         copies, name = float(self._world.size), self._name(parameter)
         if self._tensor is not None and name in self._tensor.placements:
@@ -117,7 +117,7 @@ class Division:
         """Give the module and the optimizers whole tensors; all ranks call it.
 
         Args:
-            optimizers: of the module.
+            optimizers: optimizers of the module.
             unshard: reverses the sharding of data parallelism, if any; values may be lost.
         """
         tensors = {name: tensor.detach() for name, tensor in self._named(duplicates=False)}

@@ -17,7 +17,7 @@ def check_elementwise(optimizer: Optimizer, where: str) -> None:
     """Refuse an optimizer whose update of an element depends on other elements of the parameter.
 
     Args:
-        optimizer: of the user; unchanged.
+        optimizer: the user's optimizer; unchanged.
         where: the option that divides parameters, for the message.
 
     Raises:

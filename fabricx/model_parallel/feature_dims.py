@@ -45,7 +45,7 @@ class Features:
         """Return whether a single dim has exactly these features.
 
         Args:
-            shape: of the tensor.
+            shape: shape of the tensor.
         """
         return len(self.dims) == 1 and all(stop - start == shape[self.dims[0]] for _, start, stop in self.spans)
 
@@ -54,8 +54,8 @@ def narrowed(features: Features, size: int, begin: int, end: int) -> Features:
     """Return the features after a cut of the outermost dim.
 
     Args:
-        features: of the tensor before.
-        size: of the outermost dim.
+        features: features of the tensor before.
+        size: size of the outermost dim.
         begin: first index that is kept.
         end: index after the last.
     """
@@ -133,7 +133,7 @@ def permuted(features: Features, function: Any, args: Sequence[Any], options: di
 
     Args:
         features: before.
-        function: that permutes dims, such as `torch.Tensor.transpose`.
+        function: function that permutes dims, such as `torch.Tensor.transpose`.
         args: its arguments, the tensor first.
         options: its named arguments.
     """
@@ -163,10 +163,10 @@ class Index:
     """One entry of an index: a range of a dim, a single element of a dim, or a new dim.
 
     Attributes:
-        dim: of the tensor; None for a new dim.
+        dim: dimension of the tensor; None for a new dim.
         begin: first element.
         end: element after the last.
-        step: of a range.
+        step: step of a range.
         drops: whether the dim is gone afterwards.
     """
 
@@ -181,7 +181,7 @@ def indices(shape: Sequence[int], index: Any) -> list[Index] | None:
     """Return the entries of an index in order; None if it contains a tensor or a list.
 
     Args:
-        shape: of the tensor.
+        shape: shape of the tensor.
         index: argument of `tensor[index]`.
 
     >>> indices((4, 6), (..., slice(0, 3)))
@@ -218,8 +218,8 @@ def sections(size: int, sizes: int | tuple[int, ...]) -> tuple[tuple[int, int], 
     """Return the ranges of `torch.split`.
 
     Args:
-        size: of the dim.
-        sizes: of the sections; an int for all sections.
+        size: size of the dim.
+        sizes: sizes of the sections; an int for all sections.
 
     >>> sections(7, 3), sections(7, (3, 4))
     (((0, 3), (3, 6), (6, 7)), ((0, 3), (3, 7)))

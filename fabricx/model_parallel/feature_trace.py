@@ -60,7 +60,7 @@ def split_dim(func: Any, args: Sequence[Any], options: dict[str, Any]) -> int:
     """Return the dim that a function splits or unbinds.
 
     Args:
-        func: of `SPLITS`, `CHUNKS` or `UNBINDS`.
+        func: function of `SPLITS`, `CHUNKS` or `UNBINDS`.
         args: its arguments, the tensor first.
         options: its named arguments.
     """

@@ -21,7 +21,7 @@ def fused_output(activations: Activations, func: Any, args: Sequence[Any], optio
     """Apply a function to the output of a fused projection without communication.
 
     Args:
-        activations: of the group.
+        activations: activations of the group.
         func: function of torch.
         args: its arguments, the output of the projection first.
         options: its named arguments.

@@ -18,7 +18,7 @@ def clip_norm(
     """Scale gradients down to a 2-norm of at most `max_norm`; each element counts once. One all-reduce.
 
     Args:
-        parameters: of this rank, with gradients that are complete.
+        parameters: this rank's parameters, with gradients that are complete.
         max_norm: limit.
         world: all ranks that have parts of the model.
         copies: number of ranks of `world` that have the same elements of a parameter's gradient.
@@ -45,7 +45,7 @@ def clip_value(parameters: Iterable[Tensor], limit: float) -> None:
     """Clip each element of this rank's gradients to [-limit, limit].
 
     Args:
-        parameters: with gradients.
+        parameters: parameters with gradients.
         limit: 0 or more.
 
     Raises:

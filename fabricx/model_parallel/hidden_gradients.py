@@ -40,7 +40,7 @@ class HiddenGradients:
         """Context of hooks, in which reading a gradient is an error.
 
         Args:
-            parameters: with or without gradients.
+            parameters: parameters with or without gradients.
 
         >>> weight, hidden = nn.Parameter(torch.ones(2)), HiddenGradients()
         >>> weight.grad = torch.ones(2)

@@ -23,9 +23,9 @@ class Weight:
     """A sharded parameter.
 
     Attributes:
-        name: of the parameter in the root module.
+        name: name of the parameter in the root module.
         layer: how its layer is sharded.
-        placement: of the parameter.
+        placement: placement of the parameter.
     """
 
     name: str
@@ -38,7 +38,7 @@ class LayerFunctions:
     """Functions of sharded layers on whole or sharded inputs.
 
     Args:
-        activations: of the group.
+        activations: activations of the group.
 
     Attributes:
         sequence: whether the residual stream is sharded along the sequence (dim 1) at this point of the step.
@@ -90,7 +90,7 @@ class LayerFunctions:
             weight: the sharded weight.
             input: ids, equal on all ranks.
             local: shard of the weight on this rank.
-            padding_idx: as of torch.
+            padding_idx: as in torch.
             max_norm: None.
             norm_type: not used.
             scale_grad_by_freq: False.
@@ -161,8 +161,8 @@ class LayerFunctions:
         Args:
             weight: a sharded weight of the layer.
             query: shape [length, batch, features], or without batch.
-            key: as `query`.
-            value: as `query`.
+            key: see `query`.
+            value: see `query`.
             embed_dim_to_check: features.
             num_heads: of all ranks.
             in_proj_weight: shards of q, k and v; None with separate weights.
@@ -174,17 +174,17 @@ class LayerFunctions:
             out_proj_weight: shard.
             out_proj_bias: whole; or None.
             training: whether dropout is active.
-            key_padding_mask: as of torch.
-            need_weights: as of torch.
-            attn_mask: as of torch.
-            use_separate_proj_weight: as of torch.
+            key_padding_mask: as in torch.
+            need_weights: as in torch.
+            attn_mask: as in torch.
+            use_separate_proj_weight: as in torch.
             q_proj_weight: shard.
             k_proj_weight: shard.
             v_proj_weight: shard.
             static_k: None.
             static_v: None.
-            average_attn_weights: as of torch.
-            is_causal: as of torch.
+            average_attn_weights: as in torch.
+            is_causal: as in torch.
         """
         batched = query.dim() == 3
         weights: Sequence[Tensor | None] = (q_proj_weight, k_proj_weight, v_proj_weight)

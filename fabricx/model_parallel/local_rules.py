@@ -49,7 +49,7 @@ def local_result(activations: Activations, func: Any, args: Sequence[Any], optio
     """Compute a function on shards.
 
     Args:
-        activations: of the group.
+        activations: activations of the group.
         func: function of torch.
         args: its arguments; sharded tensors are in the order of the whole tensor.
         options: its named arguments.
@@ -228,7 +228,7 @@ def basic_index(entry: Index, everything: bool = False) -> Any:
     """Return an entry as an argument of an index.
 
     Args:
-        entry: of `indices`.
+        entry: entry of `indices`.
         everything: whether the whole dim is taken, of which a rank has a shard.
     """
     if entry.dim is None:

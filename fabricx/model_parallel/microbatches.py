@@ -97,7 +97,7 @@ def joined(outputs: Sequence[Any], parts: Sequence[Any], shares: Sequence[float]
     microbatch.
 
     Args:
-        outputs: by microbatch; None for a microbatch without a loss.
+        outputs: outputs by microbatch; None for a microbatch without a loss.
         parts: the microbatches.
         shares: their parts of the batch.
 

@@ -31,7 +31,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
     Args:
         value: nested.
-        path: of the value.
+        path: path of the value.
 
     >>> list(leaves([1, {"a": 2}]))
     [((0,), 1), ((1, 'a'), 2)]
@@ -50,7 +50,7 @@ def mapped(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> A
     Args:
         value: nested.
         change: called with the path and the leaf; returns the new leaf.
-        path: of the value.
+        path: path of the value.
 
     >>> mapped([1, (2, 3)], lambda path, leaf: -leaf if path == (1, 0) else leaf)
     [1, (-2, 3)]

@@ -9,7 +9,7 @@ def check_options(name: str, precision: str, *, compiles: bool, synchronises_bat
     """Refuse options of a run that a divided module does not support.
 
     Args:
-        name: of the strategy.
+        name: the strategy's name.
         precision, compiles, synchronises_batchnorm: options of the run.
 
     Raises:
@@ -33,7 +33,7 @@ def refuse_manual_optimization(name: str, *, pipelined: bool) -> NoReturn:
     """Refuse manual optimization of a divided module.
 
     Args:
-        name: of the strategy.
+        name: the strategy's name.
         pipelined: the module is divided into stages of a pipeline.
 
     Raises:

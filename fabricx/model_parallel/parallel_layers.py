@@ -67,7 +67,7 @@ def features_of(layer: nn.Module) -> tuple[int, int]:
     """Return the numbers of input and output features of a linear layer.
 
     Args:
-        layer: of kind "linear" or "conv1d".
+        layer: layer of kind "linear" or "conv1d".
     """
     outputs, inputs = layer._parameters["weight"].shape  # type: ignore[union-attr]
     return (outputs, inputs) if kind_of(layer) == "conv1d" else (inputs, outputs)

@@ -54,12 +54,12 @@ class Pipeline:
     received. The call of the next stage's first block sends its arguments, and ends the step on this stage.
 
     Args:
-        module: of the user, on its device; `fully_shard` may have been applied to own blocks and to the rest.
-        chain: of the module; the same on all ranks.
+        module: the user's module, on its device; `fully_shard` may have been applied to own blocks and to the rest.
+        chain: chain of the module; the same on all ranks.
         cuts: blocks of each chunk, by `divide`; chunk c belongs to rank `c % pipeline.size`.
         pipeline: ranks along the pipeline.
         schedule: a name of `pipeline_schedule.SCHEDULES`.
-        microbatches: of a batch.
+        microbatches: microbatches of a batch.
         virtual: chunks of each rank.
         channels: result of `open_channels`, for NCCL.
 
@@ -67,7 +67,7 @@ class Pipeline:
         own_names: parameters and buffers that this stage holds, also if other stages hold them, too.
         shared_names: parameters that several stages use, with these stages.
         owners: stages of each parameter and buffer.
-        transfers: to other stages; counts the bytes.
+        transfers: transfers to other stages; counts the bytes.
         closes: whether the present backward is the last of its blocks in the batch.
 
     Raises:
@@ -130,7 +130,7 @@ class Pipeline:
                 the batch; on other stages it is a surrogate loss. If the step has returned None for all microbatches,
                 it is called once with None.
             batch: the same on all stages.
-            index: of the batch.
+            index: index of the batch.
             seed: seeds random numbers; its argument numbers the pairs of microbatch and block. Called at the begin of
                 each step, alike on all stages, and before each block, so that dropout does not depend on the cuts.
             weight: weight of a microbatch; its number of rows, if None. `backward` is not called for a microbatch of
@@ -273,7 +273,7 @@ class Pipeline:
         """Compute the gradients of this stage; called within `backward` of `forward_backward`.
 
         Args:
-            loss: of the last stage; other stages have a surrogate, of any value and scale.
+            loss: loss of the last stage; other stages have a surrogate, of any value and scale.
             compute: called instead of `loss.backward`.
 
         Raises:

@@ -68,7 +68,7 @@ class Chain:
         """Return the stages that hold a parameter or buffer.
 
         Args:
-            name: of the parameter or buffer.
+            name: name of the parameter or buffer.
             cuts: (begin, end) of the blocks of each chunk; chunk c belongs to stage `c % stages`.
             stages: number of stages.
         """
@@ -108,7 +108,7 @@ def find_blocks(module: nn.Module, blocks: str | Sequence[str], run: Callable[[]
     """Return the blocks of a module, in their order.
 
     Args:
-        module: of the user.
+        module: the user's module.
         blocks: names of modules; or the name of their class; or "auto" for a run of modules in a list, a `Sequential`,
             or of the same class, that are called in sequence in the step: the run for which the largest part of
             the module that can't be divided is smallest.
@@ -255,7 +255,7 @@ def trace_chain(module: nn.Module, blocks: Blocks, run: Callable[[], Any]) -> Ch
     """Observe a step, and measure its parts.
 
     Args:
-        module: of the user.
+        module: the user's module.
         blocks: result of `find_blocks`.
         run: computes a training step on two samples, in training mode; returns the step's result. Random numbers,
             buffers and gradients are restored.
@@ -329,7 +329,7 @@ class _Clock:
 
     Args:
         entries: see `Chain`.
-        device: of the module.
+        device: device of the module.
     """
 
     def __init__(self, number: int, device: torch.device) -> None:

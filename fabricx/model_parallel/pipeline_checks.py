@@ -26,8 +26,8 @@ def check_evaluation(
     """Check that the last stage can compute a validation, test or predict step from what the stages exchange.
 
     Args:
-        module: of the user, not divided yet, in evaluation mode.
-        chain: of the training step.
+        module: the user's module, not divided yet, in evaluation mode.
+        chain: chain of the training step.
         cuts: (begin, end) of the blocks of each chunk.
         stages: ranks along the pipeline.
         step: name of the step, for messages.

@@ -85,12 +85,12 @@ def stages_of(
     """Return what each rank of a pipeline holds.
 
     Args:
-        chain: of the module.
+        chain: chain of the module.
         cuts: result of `divide`.
         stages: ranks along the pipeline.
         kind: schedule.
         virtual: chunks of each rank.
-        microbatches: of a batch.
+        microbatches: microbatches of a batch.
         rows: samples of a batch.
     """
     held = simulate(kind, stages, virtual, microbatches).held

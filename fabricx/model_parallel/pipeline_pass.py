@@ -31,7 +31,7 @@ class Links:
     Args:
         transfers: between the ranks of the pipeline.
         rank, stages: of the pipeline.
-        device: of the tensors.
+        device: device of the tensors.
 
     Attributes:
         headers: shapes by chunk and signature of the batch, announced once.
@@ -47,9 +47,9 @@ class Links:
         Args:
             tensor: without a graph.
             kind: "header", "activation" or "gradient".
-            chunk: of the sender.
+            chunk: chunk of the sender.
             to: chunk of the receiver.
-            microbatch: for error messages.
+            microbatch: microbatch for error messages.
         """
         event = f"send of the {kind} of microbatch {microbatch} from stage {self.rank} to stage {to % self.stages}"
         return self.transfers.begin_send(tensor, to % self.stages, self._channel(chunk, to), self._tag(kind, to), event)
@@ -59,10 +59,10 @@ class Links:
 
         Args:
             tensor: written when `transfers.complete` returns.
-            kind: as of the sender.
+            kind: same as at the sender.
             source: chunk of the sender.
-            chunk: of the receiver.
-            microbatch: for error messages.
+            chunk: chunk of the receiver.
+            microbatch: microbatch for error messages.
         """
         rank = source % self.stages
         event = f"receive of the {kind} of microbatch {microbatch} at stage {self.rank} from stage {rank}"
@@ -73,8 +73,8 @@ class Links:
 
         Args:
             header: plain data.
-            chunk: of the sender.
-            microbatch: for error messages.
+            chunk: chunk of the sender.
+            microbatch: microbatch for error messages.
         """
         text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8).to(self.device)
         length = torch.tensor([text.numel()], device=self.device)
@@ -85,8 +85,8 @@ class Links:
         """Receive the shapes of the activations for a chunk.
 
         Args:
-            chunk: of the receiver.
-            microbatch: for error messages.
+            chunk: chunk of the receiver.
+            microbatch: microbatch for error messages.
         """
         length = self._received(torch.zeros(1, dtype=torch.int64, device=self.device), chunk, microbatch)
         text = self._received(torch.zeros(int(length), dtype=torch.uint8, device=self.device), chunk, microbatch)
@@ -109,11 +109,11 @@ class Pass:
     """The forward of a chunk for one microbatch, and what its backward needs.
 
     Args:
-        chain: of the module.
+        chain: chain of the module.
         cuts: blocks of all chunks.
         chunk: number of the chunk in the pipeline.
         microbatch: number of the microbatch.
-        links: to the neighbouring chunks.
+        links: links to the neighbouring chunks.
         key: signature of the microbatch; None if shapes are announced in each pass.
         seed: seeds the random numbers of a block, by its number.
     """
@@ -149,8 +149,8 @@ class Pass:
         """Compute a block, or stand in for it.
 
         Args:
-            number: of the block.
-            call: of the block.
+            number: number of the block.
+            call: call of the block.
             args, kwargs: arguments.
 
         Raises:

@@ -33,7 +33,7 @@ def check_schedule(kind: str, stages: int, virtual: int, microbatches: int) -> N
         kind: a name of `SCHEDULES`.
         stages: ranks along the pipeline.
         virtual: chunks of each rank.
-        microbatches: of a batch.
+        microbatches: microbatches of a batch.
 
     Raises:
         LookupError: there is no such schedule.
@@ -70,7 +70,7 @@ def schedule(kind: str, rank: int, stages: int, virtual: int, microbatches: int)
         rank: stage of this rank.
         stages: ranks along the pipeline.
         virtual: chunks of each rank.
-        microbatches: of this batch; any number, as the last batch of an epoch may have fewer rows.
+        microbatches: microbatches of this batch; any number, as the last batch of an epoch may have fewer rows.
     """
     if kind == "zero_bubble":
         return _zero_bubble(rank, stages, microbatches)
@@ -122,7 +122,7 @@ class Simulation:
     Attributes:
         idle: part of the total time in which a rank computes nothing; mean over ranks.
         held: by rank, the largest number of pairs (chunk, microbatch) whose activations are stored at a time.
-        time: of the batch, in units of the arguments of `simulate`.
+        time: time of the batch, in units of the arguments of `simulate`.
     """
 
     idle: float
@@ -140,7 +140,7 @@ def simulate(
         kind: a name of `SCHEDULES`.
         stages: ranks along the pipeline.
         virtual: chunks of each rank.
-        microbatches: of a batch.
+        microbatches: microbatches of a batch.
         forward, input_gradient, weight_gradient: time of a microbatch on a whole rank.
         costs: relative times of the chunks of the pipeline; equal if empty.
         transfer: time of a message between two stages.

@@ -30,7 +30,7 @@ class Trace(TorchDispatchMode):
     does not have its value, in contrast to tensors computed from the batch before the blocks.
 
     Args:
-        names: of the blocks, in the order of their calls.
+        names: names of the blocks, in the order of their calls.
         parameters, buffers: of the module, by name.
 
     Attributes:
@@ -72,8 +72,8 @@ class Trace(TorchDispatchMode):
         """Observe the call of a block.
 
         Args:
-            number: of the block.
-            call: of the block.
+            number: number of the block.
+            call: call of the block.
             args, kwargs: its arguments.
 
         Raises:
@@ -219,7 +219,7 @@ class Trace(TorchDispatchMode):
         """Record a call of `self.log`: values of the step are reported by the last stage.
 
         Args:
-            name: of the value.
+            name: name of the value.
             value: nested tensors and numbers.
         """
         for _, leaf in leaves(value):
@@ -262,8 +262,8 @@ def tracing(module: nn.Module, names: Sequence[str], *, calls_blocks: bool = Tru
     """Observe the step that runs in this context.
 
     Args:
-        module: of the user.
-        names: of its blocks, in the order of their calls.
+        module: the user's module.
+        names: names of its blocks, in the order of their calls.
         calls_blocks: the step has to call the blocks.
     """
     trace = Trace(names, dict(module.named_parameters()), dict(module.named_buffers()))
@@ -320,7 +320,7 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     """Restore random numbers, buffers and gradients at the end.
 
     Args:
-        module: of the user.
+        module: the user's module.
     """
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]

@@ -12,7 +12,7 @@ def tensors_by_name(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of a module; those with several names have the first.
 
     Args:
-        module: of the user.
+        module: the user's module.
     """
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
@@ -24,8 +24,8 @@ def release(module: nn.Module, names: Iterable[str]) -> None:
     dtypes. Parameters stay the same objects and keep `requires_grad`.
 
     Args:
-        module: of the user.
-        names: of its parameters and buffers.
+        module: the user's module.
+        names: names of its parameters and buffers.
     """
     tensors = tensors_by_name(module)
     for name in names:
@@ -39,8 +39,8 @@ def restore(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Write whole tensors into parameters and buffers, also into placeholders.
 
     Args:
-        module: of the user.
-        values: by name.
+        module: the user's module.
+        values: values by name.
 
     Raises:
         LookupError: the module has no parameter or buffer of a name.

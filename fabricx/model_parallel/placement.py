@@ -37,8 +37,8 @@ class Placement:
     its share of each part: its shard has several blocks.
 
     Attributes:
-        shape: of the whole tensor.
-        dim: that is sharded.
+        shape: shape of the whole tensor.
+        dim: dimension that is sharded.
         parts: sizes of the parts along `dim`; their sum is `shape[dim]`.
         ranks: number of ranks.
     """
@@ -52,7 +52,7 @@ class Placement:
         """Return the blocks of a rank's shard, or of rows begin:end of this shard (sharded again along the same dim).
 
         Args:
-            rank: in the tensor-parallel group.
+            rank: rank in the tensor-parallel group.
             begin: first row of the shard.
             end: row after the last; None for the end of the shard.
 
@@ -75,7 +75,7 @@ class Placement:
         """Return the shape of a rank's shard.
 
         Args:
-            rank: in the tensor-parallel group.
+            rank: rank in the tensor-parallel group.
         """
         rows = sum(block.rows for block in self.blocks(rank))
         return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
@@ -84,8 +84,8 @@ class Placement:
         """Return a copy of a rank's shard of a whole tensor.
 
         Args:
-            whole: of shape `shape`.
-            rank: in the tensor-parallel group.
+            whole: whole tensor of shape `shape`.
+            rank: rank in the tensor-parallel group.
         """
         rows = [whole.narrow(self.dim, block.whole, block.rows) for block in self.blocks(rank)]
         return torch.cat(rows, self.dim) if rows else whole.narrow(self.dim, 0, 0).clone()
@@ -94,7 +94,7 @@ class Placement:
         """Return the whole tensor.
 
         Args:
-            shards: of all ranks, in order.
+            shards: shards of all ranks, in order.
         """
         whole = shards[0].new_empty(self.shape)
         for rank, shard in enumerate(shards):
@@ -107,7 +107,7 @@ class Placement:
         """Return pairs of equal regions: in a part of the shard, and in the whole tensor.
 
         Args:
-            rank: in the tensor-parallel group.
+            rank: rank in the tensor-parallel group.
             begin: first row of the part along dim 0, in which fsdp shards again.
             end: row after its last; None for the end of the shard.
 
@@ -133,8 +133,8 @@ def share(rows: int, rank: int, ranks: int) -> tuple[int, int]:
     """Return the first row and the row after the last of a rank; the last ranks have fewer rows, as in `torch.chunk`.
 
     Args:
-        rows: to divide.
-        rank: of `ranks`.
+        rows: rows to divide.
+        rank: rank of `ranks`.
         ranks: number of ranks.
 
     >>> [share(67, rank, 4) for rank in range(4)]

@@ -31,7 +31,7 @@ class SameBatches:
         """Raise an error if ranks have different batches; all ranks along the model's axes call it.
 
         Args:
-            batch: on the device.
+            batch: batch on the device.
 
         Raises:
             RanksDisagree: on every rank.

@@ -18,11 +18,11 @@ class SequenceShard:
     """The shard of a rank: pieces `rank` and `2 * ranks - 1 - rank` of `2 * ranks` equal pieces.
 
     Attributes:
-        length: of the whole sequence.
+        length: length of the whole sequence.
         ranks: number of shards.
-        rank: of this shard.
-        device: of the positions.
-        positions: in the whole sequence, of the elements of this shard; shape [length / ranks].
+        rank: rank of this shard.
+        device: device of the positions.
+        positions: positions in the whole sequence, of the elements of this shard; shape [length / ranks].
         order: index of each position of the whole sequence in the shards of all ranks, one after another.
 
     Raises:
@@ -69,8 +69,8 @@ class SequenceShard:
         """Return this rank's part of a tensor.
 
         Args:
-            whole: with the whole sequence in `dim`.
-            dim: of the sequence.
+            whole: whole tensor with the whole sequence in `dim`.
+            dim: dimension of the sequence.
         """
         return whole.index_select(dim, self.positions)
 
@@ -78,8 +78,8 @@ class SequenceShard:
         """Return the whole sequence in its order.
 
         Args:
-            shards: of all ranks, shape [ranks, ...].
-            dim: of the sequence in a shard, 0 or more.
+            shards: shards of all ranks, shape [ranks, ...].
+            dim: dimension of the sequence in a shard, 0 or more.
         """
         return torch.cat(tuple(shards), dim).index_select(dim, self.order)
 
@@ -106,8 +106,8 @@ def joined(local: Tensor, world: World, shard: SequenceShard, dim: int) -> Tenso
     Args:
         local: this rank's part.
         world: ranks along the context axis.
-        shard: of the sequence.
-        dim: of the sequence, 0 or more.
+        shard: shard of the sequence.
+        dim: dimension of the sequence, 0 or more.
     """
     whole: Tensor = _Joined.apply(local, world, shard, dim)  # type: ignore[no-untyped-call]
     return whole
@@ -119,7 +119,7 @@ def gathered(local: Tensor, world: World, shard: SequenceShard, dim: int) -> Ten
     Args:
         local: this rank's part.
         world: ranks along the context axis.
-        shard: of the sequence.
-        dim: of the sequence, 0 or more.
+        shard: shard of the sequence.
+        dim: dimension of the sequence, 0 or more.
     """
     return shard.ordered(world.all_gather(local.contiguous(), sync_grads=True), dim)

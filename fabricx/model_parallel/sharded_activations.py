@@ -37,9 +37,9 @@ class Activations:
 
         Args:
             local: shard of this rank.
-            dim: that is sharded; 0 or more.
+            dim: dimension that is sharded; 0 or more.
             parts: sizes of the parts of a fused projection; the number of classes for logits.
-            shape: of the whole tensor; None if all ranks' shards have the same size.
+            shape: shape of the whole tensor; None if all ranks' shards have the same size.
         """
         if shape is None:
             shape = list(local.shape)

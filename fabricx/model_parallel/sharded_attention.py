@@ -27,14 +27,14 @@ def attend(
     equally on all of them.
 
     Args:
-        activations: of the group.
+        activations: activations of the group.
         query: shape [..., heads of this rank, length, features].
         key: shape [..., heads, length of keys, features].
-        value: as `key`.
-        mask: for this rank's heads; floating-point or boolean (True: attend).
+        value: see `key`.
+        mask: mask for this rank's heads; floating-point or boolean (True: attend).
         dropout: probability.
         causal: whether a position attends to earlier positions and itself only.
-        scale: of the products; None for 1 / sqrt(features).
+        scale: scale of the products; None for 1 / sqrt(features).
         grouped: whether several heads of the query share a head of the key.
         with_weights: whether the attention weights are returned, too.
 
@@ -75,8 +75,8 @@ def local_mask(activations: Activations, mask: Any, heads: int) -> Any:
     """Return the part of an attention mask for this rank's heads.
 
     Args:
-        activations: of the group.
-        mask: for all heads, or with a single head for all of them; ordinary or sharded; None without.
+        activations: activations of the group.
+        mask: mask for all heads, or with a single head for all of them; ordinary or sharded; None without.
         heads: number of all heads.
     """
     if mask is None:
@@ -94,15 +94,15 @@ def scaled_dot_product_attention(
     """Do what `F.scaled_dot_product_attention` does, for tensors that are sharded by heads.
 
     Args:
-        activations: of the group.
-        query: as of torch, with global shapes.
-        key: as of torch.
-        value: as of torch.
-        attn_mask: as of torch.
-        dropout_p: as of torch.
-        is_causal: as of torch.
-        scale: as of torch.
-        enable_gqa: as of torch.
+        activations: activations of the group.
+        query: as in torch, with global shapes.
+        key: as in torch.
+        value: as in torch.
+        attn_mask: as in torch.
+        dropout_p: as in torch.
+        is_causal: as in torch.
+        scale: as in torch.
+        enable_gqa: as in torch.
 
     Returns:
         the attention of all heads, sharded by heads; NotImplemented if the tensors are sharded in another way.

@@ -62,7 +62,7 @@ def sharded_function(activations: Activations, func: Any, args: Sequence[Any], o
     on shards, without communication or with a sum; on gathered tensors.
 
     Args:
-        activations: of the group.
+        activations: activations of the group.
         func: function of torch.
         args: its arguments.
         options: its named arguments.
@@ -178,7 +178,7 @@ class ShardedFunctions(TorchFunctionMode):
     """While active, functions of torch accept sharded activations and weights.
 
     Args:
-        activations: of the group.
+        activations: activations of the group.
         layers: functions that may be the computation of a sharded layer.
         layer: called with one of these functions and its arguments; returns NotImplemented if it is not.
         weights: sharded weights by id.

@@ -26,7 +26,7 @@ def logits_output(activations: Activations, func: Any, args: Sequence[Any], opti
     """Apply a function to sharded logits without a gather.
 
     Args:
-        activations: of the group.
+        activations: activations of the group.
         func: function of torch.
         args: its arguments, the logits first.
         options: its named arguments.
@@ -69,15 +69,15 @@ def cross_entropy(
     """Compute the cross-entropy of sharded logits; ranks exchange three numbers for each row.
 
     Args:
-        activations: of the group.
+        activations: activations of the group.
         input: logits, shape [rows, classes] or [classes].
         target: classes, equal on all ranks.
-        weight: as of torch.
-        size_average: as of torch.
-        ignore_index: as of torch.
-        reduce: as of torch.
-        reduction: as of torch.
-        label_smoothing: as of torch.
+        weight: as in torch.
+        size_average: as in torch.
+        ignore_index: as in torch.
+        reduce: as in torch.
+        reduction: as in torch.
+        label_smoothing: as in torch.
 
     Returns:
         the loss, equal on all ranks; NotImplemented for options that need all classes.

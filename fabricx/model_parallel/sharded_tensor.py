@@ -22,14 +22,14 @@ class ShardedTensor(Tensor):
 
     Args:
         local: shard of this rank.
-        dim: that is sharded; 0 or more.
-        shape: of the whole tensor.
+        dim: dimension that is sharded; 0 or more.
+        shape: shape of the whole tensor.
         parts: sizes in `dim` of the parts of a fused projection, whose shards are side by side in `local`; the number
             of classes for logits; () for a shard in the order of the whole tensor.
 
     Attributes:
         local: shard of this rank.
-        sharded_dim: that is sharded.
+        sharded_dim: dimension that is sharded.
         parts: as the argument.
     """
 

@@ -61,7 +61,7 @@ def scattered(tensor: Tensor, world: World, dim: int) -> Tensor:
     Args:
         tensor: same shape on all ranks.
         world: ranks of the group.
-        dim: to shard.
+        dim: dimension to shard.
 
     Raises:
         PeerLost: another rank has died.
@@ -188,8 +188,8 @@ def joined(tensor: Tensor, world: World, size: int, dim: int) -> Tensor:
     Args:
         tensor: shard of this rank, as `share` divides the dim.
         world: ranks of the group.
-        size: of the dim, over all ranks.
-        dim: that is sharded.
+        size: size of the dim, over all ranks.
+        dim: dimension that is sharded.
     """
     return _applied(_Gather, tensor, world, size, dim)
 
@@ -200,7 +200,7 @@ def sliced(tensor: Tensor, world: World, dim: int) -> Tensor:
     Args:
         tensor: equal on all ranks.
         world: ranks of the group.
-        dim: to shard.
+        dim: dimension to shard.
     """
     if not tensor.requires_grad:
         return _shard(tensor, world, dim)
@@ -213,8 +213,8 @@ def joined_input(tensor: Tensor, world: World, size: int, dim: int) -> Tensor:
     Args:
         tensor: shard of this rank.
         world: ranks of the group.
-        size: of the dim, over all ranks.
-        dim: that is sharded.
+        size: size of the dim, over all ranks.
+        dim: dimension that is sharded.
     """
     return _applied(_GatherInput, tensor, world, size, dim)
 
@@ -225,6 +225,6 @@ def scattered_sum(tensor: Tensor, world: World, dim: int) -> Tensor:
     Args:
         tensor: summand of this rank.
         world: ranks of the group.
-        dim: to shard.
+        dim: dimension to shard.
     """
     return _applied(_ScatterSum, tensor, world, dim)

@@ -43,14 +43,14 @@ class TensorParallel:
 
     Args:
         module: root module, with whole parameters that are equal on all ranks, and without gradients.
-        plan: of `find_tensor_plan`, equal on all ranks.
+        plan: plan of `find_tensor_plan`, equal on all ranks.
         world: ranks of the group, on the same device types.
         sequence: shard the residual stream between `blocks` along the sequence (dim 1).
         blocks: the module's blocks in the order of their calls; each has the residual stream as first argument and as
             output, or as the first element of its output.
 
     Attributes:
-        placements: of each sharded parameter, by all of its names.
+        placements: placements of each sharded parameter, by all of its names.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class TensorParallel:
         """Return the whole tensor of a parameter, or of an optimizer's moment; collective.
 
         Args:
-            name: of the parameter, as in `module.named_parameters()`.
+            name: name of the parameter, as in `module.named_parameters()`.
             local: shard of this rank; a tensor of another shape, such as a step count, is returned as it is.
         """
         placement = self.placements.get(name)
@@ -136,7 +136,7 @@ class TensorParallel:
         """Return this rank's shard of a whole tensor; the inverse of `whole`, without communication.
 
         Args:
-            name: of the parameter.
+            name: name of the parameter.
             whole: its tensor, or a moment; a tensor of another shape is returned as it is.
         """
         placement = self.placements.get(name)
@@ -199,7 +199,7 @@ class TensorParallel:
         """Return an activation as an ordinary tensor that is equal on all ranks; collective, within a step.
 
         Args:
-            output: of a submodule; other values are returned as they are.
+            output: output of a submodule; other values are returned as they are.
         """
         return self._activations.whole(output)
 

@@ -27,7 +27,7 @@ class Record:
     """What a step computed.
 
     Attributes:
-        loss: of the step; None without a loss.
+        loss: loss of the step; None without a loss.
         outputs: fingerprint of the output of each call of a submodule, in order: names and [norm, projections].
         gradients: norm of the gradient of each parameter by name, on each rank.
         precision: largest rounding error of the dtypes of outputs, relative.

@@ -46,9 +46,9 @@ def measure(
 
     Args:
         compute: computes the gradients, and returns the loss.
-        parameters: of the module.
+        parameters: parameters of the module.
         norm: returns the norm of the gradients of parameters.
-        dtypes: of the computation.
+        dtypes: data types of the computation.
     """
     trained = list(parameters)
     loss = compute()

@@ -36,7 +36,7 @@ class Design:
         settings: behaviour of the servers.
         asynchronous: protocol of workers at their own pace; None for workers in lockstep.
         servers_step: servers step the user's optimizers; otherwise they sum, and workers step.
-        rank: of the low-rank factors in place of gradients (PowerSGD), if workers step; None for none.
+        rank: rank of the low-rank factors in place of gradients (PowerSGD), if workers step; None for none.
     """
 
     settings: Settings
@@ -55,9 +55,9 @@ class Trained:
     """What a worker trains.
 
     Attributes:
-        module: of the user.
-        parameters: of all optimizers, by number.
-        optimizers: of the user.
+        module: the user's module.
+        parameters: parameters of all optimizers, by number.
+        optimizers: the user's optimizers.
         several_backwards: a step may call `backward` several times, each for different parameters.
     """
 
@@ -102,8 +102,8 @@ def connect(options: ServerOptions, design: Design, world: World, trained: Train
     """Connect a worker to the servers, or to the other workers.
 
     Args:
-        options: of the strategy.
-        design: of the strategy.
+        options: the strategy's options.
+        design: the strategy's design.
         world: the workers, which train different shares of the data.
         trained: parameters and optimizers.
 
@@ -207,7 +207,7 @@ def parameters_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     """Return the distinct parameters of optimizers, in their order.
 
     Args:
-        optimizers: of the user.
+        optimizers: the user's optimizers.
     """
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     return list({id(parameter): parameter for parameter in parameters}.values())

@@ -35,7 +35,7 @@ def needs_whole_tensors(
     the same result. With a single server nothing is divided, and any optimizer can be used.
 
     Args:
-        optimizers: of the user; they are not changed.
+        optimizers: the user's optimizers; they are not changed.
         parameters: all parameters of the optimizers, by number.
         servers: number of servers.
         shard_by: the user's statement; "auto" is sufficient for torch's optimizers.
@@ -95,7 +95,7 @@ def steps_alike(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor], s
 
     Args:
         optimizers: not changed.
-        parameters: by number.
+        parameters: parameters by number.
         shards: the parts.
     """
     generator = torch.Generator().manual_seed(0)

@@ -18,9 +18,9 @@ class Gradient:
     """A gradient for a server's part of the parameters.
 
     Attributes:
-        dense: of all pieces, flat.
+        dense: gradients of all pieces, flat.
         missing: numbers of the pieces without a gradient.
-        rows: by table with a gradient: ids of rows, shape [k], and their gradients, shape [k, width].
+        rows: rows by table with a gradient: ids of rows, shape [k], and their gradients, shape [k, width].
     """
 
     dense: Tensor

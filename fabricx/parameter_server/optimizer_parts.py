@@ -44,7 +44,7 @@ class PackedOptimizers:
         """Restore the optimizers over new parameters.
 
         Args:
-            parameters: in the order in which they were packed.
+            parameters: parameters in the order in which they were packed.
         """
         tensors = [*parameters, *self.tensors]
         reader = pickle.Unpickler(io.BytesIO(self.data))
@@ -167,7 +167,7 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer's attributes, without state, groups, hooks and torch's bookkeeping.
 
     Args:
-        optimizer: of any class.
+        optimizer: optimizer of any class.
     """
     return {
         name: value for name, value in vars(optimizer).items()
@@ -241,7 +241,7 @@ def flat_part(tensors: Sequence[Tensor], shard: Shard) -> Tensor:
     """Concatenate a server's parts of tensors to a vector.
 
     Args:
-        tensors: by parameter number, with the parameters' shapes.
+        tensors: tensors by parameter number, with the parameters' shapes.
         shard: the server's part.
     """
     return torch.cat([part_of(tensors[part.parameter], part).reshape(-1) for part in shard.parts])
@@ -275,7 +275,7 @@ def load_from_servers(
     """Load the servers' optimizer state, attributes and changed group values into a worker's optimizers.
 
     Args:
-        optimizers: of the worker, over whole parameters; changed in place.
+        optimizers: the worker's optimizers, over whole parameters; changed in place.
         parameters: all parameters, by number.
         servers: optimizers of all servers; attributes are those of the first server.
     """
@@ -365,7 +365,7 @@ class Hyperparameters:
     values, so a value is applied only if workers have changed it since their last push.
 
     Args:
-        optimizers: of a server.
+        optimizers: a server's optimizers.
         pushed: values of the last push, by group of each optimizer, including nested optimizers.
 
     Attributes:
@@ -393,7 +393,7 @@ def groups_of(optimizers: Sequence[Optimizer]) -> Groups:
     """Return the hyperparameters of each group of each optimizer; tensors are copied.
 
     Args:
-        optimizers: in the order of the result.
+        optimizers: optimizers in the order of the result.
     """
     return [
         [{name: value.clone() if isinstance(value, Tensor) else value

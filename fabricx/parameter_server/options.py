@@ -21,7 +21,7 @@ class ServerOptions:
 
     Args:
         servers: server processes, among which the parameters are divided by size.
-        compression: of gradients, with error feedback: "bf16", "fp16" (half the bytes), "topk" (the largest
+        compression: compression of gradients, with error feedback: "bf16", "fp16" (half the bytes), "topk" (the largest
             `compression_keep` of the elements, 8 bytes each), "sign" (1 bit each); and, if the strategy has it,
             "powersgd" (two low-rank factors for each large matrix).
         compression_keep: fraction of the elements that "topk" sends.

@@ -20,7 +20,7 @@ def restore_feedback(
 
     Args:
         kept: {"workers": feedback of each worker, "servers": feedback of each server}; None without.
-        protocol: of this worker.
+        protocol: this worker's protocol.
         world: the ranks.
         servers: number of servers.
     """
@@ -45,9 +45,9 @@ def flat_velocity(module: nn.Module, parameters: Sequence[Tensor], velocity: Seq
     The format is that of `local_sgd` with a single fragment.
 
     Args:
-        module: of the user.
-        parameters: of all optimizers.
-        velocity: by parameter, in its shape.
+        module: the user's module.
+        parameters: parameters of all optimizers.
+        velocity: velocity by parameter, in its shape.
     """
     by_id = {id(p): moving for p, moving in zip(parameters, velocity, strict=True)}
     return torch.cat([by_id[id(p)].reshape(-1) for p in module.parameters() if id(p) in by_id])
@@ -57,8 +57,8 @@ def velocity_by_parameter(module: nn.Module, parameters: Sequence[Tensor], saved
     """Return a saved velocity by parameter, in its shape; None if it belongs to other parameters.
 
     Args:
-        module: of the user.
-        parameters: of all optimizers.
+        module: the user's module.
+        parameters: parameters of all optimizers.
         saved: result of `flat_velocity`; None without.
     """
     numbers = {id(parameter) for parameter in parameters}

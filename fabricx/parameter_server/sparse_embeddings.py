@@ -14,7 +14,7 @@ def sparse_embeddings(module: nn.Module | None, parameters: Sequence[Tensor]) ->
 
     Args:
         module: the user's module; None for no embeddings.
-        parameters: of all optimizers, by number.
+        parameters: parameters of all optimizers, by number.
 
     Raises:
         ValueError: an embedding has `max_norm`, so that its forward changes weights.
@@ -35,7 +35,7 @@ def check_servers_can_step(optimizers: Sequence[Optimizer], tables: Collection[T
     """Check that servers can step tables with sparse gradients.
 
     Args:
-        optimizers: of the user.
+        optimizers: the user's optimizers.
         tables: parameters of embeddings with sparse gradients.
 
     Raises:

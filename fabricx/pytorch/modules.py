@@ -22,8 +22,8 @@ def lookup(path: str, name: str) -> Any:
     """Return an object by its name in a module of Lightning.
 
     Args:
-        path: of the module below `lightning.pytorch`; "" for the root.
-        name: of the object, or of a module below.
+        path: path of the module below `lightning.pytorch`; "" for the root.
+        name: name of the object, or of a module below.
 
     Raises:
         ImportError: fabricx does not have the name; the message has its successor.
@@ -49,7 +49,7 @@ def available(path: str) -> list[str]:
     """Return the names of a module of Lightning that fabricx has.
 
     Args:
-        path: of the module below `lightning.pytorch`; "" for the root.
+        path: path of the module below `lightning.pytorch`; "" for the root.
     """
     names = names_of(path) or Names()
     source = list(importlib.import_module(names.source).__all__) if names.source else []
@@ -105,7 +105,7 @@ class _Modules(MetaPathFinder, Loader):
         """Return an empty module.
 
         Args:
-            spec: of the module.
+            spec: spec of the module.
         """
         return _Module(spec.name, f"Names of `lightning.pytorch.{spec.name.removeprefix(f'{ROOT}.')}` in fabricx.")
 

@@ -35,12 +35,12 @@ class AccumulationWindow:
     """State of the present accumulation window on this rank.
 
     Args:
-        options: of the run.
-        module: of the user.
-        strategy: of the run.
+        options: the run's options.
+        module: the user's module.
+        strategy: the run's strategy.
         state: position of the run.
         data, metrics: of the run.
-        optimizers: of the module.
+        optimizers: optimizers of the module.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class AccumulationWindow:
         """Keep the newest batch for callbacks that watch metrics.
 
         Args:
-            outputs: of the training step, without their graph; None without a sample.
-            batch: on the device; None without a sample.
+            outputs: outputs of the training step, without their graph; None without a sample.
+            batch: batch on the device; None without a sample.
         """
         self.outputs, self.batch = outputs, batch
 
@@ -119,7 +119,7 @@ class AccumulationWindow:
 
         Args:
             micro: share of this rank in the global batch.
-            loss: of the microbatch, shape []; None in manual optimization.
+            loss: loss of the microbatch, shape []; None in manual optimization.
             first: the first backward of the microbatch.
         """
         if first:

@@ -12,7 +12,7 @@ def by_key(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     """Return callbacks by the names of their states; callbacks with the same `state_key` are numbered in order.
 
     Args:
-        callbacks: of a run.
+        callbacks: a run's callbacks.
     """
     named: dict[str, Callback] = {}
     for callback in callbacks:
@@ -27,7 +27,7 @@ def constructed(callback: Callback) -> str:
     """Return the values with which a callback was given to the Trainer.
 
     Args:
-        callback: of a run.
+        callback: a run's callback.
     """
     return str(vars(callback).get("_constructed", ""))
 
@@ -39,7 +39,7 @@ def as_saved(callbacks: Sequence[Callback], saved: Mapping[str, str]) -> dict[st
     equal or have changed, the order counts.
 
     Args:
-        callbacks: of this run.
+        callbacks: this run's callbacks.
         saved: values of the callbacks of the checkpoint, by the names of their states.
     """
     known = by_key(callbacks)

@@ -29,7 +29,7 @@ def finish_checkpoint(session: Session) -> bool:
     """Wait until no checkpoint is being written; return whether the newest is complete. All ranks call it.
 
     Args:
-        session: of the run.
+        session: the run's session.
 
     Raises:
         CheckpointError: the checkpoint was not written, for another reason than a full disk.
@@ -48,7 +48,7 @@ def restore_requested(session: Session, *, weights_only: bool = False) -> None:
     """Load the checkpoint with which the run was started, if any.
 
     Args:
-        session: with module, optimizers and feeds.
+        session: session with module, optimizers and feeds.
         weights_only: load only the weights, for an evaluation.
     """
     if session.overridden.ckpt_path is not None:
@@ -93,7 +93,7 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
     """Load a checkpoint into a run: the whole state for training, or the weights for evaluation.
 
     Args:
-        session: with module, optimizers and feeds.
+        session: session with module, optimizers and feeds.
         path: verified by the process that has chosen the checkpoint, before it started workers.
         weights_only: load the weights only.
 
@@ -164,7 +164,7 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None) ->
     """Restore the run's state, except the weights.
 
     Args:
-        session: of a fit.
+        session: session of a fit.
         state: result of `run_state`, with the list of rank states as "ranks".
         rank: index of this rank's state in "ranks"; None if the ranks have changed: metric sums are then merged.
     """
@@ -236,7 +236,7 @@ def report_global_batch(session: Session) -> None:
     At the begin of an epoch, a changed accumulation may also be the run's own schedule, and is not reported.
 
     Args:
-        session: of a resumed fit.
+        session: session of a resumed fit.
     """
     if session.checkpoints.loaded is None:
         return
@@ -280,7 +280,7 @@ def recount_batches(session: Session) -> None:
     runs.
 
     Args:
-        session: with a training feed.
+        session: session with a training feed.
     """
     state, feed = session.state, session.data.train_feed
     before = (state.shared_by, state.accumulate, state.together)
@@ -299,7 +299,7 @@ def _end_shortened_epoch(session: Session, trained: int, before: int | float) ->
     """End an epoch with its validation, if no batch remains because the epoch has fewer batches than before.
 
     Args:
-        session: of a resumed fit.
+        session: session of a resumed fit.
         trained: batches of the epoch that were trained, as counted by the checkpoint's run.
         before: number of batches in that run's epoch.
     """

@@ -24,8 +24,8 @@ class FaultTolerance:
     methods do nothing.
 
     Args:
-        module: of the user.
-        strategy: of the run.
+        module: the user's module.
+        strategy: the run's strategy.
         state: position of the run.
         rank_state: returns the state of this rank, with copies of buffers and the metric objects that it receives.
 
@@ -157,7 +157,7 @@ class FaultTolerance:
         """Record a batch before its gradients are sent, because peers may then complete it without this rank.
 
         Args:
-            batch: that is trained.
+            batch: batch that is trained.
         """
 
     def settle(self) -> None:
@@ -167,7 +167,7 @@ class FaultTolerance:
         """Record a batch of which only the update is missing, unless that was done before its backward.
 
         Args:
-            batch: that is trained.
+            batch: batch that is trained.
         """
 
     def begin_update(self) -> None:
@@ -177,7 +177,7 @@ class FaultTolerance:
         """Record a batch that the module or a closure has applied; no rank counts it before all ranks have recorded it.
 
         Args:
-            batch: that was trained.
+            batch: batch that was trained.
         """
 
     def after_batch(self) -> None:

@@ -30,7 +30,7 @@ class RankState:
     from its begin. Therefore a snapshot is taken at the begin, and saved in place of the later state.
 
     Args:
-        module: of a fit.
+        module: module of a fit.
         data, metrics: of the fit.
         buffers: copies of the module's buffers at the begin of a window, whose batches may change them; None otherwise.
         objects: result of `metric_objects`, if available.
@@ -93,7 +93,7 @@ class LoggedMark:
     """Snapshot of metric sums, metric objects and buffers before a batch whose gradient may be dropped.
 
     Args:
-        module: of a fit.
+        module: module of a fit.
         metrics, recorder: of the fit.
     """
 
@@ -118,7 +118,7 @@ def from_record(record: dict[str, Any]) -> dict[str, Any]:
     """Convert a result of `RankState.record` to that of `state_dict`.
 
     Args:
-        record: of a rank.
+        record: record of a rank.
     """
     return {**record, "random": RandomState.unpacked(record["random"]).state_dict()}
 
@@ -146,7 +146,7 @@ def restore_rank_states(
     """Restore metric sums, metric objects, buffers and stream positions of ranks, without random states.
 
     Args:
-        module: of a fit.
+        module: module of a fit.
         data, metrics: of the fit.
         world: the present ranks.
         ranks: `state_dict` of each rank of the earlier run.
@@ -209,7 +209,7 @@ class BufferCopies:
     All buffers are copied each time: batch normalisation changes buffers without counting versions.
 
     Args:
-        module: with buffers.
+        module: module with buffers.
         before: copies of the previous epoch, if any.
     """
 

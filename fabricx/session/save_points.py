@@ -27,7 +27,7 @@ def check_savable(session: Session, *, weights_only: bool) -> None:
     """Refuse a checkpoint from which the run could not resume exactly.
 
     Args:
-        session: of the run.
+        session: the run's session.
         weights_only: as in `save_checkpoint`.
 
     Raises:
@@ -67,8 +67,8 @@ def meet_to_save(
     """Wait until all ranks have called `save_checkpoint` with the same arguments.
 
     Args:
-        session: of the run.
-        path: of the checkpoint.
+        session: the run's session.
+        path: path of the checkpoint.
         weights_only, wait, single_file: further arguments of `save_checkpoint`, which ranks without a sample copy.
 
     Raises:
@@ -108,7 +108,7 @@ def publish_hooks_done(session: Session, changes: str = "", *, skip: bool = Fals
     """Notify ranks without a sample of this microbatch that this rank has called its hooks.
 
     Args:
-        session: of a fit.
+        session: session of a fit.
         changes: changes by the hooks; see `HookEffects`.
         skip: the hooks request to skip the rest of the epoch.
     """
@@ -127,7 +127,7 @@ def follow_hooks(session: Session) -> bool:
     """Wait until the ranks with a sample of this microbatch have called their hooks, and repeat saves and changes.
 
     Args:
-        session: of a fit, on a rank without a sample.
+        session: session of a fit, on a rank without a sample.
 
     Returns:
         Whether the rest of the epoch is skipped.

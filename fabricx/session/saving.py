@@ -35,8 +35,8 @@ def save_checkpoint(
     """Start to write a checkpoint of the run; every rank calls it. `finish_checkpoint` waits for its end.
 
     Args:
-        session: of the run.
-        path: of the checkpoint.
+        session: the run's session.
+        path: path of the checkpoint.
         weights_only: save no state of optimizers, schedulers, callbacks and data.
         wait: the caller waits until the checkpoint is complete; ranks without a sample do the same.
         after: called on the main rank when the checkpoint is complete; set by callbacks of fabricx.
@@ -173,7 +173,7 @@ def run_state(session: Session) -> dict[str, Any]:
     """Return the resume state that all ranks share, without weights, as plain data and tensors.
 
     Args:
-        session: of a fit.
+        session: session of a fit.
     """
     return {
         "state": session.state.state_dict(),

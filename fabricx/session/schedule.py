@@ -90,7 +90,7 @@ def check_any_batch(session: Session) -> None:
     """Refuse an epoch without a batch: a limit by steps would never be reached.
 
     Args:
-        session: at the end of an epoch.
+        session: session at the end of an epoch.
 
     Raises:
         ValueError: no rank had a batch.
@@ -107,7 +107,7 @@ def count_without_update(session: Session) -> None:
     """Count a batch without a weight update, and refuse a run that only a number of updates would end.
 
     Args:
-        session: of this rank.
+        session: this rank's session.
 
     Raises:
         ValueError: many batches in a row made no update.
@@ -200,7 +200,7 @@ def validation_due_at_end(session: Session, complete: bool) -> bool:
     """Return whether a validation follows the end of an epoch: of unknown length, or where a hook has stopped the run.
 
     Args:
-        session: at the end of the epoch.
+        session: session at the end of the epoch.
         complete: whether all batches of the epoch were trained.
     """
     stopped = session.stop.agreed and not session.stop.interrupted and session.state.batch and not complete
@@ -214,7 +214,7 @@ def validation_due_of_end(session: Session, trained: int, before: int | float) -
     """Return whether a validation follows the end of an epoch that has become shorter than its trained batches.
 
     Args:
-        session: at the end of the epoch.
+        session: session at the end of the epoch.
         trained: batches of the epoch that were trained.
         before: batches that the epoch had when its last batch was trained.
     """

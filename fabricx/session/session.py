@@ -58,7 +58,7 @@ class Session:
 
     Args:
         trainer: passed to hooks; the library reads the attributes below instead.
-        options: of the run.
+        options: the run's options.
         state: position of the run, which checkpoints save.
         world: the ranks; another object after each change of the ranks.
         strategy: how training is distributed.
@@ -78,7 +78,7 @@ class Session:
         staged: these are stages of a pipeline, which compute a batch in parts.
         hooks: functions to call for each hook.
         agreement: determines the boundary at which all ranks stop.
-        precision: of weights and computations.
+        precision: precision of weights and computations.
         optimizers, optimizer_handles, lr_schedulers: of the module; empty in an evaluation.
         overridden: overridden methods of the module.
         steps: functions of the module by name: "training", "validation", "test", "predict".
@@ -200,8 +200,8 @@ class Session:
         """Warn on the main rank, once in a run.
 
         Args:
-            subject: of the warning; later warnings with the same subject are omitted.
-            text: of the warning.
+            subject: subject of the warning; later warnings with the same subject are omitted.
+            text: text of the warning.
         """
         if self._is_first(subject):
             warnings.warn(text, stacklevel=3)
@@ -210,7 +210,7 @@ class Session:
         """Print on the main rank, once in a run.
 
         Args:
-            subject: of the text; later texts with the same subject are omitted.
+            subject: subject of the text; later texts with the same subject are omitted.
             text: a line or several lines.
         """
         if self._is_first(subject):
@@ -238,7 +238,7 @@ class Session:
         """Transfer a batch to the device, with the transfer hooks.
 
         Args:
-            batch: of a loader.
+            batch: batch of a loader.
             loader: index of the loader.
         """
         heartbeat.advance()
@@ -262,7 +262,7 @@ class Session:
         """Return the handle of an optimizer.
 
         Args:
-            optimizer: of the module.
+            optimizer: optimizer of the module.
         """
         return next(handle for handle in self.optimizer_handles if handle.optimizer is optimizer)
 
@@ -271,7 +271,7 @@ class Session:
 
         Args:
             optimizer: the optimizer or its handle.
-            limit: of the norm or of each element; None or 0 clips nothing.
+            limit: limit of the norm or of each element; None or 0 clips nothing.
             algorithm: "norm" or "value"; None: "norm".
         """
         if not limit:

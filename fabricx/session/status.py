@@ -17,7 +17,7 @@ class StopStatus:
 
     Attributes:
         requested: a stop was requested on this rank.
-        reason: of the request.
+        reason: reason of the request.
         agreed: all ranks have agreed to stop.
         interrupted: a signal (Ctrl-C, SIGTERM) has stopped the run.
         terminated: the signal was SIGTERM or the notice of a scheduler.
@@ -35,7 +35,7 @@ class StopStatus:
         """Record that all ranks stop at this boundary.
 
         Args:
-            reason: of this rank's request; None if another rank requested it.
+            reason: reason of this rank's request; None if another rank requested it.
         """
         self.agreed = self.requested = True
         self.terminated = reason == "terminated"

@@ -218,7 +218,7 @@ class History(NoHistory):
     """Timelines and resources of all ranks, for reports.
 
     Attributes:
-        timelines: by rank.
+        timelines: timelines by rank.
         resources: peaks of `memory_mib`, `device_mib`, `cpu_cores` in bins of time, by rank.
         validations: newest steps before validations.
     """

@@ -73,7 +73,7 @@ class _Run:
     Attributes:
         weights: final weights by name.
         step: number of weight updates.
-        metrics: of the last epoch.
+        metrics: metrics of the last epoch.
     """
 
     weights: dict[str, Tensor]
@@ -144,7 +144,7 @@ class _Saves(Callback):
     """Saves a checkpoint in the middle of the second epoch.
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
     """
 
     def __init__(self, path: Path) -> None:

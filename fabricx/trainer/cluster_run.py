@@ -38,8 +38,8 @@ def join_launch(options: TrainerOptions, strategy: Strategy) -> World | None:
     """Join the world of a launch by torchrun or SLURM.
 
     Args:
-        options: of the run.
-        strategy: of the run; the last processes of the launch are its servers.
+        options: the run's options.
+        strategy: the run's strategy; the last processes of the launch are its servers.
 
     Returns:
         the world, with device and process group; None without such a launch.
@@ -73,7 +73,7 @@ def connected(launched: World, strategy: Strategy) -> World:
 
     Args:
         launched: without a store.
-        strategy: of the run.
+        strategy: the run's strategy.
 
     Raises:
         ValueError: workers on several machines exchange messages that need a key, and no key is set.
@@ -112,7 +112,7 @@ def serve_launch(strategy: Strategy, launched: World, job: int, *, fits: bool) -
     """Serve the workers of a launch.
 
     Args:
-        strategy: of the run.
+        strategy: the run's strategy.
         launched: processes of the launch; without a store, since a server does not communicate as a rank.
         job: number of the run in this launch.
         fits: the run trains; an evaluation needs no server.
@@ -131,7 +131,7 @@ class Continuation:
     """The run that a launch continues, or its new run.
 
     Attributes:
-        number: of the call of `fit` in this process.
+        number: number of the call of `fit` in this process.
         run_dir: folder of the run.
         newest: newest intact checkpoint of the run; None to start as the call says.
         restarts: number of restarts of all processes by torchrun.
@@ -182,7 +182,7 @@ def memory_checkpoints_held(here: World, folder: Path) -> Iterator[None]:
 
     Args:
         here: ranks of the launch.
-        folder: of the memory, on this machine.
+        folder: folder of the memory, on this machine.
     """
     if not here.secret:
         if here.main_rank:

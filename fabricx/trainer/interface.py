@@ -111,7 +111,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         """Set the world of a process that serves workers, and runs nothing itself; returns it.
 
         Args:
-            world: with the rank of the server.
+            world: world with the rank of the server.
         """
         self._world = world
         return world
@@ -120,7 +120,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         """Set the configuration from which the trainer was built, which checkpoints and loggers record.
 
         Args:
-            configuration: of Hydra, as plain data.
+            configuration: configuration of Hydra, as plain data.
             run_dir: folder of the run; None for a new folder.
         """
         self.configuration, self.run_dir = configuration, run_dir
@@ -133,7 +133,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
         Args:
             stage: "fit", "validate", "test" or "predict".
-            loaders: that the caller passed, for training and for evaluation.
+            loaders: loaders that the caller passed, for training and for evaluation.
             module, datamodule: of the user.
             world: the ranks.
             strategy: how training is distributed.
@@ -150,7 +150,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         """Set the run whose parts the attributes of the trainer show.
 
         Args:
-            session: of this rank.
+            session: this rank's session.
             fits: the run trains the module.
         """
         self._session = session
@@ -485,7 +485,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
         Args:
             optimizer: the optimizer or its handle.
-            limit: of the norm or of each element; None or 0 clips nothing.
+            limit: limit of the norm or of each element; None or 0 clips nothing.
             algorithm: "norm" or "value"; None: "norm".
         """
         self.session.clip_gradients(optimizer, limit, algorithm)

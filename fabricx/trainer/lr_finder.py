@@ -26,9 +26,9 @@ def rate_at(step: int, steps: int, least: float, most: float, mode: Sweep) -> fl
 
     Args:
         step: from 0.
-        steps: of the whole test.
+        steps: steps of the whole test.
         least, most: first and last rate.
-        mode: of the rise.
+        mode: mode of the rise.
     """
     part = step / max(1, steps - 1)
     return least + (most - least) * part if mode == "linear" else least * (most / least) ** part
@@ -95,7 +95,7 @@ def steepest(losses: Sequence[float], skip_begin: int, skip_end: int) -> int | N
     1
 
     Args:
-        losses: by step.
+        losses: losses by step.
         skip_begin, skip_end: number of values at the ends that do not count.
     """
     kept = range(len(losses))[skip_begin : len(losses) - skip_end]

@@ -102,7 +102,7 @@ class TrainerNames:
         """Record the checkpoint that a run loads.
 
         Args:
-            path: of the checkpoint; None without.
+            path: path of the checkpoint; None without.
         """
         self._ckpt_path = path
 

@@ -62,9 +62,9 @@ def serve(
     """Run a server of a job, until its workers have finished.
 
     Args:
-        world: of the workers; has a store, and the rank of this process.
-        number: of the server.
-        folder: for snapshots, from which a server that died is restarted; None: it is not restarted.
+        world: world of the workers; has a store, and the rank of this process.
+        number: the server's number.
+        folder: folder for snapshots, from which a server that died is restarted; None: it is not restarted.
         network: workers connect over gloo, not only over Unix sockets.
         records: folder of the server's records, and whether each gradient is recorded; None for no records.
     """
@@ -117,7 +117,7 @@ def interruptible(
     Args:
         stage: "fit", "validate", "test" or "predict".
         request_stop: called with the reason, "interrupted" or "terminated".
-        signals: to handle.
+        signals: signals to handle.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

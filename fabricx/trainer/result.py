@@ -49,7 +49,7 @@ class Outcome:
 
         Args:
             module, callbacks, loggers: of the run, on the main rank.
-            records: of the trainer, by the names of its attributes.
+            records: the trainer's records, by the names of its attributes.
             weights: the complete state dict of the module.
 
         Returns:
@@ -98,7 +98,7 @@ def picklable_part(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes that can be pickled.
 
     Args:
-        attributes: of any object, by name.
+        attributes: attributes of any object, by name.
     """
     kept = {}
     for name, value in attributes.items():

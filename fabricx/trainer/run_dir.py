@@ -124,7 +124,7 @@ def checkpoints_of(run_dir: Path, folder: str | Path | None = None) -> list[Path
 
     Args:
         run_dir: the run's folder.
-        folder: of its checkpoints; None for the default within `run_dir`.
+        folder: folder of its checkpoints; None for the default within `run_dir`.
     """
     resumable = []
     for source in (folder or run_dir / "checkpoints", run_dir / "recovery"):

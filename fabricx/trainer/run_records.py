@@ -52,9 +52,9 @@ def open_loggers(session: Session, stage: str, arguments: Mapping[str, Any]) -> 
     """Open the loggers on the main rank, and record command, arguments and hyperparameters of a training run.
 
     Args:
-        session: with its recorder.
+        session: session, which has its recorder.
         stage: "fit", "validate", "test" or "predict"; predictions are not logged.
-        arguments: of the Trainer, as far as they differ from the defaults.
+        arguments: arguments of the Trainer, as far as they differ from the defaults.
     """
     if stage == "predict" or not session.world.main_rank or session.options.fast_dev_run:
         return

@@ -65,7 +65,7 @@ def execute(trainer: TrainerInterface, job: Job, world: World) -> Outcome:
     """Run a job on this rank, from set-up to teardown.
 
     Args:
-        trainer: of this rank.
+        trainer: this rank's trainer.
         job: validated.
         world: has joined its process group; a newcomer joins later.
 

@@ -25,7 +25,7 @@ def trial_of(session: Session) -> Trial:
     """Return the training step on two samples.
 
     Args:
-        session: of a fit, after its data was loaded.
+        session: session of a fit, after its data was loaded.
 
     Raises:
         ValueError: reading samples would change the loader's state.
@@ -93,7 +93,7 @@ def two_samples(loader: Any) -> Any:
     """Return a batch of two samples, or the first batch of data that are batches already; no state changes.
 
     Args:
-        loader: of the training data.
+        loader: loader of the training data.
 
     Raises:
         ValueError: reading would change the loader's state.

@@ -231,7 +231,7 @@ def largest_fitting(
     Args:
         fits: returns whether a size fits, and whether a larger size can differ from it.
         mode: "power" or "binsearch".
-        size: to begin with.
+        size: initial size.
         max_trials: maximum number of calls of `fits`.
         max_val: largest size.
 
@@ -264,7 +264,7 @@ def out_of_memory(error: BaseException) -> bool:
     """Return whether an error, of this process or of a worker, means that memory is exhausted.
 
     Args:
-        error: of a trial.
+        error: error of a trial.
     """
     if isinstance(error, WorkerFailed) and error.exit_code == _KILLED:
         return True

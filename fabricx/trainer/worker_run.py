@@ -39,9 +39,9 @@ def run_in_workers(
     """Run a job in new workers and servers; restart all from the newest checkpoint after a failure.
 
     Args:
-        trainer: of the caller; workers receive a copy.
+        trainer: the caller's trainer; workers receive a copy.
         job: validated; its run has a folder.
-        aggregator: of the run's records; None without telemetry.
+        aggregator: aggregator of the run's records; None without telemetry.
         elastic: rules of recovery in place; None without.
 
     Returns:
@@ -133,8 +133,8 @@ def elastic_policy(strategy: Strategy, callbacks: Iterable[Callback]) -> Elastic
     """Return the rules by which workers continue training after the death of a worker.
 
     Args:
-        strategy: of the run.
-        callbacks: of the run; a callback for recovery has the limits.
+        strategy: the run's strategy.
+        callbacks: the run's callbacks; a callback for recovery has the limits.
 
     Returns:
         the rules; None without recovery in place.

@@ -25,7 +25,7 @@ class Part:
     Attributes:
         worker: number of the sender.
         push: the message.
-        gradient: of the lease.
+        gradient: gradient of the lease.
         base: version of the weights with which it was computed.
         outbox: vector to the worker.
     """
@@ -42,7 +42,7 @@ class Aggregation(ABC):
 
     Args:
         shard: the server's part of the model.
-        ledger: of the leases.
+        ledger: ledger of the leases.
         counts: statistics of the server, updated in place.
     """
 
@@ -137,7 +137,7 @@ class _Batches(Aggregation):
         """Sum parts in the order of their leases, directly into the workers' vectors if these expect the sum.
 
         Args:
-            parts: of an update, by lease.
+            parts: parts of an update, by lease.
         """
         shard = self.shard.begun.shard
         full = _with_gradient(parts)
@@ -161,7 +161,7 @@ class _Batches(Aggregation):
         """Make an update of all parts.
 
         Args:
-            parts: by lease.
+            parts: parts by lease.
             total: their sum; None to compute it.
             groups: hyperparameters; None for the values of the newest part.
         """

@@ -52,6 +52,6 @@ class ChangedRows:
 
         Args:
             table: number of the table.
-            version: of the worker's table.
+            version: version of the worker's table.
         """
         return (self._newest[table] > version).nonzero().view(-1)

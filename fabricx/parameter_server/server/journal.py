@@ -34,7 +34,7 @@ class Journal:
     (see `request_channel.Channel`).
 
     Args:
-        paths: of both files, which are created if they do not exist.
+        paths: paths of both files, which are created if they do not exist.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -55,10 +55,10 @@ class Journal:
         """Record a message that is about to be processed, with its part of the vector.
 
         Args:
-            server: that processes the message.
+            server: server that processes the message.
             worker: number of the sender.
-            number: of the message.
-            message: of a worker.
+            number: number of the message.
+            message: a worker's message.
             inbox: vector of the worker.
         """
         if self._number and HANDLERS[type(message)].journaled(message):
@@ -89,8 +89,8 @@ class Journal:
         """Take a snapshot at the begin, and when replaying all records would take long.
 
         Args:
-            server: to save.
-            message: that was just processed.
+            server: server to save.
+            message: message that was just processed.
         """
         every = server.snapshot_every
         if not every:

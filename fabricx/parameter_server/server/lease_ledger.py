@@ -20,7 +20,7 @@ class LeaseLedger:
         counts: statistics of the server, updated in place.
 
     Attributes:
-        leases: of the newest section.
+        leases: leases of the newest section.
         is_leased: gradients belong to leases; otherwise workers are in lockstep.
         logged: metric sums of the used leases.
         grants: see Args.
@@ -44,7 +44,7 @@ class LeaseLedger:
         """Begin a section.
 
         Args:
-            leases: of the section.
+            leases: leases of the section.
         """
         self.leases, self.is_leased = leases, True
         self._received, self._used = LeaseSet(), LeaseSet()
@@ -76,7 +76,7 @@ class LeaseLedger:
 
         Args:
             worker: number of the sender.
-            leases: of the gradient.
+            leases: leases of the gradient.
             in_order: the version of the worker's weights is certain, as ordered updates require.
         """
         if self.grants:

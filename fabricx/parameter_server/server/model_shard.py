@@ -85,8 +85,8 @@ class ModelShard:
 
         Args:
             worker: number of the worker that has computed it.
-            gradient: of the worker.
-            staleness: in updates.
+            gradient: the worker's gradient.
+            staleness: staleness in updates.
         """
         return self._correction(gradient, self._replies.seen.get(worker, self.values), self.values, staleness)
 
@@ -94,7 +94,7 @@ class ModelShard:
         """Compress a sum in place in the vectors of all workers, if workers step and replies are compressed.
 
         Args:
-            vectors: of all workers, each with the sum.
+            vectors: vectors of all workers, each with the sum.
         """
         if self.sums:
             self._replies.compress_sum(vectors)
@@ -105,7 +105,7 @@ class ModelShard:
         """Make an update.
 
         Args:
-            gradient: of this part.
+            gradient: gradient of this part.
             groups: hyperparameters of the workers; None for no change.
             factor: fraction of the weights' change to apply.
         """

@@ -39,7 +39,7 @@ def serve(
 
     Args:
         store: store in which the server publishes its address.
-        prefix: of the run's keys.
+        prefix: prefix of the run's keys.
         secret: key of the run; processes without the key are refused.
         number: number of this server.
         workers: number of workers.

@@ -128,7 +128,7 @@ class Replies:
         """Compress a sum in place, with the same bytes for all workers, if compression is enabled.
 
         Args:
-            vectors: of all workers, each with the sum.
+            vectors: vectors of all workers, each with the sum.
         """
         if self._codec is None:
             return

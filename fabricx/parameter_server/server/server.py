@@ -75,7 +75,7 @@ class Server:
 
         Args:
             worker: number of the sender.
-            message: of a worker.
+            message: a worker's message.
 
         Raises:
             TypeError: servers do not support messages of this type.
@@ -115,7 +115,7 @@ class Server:
 
         Args:
             worker, message, inbox, outbox: see `handle`.
-            number: of the message among those of this worker, from 1.
+            number: number of the message among those of this worker, from 1.
         """
         if self.repeated(worker, number, message):
             return self._answers.get(worker) if number == self._handled[worker] else None

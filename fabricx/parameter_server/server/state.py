@@ -60,7 +60,7 @@ class ServerState:
         """Begin a section of the data, if it is new.
 
         Args:
-            message: of a worker; every worker sends it.
+            message: a worker's message; every worker sends it.
         """
         if message.section <= self.ledger.leases.section:
             return

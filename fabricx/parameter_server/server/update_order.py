@@ -28,7 +28,7 @@ class UpdateOrder:
 
         Args:
             worker: number of the worker.
-            version: of the weights.
+            version: version of the weights.
         """
         self._bases[worker] = version
 

@@ -21,7 +21,7 @@ class Rule(ABC):
     Attributes:
         values: what workers pull, flat.
         sums: the values are the newest sum of gradients; otherwise they are weights.
-        velocity: of an outer optimizer, flat; None without.
+        velocity: velocity of an outer optimizer, flat; None without.
     """
 
     values: Tensor
@@ -33,7 +33,7 @@ class Rule(ABC):
         """Make an update.
 
         Args:
-            gradient: of this server's part.
+            gradient: gradient of this server's part.
             groups: hyperparameters of the workers; None for no change.
             factor: fraction of the weights' change to apply.
         """
@@ -42,7 +42,7 @@ class Rule(ABC):
         """Write the values to a worker's vector.
 
         Args:
-            replies: of the server.
+            replies: the server's replies.
             worker: number of the worker.
             pull: the request.
             inbox: vector from the worker, with the ids of requested rows.
@@ -57,7 +57,7 @@ class Rule(ABC):
         """Return the ids of the rows that an update changes, by table.
 
         Args:
-            gradient: of the update.
+            gradient: gradient of the update.
         """
         return {}
 
@@ -224,7 +224,7 @@ class Correction:
     Source: DC-ASGD, Zheng et al., ICML 2017, equations 10 and 14.
 
     Args:
-        settings: of the server.
+        settings: the server's settings.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -235,10 +235,10 @@ class Correction:
         """Return the gradient to step with.
 
         Args:
-            gradient: of a worker.
+            gradient: a worker's gradient.
             base: weights with which it was computed, flat.
             now: present weights, flat.
-            staleness: in updates.
+            staleness: staleness in updates.
         """
         settings = self._settings
         if settings.compensation is not None:
@@ -267,7 +267,7 @@ def damping(staleness: int) -> float:
     1511.05950): the learning rate of each gradient is divided by its staleness.
 
     Args:
-        staleness: in updates.
+        staleness: staleness in updates.
 
 
     >>> [damping(staleness) for staleness in (0, 1, 2, 4)]
@@ -280,7 +280,7 @@ def make_rule(begin: Begin) -> Rule:
     """Return the update rule for the settings of an initialisation.
 
     Args:
-        begin: of the server.
+        begin: the server's initialisation.
     """
     if begin.settings.outer is not None:
         return Outer(begin)

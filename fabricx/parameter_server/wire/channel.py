@@ -47,10 +47,10 @@ class Handshake:
 
     Attributes:
         worker: number of the worker.
-        dtype: of the vectors.
+        dtype: data type of the vectors.
         forth: elements of the vector from the worker to the server.
         back: elements of the vector from the server; None if it replaces the worker's vector in the same memory.
-        generation: of the workers in lockstep; None for workers at their own pace.
+        generation: generation of the workers in lockstep; None for workers at their own pace.
         resumes: this worker had an earlier link to the server, with the same vectors and message numbers.
     """
 
@@ -154,7 +154,7 @@ class SharedMemory(Link):
     """Link whose vectors are in memory that both processes map, with a Unix socket for messages.
 
     Args:
-        connection: of the socket.
+        connection: connection of the socket.
         hello: introduction of the worker.
         inbox, outbox: vectors in shared memory.
         files: file descriptors of the vectors, closed with the link; until then, another link can reuse the memory.
@@ -206,10 +206,10 @@ class Gloo(Link):
     part. Gloo sends in its own threads when the peer receives, in the order of the operations.
 
     Args:
-        group: with the worker as rank 0 and the server as rank 1.
+        group: process group with the worker as rank 0 and the server as rank 1.
         hello: introduction of the worker.
         key: secret of the run.
-        name: of the link, unique in the run.
+        name: name of the link, unique in the run.
         server: this end is the server's.
         before: a link that has ended, whose vectors are reused.
     """
@@ -332,7 +332,7 @@ def connect(address: str, hello: Handshake, key: bytes, before: Link | None = No
     """Connect a worker to a server of the same machine.
 
     Args:
-        address: of the server's `LinkListener`.
+        address: address of the server's `LinkListener`.
         hello: introduction of the worker.
         key: secret of the run.
         before: a link that has ended, whose vectors are reused.
@@ -370,7 +370,7 @@ def anonymous_file(size: int) -> int:
     """Create a file in memory without a name, which is deleted when the last process closes it.
 
     Args:
-        size: in bytes.
+        size: size in bytes.
 
     Returns:
         File descriptor.
@@ -389,7 +389,7 @@ def map_vector(file: int, dtype: torch.dtype, elements: int) -> Tensor:
 
     Args:
         file: file descriptor.
-        dtype: of the vector.
+        dtype: data type of the vector.
         elements: length of the vector.
     """
     memory = mmap.mmap(file, max(1, elements * dtype.itemsize))
@@ -406,13 +406,13 @@ def meet_over_gloo(
     Operations of the link have no timeout: the end of the peer process ends them.
 
     Args:
-        store: for the rendezvous.
-        name: of the link, equal at both ends.
+        store: store for the rendezvous.
+        name: name of the link, equal at both ends.
         hello: introduction of the worker.
         key: secret of the run.
         server: this end is the server's.
         before: a link that has ended, whose vectors are reused.
-        timeout: of the rendezvous.
+        timeout: timeout of the rendezvous.
 
     Raises:
         RuntimeError: the other end did not connect within the timeout.

@@ -30,7 +30,7 @@ class Settings:
         damp: divide an update by the staleness of its gradient.
         backup: number of workers that an update does not wait for.
         compression, keep: of gradients; see `Codec`.
-        pull_compression: of weights or sums to workers.
+        pull_compression: compression of weights or sums to workers.
         outer: outer optimizer for workers that train local rounds and push weight changes; None if they push gradients.
         outer_lr, outer_momentum: of the outer optimizer.
         snapshot_every: updates between snapshots of a server; 0 if a dead server is not restarted.
@@ -93,9 +93,9 @@ class Begin:
         optimizers: the user's optimizers over `pieces` (`PackedOptimizers`); None if servers only sum.
         pieces: this server's pieces of the parameters, in the order of `shard`.
         shard: definition of the pieces, and their positions in vectors.
-        dtype: of the vectors.
+        dtype: data type of the vectors.
         version: number of updates made before.
-        velocity: of the outer optimizer, flat; None for zero.
+        velocity: velocity of the outer optimizer, flat; None for zero.
         lost: error feedback of compressed sums; None for zero.
     """
 
@@ -142,7 +142,8 @@ class Pull:
         version: minimum version.
         to_train: a gradient will follow.
         dense: request all pieces.
-        rows: by table, number of requested rows, whose ids are in the message's vector; None for all pieces and tables.
+        rows: number of requested rows by table, whose ids are in the message's vector; None for all pieces and
+            tables.
         since: with `rows=None`: (life, version) of the complete tables that the worker has; see `ChangedRows`.
         whole: request full weights if otherwise compressed differences would be sent.
     """
@@ -165,10 +166,10 @@ class Push:
         leases: leases of the gradient; the first determines the order of parts.
         empty: no gradient, because the loss was skipped.
         missing: numbers of the pieces without a gradient.
-        rows: by table, number of rows with a gradient.
+        rows: number of rows with a gradient, by table.
         groups: present hyperparameters of this worker.
         hold: the update waits for an `Apply`.
-        scale: of a compressed gradient.
+        scale: scale of a compressed gradient.
         share: weight of the gradient in its update, as fraction of the samples.
         clips: clipping of the sum of an update's parts, in order: ("norm" or "value", numbers of pieces, limit).
         confirm: send a reply when the message was processed.
@@ -278,7 +279,7 @@ class Reply:
         content: requested data other than the vector; for all weights, the tables' life and the number of changed rows
             per table (None for all rows).
         spans: byte ranges of the vector that precede the reply.
-        scale: of compressed values; None without compression.
+        scale: scale of compressed values; None without compression.
         skipped: versions without an update of the weights, because no worker had a gradient for the global batch.
     """
 

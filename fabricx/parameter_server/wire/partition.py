@@ -48,8 +48,8 @@ class Shard:
     order, with room for row ids (integers as wide as an element) before the rows of each table.
 
     Attributes:
-        pieces: of parameters with dense gradients.
-        rows: of parameters with sparse gradients.
+        pieces: pieces of parameters with dense gradients.
+        rows: rows of parameters with sparse gradients.
         spans: position of each part in the vector of weights: pieces, then rows.
         rooms: position of each part in the vector of gradients.
         dense: elements of all pieces.
@@ -77,7 +77,7 @@ class Shard:
         """Return views of the rows in a vector of gradients: ids [count], and values [count, width].
 
         Args:
-            vector: of gradients.
+            vector: vector of gradients.
             table: number among `rows`.
             count: number of rows.
         """
@@ -97,7 +97,7 @@ def divide(
     """Divide parameters over servers, balanced by size.
 
     Args:
-        shapes: of the parameters.
+        shapes: shapes of the parameters.
         servers: number of servers.
         whole: keep parameters whole; the largest are assigned first, each to the server with the fewest elements.
         by_row: numbers of the parameters whose rows are distributed cyclically.

@@ -17,7 +17,7 @@ class LowRank:
 
     Args:
         parameters: the same on all workers, in the same order.
-        rank: of the approximation.
+        rank: rank of the approximation.
 
     Attributes:
         carriers: tensors with the gradients that are exchanged in place of the parameters' gradients.
@@ -64,7 +64,7 @@ class LowRank:
         """Load a result of `state`.
 
         Args:
-            state: of the same parameters.
+            state: state of the same parameters.
         """
         for matrix, saved in zip(self._matrices, state, strict=True):
             matrix.factors.lost.copy_(saved["lost"])

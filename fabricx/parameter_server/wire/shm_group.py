@@ -29,16 +29,16 @@ class SharedMemoryGroup:
     If a rank dies, every other rank detects it at its next receive from that rank.
 
     Args:
-        store: for the rendezvous; None for a single rank.
-        key: of this group in the store.
+        store: store for the rendezvous; None for a single rank.
+        key: key of this group in the store.
         rank, size: number of this rank, and number of ranks.
         dtype, elements: of the vectors.
-        generation: of all ranks.
+        generation: generation of all ranks.
         secret: key of the run.
 
     Attributes:
         rank: see Args.
-        vectors: by rank.
+        vectors: vectors by rank.
 
     Raises:
         ValueError: the ranks are on different machines.
@@ -138,7 +138,7 @@ class RemappableBuffer:
     It is private at first.
 
     Args:
-        group: of the ranks; all of them call this.
+        group: process group of the ranks; all of them call this.
         dtype, elements: of the vector.
 
     Attributes:

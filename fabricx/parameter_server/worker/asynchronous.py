@@ -33,11 +33,11 @@ class Asynchronous(WorkerProtocol[Client]):
     A `LeaseDealer` requests the leases.
 
     Args:
-        settings: of the servers.
+        settings: settings of the servers.
 
     Attributes:
         leases: lease that is being trained.
-        numbers: of updates.
+        numbers: numbers of updates.
         statistics: running statistics of the module.
         has_whole_weights: complete weights were pulled since the section began.
     """

@@ -49,8 +49,8 @@ class ExchangeBuffers(Generic[L]):
         link: between them.
         shard: the server's part of the parameters.
         parameters: all parameters of the model.
-        codec: of gradients.
-        back: of replies.
+        codec: codec of gradients.
+        back: compression of replies.
         views: gradients may be views of the link's vector, because none is kept until the next gradient.
 
     Attributes:
@@ -88,8 +88,8 @@ class ExchangeBuffers(Generic[L]):
         """Send the final gradient of a piece at once.
 
         Args:
-            number: of the piece.
-            parameter: with a gradient.
+            number: number of the piece.
+            parameter: parameter with a gradient.
         """
         gradient = parameter.grad
         if self._codec is not None or gradient is None or gradient.is_sparse or gradient.is_cuda:
@@ -106,7 +106,7 @@ class ExchangeBuffers(Generic[L]):
         """Send all gradients that were not sent early, or that have changed since.
 
         Args:
-            gradients: by parameter; None for no gradient.
+            gradients: gradients by parameter; None for no gradient.
 
         Returns:
             Description of the gradients.
@@ -180,7 +180,7 @@ class ExchangeBuffers(Generic[L]):
         """Decode a reply: sums are absolute, weights are differences to the weights received before.
 
         Args:
-            reply: of the server.
+            reply: the server's reply.
             sums: the reply contains sums.
         """
         if self._back is None:
@@ -217,7 +217,7 @@ class ExchangeBuffers(Generic[L]):
         """Write the received sums to `parameter.grad`, which is allocated for parameters with several pieces.
 
         Args:
-            parameters: by number.
+            parameters: parameters by number.
             missing: numbers of the pieces without a sum.
         """
         for number, (piece, received) in enumerate(zip(self.shard.pieces, self._in, strict=True)):
@@ -249,7 +249,7 @@ class ExchangeBuffers(Generic[L]):
         """Return the number of bytes after which a piece is complete: all bytes, if replies are compressed.
 
         Args:
-            number: of the piece.
+            number: number of the piece.
         """
         if self._back is not None:
             return self.link.inbox.nbytes
@@ -259,8 +259,8 @@ class ExchangeBuffers(Generic[L]):
         """Copy a received piece to its parameter.
 
         Args:
-            number: of the piece.
-            targets: by parameter.
+            number: number of the piece.
+            targets: targets by parameter.
         """
         piece = self.shard.pieces[number]
         _copy_part(targets[piece.parameter], piece.start, piece.stop, self._in[number])
@@ -269,7 +269,7 @@ class ExchangeBuffers(Generic[L]):
         """Copy received weights to tensors.
 
         Args:
-            targets: by parameter.
+            targets: targets by parameter.
             tables: also copy complete tables.
         """
         views, sources = [], []
@@ -290,7 +290,7 @@ class ExchangeBuffers(Generic[L]):
         """Copy changed rows, received with their ids, to their tables.
 
         Args:
-            targets: by parameter.
+            targets: targets by parameter.
             counts: number of rows by table.
         """
         for number, count in counts.items():
@@ -320,7 +320,7 @@ class ExchangeBuffers(Generic[L]):
         """Copy the requested rows to their tables.
 
         Args:
-            targets: by parameter.
+            targets: targets by parameter.
             counts: result of `post_row_ids`.
         """
         for number, count in counts.items():
@@ -341,7 +341,7 @@ def dtype_of(parameters: Sequence[Tensor]) -> torch.dtype:
     """Return the dtype of the vectors: the widest of the parameters' dtypes, at least float32.
 
     Args:
-        parameters: of the model.
+        parameters: parameters of the model.
     """
     return torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
 
@@ -352,8 +352,8 @@ def register_grad_hooks(
     """Call a function when a large gradient is complete; returns a function that removes the hooks.
 
     Args:
-        parameters: of the model.
-        shards: of all servers.
+        parameters: parameters of the model.
+        shards: shards of all servers.
         put: called with (server, number of the piece, parameter).
     """
     where = pieces_by_parameter(shards)
@@ -379,7 +379,7 @@ def pieces_by_parameter(shards: Sequence[Shard]) -> dict[int, list[tuple[int, in
     """Return the pieces of each parameter as (server, number of the piece).
 
     Args:
-        shards: of all servers.
+        shards: shards of all servers.
     """
     pieces: dict[int, list[tuple[int, int]]] = {}
     for server, shard in enumerate(shards):
@@ -396,7 +396,7 @@ def write_summed_gradients(
 
     Args:
         parameters: all parameters.
-        buffers: of each server.
+        buffers: buffers of each server.
         missing: numbers of the pieces without a gradient, by server.
         rows: rows of tables, by server: (ids, values) by parameter.
     """

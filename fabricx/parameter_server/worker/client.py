@@ -30,14 +30,14 @@ class Client(Exchange):
 
     Args:
         store: store in which servers publish their addresses.
-        prefix: of the run's keys.
+        prefix: prefix of the run's keys.
         secret: key of the run.
         worker: number of this worker.
         parameters: the same on all workers, in the same order.
         servers: number of servers.
         options: contents of the vectors; None for the defaults.
         over_gloo: use gloo also for servers on this machine.
-        generation: of workers in lockstep; None for workers at their own pace.
+        generation: generation of workers in lockstep; None for workers at their own pace.
 
     Attributes:
         servers: connections to all servers.

@@ -16,7 +16,7 @@ class LeaseDealer(LeaseState, Dealer):
     """The `Dealer` of the data feed: requests leases for a protocol, which trains them.
 
     Args:
-        protocol: of this worker; its leases are those of the dealer.
+        protocol: this worker's protocol; its leases are those of the dealer.
     """
 
     def __init__(self, protocol: Asynchronous) -> None:

@@ -40,7 +40,7 @@ class Exchange(ABC):
 
     Attributes:
         connected: this worker has joined the exchange.
-        statistics: of this worker.
+        statistics: this worker's statistics.
         remote: state that is on servers; empty without servers.
         sends_early: the gradients of the present backward are final, and can be sent as soon as they are computed.
     """
@@ -63,9 +63,9 @@ class Exchange(ABC):
 
         Args:
             settings: behaviour of the servers.
-            optimizers: of the user, over the parameters; None if servers only sum.
+            optimizers: the user's optimizers, over the parameters; None if servers only sum.
             version: number of updates made before.
-            velocity: of the outer optimizer, by parameter, in its shape; None for zero.
+            velocity: velocity of the outer optimizer, by parameter, in its shape; None for zero.
             lost: error feedback of the servers' compressed sums, by server, flat.
         """
 
@@ -77,7 +77,7 @@ class Exchange(ABC):
         """Provide this worker's gradients to the exchange.
 
         Args:
-            gradients: by parameter, in its shape; None for a parameter without a gradient.
+            gradients: gradients by parameter, in its shape; None for a parameter without a gradient.
             push: description of the gradient: its update and leases, and hyperparameters.
             clips: clipping of the sum over workers, in order.
             answered: wait for the information whether the gradient is used.

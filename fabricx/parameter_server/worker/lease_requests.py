@@ -15,8 +15,8 @@ class LeaseRequests:
     """Requests for leases; the first server grants them.
 
     Args:
-        servers: of this worker.
-        statistics: of this worker, updated in place.
+        servers: this worker's servers.
+        statistics: this worker's statistics, updated in place.
     """
 
     def __init__(self, servers: Servers, statistics: ExchangeStatistics) -> None:

@@ -17,7 +17,7 @@ class LocalGradients:
     """This worker's gradients of the parameters.
 
     Args:
-        parameters: of all optimizers.
+        parameters: parameters of all optimizers.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -65,7 +65,7 @@ class LocalGradients:
         """Return the parameters whose gradients are not finite, or could overflow in the sum over workers.
 
         Args:
-            parameters: to check.
+            parameters: parameters to check.
             workers: number of workers whose gradients are summed.
         """
         nonfinite = []
@@ -79,7 +79,7 @@ class LocalGradients:
         """Check that parameters can be clipped, and return them as a list.
 
         Args:
-            parameters: to clip.
+            parameters: parameters to clip.
 
         Raises:
             ValueError: a gradient is sparse.

@@ -26,9 +26,9 @@ class LocalRounds(Asynchronous):
     other.
 
     Args:
-        settings: of the servers.
+        settings: settings of the servers.
         every: leases per round.
-        rate: of "elastic": fraction of the difference; None for 0.9 / workers.
+        rate: fraction of the difference by which "elastic" moves the weights; None for 0.9 / workers.
     """
 
     servers_step = False

@@ -21,7 +21,7 @@ class Lockstep(WorkerProtocol[E]):
     """Synchronous protocol.
 
     Args:
-        settings: of the exchange.
+        settings: settings of the exchange.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -48,7 +48,7 @@ class WorkerStep(Lockstep[Exchange]):
     """Gradients are summed by the exchange, and each worker steps with the sum.
 
     Args:
-        settings: of the exchange.
+        settings: settings of the exchange.
         several: a window has several backwards, which reach different parameters (manual optimization).
         low_rank: compression by low-rank factors; None for none.
     """
@@ -107,7 +107,7 @@ class ServerStep(Lockstep[Client]):
     """Servers hold the sum until all workers have sent their clipping, and then step.
 
     Args:
-        settings: of the servers.
+        settings: settings of the servers.
     """
 
     def __init__(self, settings: Settings) -> None:

@@ -21,7 +21,7 @@ class PrefetchTask:
     """Background pull from a server.
 
     Args:
-        buffers: of the server.
+        buffers: the server's buffers.
         pull: the request, which is sent at construction.
         threads: pool with a thread for the receive.
     """
@@ -77,12 +77,12 @@ class PrefetchHooks:
     """Forward hooks that wait for a submodule's parameters before the submodule is called.
 
     Args:
-        module: of the user.
-        parameters: by number.
+        module: the user's module.
+        parameters: parameters by number.
         fetch: waits for parameters, by number.
 
     Attributes:
-        names: of the parameters, by number.
+        names: names of the parameters, by number.
         missed: parameters that were received after the forward, which therefore must not have used them.
         direct: parameters of the module itself, not of submodules.
     """
@@ -113,7 +113,7 @@ class PrefetchHooks:
         """Return the error for parameters that were used before they were received.
 
         Args:
-            numbers: of the parameters.
+            numbers: numbers of the parameters.
         """
         names = ", ".join(sorted(self.names[number] for number in numbers))
         return RuntimeError(

@@ -25,15 +25,15 @@ class WorkerProtocol(ABC, Generic[E]):
     """When a worker pushes gradients and pulls weights.
 
     Args:
-        settings: of the exchange.
+        settings: settings of the exchange.
 
     Attributes:
         servers_step: weights are stepped by servers, or by all workers together; optimizers on this worker do not step.
         settings: see Args.
         world: the workers.
-        parameters: of all optimizers, by number.
-        optimizers: of the user.
-        gradients: of this worker.
+        parameters: parameters of all optimizers, by number.
+        optimizers: the user's optimizers.
+        gradients: this worker's gradients.
         timing: when pulled weights arrive.
         computing: a gradient is being computed.
         server_feedback: initial error feedback of the servers' compressed sums.
@@ -71,9 +71,9 @@ class WorkerProtocol(ABC, Generic[E]):
         Args:
             world: the workers.
             exchange: with the other workers.
-            parameters: of all optimizers.
-            optimizers: of the user.
-            timing: of pulls.
+            parameters: parameters of all optimizers.
+            optimizers: the user's optimizers.
+            timing: timing of pulls.
         """
         self.world, self._exchange = world, exchange
         self._attach(parameters, optimizers, timing)
@@ -84,7 +84,7 @@ class WorkerProtocol(ABC, Generic[E]):
         Args:
             step: number of updates made before.
             ranks: number of ranks at the begin of the run.
-            module: of the user.
+            module: the user's module.
         """
         self.settings.workers = self.workers_of_update
         optimizers = self.optimizers.optimizers if self.servers_step else None
@@ -142,7 +142,7 @@ class WorkerProtocol(ABC, Generic[E]):
         """Clip the sum of all workers' gradients to a norm.
 
         Args:
-            parameters: to clip.
+            parameters: parameters to clip.
             max_norm: maximum 2-norm.
 
         Returns:
@@ -154,7 +154,7 @@ class WorkerProtocol(ABC, Generic[E]):
         """Clip the elements of the sum of all workers' gradients; returns False if the gradient is local.
 
         Args:
-            parameters: to clip.
+            parameters: parameters to clip.
             limit: maximum absolute value.
         """
         return False
@@ -164,7 +164,7 @@ class WorkerProtocol(ABC, Generic[E]):
         """Take part in an update.
 
         Args:
-            optimizer: of the user.
+            optimizer: the user's optimizer.
             closure: see `Optimizer.step`.
         """
 
@@ -204,7 +204,7 @@ class WorkerProtocol(ABC, Generic[E]):
         """Return the parameters whose gradients are not finite, or could overflow in the sum over workers.
 
         Args:
-            parameters: to check.
+            parameters: parameters to check.
         """
         return self.gradients.nonfinite(parameters, self.world.size if self.pushes_parts else 1)
 
@@ -240,7 +240,7 @@ class WorkerProtocol(ABC, Generic[E]):
         """Use a velocity of the servers' outer optimizer from `starts` on, if there is such an optimizer.
 
         Args:
-            velocity: by parameter, in its shape; None for zero.
+            velocity: velocity by parameter, in its shape; None for zero.
         """
 
     def kept(self) -> Any:

@@ -63,7 +63,7 @@ class BeforeStep(PullTiming):
 
     Args:
         weights: pulls from the servers.
-        parameters: by number.
+        parameters: parameters by number.
     """
 
     def __init__(self, weights: WeightPulls, parameters: Sequence[Tensor]) -> None:
@@ -79,8 +79,8 @@ class DuringForward(PullTiming):
 
     Args:
         weights: pulls from the servers.
-        parameters: by number.
-        module: of the user.
+        parameters: parameters by number.
+        module: the user's module.
     """
 
     def __init__(self, weights: WeightPulls, parameters: Sequence[Tensor], module: nn.Module) -> None:

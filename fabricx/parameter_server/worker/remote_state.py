@@ -19,7 +19,7 @@ class RemoteState:
     """Requests for state that is on servers.
 
     Args:
-        parameters: of the model.
+        parameters: parameters of the model.
         shards: part of the parameters of each server.
         request: sends a message to a server, by its number, and returns the reply.
     """

@@ -26,8 +26,8 @@ def shares(seen: Sequence[Seen], momentum: float | None) -> tuple[int, float, li
     mean is the workers' means weighted by their batches.
 
     Args:
-        seen: of each worker.
-        momentum: of the layer; None for a cumulative mean.
+        seen: batch counts of each worker.
+        momentum: momentum of the layer; None for a cumulative mean.
 
     Returns:
         Worker whose start is used (with the most batches), coefficient of the start, and coefficients of the workers'
@@ -62,7 +62,7 @@ class RunningStatistics:
     """Running statistics of a module whose workers have processed different batches since they last met.
 
     Args:
-        module: of the user.
+        module: the user's module.
 
     Attributes:
         layers: layers with running statistics.

@@ -31,7 +31,7 @@ class ServerLocator:
 
     Args:
         store: store in which servers publish their addresses.
-        prefix: of the run's keys.
+        prefix: prefix of the run's keys.
         secret: key of the run.
         over_gloo: use gloo also for servers on this machine.
 
@@ -48,7 +48,7 @@ class ServerLocator:
         """Connect to a server as soon as it can be reached.
 
         Args:
-            number: of the server.
+            number: the server's number.
             hello: introduction of this worker.
             before: a link that has ended, whose vectors are reused.
 
@@ -91,7 +91,7 @@ class ServerLocator:
         Args:
             ready: store key that the server sets.
             published: address of the server.
-            number: of the server.
+            number: the server's number.
             hello: introduction of this worker.
 
         Raises:

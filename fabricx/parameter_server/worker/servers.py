@@ -25,7 +25,7 @@ class VectorOptions:
         sums: servers send sums of gradients, and workers step.
         views: gradients may be views of the links' vectors; see `ExchangeBuffers`.
         tables: numbers of the parameters with sparse gradients.
-        compression: of gradients, a key of `CODECS`; None for none.
+        compression: compression of gradients, a key of `CODECS`; None for none.
         back: the same for replies.
         keep: see `Codec`.
     """
@@ -46,7 +46,7 @@ class Servers:
     Args:
         locator: connects to the servers.
         worker: number of this worker.
-        generation: of workers in lockstep; None for workers at their own pace.
+        generation: generation of workers in lockstep; None for workers at their own pace.
         parameters: the same on all workers, in the same order.
         servers: number of servers.
         options: contents of the vectors.
@@ -54,7 +54,7 @@ class Servers:
     Attributes:
         parameters: see Args.
         options: see Args.
-        dtype: of the vectors.
+        dtype: data type of the vectors.
         shards: part of the parameters of each server.
         buffers: vectors shared with each server, with the channel.
         before_message: called before each message; it completes a background pull, because replies arrive in order.
@@ -91,8 +91,8 @@ class Servers:
         """Send a message that has no reply to a server.
 
         Args:
-            number: of the server.
-            message: of `wire/messages.py`.
+            number: the server's number.
+            message: message of `wire/messages.py`.
         """
         self.before_message()
         self.buffers[number].link.send(message)
@@ -101,8 +101,8 @@ class Servers:
         """Send a message to a server, and return the reply.
 
         Args:
-            number: of the server.
-            message: of `wire/messages.py`.
+            number: the server's number.
+            message: message of `wire/messages.py`.
         """
         self.before_message()
         self.buffers[number].link.send(message)

@@ -33,14 +33,14 @@ class SharedMemorySum(Exchange):
 
     Args:
         world: the workers.
-        key: of the group in the store.
+        key: key of the group in the store.
         parameters: the same on all workers, in the same order.
         views: gradients may be views of the shared memory.
         tables: numbers of the parameters with sparse gradients.
         memory: also allocate shared memory for all weights.
 
     Attributes:
-        dtype: of the shared vectors.
+        dtype: data type of the shared vectors.
         shard: all parameters, as a single part.
         slots: shared vectors of gradients, by rank.
         memory: shared vector of weights, if requested.
@@ -100,7 +100,7 @@ class SharedMemorySum(Exchange):
         """Gather a number of each worker, by rank.
 
         Args:
-            value: of this worker.
+            value: this worker's value.
         """
         with detects_dead_workers():
             self._group.send_all(value)
@@ -153,7 +153,7 @@ class Slot:
     """A shared vector with the link interface of `Vectors`; nothing is sent.
 
     Args:
-        vector: in shared memory.
+        vector: vector in shared memory.
     """
 
     def __init__(self, vector: Tensor) -> None:

@@ -28,7 +28,7 @@ def check_shareable(parameters: Sequence[Tensor]) -> None:
     """Check that workers can keep parameters in a vector in main memory.
 
     Args:
-        parameters: of all optimizers.
+        parameters: parameters of all optimizers.
 
     Raises:
         ValueError: they have several dtypes, or are on another device.
@@ -48,7 +48,7 @@ class SharedWeights(Lockstep[SharedMemorySum]):
     weights of the main rank are used.
 
     Args:
-        settings: of the exchange.
+        settings: settings of the exchange.
         whole: a parameter is stepped by a single worker.
     """
 

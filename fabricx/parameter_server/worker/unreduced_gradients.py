@@ -35,7 +35,7 @@ def unreduced(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Raise an error if the gradients of parameters are read or replaced inside this context.
 
     Args:
-        parameters: with or without gradients.
+        parameters: parameters with or without gradients.
 
 
     >>> import torch

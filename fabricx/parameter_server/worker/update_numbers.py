@@ -18,7 +18,7 @@ class UpdateNumbers:
         version: newest version of the weights that this worker has received or made.
         skipped: versions without an update, because a global batch had no gradient.
         pulled: updates in this worker's weights.
-        number: of the update of the present lease's gradient.
+        number: number of the update of the present lease's gradient.
         newest: update of this worker's newest push; -1 before the first.
 
     >>> numbers = UpdateNumbers(5)
@@ -37,7 +37,7 @@ class UpdateNumbers:
         """Record the version of pulled weights.
 
         Args:
-            reply: of the first server.
+            reply: reply of the first server.
         """
         self.version, self.skipped = reply.version, reply.skipped
         self.pulled = reply.version - reply.skipped

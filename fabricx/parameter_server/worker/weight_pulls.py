@@ -25,8 +25,8 @@ class WeightPulls:
     """Pulls from all servers.
 
     Args:
-        servers: of this worker.
-        statistics: of this worker, updated in place.
+        servers: this worker's servers.
+        statistics: this worker's statistics, updated in place.
 
     Attributes:
         partial: the weights of this worker may lack updates of the servers' weights.
@@ -145,7 +145,7 @@ class WeightPulls:
         """Wait for parameters of the background pull, and write them.
 
         Args:
-            numbers: of the parameters; parameters that are not pending are ignored.
+            numbers: numbers of the parameters; parameters that are not pending are ignored.
         """
         wanted = numbers & self._pending
         if not wanted:

@@ -24,8 +24,8 @@ class WorkerOptimizers:
     """The user's optimizers, including optimizers inside of optimizers.
 
     Args:
-        optimizers: of the user.
-        parameters: of all optimizers, by number.
+        optimizers: the user's optimizers.
+        parameters: parameters of all optimizers, by number.
 
     Attributes:
         optimizers: see Args.

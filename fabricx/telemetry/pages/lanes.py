@@ -56,7 +56,7 @@ class Lane:
     Attributes:
         rank: the rank.
         width_s: width of a bin, seconds; the first bin begins with the run.
-        bins: by bin, fractions of its time by number of the activity.
+        bins: for each bin, fractions of its time by number of the activity.
         seconds: seconds of the whole run, by number of the activity.
     """
 
@@ -82,7 +82,7 @@ def lanes(timelines: Mapping[int, Timeline], most: int = _MAX_CELLS) -> list[Lan
     """Return the lanes of all ranks, with bins of equal width.
 
     Args:
-        timelines: by rank.
+        timelines: timelines by rank.
         most: most bins of all lanes.
     """
     longest = max((timeline.activity.width for timeline in timelines.values()), default=0.0)
