@@ -125,8 +125,10 @@ class EarlyStopping(Callback):
     ) -> None:
         if mode not in ("min", "max"):
             raise ValueError(f'EarlyStopping(mode={mode!r}): must be "min" or "max"')
-        if patience < 0:
-            raise ValueError(f"EarlyStopping(patience={patience}): must be 0 or more")
+        if not isinstance(patience, int) or patience < 0:
+            raise ValueError(f"EarlyStopping(patience={patience!r}): must be a whole number, 0 or more")
+        if not isinstance(min_delta, (int, float)):
+            raise ValueError(f"EarlyStopping(min_delta={min_delta!r}): must be a number")
         self.monitor = monitor
         self.mode: Mode = mode
         self.patience = patience

@@ -164,8 +164,8 @@ class ModelCheckpoint(Callback):
     def _check_arguments(self) -> None:
         if self.mode not in ("min", "max"):
             raise ValueError(f'ModelCheckpoint(mode={self.mode!r}): must be "min" or "max"')
-        if self.save_top_k < -1:
-            raise ValueError(f"ModelCheckpoint(save_top_k={self.save_top_k}): must be -1 (all), 0 (none), 1, 2, ...")
+        if not isinstance(self.save_top_k, int) or self.save_top_k < -1:
+            raise ValueError(f"ModelCheckpoint(save_top_k={self.save_top_k!r}): must be -1 (all), 0 (none), 1, 2, ...")
         for name in ("every_n_train_steps", "every_n_epochs", "keep_every_n_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"ModelCheckpoint({name}={getattr(self, name)}): must be 0 or more")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fabricx.core.hparams import HyperParameters, refuse_execution
+from fabricx.core.hparams import HyperParameters, of_class, refuse_execution
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -62,7 +62,7 @@ class DataModule(HyperParameters):
                 setattr(data, f"{word}_dataloader", loader)
         return data
 
-    @classmethod
+    @of_class
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | PathLike[str],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePath
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -205,6 +206,26 @@ def _exact(value: Any) -> Any:
     if isinstance(value, (torch.Tensor, torch.dtype, torch.device)) and type(value).__module__ == "torch":
         return value
     raise TypeError(type(value).__name__)
+
+
+if TYPE_CHECKING:
+    of_class = classmethod
+else:
+
+    class of_class(classmethod):  # noqa: N801 - a decorator
+        """A class method whose result a call on an object would discard: such a call is an error."""
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
+            if instance is None:
+                return super().__get__(None, owner)
+            return functools.partial(_refuse_object, self, instance)
+
+
+def _refuse_object(method: Any, instance: Any, *args: Any, **options: Any) -> None:
+    name, cls = method.__func__.__name__, type(instance).__name__
+    raise TypeError(
+        f"{name} creates a new object, and was called on an object, which stays as it is: write new = {cls}.{name}(...)"
+    )
 
 
 def refuse_execution(weights_only: bool | None, call: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricx.core.hparams import HyperParameters, refuse_execution
+from fabricx.core.hparams import HyperParameters, of_class, refuse_execution
 from fabricx.core.module_hooks import ModuleHooks
 from fabricx.core.rank_zero import set_launched_rank
 from fabricx.core.reductions import Reduction
@@ -306,7 +306,7 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
 
         return to_torchscript(self, file_path, method, example_inputs, **options)
 
-    @classmethod
+    @of_class
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | PathLike[str],

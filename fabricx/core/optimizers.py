@@ -72,6 +72,18 @@ def parse_optimizers(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
     Raises:
         ValueError: the form is not supported; the message lists the supported forms.
     """
+    optimizers, schedules = _parsed(result)
+    for schedule in schedules:
+        of = getattr(schedule.scheduler, "optimizer", None)
+        if isinstance(of, Optimizer) and not any(of is optimizer for optimizer in optimizers):
+            raise ValueError(
+                f"configure_optimizers returned a {type(schedule.scheduler).__name__} of another optimizer than it "
+                "returned: create the scheduler with the optimizer that is returned"
+            )
+    return optimizers, schedules
+
+
+def _parsed(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
     if result is None:
         return [], []
     if isinstance(result, Optimizer):

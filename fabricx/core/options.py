@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from fabricx.core.strategy import Strategy
 
 _COUNTED: Final = re.compile(r"\s*\d[\d_]*\s*(st|ep|ba)?\s*")  # "500st"; other text is a duration
+_SWITCHES: Final = (
+    "inference_mode", "use_distributed_sampler", "detect_anomaly", "barebones", "sync_batchnorm", "benchmark",
+    "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "enable_fault_recovery", "enable_telemetry",
+    "enable_autolog_hparams",
+)  # fmt: skip
 ACCELERATORS: Final = ("auto", "cpu", "gpu", "cuda", "mps")
 
 
@@ -146,6 +151,8 @@ class TrainerOptions:
         given = {name: value for name, value in locals().items() if name != "self"}
         from fabricx.core.precision import check_precision  # imports torch
 
+        check_switches(given)
+
         self.accelerator = check_accelerator(accelerator)
         self.device_ids = check_devices(devices, self.accelerator)
         self.devices_given = devices != "auto"
@@ -169,6 +176,11 @@ class TrainerOptions:
         self.check_val_every_n_epoch = check_count("check_val_every_n_epoch", check_val_every_n_epoch, "epoch", 1)
         self.num_sanity_val_steps = check_batches("num_sanity_val_steps", num_sanity_val_steps, -1)
         self.log_every_n_steps = check_count("log_every_n_steps", log_every_n_steps, "step") or 0
+        if isinstance(accumulate_grad_batches, Mapping):
+            raise ValueError(
+                f"accumulate_grad_batches={dict(accumulate_grad_batches)!r}: pass "
+                f"GradientAccumulationScheduler({dict(accumulate_grad_batches)!r}) in callbacks=[...]"
+            )
         self.accumulate_grad_batches = check_count("accumulate_grad_batches", accumulate_grad_batches, "batch", 1) or 1
         self.gradient_clip_val, self.gradient_clip_algorithm = check_clipping(
             gradient_clip_val, gradient_clip_algorithm
@@ -208,6 +220,20 @@ class TrainerOptions:
         self.limit_test_batches = self.limit_predict_batches = batches
         self.max_epochs, self.max_steps, self.num_sanity_val_steps = 1, batches, 0
         self.val_check_interval, self.check_val_every_n_epoch = 1.0, 1
+
+
+def check_switches(given: Mapping[str, Any]) -> None:
+    """Refuse text where an option is True or False, since any text counts as True.
+
+    Args:
+        given: arguments by name.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    for name, value in given.items():
+        if isinstance(value, str) and name in _SWITCHES:
+            raise ValueError(f"{name}={value!r}: set True or False")
 
 
 def check_root(folder: str | os.PathLike[str] | None) -> str:

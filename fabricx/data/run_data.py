@@ -310,8 +310,9 @@ class RunData:
                 f"a fraction of the batches ({limit}) needs a loader with a length, but {type(source).__name__} has "
                 "none: set a number of batches"
             )
-        if not hasattr(source, "__iter__"):
-            raise ValueError(f"{type(source).__name__} is not iterable: pass a DataLoader or an iterable of batches")
+        if not hasattr(source, "__iter__") or isinstance(source, torch.Tensor):
+            what = "is a batch" if isinstance(source, torch.Tensor) else "is not iterable"
+            raise ValueError(f"{type(source).__name__} {what}: pass a DataLoader or an iterable of batches")
         world = world.axis("data")
         if world.newcomer:  # the ranks that it will join: same number of batches as on the other ranks
             size = as_part(self._strategy, ModelParallel).data_ranks_of(world.local_size)

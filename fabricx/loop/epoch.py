@@ -73,6 +73,12 @@ def end_epoch(session: Session) -> None:
         validate_in_fit(session)
         if not session.state.drained:  # the end of a run changes the sums of an incomplete epoch
             session.fault_tolerance.keep_point()
+    if not session.module.automatic_optimization and session.optimizers and not session.state.step:
+        session.warn_once(
+            "no manual step",
+            "no optimizer made a step in the epoch: with automatic_optimization = False, training_step calls "
+            "self.manual_backward(loss) and optimizer.step()",
+        )
     session.fault_tolerance.before_publishing()
     session.metrics.publish_epoch()
     session.metrics.log_measured()

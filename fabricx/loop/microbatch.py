@@ -74,7 +74,8 @@ def _backward(
         session.warn_once(
             "no loss",
             f"training_step returned no loss for a batch (step {session.state.step}), so the batch is skipped: it "
-            "makes no weight update, and global_step doesn't count it",
+            "makes no weight update, and global_step doesn't count it. A training_step that steps optimizers itself "
+            "needs self.automatic_optimization = False in __init__",
         )
         session.fault_tolerance.before_backward(micro)
         session.window.sit_out(micro, NO_LOSS, session.settings)

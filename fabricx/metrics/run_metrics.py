@@ -266,7 +266,8 @@ class RunMetrics:
         logbook = self.logbook
         wanted = {logbook.names(n, epoch=epoch): v for n, v in values.items() if logbook.series(n).to_logger}
         if wanted and self.loggers:
-            row = {**{name: float(value) for name, value in wanted.items()}, "epoch": float(self._state.ended_epochs)}
+            row = {"epoch": float(self._state.ended_epochs)}
+            row = {**{name: float(value) for name, value in wanted.items()}, **({} if "epoch" in wanted else row)}
             self.loggers.metrics(row, self._state.step if step is None else step)
 
 

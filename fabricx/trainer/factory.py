@@ -96,8 +96,9 @@ def choose_loggers(logger: Any) -> list[Logger]:
     for candidate in map(adapt_logger, listed(logger)):
         if isinstance(candidate, type) or not isinstance(candidate, (Logger, FourMethods)):
             raise ValueError(
-                f"logger={_described(candidate)} is not a logger: it needs open, log_metrics, log_hyperparams "
-                "and close; True selects TensorBoard, False no logger"
+                f"logger={_described(candidate)} is not a logger: pass an object such as "
+                "fabricx.loggers.CSVLogger(), or one with the methods open, log_metrics, log_hyperparams and close; "
+                "True selects TensorBoard, False no logger"
             )
         loggers.append(candidate if isinstance(candidate, Logger) else Adapted(candidate))
     return loggers
@@ -119,7 +120,8 @@ def choose_callbacks(callbacks: Any, defaults: Mapping[str, Mapping[str, Any]], 
     chosen = [plugins.build("callbacks", item) if isinstance(item, str) else adapt_callback(item) for item in named]
     for callback in chosen:
         if not isinstance(callback, Callback):
-            raise ValueError(f"callbacks contains {_described(callback)}, which is not a fabricx.Callback")
+            remedy = ": pass an object of the class" if isinstance(callback, type) else ""
+            raise ValueError(f"callbacks contains {_described(callback)}, which is not a fabricx.Callback{remedy}")
         check_hooks(callback)
         vars(callback).setdefault("_constructed", repr(described(callback)))
     if fast:

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
-from fabricx.core.hooks import check_hooks
+from fabricx.core.hooks import check_hooks, overrides
 from fabricx.core.module import Module
+from fabricx.core.module_hooks import ModuleHooks
 from fabricx.data import combined, make_feed
 from fabricx.distributed.world import World
 from fabricx.errors import did_you_mean
@@ -44,8 +47,13 @@ class Job:
     began_with: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("train", "evaluate"):
+        for name, other in (("train", "evaluate"), ("evaluate", "train")):
             if isinstance(data := adapt_data(getattr(self, name)), DataModule):
+                if getattr(self, other) is not None:
+                    raise ValueError(
+                        f"trainer.{self.stage}: there are loaders and a data module; pass either loaders or "
+                        "datamodule=..."
+                    )
                 self.datamodule = data
                 setattr(self, name, None)
         self.module, self.datamodule = adapt_module(self.module), adapt_data(self.datamodule)
@@ -61,13 +69,19 @@ def check_job(job: Job) -> None:
         ValueError: the module or the data does not fit the job.
     """
     module, stage = job.module, job.stage
+    _check_instances(job)
     if not isinstance(module, Module):
-        raise ValueError(f"trainer.{stage}({type(module).__name__}): pass an instance of a subclass of fabricx.Module")
+        raise ValueError(
+            f"trainer.{stage}({type(module).__name__}): the first argument is the module; pass an instance of a "
+            "subclass of fabricx.Module"
+        )
     data = job.datamodule
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
     if needed and not callable(getattr(module, needed, None)):
         near = did_you_mean(needed, [name for name in dir(type(module)) if not name.startswith("_")])
         raise ValueError(f"{type(module).__name__} has no {needed}, which trainer.{stage} calls.{near}")
+    if stage == "predict" and not overrides(module, "predict_step", ModuleHooks) and _lacks_forward(module):
+        raise ValueError(f"{type(module).__name__} has neither predict_step nor forward, which trainer.predict calls")
     for owner in (module, data):
         if owner is not None:
             check_hooks(owner)
@@ -87,6 +101,23 @@ def check_job(job: Job) -> None:
         import warnings
 
         warnings.warn(f"{type(module).__name__} has no configure_optimizers: no weights will be trained", stacklevel=4)
+
+
+def _check_instances(job: Job) -> None:
+    """Refuse classes in place of objects.
+
+    Raises:
+        ValueError: names the class.
+    """
+    for given in (job.module, job.train, job.evaluate, job.datamodule):
+        if isinstance(given, type):
+            raise ValueError(
+                f"trainer.{job.stage} got the class {given.__name__}: pass an object of it, {given.__name__}(...)"
+            )
+
+
+def _lacks_forward(module: Module) -> bool:
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
 def check_callbacks(trainer: TrainerInterface, job: Job) -> None:

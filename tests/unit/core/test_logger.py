@@ -55,5 +55,5 @@ class Three:
 
 @pytest.mark.parametrize("wrong", [Three(), Four, "tensorboard"])
 def test_what_is_no_logger_is_refused_with_what_one_needs(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="needs open, log_metrics, log_hyperparams and close"):
+    with pytest.raises(ValueError, match="with the methods open, log_metrics, log_hyperparams and close"):
         fx.Trainer(logger=wrong)

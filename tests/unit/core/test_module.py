@@ -140,3 +140,9 @@ def test_a_group_for_a_logged_value_is_refused(quiet: dict[str, Any]) -> None:
 
     with pytest.raises(ValueError, match="values are always reduced over all ranks that train"):
         fx.Trainer(max_epochs=1, **quiet).fit(Mine(), tiny_loader())
+
+
+def test_a_checkpoint_is_not_loaded_by_a_call_on_an_object() -> None:
+    for owner in (TinyModule(), fx.DataModule()):
+        with pytest.raises(TypeError, match=rf"write new = {type(owner).__name__}\.load_from_checkpoint\(\.\.\.\)"):
+            owner.load_from_checkpoint("a.ckpt")

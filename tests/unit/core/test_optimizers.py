@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
+import fabricx as fx
 from fabricx.core.optimizers import (
     OptimizerHandle,
     Schedule,
@@ -20,6 +21,7 @@ from fabricx.core.optimizers import (
     parse_optimizers,
 )
 from fabricx.core.strategy import Traits
+from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 ONE, TWO = SGD([nn.Parameter(torch.zeros(1))], lr=0.1), Adam([nn.Parameter(torch.zeros(1))])
 STEPS, PLATEAU = StepLR(ONE, 1), ReduceLROnPlateau(TWO)
@@ -112,3 +114,27 @@ def test_a_handle_is_the_optimizer_except_for_its_step() -> None:
     ONE.param_groups[0]["params"][0].grad = torch.ones(1)
     handle.zero_grad()
     assert ONE.param_groups[0]["params"][0].grad is None
+
+
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
+    first, second = SGD(TinyModule().parameters(), lr=0.1), SGD(TinyModule().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="returned a StepLR of another optimizer than it returned"):
+        parse_optimizers({"optimizer": first, "lr_scheduler": StepLR(second, 1)})
+
+
+def test_optimizers_that_do_not_train_the_module_are_a_warning() -> None:
+    class Foreign(TinyModule):
+        def configure_optimizers(self) -> Any:
+            return SGD(TinyModule().parameters(), lr=0.1)
+
+    class Forgets(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    for module, said in (
+        (Foreign(), "create the optimizer with"),
+        (Forgets(), "no optimizer made a step in the epoch"),
+    ):
+        with pytest.warns(UserWarning, match=said):
+            fx.Trainer(max_epochs=1, **QUIET).fit(module, tiny_loader())

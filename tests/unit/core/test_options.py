@@ -111,3 +111,10 @@ def test_an_unknown_accelerator_or_a_url_is_answered_with_the_nearest() -> None:
         TrainerOptions(accelerator="cdua")
     with pytest.raises(ValueError, match=r"to write checkpoints to a URL, set ModelCheckpoint\(dirpath="):
         TrainerOptions(default_root_dir="s3://bucket/runs")
+
+
+def test_text_is_no_switch_and_a_schedule_no_number() -> None:
+    with pytest.raises(ValueError, match="enable_progress_bar='no': set True or False"):
+        TrainerOptions(enable_progress_bar="no")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"pass GradientAccumulationScheduler\(\{0: 2\}\)"):
+        TrainerOptions(accumulate_grad_batches={0: 2})  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +163,7 @@ def test_a_run_of_steps_that_makes_no_update_ends_with_an_error(manual: bool, qu
     module.automatic_optimization = not manual
     what = "no optimizer made a step" if manual else "training_step gave no loss"
     with (
-        contextlib.nullcontext() if manual else pytest.warns(UserWarning, match="training_step returned no loss for a"),
+        pytest.warns(UserWarning, match="no optimizer made a step in" if manual else "returned no loss for a batch"),
         pytest.raises(ValueError, match=rf"{what} in 100 batches in a row, and max_steps=3 .*: the run would never"),
     ):
         fx.Trainer(max_steps=3, **quiet).fit(module, tiny_loader())

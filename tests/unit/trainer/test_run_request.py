@@ -37,8 +37,8 @@ class Data(fx.DataModule):
 @pytest.mark.parametrize(
     ("stage", "module", "said"),
     [
-        ("fit", nn.Linear(1, 1), r"trainer.fit\(Linear\): pass an instance of a subclass of fabricx.Module"),
-        ("fit", TinyModule, "pass an instance"),
+        ("fit", nn.Linear(1, 1), r"trainer.fit\(Linear\): the first argument is the module"),
+        ("fit", TinyModule, "pass an object of it"),
         ("fit", Misspelt(), r"Misspelt has no training_step, which trainer.fit calls.*Did you mean 'trainig_step'"),
         ("validate", fx.Module(), "Module has no validation_step"),
         ("fit", TinyModule(), r"trainer.fit has no data: pass train_dataloaders=.*define TinyModule.train_dataloader"),
@@ -80,3 +80,31 @@ def test_a_module_that_trains_no_weights_is_a_warning_unless_it_steps_by_itself(
     manual = Still()
     manual.automatic_optimization = False
     check("fit", manual, train=tiny_loader())
+
+
+class Trains(fx.DataModule):
+    def train_dataloader(self) -> Any:
+        return tiny_loader()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((TinyModule, tiny_loader()), r"trainer.fit got the class TinyModule: pass an object of it, TinyModule\(...\)"),
+        ((TinyModule(), Trains), "got the class Trains"),
+        ((tiny_loader(), TinyModule()), r"trainer.fit\(DataLoader\): the first argument is the module"),
+        ((TinyModule(), tiny_loader(), Trains()), "there are loaders and a data module"),
+        ((TinyModule(), tiny_loader(), None, Trains()), "there are loaders and a data module"),
+        ((TinyModule(), torch.ones(4, 4)), "Tensor is a batch: pass a DataLoader"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_named(given: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        fx.Trainer(max_epochs=1, **QUIET).fit(*given)
+
+
+def test_a_prediction_without_a_step_and_a_forward_is_refused() -> None:
+    class Empty(fx.Module): ...
+
+    with pytest.raises(ValueError, match="Empty has neither predict_step nor forward"):
+        fx.Trainer(**QUIET).predict(Empty(), tiny_loader())
