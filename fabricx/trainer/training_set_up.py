@@ -95,8 +95,8 @@ def _set_up_optimizers(session: Session) -> None:
     optimizers, schedules = parse_optimizers(module.configure_optimizers())
     if not optimizers:
         session.warn_once("no optimizer", "configure_optimizers returned no optimizer, so no weight will change")
-    of_module = set(map(id, module.parameters()))
-    if optimizers and not any(id(p) in of_module for o in optimizers for g in o.param_groups for p in g["params"]):
+    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    if trained and trained.isdisjoint(map(id, module.parameters())):
         session.warn_once(
             "foreign parameters",
             "no parameter of the optimizers is a parameter of the module, so no weight of the module will change: "
