@@ -23,7 +23,7 @@ def covers(cell: Cell) -> bool:
     drawn = cell.data in ("shuffled", *STREAMS) or cell.model == "dropout"  # random numbers, or a stream of each rank
     called = cell.change != "none" or cell.save != "none" or cell.optimizer == "lbfgs" or cell.model == "toggled"
     # Their own tests compare them with torch: tests/unit/callbacks, tests/unit/data/test_combined.py.
-    called = called or cell.callback in ("finetuning", "swa") or cell.data == "combined"
+    called = called or cell.callback not in ("none", "ema", "scheduler") or cell.data == "combined"
     return cell.loop in loops and not drawn and not called and not cell.manual and cell.precision != "bf16-mixed"
 
 
@@ -55,6 +55,8 @@ class Plain:
         for epoch in range(EPOCHS):
             total = whole = 0.0
             batches, size = self._batches(), self.cell.accumulate
+            if self.cell.callback == "scheduler" and epoch == 0:
+                size = 2
             for start in range(0, len(batches), size):
                 if self.cell.loop == "max-steps" and self.updates == 3:
                     return self
