@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricx.core.callback import Callback, RecoveryPolicy
-from fabricx.core.strategy_parts import DealsData, HasServers, HidesGradients, as_part
+from fabricx.core.strategy_parts import DealsData, HasServers, HidesGradients, KeepsLocalState, as_part
 from fabricx.distributed.lost_peers import is_peer_lost
 from fabricx.errors import CopiesLost, did_you_mean
 
@@ -81,10 +83,12 @@ class FaultRecovery(Callback):
             that torchrun restarts does so as well; recovery in place and from memory needs no disk. The callback that
             the trainer adds has `snapshots=enable_checkpointing`.
         every_n_train_steps: weight updates between two snapshots; None determines the number from `every_s`. A snapshot
-            that is due while the previous snapshot is still being written is skipped. As every checkpoint does, a
-            snapshot of local_sgd averages the ranks, and a snapshot of servers that send weight differences sends the
-            residual. For bitwise equal weights in repeated runs of these strategies, set the number; snapshots are
-            then never skipped.
+            that is due while the previous snapshot is still being written is skipped. With None, a snapshot of
+            local_sgd has the average of the ranks, and each rank continues with its own state, so that the weights do
+            not depend on the time of a snapshot; a restart from it continues with the average. With a number, the
+            ranks continue with the average, as after every checkpoint, so that a restart is exact, and snapshots are
+            never skipped. A snapshot of servers that send weight differences sends the residual: set the number for
+            bitwise equal weights in repeated runs.
         every_s: seconds between two snapshots; longer if writing a snapshot needs more than a hundredth of this time.
             Training since the newest snapshot may have to be repeated.
         bad_gradients: action for an update with NaN or infinity in the gradient of any rank. None: no check. "raise":
@@ -314,8 +318,16 @@ class FaultRecovery(Callback):
             return
         path = self._folder(trainer) / f"step={step}"
         after = functools.partial(self._complete, path, time.monotonic())
-        trainer.save_checkpoint(path, wait=False, after=after, single_file=False)
+        with self._unchanged(trainer):
+            trainer.save_checkpoint(path, wait=False, after=after, single_file=False)
         self._step_saved = step
+
+    def _unchanged(self, trainer: TrainerProtocol) -> AbstractContextManager[None]:
+        """Return a context in which a snapshot at a step that depends on time does not change the training."""
+        strategy = trainer.strategy
+        if not strategy.traits.checkpoint_averages or self.every_n_train_steps is not None:
+            return contextlib.nullcontext()
+        return as_part(strategy, KeepsLocalState).unchanged(trainer.session.module, trainer.optimizers)
 
     @staticmethod
     def _folder(trainer: TrainerProtocol) -> Path:

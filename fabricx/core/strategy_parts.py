@@ -7,10 +7,11 @@ with `as_part(strategy, ShardsWeights)`: for another strategy this returns an ob
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -102,6 +103,33 @@ class KeepsLocalState:
             own: whether the state is this rank's; False after a change of the number of ranks.
         """
         raise NotImplementedError
+
+    def unchanged(self, module: nn.Module, optimizers: list[Optimizer]) -> AbstractContextManager[None]:
+        """Return a context, at the end of which this rank has its state of the begin again; collective.
+
+        For a checkpoint at a step that depends on time, if `traits.checkpoint_averages`: it must not change the
+        training that follows. A copy of the state is on the CPU meanwhile.
+
+        Args:
+            module: the user's module.
+            optimizers: of the module.
+        """
+        return _restored(self, module, optimizers)
+
+
+@contextmanager
+def _restored(strategy: KeepsLocalState, module: nn.Module, optimizers: list[Optimizer]) -> Iterator[None]:
+    state, buffers = apply_to_collection(
+        (strategy.local_state_dict(module, optimizers), dict(module.named_buffers())), Tensor, _copied
+    )
+    yield
+    strategy.load_local_states([state], module, optimizers, own=True)
+    for name, buffer in module.named_buffers():  # also those that are not saved
+        buffer.copy_(buffers[name])
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 class WrapsStep:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -382,6 +382,9 @@ class ServedStrategy(
             else:
                 warn_of_lost_residuals(self.world)
         protocol.starts(0, self.data_ranks.size, module)
+
+    def unchanged(self, module: nn.Module, optimizers: list[Optimizer]) -> AbstractContextManager[None]:
+        return nullcontext()  # the residuals that a checkpoint sends stay sent
 
 
 def _warn_of_momentum(optimizers: Sequence[Optimizer], settings: Settings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx import checkpoint
+from fabricx.callbacks import FaultRecovery
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, LocalSGD, Single
 from fabricx.testing import QUIET, LayeredModule, layered_data
@@ -95,6 +97,21 @@ def test_a_validation_leaves_the_round_as_it_is() -> None:
     assert "val" in trainer.callback_metrics
 
 
+def _due_at(steps: tuple[int, ...], trainer: Any) -> bool:
+    return trainer.global_step in steps
+
+
+def test_snapshots_at_steps_that_depend_on_time_change_nothing() -> None:
+    options: dict[str, Any] = {"every": 4, "outer": "nesterov", "fragments": 2, "overlap_steps": 2, "keep_local": 0.3}
+    results = []
+    for steps in ((), (3, 5, 6)):
+        recovery = FaultRecovery()
+        vars(recovery)["_due"] = functools.partial(_due_at, steps)
+        module, _ = train(LocalSGD(**options), module=Normed(momentum=0.9), callbacks=[recovery])
+        results.append(module.state_dict())
+    assert all(torch.equal(tensor, results[1][name]) for name, tensor in results[0].items())
+
+
 class Saves(fx.Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -122,8 +139,8 @@ def test_a_run_goes_on_exactly_and_elsewhere(tmp_path: Path, outer: Any) -> None
 
 
 class Normed(Plain):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, momentum: float = 0.0) -> None:
+        super().__init__(momentum)
         self.norm = nn.BatchNorm1d(6)
 
     def forward(self, inputs: Tensor) -> Tensor:
